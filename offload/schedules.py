@@ -68,10 +68,6 @@ def set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list | tuple) and all(isinstance(value, int | float) for value in values)
-
-
 class Schedule(abc.ABC):
     """A schedule that sets `lr` of each group of an optimizer."""
 
@@ -177,7 +173,8 @@ class Schedule(abc.ABC):
         known = state if isinstance(state, Mapping) else {}
         # A resumed run scales the learning rates that were saved, not those of the script.
         position, rates = known.get("last_batch_iteration"), known.get("base_lrs", self.base_lrs)
-        if not isinstance(position, int) or abs(position) > MOST or not _are_numbers(rates):
+        are_numbers = isinstance(rates, list | tuple) and all(isinstance(rate, int | float) for rate in rates)
+        if not isinstance(position, int) or abs(position) > MOST or not are_numbers:
             raise UsageError(
                 f"the state of {type(self).__name__} has the last_batch_iteration {position!r:.99} and the base_lrs "
                 f"{rates!r:.99}, expected a whole number and a list of numbers, as state_dict() returns them"

@@ -68,16 +68,13 @@ def init_distributed(
     else:
         # A store in memory: nothing listens on a port, so that processes beside this one cannot collide with it.
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(_backends(), store=store, rank=0, world_size=1)
+        device_type = accelerator_type()
+        backends = "gloo" if device_type is None else f"cpu:gloo,{device_type}:{device_backend(device_type)}"
+        dist.init_process_group(backends, store=store, rank=0, world_size=1)
 
 
 def _launched() -> int:
     return rank_number(os.environ, "WORLD_SIZE", 1)
-
-
-def _backends() -> str:
-    device_type = accelerator_type()
-    return "gloo" if device_type is None else f"cpu:gloo,{device_type}:{device_backend(device_type)}"
 
 
 def _with_group(function: Callable[..., Any]) -> Callable[..., Any]:

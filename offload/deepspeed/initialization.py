@@ -196,11 +196,22 @@ def _divided(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for name, value in content.items():
         # Without it the weights keep their dtype, where DeepSpeed would cast them to fp16.
         if name == "dtype":
-            ours |= _dtype_block(value)
+            dtype = str(value).lower().removeprefix("torch.")
+            if dtype not in _DTYPES:
+                raise UsageError(
+                    "init_inference: dtype is one of torch.float32, torch.float16 and torch.bfloat16, got "
+                    f"{value}; for 8 bits {_REFUSED['quant']}"
+                )
+            ours |= _DTYPES[dtype]
         elif name == "zero":
             ours["zero_optimization"] = value
         elif name in ("tensor_parallel", "tp", "mp_size"):
-            _check_one_rank(name, value)
+            size = value.get("tp_size", 1) if isinstance(value, Mapping) else value
+            if size not in (None, 1):
+                raise UsageError(
+                    f"init_inference: {name} is {size}, but weights are paged, and not divided within a layer; leave "
+                    "it out, and give each rank rows of its own"
+                )
         elif name in _REFUSED:
             # Configs turn a key off by false, or by a block that says so.
             if value and not (isinstance(value, Mapping) and not value.get("enabled", True)):
@@ -216,22 +227,3 @@ def _divided(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 f"{', '.join(sorted(_OURS))}"
             )
     return ours, without_effect
-
-
-def _dtype_block(value: Any) -> dict[str, Any]:
-    name = str(value).lower().removeprefix("torch.")
-    if name not in _DTYPES:
-        raise UsageError(
-            f"init_inference: dtype is one of torch.float32, torch.float16 and torch.bfloat16, got {value}; for 8 bits "
-            f"{_REFUSED['quant']}"
-        )
-    return _DTYPES[name]
-
-
-def _check_one_rank(name: str, value: Any) -> None:
-    size = value.get("tp_size", 1) if isinstance(value, Mapping) else value
-    if size not in (None, 1):
-        raise UsageError(
-            f"init_inference: {name} is {size}, but weights are paged, and not divided within a layer; leave it out, "
-            "and give each rank rows of its own"
-        )

@@ -62,7 +62,9 @@ def inner_folder(path: Path, depth: int, ours: bool = False) -> Iterator[int]:
         for name in names[len(names) - depth :]:
             outer /= name
             with _naming(outer):
-                here = _instead(here, _open_folder(name, here))
+                inner = _open_folder(name, here)
+                os.close(here)
+                here = inner
             if ours:
                 check_ours(outer, here)
         yield here
@@ -287,11 +289,6 @@ def _open_folder(name: str, above: int) -> int:
         if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
         raise
-
-
-def _instead(old: int, new: int) -> int:
-    os.close(old)
-    return new
 
 
 @contextlib.contextmanager

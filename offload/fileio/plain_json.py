@@ -127,9 +127,12 @@ def _decode(value: Any, tensors: dict[str, torch.Tensor], device: torch.device |
     def inner(item: Any) -> Any:
         return _decode(item, tensors, device)
 
-    for name, make in ((f"{_MARK}tuple", tuple), (f"{_MARK}dict", _as_dict), (f"{_MARK}counter", _as_counter)):
-        if isinstance(value, dict) and name in value:
-            return make(inner(value[name]))
+    if isinstance(value, dict) and f"{_MARK}tuple" in value:
+        return tuple(inner(value[f"{_MARK}tuple"]))
+    if isinstance(value, dict) and f"{_MARK}dict" in value:
+        return dict(inner(value[f"{_MARK}dict"]))
+    if isinstance(value, dict) and f"{_MARK}counter" in value:
+        return Counter(dict(inner(value[f"{_MARK}counter"])))
     if isinstance(value, dict) and f"{_MARK}tensor" in value:
         return _as_tensor(*value[f"{_MARK}tensor"])
     if isinstance(value, dict) and f"{_MARK}bytes" in value:
@@ -177,14 +180,6 @@ def _unmarked(value: Any, inner: Callable[[Any], Any]) -> Any:
     if f"{_MARK}float" in value:
         return float(value[f"{_MARK}float"])
     return {key: inner(item) for key, item in value.items()}
-
-
-def _as_dict(pairs: list[list[Any]]) -> dict[Any, Any]:
-    return {key: item for key, item in pairs}
-
-
-def _as_counter(pairs: list[list[Any]]) -> Counter[Any]:
-    return Counter(_as_dict(pairs))
 
 
 def _as_tensor(dtype: str, shape: list[int], encoded: str) -> torch.Tensor:

@@ -149,12 +149,21 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     refuse_sequences(content, "offload train")
     # The log and the summary need the phases; the command prints its own line per step.
     content |= {"steps_per_print": 0, "wall_clock_breakdown": True}
-    config = load_config(schedule(content, options, _steps_before_data(options))[0])
+    steps = options.steps or DEFAULT_STEPS
+    if options.epochs is not None:
+        # The number depends on the data. The warm-up is compared with the real number later, so it must pass here.
+        steps = max(DEFAULT_STEPS, int(options.warmup or 0))
+    config = load_config(schedule(content, options, steps)[0])
     batch = batch_of(config, options.seq_len, world_size)
     output, saved = output_of(options, config.offload.run)
     options = replace(options, output=output)
     _say_all(lines, say)
-    if not _goes_on(config) and not has_mark(output):
+    # An earlier process of the run may have saved a model that is this one's.
+    goes_on = False
+    if config.offload.resume in ("auto", "must") and config.drives:
+        status = run_status(config.drives, config.offload.run)
+        goes_on = status.exists or status.finished is not None
+    if not goes_on and not has_mark(output):
         check_output(output, may_be_there=False)
     if options.log is not None:
         check_log(options.log)
@@ -235,14 +244,6 @@ def _warnings_last(notices: Sequence[str], others: Sequence[str]) -> Iterator[st
     yield from (line for line in notices if isinstance(line, Remark))
     yield from others
     yield from (f"{WARNING}{line}" for line in notices if not isinstance(line, Remark))
-
-
-def _steps_before_data(options: Options) -> int:
-    """Returns the number of steps for the check of the config before the data are read; exact without --epochs."""
-    if options.epochs is None:
-        return options.steps or DEFAULT_STEPS
-    # The number depends on the data. The warm-up is compared with the real number later, so it must pass here.
-    return max(DEFAULT_STEPS, int(options.warmup or 0))
 
 
 def _engine(
@@ -341,14 +342,6 @@ def _prediction(
         kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
         return {}, (f"no prediction: {kind}{error}",)
     return as_step(planned, psutil.Process().memory_info().rss), (in_short(planned),)
-
-
-def _goes_on(config: Config) -> bool:
-    """Returns True if an earlier process of the run may have saved a model that is this one's."""
-    if config.offload.resume not in ("auto", "must") or not config.drives:
-        return False
-    status = run_status(config.drives, config.offload.run)
-    return status.exists or status.finished is not None
 
 
 def _has_files(config: Config) -> bool:

@@ -399,12 +399,17 @@ def addresses(rule: str, moments: int, partition: Partition) -> Addresses:
     allowed = [BF16 if first is torch.bfloat16 else FLOAT] * moments
     if first in CODES:
         allowed = [UINT8 if root else INT8 for root in ROOTS[rule]]
+    moment_addresses = [
+        address(f"moments[{i}]", moment, allowed[i], numel) for i, moment in enumerate(partition.moments)
+    ]
+    check_scales(partition, numel)
+    scales = partition.scales
     return Addresses(
         weight,
         beside,
-        [address(f"moments[{i}]", moment, allowed[i], numel) for i, moment in enumerate(partition.moments)],
+        moment_addresses,
         CODE_ELEMENT if first in CODES else element(first) if first in FLOATS else 0,
-        _scales(partition, numel),
+        0 if scales is None else address("scales", scales.view(-1), FLOAT, scales.numel()),
         (address("grad", partition.grad, FLOATS, numel), element(partition.grad.dtype)),
         numel,
     )
@@ -477,7 +482,8 @@ def check_segments(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
             raise ValueError(f"segments: expected them in order within {numel} elements, got [{start}, {stop})")
         if type(step) is not kind:
             raise TypeError(f"step: expected {kind.__name__} in all segments, got {type(step).__name__}")
-        _check_counted(step)
+        if isinstance(step, AdamWStep | AdagradStep) and step.step < 1:  # other rules count no steps
+            raise ValueError(f"step: expected a number from 1, got {step.step}")
         end = stop
     return RULES[kind]
 
@@ -528,17 +534,6 @@ def check_scales(partition: Partition, numel: int) -> None:
         raise ValueError("scales: expected them for moments in 8 bits, and for no others")
     if scales is not None and tuple(scales.shape) != (blocks_of(numel), len(moments)):
         raise ValueError(f"scales: expected shape ({blocks_of(numel)}, {len(moments)}), got {tuple(scales.shape)}")
-
-
-def _scales(partition: Partition, numel: int) -> int:
-    check_scales(partition, numel)
-    scales = partition.scales
-    return 0 if scales is None else address("scales", scales.view(-1), FLOAT, scales.numel())
-
-
-def _check_counted(step: Step | LambStep) -> None:
-    if isinstance(step, AdamWStep | AdagradStep) and step.step < 1:
-        raise ValueError(f"step: expected a number from 1, got {step.step}")
 
 
 def _weight(partition: Partition, numel: int) -> tuple[tuple[int, int], int]:

@@ -413,7 +413,9 @@ def choose_loss(
         if wanted:
             raise
         # Nobody expects a loss in chunks of a model without words, such as a classifier of images.
-        return as_it_is(str(error)) if _has_words(model) else ChosenLoss(chunked=False)
+        embeddings = getattr(model, "get_output_embeddings", None)
+        has_words = embeddings is not None and embeddings() is not None
+        return as_it_is(str(error)) if has_words else ChosenLoss(chunked=False)
     line = f"the loss is computed from the logits of {CHUNK_TOKENS} tokens at a time; {off} computes all at once"
     return ChosenLoss(chunked=True, line=line, undo=undo)
 
@@ -443,8 +445,3 @@ def as_begun(chosen: ChosenLoss, wanted: bool | None, began_chunked: bool) -> Ch
         return chosen
     chosen.undo()
     return as_it_is("the run has begun with all logits")
-
-
-def _has_words(model: Any) -> bool:
-    embeddings = getattr(model, "get_output_embeddings", None)
-    return embeddings is not None and embeddings() is not None

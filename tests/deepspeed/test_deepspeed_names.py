@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from offload.deepspeed.names import MODULES, public_names
 from offload.errors import UsageError
 from tests.pages import deepspeed_names
 from tests.pages.deepspeed_names import ABSENT, NAMES, REFUSED, RIGHT
@@ -49,6 +50,20 @@ def test_a_refused_name_can_be_imported_and_its_use_says_what_to_do() -> None:
         with pytest.raises(UsageError, match=r": \w.{15}"):
             refused(None, None)
             pytest.fail(f"{name.path} may be used")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_name_of_the_table_of_modules_is_there(module: str) -> None:
+    """By import and by attribute, as one object; a module of the table is found as Python finds any other."""
+    imported = importlib.import_module(f"offload.deepspeed.{module}".removesuffix("."))
+    assert imported is (found(module) if module else importlib.import_module("offload.deepspeed"))
+    assert (
+        imported.__spec__ is not None and imported.__doc__ and all(hasattr(imported, name) for name in imported.__all__)
+    )
+    for name in (*public_names(module), *(name for names in MODULES[module].values() for name in names.split())):
+        assert getattr(imported, name) is getattr(imported, name), name
+    with pytest.raises(AttributeError, match="reference/deepspeed-names"):
+        _ = imported.no_such_name
 
 
 def test_an_absent_name_is_an_error_of_python_and_the_page_says_why() -> None:

@@ -44,7 +44,7 @@ def require_pyarrow() -> Any:
     return pyarrow.parquet
 
 
-def read_csv(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_csv(file: Path, lines: Iterable[str]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yields the rows of a CSV file, each with the place of its first line, such as "data.csv:17".
 
     All values are strings.
@@ -72,7 +72,7 @@ def read_csv(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, 
             elif len(row) != len(names):
                 raise ConfigError(f"{place} contains {len(row)} fields, and the first line names {len(names)} columns")
             else:
-                yield place, {name: value for name, value in zip(names, row, strict=True) if name in _READ}
+                yield {name: value for name, value in zip(names, row, strict=True) if name in _READ}, place
     except csv.Error as error:
         raise ConfigError(
             f"{file}:{begins} is not CSV: {error}; quote fields with commas, quotes or line ends"
@@ -83,7 +83,7 @@ def read_csv(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, 
         _check([], str(file))
 
 
-def read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_parquet(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """Yields the rows of a Parquet file, each with its place, counted from 1. A few hundred rows are in memory at once.
 
     Nulls are left out. Parquet stores null for columns that a row does not use, and for keys of messages that only
@@ -105,7 +105,7 @@ def read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for batch in table.iter_batches(_ROWS_AT_ONCE, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{file}: row {number}", _without_nulls(row)
+                    yield _without_nulls(row), f"{file}: row {number}"
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read as Parquet after row {number}: {error}") from error
 
@@ -244,19 +244,13 @@ def _csv(file: Path) -> Iterator[tuple[Any, str]]:
     with open_data(file) as content:
         # Lines are decoded one by one, so that an error names the line and the file need not fit in memory.
         lines = (_decode(line, f"{file}:{number}") for number, line in enumerate(content, 1))
-        for place, row in read_csv(file, lines):
-            yield row, place
-
-
-def _parquet(file: Path) -> Iterator[tuple[Any, str]]:
-    for place, row in read_parquet(file):
-        yield row, place
+        yield from read_csv(file, lines)
 
 
 _ROWS: dict[str, Callable[[Path], Iterator[tuple[Any, str]]]] = {
     **dict.fromkeys(_LINES, _lines),
     ".csv": _csv,
-    ".parquet": _parquet,
+    ".parquet": read_parquet,
 }
 """For each kind of file the parsed lines or rows, each with its place."""
 
