@@ -6,13 +6,11 @@ If a step fails, the objects made before are closed, and files are left as they 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -144,23 +142,89 @@ def assemble(
     on_files = plan.slots or plan.placement.spilled or inputs_on_disk or open_source
     queue = _queue(plan.config) if on_files else None
     memory = memory_of(model)
-    files, sources = NewStore(plan, lr_scheduler), contextlib.ExitStack()
+    swap_files, sources = NewStore(plan, lr_scheduler), contextlib.ExitStack()
     try:
-        recorders = _recorders(plan, model, timeline, queue, written, listener)
+        meter, spans = _meter(plan, model, queue, written), DriveSpans(timeline, shown_names(plan))
+        if listener is None and plan.config.wall_clock_breakdown and isinstance(meter, StepMeter):
+            listener = meter
+        if listener is not None:
+            timeline = Relay(timeline, listener)
         progress: Snapshot | None = None
         if queue is not None and plan.slots:
-            files.store = _store(plan, model, optimizer, lr_scheduler, queue, written, recorders.spans)
-            progress = _progress(plan, files.store, model, optimizer)
-            files.resumed = progress is not None
+            swap_files.store = _store(plan, model, optimizer, lr_scheduler, queue, written, spans)
+            progress = _progress(plan, swap_files.store, model, optimizer)
+            swap_files.resumed = progress is not None
 
         def components(callbacks: EngineCallbacks) -> EngineComponents:
-            source: WeightSource | None = files.store
+            """Maps the arenas, takes over the model's weights, installs hooks and starts the update worker.
+
+            The components store the callbacks of the engine, which is not complete yet, and call them only later. If a
+            step fails, the steps before it are undone, except for files.
+            """
+            source: WeightSource | None = swap_files.store
             if queue is not None and open_source is not None:
-                source = open_source(queue, recorders.spans, sources)
-            opened = RunFiles(
-                queue=queue, store=files.store, source=source, others=sources, make=files.make, written=written
+                source = open_source(queue, spans, sources)
+            # The order matters: memory first, then the pager, the partitions and their values. Hooks come after the
+            # model has given up its weights, and the update worker, whose thread uses all of them, comes last.
+            with contextlib.ExitStack() as undo:
+                # Each component that owns memory or a thread is closed by an error, in reverse order.
+                host = undo.enter_context(contextlib.closing(_host_arena(plan, callbacks)))
+                arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
+                compute = compute_spans(timeline, shown_names(plan))
+                agreement = _agreement(plan, arena, callbacks, timeline)
+                pager = undo.enter_context(contextlib.closing(_pager(plan, host, arena, source, agreement, timeline)))
+                shards = _held(plan, host, arena, pager, swap_files.store)
+                forms = _forms(plan)
+                swap_files.make()
+                _fill(plan, model, shards, swap_files.resumed, forms)
+                schedule = _schedule(plan, model)
+                gradients = gradient_accumulator(
+                    plan, host, arena, queue, written, pager, agreement, schedule, callbacks, spans, compute
+                )
+                undo.callback(gradients.close)
+                handles = _handles(plan, model, forms)
+                unit_views = UnitViews(plan.layouts, handles, pager, [mode.weight_dtype for mode in plan.modes])
+                model_activations = activations(plan, model, queue, written, schedule, timeline)
+                undo.callback(model_activations.close)
+                users = (unit_views, gradients, pager, callbacks, model_activations)
+                hooks = module_hooks(plan, model, handles, *users, timeline, compute)
+                undo.callback(hooks.remove)
+                schedule.install(dict(model.named_modules()))
+                undo.callback(schedule.remove)
+                weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks)
+                undo.callback(weights.remove)
+                extensions: list[Extension] = [schedule]
+                for extension in _extensions(plan, model, handles, gradients, pager):
+                    undo.callback(extension.remove)
+                    extensions.append(extension)
+                updater = _updater(plan, optimizer, host, shards, gradients, timeline)
+                # Complete: from now on the engine closes the components. Nothing that follows fails.
+                undo.pop_all()
+            timeline.start()  # the filling of the tiers is not shown
+            return EngineComponents(
+                hooks=hooks,
+                weights=weights,
+                unit_views=unit_views,
+                update_worker=updater,
+                pager=pager,
+                gradients=gradients,
+                activations=model_activations,
+                schedule=schedule,
+                world=plan.world,
+                agreement=agreement,
+                store=swap_files.store,
+                queue=queue,
+                read_only=sources,
+                arena=host,
+                layouts=plan.layouts,
+                trainable=plan.trainable,
+                shards=shards,
+                written=written,
+                timeline=timeline,
+                meter=meter,
+                shows_dtensors=bool(plan.sites),
+                extensions=tuple(extensions),
             )
-            return _components(plan, model, optimizer, opened, files.resumed, recorders, callbacks)
 
         core = EngineCore(
             module=model,
@@ -175,7 +239,7 @@ def assemble(
         )
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one that is raised
-            close_all(*(() if queue is None else (queue.close,)), sources.close, files.undo)
+            close_all(*(() if queue is None else (queue.close,)), sources.close, swap_files.undo)
         raise
     try:
         return make(core, (*_notices(plan, core), *line_on_users(memory), *_begin(plan, core, progress)))
@@ -318,25 +382,6 @@ def _settings(plan: Plan) -> StepSettings:
     )
 
 
-def _recorders(
-    plan: Plan,
-    model: nn.Module,
-    timeline: Timeline,
-    queue: SharedQueue | None,
-    written: DriveByteCounter,
-    listener: Listener | None,
-) -> Recorders:
-    """Returns the recorders of the components; for a breakdown of steps the meter also receives spans."""
-    meter = _meter(plan, model, queue, written)
-    if listener is None and plan.config.wall_clock_breakdown and isinstance(meter, StepMeter):
-        listener = meter
-    return Recorders(
-        timeline=timeline if listener is None else Relay(timeline, listener),
-        spans=DriveSpans(timeline, shown_names(plan)),
-        meter=meter,
-    )
-
-
 def _facts(plan: Plan, model: nn.Module) -> dict[str, Any]:
     """Returns the facts on the run for the first line of a log."""
     config = plan.config
@@ -419,25 +464,7 @@ def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:
 
 # -- run files -----------------------------------------------------------------------------------------
 #
-# The files of a run: swap files, their queue, and the count of bytes written.
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFiles:
-    """The files of a run, as far as it has any."""
-
-    queue: SharedQueue | None
-    """Queue of all requests; None without files."""
-    store: Store | None
-    """The swap files; None without states on DISK."""
-    source: WeightSource | None
-    """The files that the pager reads weights from: the swap files, or others that are only read; None without any."""
-    others: contextlib.ExitStack
-    """Closes the files that are only read."""
-    make: Callable[[], None]
-    """Makes the swap files of a new run, before anything is written to them; does nothing for a resumed run."""
-    written: DriveByteCounter
-    """Counts of the bytes that go to each drive."""
+# The swap files of a run, from their lock to their first bytes.
 
 
 class NewStore:
@@ -487,102 +514,6 @@ class NewStore:
 # The components of an engine: memory, weights, gradients, hooks and the update worker.
 #
 # If a step fails, the steps before it are undone. Files belong to the caller.
-
-
-@dataclasses.dataclass(frozen=True)
-class Recorders:
-    """Receivers of the reports of components about their work."""
-
-    timeline: Timeline
-    """Receives spans, counters and phases; `OFF` if neither a file nor the meter records them."""
-    spans: DriveSpans
-    """Receives requests to the drives, and commits."""
-    meter: Meter
-    """Receives the spans of `timeline` if a breakdown of steps is configured."""
-
-
-def _components(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: Optimizer,
-    files: RunFiles,
-    resume: bool,
-    recorders: Recorders,
-    callbacks: EngineCallbacks,
-) -> EngineComponents:
-    """Maps the arenas, takes over the model's weights, installs hooks and starts the update worker.
-
-    Args:
-        plan: All decisions.
-        model: Loses its weights, even if they are read from the store.
-        optimizer: Groups of its parameters.
-        files: The files of the run, open.
-        resume: True to read the weights from the store.
-        recorders: Receive the reports of the components.
-        callbacks: The engine, which is not complete yet; the components store it and call it only later.
-
-    Raises:
-        BudgetError: If other engines of the process leave no room.
-    """
-    timeline = recorders.timeline
-    # The order matters: memory first, then the pager, the partitions and their values. Hooks come after the model has
-    # given up its weights, and the update worker, whose thread uses all of them, comes last.
-    with contextlib.ExitStack() as undo:
-        # Each component that owns memory or a thread is closed by an error, in reverse order.
-        host = undo.enter_context(contextlib.closing(_host_arena(plan, callbacks)))
-        arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
-        compute, agreement = compute_spans(timeline, shown_names(plan)), _agreement(plan, arena, callbacks, timeline)
-        pager = undo.enter_context(contextlib.closing(_pager(plan, host, arena, files, agreement, timeline)))
-        shards = _held(plan, host, arena, pager, files.store)
-        forms = _forms(plan)
-        _fill(plan, model, shards, files, resume, forms)
-        schedule = _schedule(plan, model)
-        gradients = gradient_accumulator(
-            plan, host, arena, files, pager, agreement, schedule, callbacks, recorders.spans, compute
-        )
-        undo.callback(gradients.close)
-        handles = _handles(plan, model, forms)
-        unit_views = UnitViews(plan.layouts, handles, pager, [mode.weight_dtype for mode in plan.modes])
-        model_activations = undo.enter_context(contextlib.closing(activations(plan, model, files, schedule, timeline)))
-        users = (unit_views, gradients, pager, callbacks, model_activations)
-        hooks = module_hooks(plan, model, handles, *users, timeline, compute)
-        undo.callback(hooks.remove)
-        schedule.install(dict(model.named_modules()))
-        undo.callback(schedule.remove)
-        weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks)
-        undo.callback(weights.remove)
-        extensions: list[Extension] = [schedule]
-        for extension in _extensions(plan, model, handles, gradients, pager):
-            undo.callback(extension.remove)
-            extensions.append(extension)
-        updater = _updater(plan, optimizer, host, shards, gradients, timeline)
-        # Complete: from now on the engine closes the components. Nothing that follows fails.
-        undo.pop_all()
-    timeline.start()  # the filling of the tiers is not shown
-    return EngineComponents(
-        hooks=hooks,
-        weights=weights,
-        unit_views=unit_views,
-        update_worker=updater,
-        pager=pager,
-        gradients=gradients,
-        activations=model_activations,
-        schedule=schedule,
-        world=plan.world,
-        agreement=agreement,
-        store=files.store,
-        queue=files.queue,
-        read_only=files.others,
-        arena=host,
-        layouts=plan.layouts,
-        trainable=plan.trainable,
-        shards=shards,
-        written=files.written,
-        timeline=timeline,
-        meter=recorders.meter,
-        shows_dtensors=bool(plan.sites),
-        extensions=tuple(extensions),
-    )
 
 
 def _extensions(
@@ -637,7 +568,12 @@ def shown_names(plan: Plan) -> list[str]:
 
 
 def _pager(
-    plan: Plan, host: HostArena, arena: DeviceArena, files: RunFiles, agreement: Agreement, timeline: Timeline
+    plan: Plan,
+    host: HostArena,
+    arena: DeviceArena,
+    source: WeightSource | None,
+    agreement: Agreement,
+    timeline: Timeline,
 ) -> Pager:
     # The pager receives sizes and limits only; it knows neither modules nor parameters.
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode, plan.images)
@@ -648,7 +584,7 @@ def _pager(
         host,
         arena,
         plan.device,
-        files.source,
+        source,
         limits(plan.config, plan.mode),
         peers,
         expand=expander(plan.layouts, plan.mode.weight_dtype),
@@ -694,12 +630,10 @@ def _fill(
     plan: Plan,
     model: nn.Module,
     shards: LocalShards,
-    files: RunFiles,
     resume: bool,
     forms: Sequence[Sequence[Values]],
 ) -> None:
-    """Writes every weight to its tier, into new files or none, and moves buffers; parameters are left empty."""
-    files.make()
+    """Writes every weight to its tier and moves buffers; parameters are left empty."""
     # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:
         # The stages of a pipeline number their units alike, and are to draw other values.
@@ -798,7 +732,8 @@ def gradient_accumulator(
     plan: Plan,
     host: HostArena,
     arena: DeviceArena,
-    files: RunFiles,
+    queue: SharedQueue | None,
+    written: DriveByteCounter,
     pager: Pager,
     agreement: Agreement,
     schedule: PassSchedule,
@@ -812,7 +747,8 @@ def gradient_accumulator(
         plan: All decisions.
         host: Source of host buffers.
         arena: Source of device buffers.
-        files: The files of the run.
+        queue: Reads and writes files; None without any.
+        written: Counts of the bytes that go to each drive.
         pager: Receives failures of other threads.
         agreement: What the ranks agree on.
         schedule: The order of a step's micro-batches.
@@ -823,8 +759,8 @@ def gradient_accumulator(
     dtype, trainable, timeline = plan.parts.gradient_dtype, plan.trainable, pager.table.timeline
     with contextlib.ExitStack() as undo:
         spill = downloads = None
-        if files.queue is not None and plan.placement.spilled:
-            spill = _spill(plan, trainable, host, files.queue, pager, files.written, spans)
+        if queue is not None and plan.placement.spilled:
+            spill = _spill(plan, trainable, host, queue, pager, written, spans)
             undo.callback(spill.close)
         # The CPU cannot read gradients on such a device, so they are first copied to pinned staging buffers.
         if any(plan.parts.trainable_numel) and not plan.device.host_addressable:
@@ -985,14 +921,20 @@ def _schedule(plan: Plan, model: nn.Module) -> PassSchedule:
 
 
 def activations(
-    plan: Plan, model: nn.Module, files: RunFiles, schedule: PassSchedule, timeline: Timeline
+    plan: Plan,
+    model: nn.Module,
+    queue: SharedQueue | None,
+    written: DriveByteCounter,
+    schedule: PassSchedule,
+    timeline: Timeline,
 ) -> ActivationPolicy:
     """Returns what the blocks do with their activations: keep them, or compute them again from inputs in some tier.
 
     Args:
         plan: All decisions.
         model: The model.
-        files: The files of the run; the queue exists if there is a drive for inputs.
+        queue: Reads and writes files; None if there is no drive for inputs.
+        written: Counts of the bytes that go to each drive.
         schedule: The order of a step's micro-batches.
         timeline: Records copies.
     """
@@ -1002,12 +944,12 @@ def activations(
     block = config.activation_checkpointing
     blocks = blocks_of(model, config.units)[: block.number_checkpoints]
     # In host memory a copy of a tensor frees nothing, so only a drive helps a device that works there.
-    if tier == "device" or (device.host_addressable and files.queue is None):
+    if tier == "device" or (device.host_addressable and queue is None):
         return UnitCheckpoints(blocks, config, device)
     room = 0 if tier == "nvme" or device.host_addressable else plan.placement.inputs_nbytes
     at_once = (len(blocks) or None) if block.contiguous_memory_optimization else None
     memory = HostBlocks(device, process_memory(), config.offload.host_memory, room, at_once)
-    slots = None if files.queue is None else DiskSlots(config.drives, files.queue, files.written)
+    slots = None if queue is None else DiskSlots(config.drives, queue, written)
     return KeptInputs(
         blocks,
         config,

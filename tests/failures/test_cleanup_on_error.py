@@ -93,7 +93,7 @@ def test_a_start_that_is_refused_late_keeps_the_run_that_it_would_replace(
     again.destroy(remove=True)
 
 
-@pytest.mark.parametrize("name", ["_written", "_recorders", "Store"])
+@pytest.mark.parametrize("name", ["_written", "_meter", "Store"])
 def test_a_start_that_fails_early_leaves_no_queue_open(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
