@@ -70,6 +70,11 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
         zero(sub_group_size=1.5),
         "zero_optimization.sub_group_size should be a whole number, got 1.5",
     ),
+    "a device that is none": (
+        zero(offload_param={"device": "disk"}),
+        "zero_optimization.offload_param.device should be",
+    ),
+    "a batch of none": (batch(0), "train_batch_size should be greater than 0, got 0"),
     "zero micro-batches": (
         {"train_micro_batch_size_per_gpu": 0},
         "train_micro_batch_size_per_gpu should be greater than 0, got 0",
