@@ -74,7 +74,7 @@ def _peaks(depth: int, folder: Path, **options: Any) -> tuple[int, int, dict[str
         return forward, whole, peak(engine)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lateness", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("depth", [4, 8])
 def test_inputs_that_stay_and_one_block_are_all_that_a_step_takes(depth: int, lateness: float, tmp_path: Path) -> None:

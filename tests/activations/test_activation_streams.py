@@ -88,7 +88,7 @@ def _norms(play: str, seed: int, folder: Path, **options: Any) -> list[float]:
     return found
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("lateness", [0.5, 0.95, 1.0])
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])

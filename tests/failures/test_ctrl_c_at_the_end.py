@@ -24,6 +24,7 @@ testing.inspect(engine).update_worker.come_to_rest = lambda: os.kill(os.getpid()
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "ending", ["", "engine.destroy()", "engine.destroy(remove=True)"], ids=["at exit", "destroy", "remove"]
 )

@@ -636,6 +636,7 @@ def wander(job: Job, folder: Path, alone: bool) -> Result:
     return Result(losses, norms, weights)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [3, 1])
 @pytest.mark.numeric
 def test_any_paths_of_four_ranks_come_to_the_end(stage: int, four: RankPool, tmp_path: Path) -> None:

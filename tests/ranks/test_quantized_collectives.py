@@ -147,6 +147,7 @@ def test_on_a_gpu_all_work_on_codes_is_submitted_to_the_upload_stream() -> None:
     assert torch.equal(whole[:256], through_codes(mine, torch.float32).repeat(2))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.numeric
 @pytest.mark.works("Several ranks", "weights gathered as int8 codes (`zero_quantized_weights`), in any tier", "right")
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ def run_guides(arguments: Sequence[str], check: bool = False, **options: Any) ->
     return done
 
 
+@pytest.mark.sample(15)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # trl asks for the old name
 @pytest.mark.filterwarnings("ignore::Warning:lightning")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.save in one process

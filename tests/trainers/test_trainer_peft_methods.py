@@ -78,6 +78,7 @@ def shared_bases() -> Any:
 METHODS = [prompts, prefixes, encoded_prompts, sparse, best_vectors, shared_projections, shared_bases]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.works("Trainers", "checkpoints of peft's prompt tuning, prefix tuning, P-tuning, SHiRA, VeRA", "right")
 @pytest.mark.numeric
 @pytest.mark.parametrize("model", METHODS)
