@@ -52,16 +52,14 @@ ON_DEVICE := tests/activations/test_activation_graphs.py \
 	tests/activations/test_activation_inputs_kept.py \
 	tests/models/test_autograd.py \
 	tests/params/test_param_access.py \
-	tests/params/test_param_access_refused.py \
 	tests/models/test_module_kinds.py \
 	tests/models/test_pytorch_parity.py \
 	tests/swapper/test_random_budgets.py \
 	tests/models/test_autocast.py \
-	tests/optim/test_muon.py \
-	tests/optim/test_sinkgd.py
+	tests/optim/test_muon.py
 
 # Without those whose plain optimizer computes on a CPU, and has its bits.
-ON_GPU := $(filter-out tests/optim/test_muon.py tests/optim/test_sinkgd.py,$(ON_DEVICE))
+ON_GPU := $(filter-out tests/optim/test_muon.py,$(ON_DEVICE))
 
 device: $(VENV)/.torch ## Build the test device, which takes half a minute and is done once for each state of its sources
 	$(BIN)/python tests/device/build.py

@@ -1,16 +1,30 @@
-"""A file is replaced completely or not at all, by one function for all rooms."""
+"""Files are written whole or not at all, under locks, in buffers."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from offload.fileio import atomic_write, keep_mode_and_owner, write_new
+from offload.errors import IoError
+from offload.fileio import (
+    DirLock,
+    LockHeldError,
+    atomic_write,
+    holder_of,
+    keep_mode_and_owner,
+    locked_dir,
+    this_process,
+    write_new,
+)
+from offload.fileio.buffered_copy import WriteBehind, flow
+from tests.support.processes import warm_process
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -108,3 +122,191 @@ def test_a_device_is_written_to(tmp_path: Path) -> None:
     assert os.read(read, 9) == b"words"
     os.close(read)
     os.close(write)
+
+
+class Request:
+    """A request that ends when somebody waits for it, or fails then."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self._fails, self.waited = fails, 0
+
+    def done(self) -> bool:
+        return bool(self.waited)
+
+    def wait(self) -> int:
+        self.waited += 1
+        if self._fails:
+            raise IoError("file", 0, 0, errno.EIO, "write")
+        return 1
+
+
+def test_a_buffer_is_filled_again_when_its_writes_have_ended() -> None:
+    buffers = [memoryview(bytearray(1)) for _ in range(3)]
+    requests: list[Request] = []
+    with WriteBehind(buffers) as behind:
+        for index in range(7):
+            buffer, writes = behind.take()
+            assert buffer is buffers[index % 3] and not writes
+            assert [request.waited for request in requests] == [1] * max(index - 2, 0) + [0] * min(index, 2)
+            requests.append(Request())
+            writes.append(requests[-1])  # type: ignore[arg-type]
+    assert all(request.waited for request in requests)
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_the_error_of_a_write_comes_once_and_after_all_writes(failing: int) -> None:
+    requests = [Request(fails=index == failing) for index in range(4)]
+    raised = 0
+
+    def write() -> None:
+        nonlocal raised
+        with WriteBehind([memoryview(bytearray(1)) for _ in range(2)]) as behind:
+            for request in requests:
+                try:
+                    _, writes = behind.take()
+                except IoError:
+                    raised += 1
+                    raise
+                writes.append(request)  # type: ignore[arg-type]
+
+    with pytest.raises(IoError) as caught:
+        write()
+    assert caught.value.errno == errno.EIO and raised == (failing < 2), "at the next use of the buffer, or at the end"
+    begun = failing + 2 if failing < 2 else 4
+    assert all(request.waited for request in requests[:begun])
+
+
+def test_an_error_elsewhere_is_the_one_that_is_raised() -> None:
+    request = Request(fails=True)
+
+    def convert() -> None:
+        with WriteBehind([memoryview(bytearray(1))]) as behind:
+            behind.take()[1].append(request)  # type: ignore[arg-type]
+            raise ValueError("of a conversion")
+
+    with pytest.raises(ValueError, match="of a conversion"):
+        convert()
+    assert request.waited
+
+
+def test_reads_that_began_before_one_that_cannot_are_awaited() -> None:
+    begun: list[Request] = []
+
+    def begin(item: int, _: memoryview) -> Iterator[Request]:
+        for part in range(3):
+            if (item, part) == (1, 2):
+                raise IoError("file", 0, 0, errno.EBADF, "read")
+            begun.append(Request())
+            yield begun[-1]
+
+    with pytest.raises(IoError, match="cannot read file"):
+        flow([memoryview(bytearray(1)) for _ in range(4)], range(3), begin, lambda *_: (), lambda *_: None)
+    assert len(begun) == 5 and all(request.waited == 1 for request in begun)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_chunks_are_ended_in_their_order_whatever_the_buffers(count: int) -> None:
+    ended: list[int] = []
+
+    def end(item: int, _: memoryview) -> tuple[()]:
+        ended.append(item)
+        return ()
+
+    flow([memoryview(bytearray(1)) for _ in range(count)], range(9), lambda *_: [Request()], end, lambda *_: None)
+    assert ended == list(range(9))
+
+
+def test_one_holder_at_a_time_that_others_can_name(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert holder_of(path) is None
+    lock = DirLock(path, " (tag)", mode=0o640)
+    assert lock.held and holder_of(path) == f"{this_process()} (tag)"
+    with pytest.raises(LockHeldError) as error:
+        DirLock(path, tries=2)
+    assert error.value.holder == f"{this_process()} (tag)"
+    lock.close()
+    assert not lock.held and holder_of(path) is None and path.exists()
+    DirLock(path).remove()
+    assert not path.exists()
+
+
+def test_a_forked_child_neither_ends_nor_keeps_it(tmp_path: Path) -> None:
+    """`close` in a child leaves the parent's lock; `remove` in the parent frees it though a child has the file open."""
+    path, (read, write) = tmp_path / "lock", os.pipe()
+    lock = DirLock(path)
+    closes = os.fork()
+    if not closes:
+        lock.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(closes, 0)[1]) == 0 and holder_of(path) == this_process()
+    stays = os.fork()
+    if not stays:
+        os.close(write)
+        os.read(read, 1)  # until the parent closes its end
+        os._exit(0)
+    kept = os.open(path, os.O_RDONLY)
+    try:
+        lock.remove()
+        fcntl.flock(kept, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where the child's copy still locks the file
+    finally:
+        os.close(kept)
+        os.close(write)
+        os.close(read)
+        os.waitpid(stays, 0)
+
+
+def test_a_file_system_without_locks_is_warned_of_and_excludes_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    locks = [DirLock(tmp_path / "lock") for _ in range(2)]
+    assert all(lock.refused is not None and lock.held for lock in locks) and holder_of(tmp_path / "lock") is None
+    for lock in locks:
+        lock.remove()
+    assert not (tmp_path / "lock").exists()
+
+
+def test_who_waits_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder that goes between two tries is no obstacle."""
+    first = DirLock(tmp_path / "lock")
+    monkeypatch.setattr("offload.fileio.locked_dir.time.sleep", lambda _: first.close())
+    second = DirLock(tmp_path / "lock", tries=2)
+    assert second.held and not first.held
+    second.close()
+
+
+def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder removes the file between the two calls of whoever comes next, who then locks a new one."""
+    path, real = tmp_path / "lock", locked_dir._flock
+    first = DirLock(path)
+
+    def late(descriptor: int, operation: int) -> None:
+        monkeypatch.undo()
+        first.remove()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(locked_dir, "_flock", late)
+    second = DirLock(path)
+    assert second.held and holder_of(path) == this_process()
+    second.remove()
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_pipe_in_the_place_of_the_lock_has_no_holder(locked: bool, tmp_path: Path) -> None:
+    """To open one for reading waits for a writer, and it has no text to read: in a process that would not end."""
+    os.mkfifo(tmp_path / "lock")
+    script = f"""
+import fcntl, os
+from pathlib import Path
+from offload.fileio import holder_of
+path = Path({str(tmp_path / "lock")!r})
+if {locked}:
+    other = os.open(path, os.O_RDWR)
+    fcntl.flock(other, fcntl.LOCK_EX)
+print(holder_of(path))
+"""
+    done = warm_process.python(script, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr

@@ -1,29 +1,38 @@
-"""Frozen weights that are stored in 4 or 8 bits train adapters as their values in memory do, wherever they are."""
+"""Frozen weights in 4 and 8 bits: values, files, budgets and processes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch import nn
+from typer.testing import CliRunner
 
 import offload
 from offload import testing
+from offload.cli.main import app
+from offload.errors import StoreError, UsageError
 from offload.layout.frozen import stored_as_blocks
 from offload.states import State
+from tests import device
+from tests.accelerators.test_device_engine import on_device
 from tests.support import models
 from tests.support.frozen_blocks import deep, dequantized, through_blocks
 from tests.support.oracle import (
+    DTYPES,
     assert_same,
     assert_same_tensors,
     config,
     kill_and_resume,
     least_host_memory,
+    room_for,
     rounded,
     run,
     same_bits,
@@ -33,6 +42,10 @@ from tests.support.oracle import (
     trained,
     weights_of,
 )
+from tests.support.pretrained_models import CAUSAL, written
+from tests.support.ranks import rank_pool
+from tests.support.ranks.rank_jobs import language_rows_loss, losses_and_weights
+from tests.support.ranks.rank_pool import RankPool
 
 DISK = ("nvme", "nvme")
 JOB = models.LORA._replace(dtype="bf16")
@@ -298,3 +311,287 @@ def test_weights_of_the_moment_are_values(tmp_path: Path) -> None:
     tiers = testing.inspect(engine).state_bytes
     assert all(State.WEIGHT in row for row in tiers)
     engine.destroy(remove=True)
+
+
+SHORT = JOB._replace(steps=3, accumulation=2)
+
+
+@pytest.mark.test_device
+@pytest.mark.sample(2)
+@pytest.mark.works(AREA, "a device with streams of its own (that of the tests)", "right")
+@pytest.mark.parametrize("placement", [("none", "cpu"), ("cpu", "cpu"), DISK], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_late_streams_keep_every_bit(form: str, placement: tuple[str, str], tmp_path: Path) -> None:
+    expected = run(dequantized(SHORT, form), ("none", "none"), tmp_path / "values", device="cpu")
+    for seed, lateness in enumerate((0.5, 0.95, 1.0)):
+        device.seed(seed, lateness)
+        options = {"device_memory": 2 * room_for(SHORT, 2 + seed)}
+        assert_same(expected, on_device(SHORT, placement, tmp_path / str(seed), frozen=form, **options))
+
+
+@pytest.mark.test_device
+def test_units_are_streamed_in_chunks_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(dequantized(SHORT, "nf4"), ("none", "none"), tmp_path / "values", device="cpu")
+    small_pieces(monkeypatch)
+    device.seed(3, 0.95)
+    assert_same(expected, on_device(SHORT, DISK, tmp_path / "late", frozen="nf4", host_memory="3MiB"))
+
+
+def trained_files(folder: Path, steps: int = 2, **options: Any) -> offload.Engine:
+    engine = start(JOB, DISK, folder, **options)
+    for step in range(steps):
+        train_step(engine, JOB, step)
+    return engine
+
+
+def frozen_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: value
+        for path in folder.glob("*.safetensors")
+        for name, value in safetensors.torch.load_file(path).items()
+        if "lora_" not in name
+    }
+
+
+# -- files of a model ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("engines_end")
+@pytest.mark.works(AREA, "export and save_16bit_model: values", "right")
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_export_contains_values(form: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    testing.replace(monkeypatch, "size.block_chunk", 256)  # several chunks of each matrix, the last one shorter
+    engine = trained_files(tmp_path / "run", frozen=form, durability="step")
+    expected = {name: value for name, value in weights_of(engine).items() if "lora_" not in name}
+    engine.save_16bit_model(tmp_path / "saved")
+    engine.save_checkpoint(tmp_path / "checkpoint", "tag")
+    engine.destroy()
+    for number, source in enumerate((tmp_path / "run" / "default", tmp_path / "checkpoint" / "tag")):
+        out = tmp_path / f"out{number}"
+        result = CliRunner().invoke(app, ["export", str(source), str(out), "--dtype", dtype])
+        assert result.exit_code == 0, result.output
+        found = frozen_of(out)
+        assert found
+        for name, value in found.items():
+            assert torch.equal(value, expected[name].to(DTYPES[dtype])), name
+    saved = torch.load(next((tmp_path / "saved").glob("*.bin"))) if list((tmp_path / "saved").glob("*.bin")) else {}
+    saved |= frozen_of(tmp_path / "saved")
+    assert all(torch.equal(saved[name], expected[name]) for name in found)
+
+
+@pytest.mark.usefixtures("engines_end")
+@pytest.mark.works(AREA, "load_pretrained, and adapters saved for the model in its own dtype", "right")
+def test_weights_come_from_a_folder_and_adapters_go_into_one(tmp_path: Path) -> None:
+    job = JOB._replace(dtype="fp32")
+    given = written(tmp_path / "given", models.llama())
+    model = offload.load_pretrained(CAUSAL, tmp_path / "given")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    engine = offload.initialize(model=model, config=config(job, DISK, tmp_path / "run", frozen="nf4")).engine
+    state = engine.module.state_dict()
+    compared = 0
+    for name, value in given.items():
+        mine = next(key for key in state if key.removeprefix("base_model.model.").replace(".base_layer", "") == name)
+        if "_proj" in name:
+            assert torch.equal(state[mine], through_blocks(value, "nf4", torch.float32)), name
+            compared += 1
+        else:
+            assert torch.equal(state[mine], value)
+    assert compared == 14
+    for step in range(2):
+        train_step(engine, job, step)
+    engine.save_pretrained(tmp_path / "out")
+    logits = engine.eval()(input_ids=models.tokens(0, 0, (1, 8))).logits
+    engine.destroy(remove=True)
+    base = CAUSAL.from_pretrained(tmp_path / "given")
+    for name, parameter in base.named_parameters():
+        if "_proj" in name:
+            parameter.data = through_blocks(parameter, "nf4", torch.float32)
+    back = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    assert torch.equal(back(input_ids=models.tokens(0, 0, (1, 8))).logits, logits)
+
+
+@pytest.mark.usefixtures("engines_end")
+def test_a_model_that_is_initialized_unit_by_unit_has_the_same_blocks(tmp_path: Path) -> None:
+    def made() -> Any:
+        return transformers.LlamaForCausalLM(models.llama().config)  # type: ignore[arg-type]
+
+    with offload.init():
+        model = made()
+    model.model.layers.requires_grad_(False)
+    engine = offload.initialize(model=model, config=config(JOB, DISK, tmp_path / "plain")).engine
+    values = weights_of(engine)
+    engine.destroy(remove=True)
+    with offload.init():
+        model = made()
+    model.model.layers.requires_grad_(False)
+    engine = offload.initialize(model=model, config=config(JOB, DISK, tmp_path / "blocks", frozen="int8")).engine
+    found = weights_of(engine)
+    engine.destroy(remove=True)
+    changed = {name for name in values if not torch.equal(values[name], found[name])}
+    assert changed == {name for name in values if "_proj" in name}
+    for name in changed:  # the blocks are of the fp32 values, of which the plain run keeps bf16
+        assert (values[name].float() - found[name].float()).abs().max() <= values[name].float().abs().max() / 100
+
+
+# -- checkpoints --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("engines_end")
+@pytest.mark.sample(1)
+@pytest.mark.works(AREA, "a checkpoint, in a run of the same form", "right")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_is_loaded_into_a_run_of_the_same_form(form: str, tmp_path: Path) -> None:
+    engine = trained_files(tmp_path / "one", frozen=form)
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    expected = weights_of(engine)
+    engine.destroy(remove=True)
+    other = start(JOB._replace(seed=5), DISK, tmp_path / "two", frozen=form)
+    assert any(not torch.equal(value, expected[name]) for name, value in weights_of(other).items() if "k_proj" in name)
+    other.load_checkpoint(tmp_path / "checkpoint")
+    assert_same_tensors(expected, weights_of(other))
+    other.destroy(remove=True)
+
+
+@pytest.mark.usefixtures("engines_end")
+def test_weights_of_a_checkpoint_in_another_dtype_of_16_bits(tmp_path: Path) -> None:
+    engine = trained_files(tmp_path / "one", frozen="nf4")
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    engine.destroy(remove=True)
+    job = JOB._replace(dtype="fp16")
+    expected = weights_of_frozen(start(dequantized(job, "nf4"), DISK, tmp_path / "values"))
+    other = start(job._replace(seed=5), DISK, tmp_path / "two", frozen="nf4")
+    other.load_checkpoint(tmp_path / "checkpoint", load_module_only=True)
+    assert_same_tensors(expected, weights_of_frozen(other))
+
+
+def weights_of_frozen(engine: offload.Engine) -> dict[str, torch.Tensor]:
+    found = {name: value for name, value in weights_of(engine).items() if "_proj" in name and "lora_" not in name}
+    engine.destroy(remove=True)
+    return found
+
+
+@pytest.mark.usefixtures("engines_end")
+@pytest.mark.sample(1)
+@pytest.mark.works(AREA, "a checkpoint, in a run of another form", "refused")
+@pytest.mark.parametrize(("saved", "here"), [("nf4", "int8"), ("nf4", None), (None, "nf4")])
+def test_a_checkpoint_of_another_form_is_refused_before_anything_changes(
+    saved: str | None, here: str | None, tmp_path: Path
+) -> None:
+    engine = trained_files(tmp_path / "one", frozen=saved)
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    engine.destroy(remove=True)
+    other = start(JOB._replace(seed=5), DISK, tmp_path / "two", frozen=here)
+    before = weights_of(other)
+    with pytest.raises(StoreError, match='train with the "frozen" and the dtype of the checkpoint'):
+        other.load_checkpoint(tmp_path / "checkpoint")
+    assert_same_tensors(before, weights_of(other))
+    other.destroy(remove=True)
+
+
+@pytest.mark.usefixtures("engines_end")
+def test_a_checkpoint_without_frozen_weights_is_of_no_form(tmp_path: Path) -> None:
+    engine = trained_files(tmp_path / "one", frozen="nf4")
+    engine.save_checkpoint(tmp_path / "checkpoint", exclude_frozen_parameters=True)
+    expected = {name: value for name, value in weights_of(engine).items() if "lora_" in name}
+    engine.destroy(remove=True)
+    other = start(JOB._replace(seed=5), DISK, tmp_path / "two", frozen="int8")
+    other.load_checkpoint(tmp_path / "checkpoint")
+    assert_same_tensors(expected, {name: value for name, value in weights_of(other).items() if "lora_" in name})
+    other.destroy(remove=True)
+
+
+# -- runs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("engines_end")
+@pytest.mark.sample(1)
+@pytest.mark.works(AREA, "a resume in another form", "refused")
+@pytest.mark.parametrize(("before", "after"), [("nf4", "int8"), ("nf4", None), (None, "nf4")])
+def test_a_run_goes_on_in_its_own_form_alone(before: str | None, after: str | None, tmp_path: Path) -> None:
+    trained_files(tmp_path, frozen=before, durability="step").destroy()
+    with pytest.raises(StoreError, match="belongs to a run of another model, layout or setting") as error:
+        start(JOB, DISK, tmp_path, frozen=after, resume="must")
+    assert 'resume with the "frozen" that the run had' in str(error.value)
+    start(JOB, DISK, tmp_path, frozen=before, resume="must").destroy(remove=True)
+
+
+ROWS = JOB._replace(loss=language_rows_loss)
+
+
+def _rows(
+    folder: Path, form: str | None, first: int, last: int, tiers: tuple[str, str] = ("nvme", "nvme")
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Some steps of two ranks: mean losses and weights. Without a form, over the values that nf4 makes."""
+    job = ROWS if form is not None else dequantized(ROWS, "nf4")
+    engine = rank_pool.start(job, tiers, folder, resume="auto", durability="step", frozen=form)
+    return losses_and_weights(engine, job, first, last)
+
+
+@pytest.mark.works(AREA, "two ranks, resumed too", "right")
+def test_two_ranks_divide_the_blocks_and_have_the_bits_of_values(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(_rows, tmp_path / "values", None, 0, 4)
+    found = ranks.run(_rows, tmp_path / "blocks", "nf4", 0, 2)
+    resumed = ranks.run(_rows, tmp_path / "blocks", "nf4", 2, 4)
+    device = ranks.run(_rows, tmp_path / "device", "nf4", 0, 4, ("none", "cpu"))
+    for rank, (losses, weights) in enumerate(expected):
+        assert found[rank][0] + resumed[rank][0] == losses == device[rank][0]
+        assert_same_tensors(weights, resumed[rank][1])
+        assert_same_tensors(weights, device[rank][1])
+
+
+def _looked_at(folder: Path) -> tuple[bool, str]:
+    """Whether a whole parameter is that of the state dict, and the error of a look at a shard of it."""
+    engine = rank_pool.start(ROWS, ("nvme", "nvme"), folder, frozen="nf4")
+    name, parameter = next((n, p) for n, p in engine.module.named_parameters() if "k_proj" in n)
+    whole = offload.safe_get_full_fp32_param(parameter)
+    same = whole is not None and torch.equal(whole, engine.module.state_dict()[name].float())
+    with pytest.raises(UsageError) as error:
+        offload.safe_get_local_fp32_param(parameter)
+    engine.destroy(remove=True)
+    return same, str(error.value)
+
+
+@pytest.mark.works(AREA, "a look at a shard of values: `safe_get_local_fp32_param` on several ranks", "refused")
+def test_a_rank_has_no_values_of_its_own(ranks: RankPool, tmp_path: Path) -> None:
+    for same, error in ranks.run(_looked_at, tmp_path):
+        assert same and "read the whole parameter with safe_get_full_fp32_param" in error
+
+
+def _exported_weights(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    engine = rank_pool.start(ROWS, ("nvme", "nvme"), folder, frozen="int8")
+    engine.save_16bit_model(out)
+    weights = weights_of(engine)
+    engine.save_checkpoint(folder / "checkpoint")
+    engine.destroy(remove=True)
+    return weights
+
+
+def _loaded(folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
+    engine = rank_pool.start(ROWS._replace(seed=5), ("nvme", "nvme"), folder, frozen="int8")
+    engine.load_checkpoint(checkpoint)
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    return weights
+
+
+@pytest.mark.works(AREA, "a checkpoint of two ranks on one", "right")
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(_exported_weights, tmp_path / "two", tmp_path / "out")[0]
+    found = _loaded(tmp_path / "one", tmp_path / "two" / "checkpoint")
+    assert_same_tensors(expected, found)
+
+
+@pytest.mark.works(AREA, "an export of two ranks", "right")
+def test_two_ranks_export_values(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(_exported_weights, tmp_path / "two", tmp_path / "out")[0]
+    (tag,) = (path for path in (tmp_path / "two" / "checkpoint").iterdir() if path.is_dir())
+    assert CliRunner().invoke(app, ["export", str(tag), str(tmp_path / "exported")]).exit_code == 0
+    for folder in ("out", "exported"):
+        found = {
+            name: value
+            for path in (tmp_path / folder).glob("*.safetensors")
+            for name, value in safetensors.torch.load_file(path).items()
+        }
+        assert found and all(torch.equal(value, expected[name]) for name, value in found.items())

@@ -1,37 +1,145 @@
-"""Models that bitsandbytes has quantized train adapters bit for bit as in memory, wherever their bytes are."""
+"""Weights that other libraries have quantized train their adapters and keep their bytes."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import importlib.util
+import json
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
+import safetensors.torch
 import torch
+import transformers
+from torch import nn
+from typer.testing import CliRunner
 
 import offload
-from offload.errors import ConfigError, UsageError
+from offload import testing
+from offload.cli.main import app
+from offload.errors import ConfigError, StoreError, UsageError
+from offload.finetune.model import adapt, find_folder, parse_lora
 from offload.layout.flat_layout import layouts_of
 from offload.layout.frozen import stored_weights
 from offload.layout.units import find_units
-from tests.frozen.quantized_models import FOUR_BITS, WITH_BITSANDBYTES, InMemory, folder, job
+from offload.planner.model_shape import Adapters, from_adapted, from_name, from_training
+from offload.presets import quantized_bits
+from offload.torch_internals import tree_map
+from tests import device
+from tests.accelerators.test_device_engine import on_device
 from tests.support import models
+from tests.support.model_folders import llama_config, make_folder, write_lines
 from tests.support.oracle import (
+    DTYPES,
+    PLACEMENTS,
     Job,
+    PlainEngine,
+    Result,
     accumulated_step,
     assert_same,
+    assert_same_tensors,
     config,
     kill_and_resume,
     least_host_memory,
+    rounded,
     run,
     same_bits,
     small_pieces,
     start,
     train_step,
+    trained,
+    weights_of,
+)
+from tests.support.ranks import rank_pool
+from tests.support.ranks.rank_jobs import language_rows_loss, losses_and_weights
+from tests.support.ranks.rank_pool import RankPool
+
+WITH_BITSANDBYTES = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
 
-pytestmark = WITH_BITSANDBYTES
+FOUR_BITS: dict[str, dict[str, Any]] = {
+    "nf4": {"bnb_4bit_quant_type": "nf4"},
+    "fp4": {"bnb_4bit_quant_type": "fp4"},
+    "nf4, scales quantized too": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "nf4 in bf16": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "bfloat16"},
+}
+"""Forms of bitsandbytes' 4 bits, as transformers configures them."""
+
+
+def settings(form: str, dtype: str) -> transformers.BitsAndBytesConfig:
+    """Returns the settings of a form by its name; "int8" for 8 bits."""
+    if form == "int8":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=DTYPES[dtype], **FOUR_BITS[form])
+
+
+def folder(path: Path, **shape: Any) -> Path:
+    """Writes a model in values."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(llama_config(**shape)) if shape else models.llama()
+    model.save_pretrained(path)
+    return path
+
+
+def loaded(path: Path, form: str, dtype: str, **adapters: Any) -> nn.Module:
+    """Returns a quantized model as transformers loads it, with adapters of peft."""
+    return _adapted(path, {"quantization_config": settings(form, dtype), "device_map": {"": "cpu"}}, dtype, adapters)
+
+
+def in_values(path: Path, dtype: str = "bf16", **adapters: Any) -> nn.Module:
+    """Returns the model before quantization, with the same adapters."""
+    return _adapted(path, {}, dtype, adapters)
+
+
+def _adapted(path: Path, more: dict[str, Any], dtype: str, adapters: dict[str, Any]) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **more)
+        model.config.use_cache = False
+        torch.manual_seed(1)
+        wanted = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **adapters}
+        return peft.get_peft_model(model, peft.LoraConfig(**wanted)).train()  # type: ignore[arg-type]
+
+
+def job(path: Path, form: str, dtype: str = "bf16", **adapters: Any) -> Job:
+    """Returns a job over the model of a folder, quantized."""
+    made = functools.partial(loaded, path, form, dtype, **adapters)
+    return Job(made, models.language_loss, steps=3, dtype=dtype)
+
+
+class InMemory(PlainEngine):
+    """The job in memory by bitsandbytes and peft; what is not quantized has the dtype of the weights."""
+
+    def __init__(self, job: Job) -> None:
+        torch.manual_seed(job.seed)
+        self.module = job.model()
+        for parameter in self.module.parameters():
+            if type(parameter) is nn.Parameter and parameter.is_floating_point():
+                parameter.data = rounded(parameter.data.float(), DTYPES[job.dtype])
+
+    def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the gradients of adapters."""
+        loss.backward()
+        found = {}
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                found[name], parameter.grad = parameter.grad, None
+        return found
+
+    @torch.no_grad()
+    def follow(self, engine: offload.Engine) -> None:
+        """Copies the weights that train from an engine."""
+        theirs = engine.module.state_dict()
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(theirs[name])
+
 
 AREA = "Weights that another library has quantized"
 DISK = ("nvme", "nvme")
@@ -61,30 +169,35 @@ def as_in_memory(this: Job, placement: tuple[str, str], path: Path, steps: int =
     engine.destroy(remove=True)
 
 
+@WITH_BITSANDBYTES
 @pytest.mark.works(AREA, "`Params4bit` (nf4, fp4, double quantization, storage in bf16) and `Int8Params`", "right")
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_and_gradients_are_those_of_bitsandbytes_in_memory(form: str, values: Path, tmp_path: Path) -> None:
     as_in_memory(job(values, form), DISK, tmp_path)
 
 
+@WITH_BITSANDBYTES
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("form", ["nf4, scales quantized too", "int8"])
 def test_other_dtypes_of_compute_keep_the_bits(form: str, dtype: str, values: Path, tmp_path: Path) -> None:
     as_in_memory(job(values, form, dtype)._replace(loss_scale=1.0), DISK, tmp_path, 2)
 
 
+@WITH_BITSANDBYTES
 @pytest.mark.works(AREA, "DoRA, which reads the weights", "right")
 @pytest.mark.parametrize("form", ["nf4", "nf4, scales quantized too"])  # in 8 bits peft's own fails on the CPU
 def test_dora_reads_the_weights(form: str, values: Path, tmp_path: Path) -> None:
     as_in_memory(job(values, form, use_dora=True), DISK, tmp_path, 2)
 
 
+@WITH_BITSANDBYTES
 @pytest.mark.works(AREA, "any tier, and budgets of a few units", "right")
 @pytest.mark.parametrize("form", ["nf4, scales quantized too", "int8"])
 def test_all_placements_have_the_same_bits(form: str, values: Path, tmp_path: Path) -> None:
     same_bits(job(values, form), tmp_path)
 
 
+@WITH_BITSANDBYTES
 @pytest.mark.parametrize("form", ["nf4, scales quantized too", "int8"])
 def test_the_least_budgets_have_the_same_bits(
     form: str, values: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,6 +215,7 @@ def least_device(this: Job) -> int:
     return 2 * sum(sorted(unit.device_numel * 2 for unit in units)[-2:])
 
 
+@WITH_BITSANDBYTES
 @pytest.mark.works(AREA, "killed and resumed", "right")
 def test_a_killed_run_resumes_with_the_same_bits(values: Path, tmp_path: Path) -> None:
     this = job(values, "nf4, scales quantized too")._replace(steps=60)
@@ -113,6 +227,7 @@ def test_a_killed_run_resumes_with_the_same_bits(values: Path, tmp_path: Path) -
 # -- looks from outside ---------------------------------------------------------------------------------
 
 
+@WITH_BITSANDBYTES
 def test_a_state_dict_and_a_copy_are_those_of_the_model_in_memory(values: Path, tmp_path: Path) -> None:
     for form in ("nf4, scales quantized too", "int8"):
         this = job(values, form)
@@ -133,6 +248,7 @@ def test_a_state_dict_and_a_copy_are_those_of_the_model_in_memory(values: Path, 
         engine.destroy(remove=True)
 
 
+@WITH_BITSANDBYTES
 def test_adapters_are_saved_and_the_rest_is_refused(values: Path, tmp_path: Path) -> None:
     this = job(values, "nf4")
     engine = start(this, DISK, tmp_path / "run")
@@ -148,6 +264,7 @@ def test_adapters_are_saved_and_the_rest_is_refused(values: Path, tmp_path: Path
     engine.destroy(remove=True)
 
 
+@WITH_BITSANDBYTES
 def test_nobody_writes_quantized_weights(values: Path, tmp_path: Path) -> None:
     engine = start(job(values, "nf4"), DISK, tmp_path)
     name, weight = next((n, p) for n, p in engine.module.named_parameters() if "q_proj.base_layer" in n)
@@ -162,6 +279,7 @@ def test_nobody_writes_quantized_weights(values: Path, tmp_path: Path) -> None:
         weight.clone()
 
 
+@WITH_BITSANDBYTES
 def test_weights_are_packed_for_the_cpu_again_once_the_engine_has_ended(values: Path, tmp_path: Path) -> None:
     this = job(values, "nf4")
     model = this.model()
@@ -174,6 +292,7 @@ def test_weights_are_packed_for_the_cpu_again_once_the_engine_has_ended(values: 
     assert all(layer.support_avx512bf16_for_cpu for layer in layers)
 
 
+@WITH_BITSANDBYTES
 def test_a_model_that_is_not_quantized_yet_is_refused(tmp_path: Path) -> None:
     import bitsandbytes
 
@@ -188,6 +307,7 @@ def test_a_model_that_is_not_quantized_yet_is_refused(tmp_path: Path) -> None:
             offload.initialize(model=model, config=content)
 
 
+@WITH_BITSANDBYTES
 @pytest.mark.works(AREA, "blocks that are computed again, their inputs in host memory; several micro-batches", "right")
 @pytest.mark.parametrize("schedule", ["micro_batch_major", "layer_major"])
 def test_blocks_that_are_computed_again_have_the_same_bits(schedule: str, values: Path, tmp_path: Path) -> None:
@@ -196,3 +316,685 @@ def test_blocks_that_are_computed_again_have_the_same_bits(schedule: str, values
     expected = run(this, ("none", "none"), tmp_path / "memory")
     found = run(this, DISK, tmp_path / "disk", by, activations="cpu", schedule=schedule, device_memory=1 << 20)
     assert_same(expected, found)
+
+
+LORA = "r=4,targets=all-linear"
+
+
+def says(path: Path, **quantization: object) -> Path:
+    """Lets the config of a folder say how its weights are quantized."""
+    content = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**content, "quantization_config": quantization}))
+    return path
+
+
+def adapters(path: Path, frozen: str | None = None) -> int:
+    """Returns the elements that a plan of adapters counts."""
+    make = Adapters(lambda model: adapt(model, parse_lora(LORA)), frozen)
+    return sum(layout.numel for layout in from_adapted(str(path), make, 16, torch.bfloat16).layouts)
+
+
+def test_a_plan_of_a_quantized_folder_counts_its_codes(tmp_path: Path) -> None:
+    models.llama().save_pretrained(tmp_path)
+    plain, four, eight = adapters(tmp_path), adapters(tmp_path, "nf4"), adapters(tmp_path, "int8")
+    assert four < eight < plain
+    assert adapters(says(tmp_path, quant_method="bitsandbytes", load_in_4bit=True)) == four
+    assert adapters(says(tmp_path, quant_method="bitsandbytes", load_in_8bit=True)) == eight
+
+
+def test_bits_are_those_that_the_config_says(tmp_path: Path) -> None:
+    assert quantized_bits({"model_type": "llama"}) is None
+    assert quantized_bits({"quantization_config": {"quant_method": "gptq", "bits": 4}}) == 4
+    assert quantized_bits({"quantization_config": {"quant_method": "fp8"}}) == 8
+
+
+def test_a_quantized_folder_does_not_train_without_adapters(tmp_path: Path) -> None:
+    models.llama().save_pretrained(tmp_path)
+    assert find_folder(str(tmp_path)) == tmp_path
+    says(tmp_path, quant_method="bitsandbytes", load_in_4bit=True)
+    with pytest.raises(ConfigError, match="are quantized, and quantized weights do not train; train adapters on them"):
+        find_folder(str(tmp_path))
+    assert find_folder(str(tmp_path), adapters=True) == tmp_path
+    with pytest.raises(ConfigError, match="are quantized, and quantized weights do not train; plan adapters on them"):
+        from_name(str(tmp_path), 16)
+
+
+@WITH_BITSANDBYTES
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_a_prediction_counts_the_products_of_the_values_and_the_bytes_of_the_codes(form: str, tmp_path: Path) -> None:
+    values = folder(tmp_path)
+    plain = from_training(in_values(values), 16, torch.bfloat16, (), {})
+    model = loaded(values, form, "bf16")
+    found = from_training(model, 16, torch.bfloat16, (), {})
+    assert [use.flops for use in found.uses] == [use.flops for use in plain.uses]
+    assert sum(layout.numel for layout in found.layouts) < sum(layout.numel for layout in plain.layouts)
+    model(input_ids=torch.arange(8).view(1, 8))  # the model itself is as it was
+
+
+@WITH_BITSANDBYTES
+@pytest.mark.filterwarnings("ignore")
+def test_train_makes_adapters_for_a_quantized_folder(tmp_path: Path) -> None:
+    make_folder(tmp_path / "values", hidden_size=64, intermediate_size=128)
+    auto = transformers.AutoModelForCausalLM
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = auto.from_pretrained(
+            tmp_path / "values",
+            dtype=torch.bfloat16,
+            device_map={"": "cpu"},
+            quantization_config=settings("nf4", "bf16"),
+        )
+        model.save_pretrained(tmp_path / "quantized")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "values")
+        tokenizer.save_pretrained(tmp_path / "quantized")
+    write_lines(tmp_path / "data.jsonl", [{"text": "a sentence of some words " * 6}] * 8)
+    arguments = ["train", "--model", str(tmp_path / "quantized"), "--data", str(tmp_path / "data.jsonl")]
+    arguments += ["--steps", "1", "--seq-len", "32", "--nvme-path", str(tmp_path / "run")]
+    refused = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "whole")])
+    assert refused.exit_code == 2 and "quantized weights do not train" in refused.output.replace("\n", " ")
+    done = CliRunner().invoke(app, [*arguments, "--lora", LORA, "--output", str(tmp_path / "adapter")])
+    assert done.exit_code == 0, done.output
+    assert "quantized weights are stored as the model has them" in done.output
+    saved = safetensors.torch.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert saved and all("lora_" in name for name in saved)
+
+
+FILES_FORMS = ("nf4", "nf4, scales quantized too", "nf4 in bf16", "int8")
+
+
+def quantized_folder(path: Path, form: str) -> Path:
+    """Writes a model as transformers saves a quantized one."""
+    model = loaded(folder(path / "values"), form, "bf16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.unload().save_pretrained(path / "quantized")  # type: ignore[operator]
+    return path / "quantized"
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    model.config.use_cache = False
+    return peft.get_peft_model(model, adapters).train()  # type: ignore[arg-type]
+
+
+def by_transformers(path: Path) -> nn.Module:
+    auto = transformers.AutoModelForCausalLM
+    return adapted(auto.from_pretrained(path, dtype=torch.bfloat16, device_map={"": "cpu"}))
+
+
+def by_load_pretrained(path: Path) -> nn.Module:
+    return adapted(offload.load_pretrained(transformers.AutoModelForCausalLM, path, dtype=torch.bfloat16))
+
+
+def inside_of_init(path: Path) -> nn.Module:
+    with offload.init():
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    return adapted(model)
+
+
+def bits(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Codes in elements of bf16 may be NaN, which equals nothing."""
+    return {name: value.contiguous().view(-1).view(torch.uint8) for name, value in weights.items()}
+
+
+@WITH_BITSANDBYTES
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.works(AREA, "a folder of bitsandbytes: load_pretrained, and from_pretrained in offload.init", "right")
+@pytest.mark.parametrize("form", FILES_FORMS)
+def test_a_quantized_folder_trains_as_the_model_that_transformers_loads(form: str, tmp_path: Path) -> None:
+    path = quantized_folder(tmp_path, form)
+    found = []
+    for number, make in enumerate((by_transformers, by_load_pretrained, inside_of_init)):
+        this = job(path, form)._replace(model=lambda make=make: make(path))
+        engine = start(this, DISK, tmp_path / str(number))
+        found.append(trained(engine, this))
+        engine.destroy(remove=True)
+    for other in found[1:]:
+        assert other.losses == found[0].losses and other.norms == found[0].norms
+        assert_same_tensors(bits(found[0].weights), bits(other.weights))
+
+
+@WITH_BITSANDBYTES
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.works(AREA, "a folder of bitsandbytes without training: its codes are read in place", "right")
+@pytest.mark.parametrize("form", FILES_FORMS)
+def test_a_quantized_folder_is_run_from_its_own_files(form: str, tmp_path: Path) -> None:
+    path = quantized_folder(tmp_path, form)
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+    auto, ids = transformers.AutoModelForCausalLM, torch.arange(24).view(2, 12)
+    model = auto.from_pretrained(path, dtype=torch.bfloat16, device_map={"": "cpu"})
+    with torch.no_grad():
+        # In evaluation bitsandbytes packs 4 bits anew for some processors, and multiplies 8 bits as integers.
+        expected = model.train(form != "int8")(ids).logits
+    config = {"offload": {"device": "cpu"}, "bf16": {"enabled": True}}
+    with offload.inference(path, config, dtype=torch.bfloat16) as engine:
+        assert not any("kept in host memory" in line for line in engine.notices), engine.notices
+        units = len(testing.inspect(engine).layouts)
+        assert any(f"{units} units of {units}" in line for line in engine.notices), engine.notices
+        assert torch.equal(engine(ids).logits, expected)
+        assert engine.io_bytes().read > 0 and engine.io_bytes().written == 0
+        weights = engine.module.state_dict()
+    assert_same_tensors(bits(model.state_dict()), bits(weights))
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
+
+
+@WITH_BITSANDBYTES
+@pytest.mark.filterwarnings("ignore")
+def test_dora_reads_weights_that_are_still_in_the_folder(tmp_path: Path) -> None:
+    path = quantized_folder(tmp_path, "nf4")
+    found = []
+    for number, by in enumerate(("transformers", "load_pretrained")):
+        auto = transformers.AutoModelForCausalLM
+        if by == "transformers":
+            model = auto.from_pretrained(path, dtype=torch.bfloat16, device_map={"": "cpu"})
+        else:
+            model = offload.load_pretrained(auto, path, dtype=torch.bfloat16)
+        model.config.use_cache = False
+        torch.manual_seed(1)
+        settings = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+        model = peft.get_peft_model(model, settings).train()
+        this = job(path, "nf4")._replace(model=lambda model=model: model)
+        engine = start(this, DISK, tmp_path / str(number))
+        found.append(trained(engine, this))
+        engine.destroy(remove=True)
+    assert found[0].losses == found[1].losses and found[0].norms == found[1].norms
+
+
+@WITH_BITSANDBYTES
+def test_a_folder_without_a_part_of_a_weight_is_refused(tmp_path: Path) -> None:
+    path = quantized_folder(tmp_path, "nf4")
+    whole = safetensors.torch.load_file(path / "model.safetensors")
+    lost = next(name for name in whole if name.endswith("q_proj.weight.absmax"))
+    safetensors.torch.save_file({n: v for n, v in whole.items() if n != lost}, path / "model.safetensors")
+    with pytest.raises(StoreError, match=r"lacks codes or scales of model\.layers\.0\.self_attn\.q_proj\.weight"):
+        offload.load_pretrained(transformers.AutoModelForCausalLM, path)
+
+
+@WITH_BITSANDBYTES
+def test_a_module_is_no_place_for_a_quantized_folder(tmp_path: Path) -> None:
+    path = quantized_folder(tmp_path, "nf4")
+    model = by_transformers(path).unload()  # type: ignore[operator]
+    with pytest.raises(ConfigError, match="of which load_pretrained reads those of bitsandbytes, for a model that it"):
+        offload.load_pretrained(model, path)
+
+
+# -- checkpoints --------------------------------------------------------------------------------------
+
+
+@WITH_BITSANDBYTES
+@pytest.mark.works(AREA, "a checkpoint, into a model that is quantized in the same way", "right")
+@pytest.mark.parametrize("form", ["nf4, scales quantized too", "int8"])
+def test_a_checkpoint_keeps_the_bytes(form: str, tmp_path: Path) -> None:
+    this = job(folder(tmp_path / "model"), form)
+    first = start(this, DISK, tmp_path / "first")
+    train_step(first, this, 0)
+    first.save_checkpoint(tmp_path / "saved", "tag")
+    expected = [train_step(first, this, step) for step in (1, 2)]
+    first.destroy(remove=True)
+    second = start(this, ("cpu", "nvme"), tmp_path / "second")
+    second.load_checkpoint(tmp_path / "saved", "tag")
+    assert [train_step(second, this, step) for step in (1, 2)] == expected
+    second.destroy(remove=True)
+
+
+@WITH_BITSANDBYTES
+def test_a_checkpoint_of_another_dtype_keeps_the_bytes(tmp_path: Path) -> None:
+    """Codes and scales are no numbers to convert, where the weights around them are."""
+    this = job(folder(tmp_path / "model"), "nf4, scales quantized too")
+    first = start(this, DISK, tmp_path / "first")
+    first.save_checkpoint(tmp_path / "saved", "tag")
+    first.destroy(remove=True)
+    second = start(this._replace(dtype="fp16"), DISK, tmp_path / "second")
+    expected = {name: value for name, value in weights_of(second).items() if ".base_layer." in name}
+    second.load_checkpoint(tmp_path / "saved", "tag", load_module_only=True)
+    assert expected
+    assert_same_tensors(expected, {name: value for name, value in weights_of(second).items() if name in expected})
+    second.destroy(remove=True)
+
+
+@WITH_BITSANDBYTES
+@pytest.mark.works(AREA, "a checkpoint or a run, into one that is quantized otherwise", "refused")
+def test_another_form_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    values = folder(tmp_path / "model")
+    this, other = job(values, "nf4, scales quantized too"), job(values, "nf4")
+    first = start(this, DISK, tmp_path / "run", durability="step")
+    train_step(first, this, 0)
+    first.save_checkpoint(tmp_path / "saved", "whole")
+    first.save_checkpoint(tmp_path / "saved", "adapters", exclude_frozen_parameters=True)
+    adapters = {name: value for name, value in weights_of(first).items() if "lora_" in name}
+    first.destroy()
+    with pytest.raises(StoreError, match="a run of another model, layout or setting"):
+        start(other, DISK, tmp_path / "run", durability="step", resume="auto")
+    second = start(other, DISK, tmp_path / "other")
+    with pytest.raises(StoreError, match=r"contains .*q_proj\.base_layer\.weight as Params4bit nf4 of data uint8"):
+        second.load_checkpoint(tmp_path / "saved", "whole")
+    second.destroy(remove=True)
+    second = start(job(values, "fp4"), DISK, tmp_path / "other")
+    first = start(other, DISK, tmp_path / "first")
+    first.save_checkpoint(tmp_path / "saved", "of the same bytes")
+    first.destroy(remove=True)
+    with pytest.raises(StoreError, match=r"as Params4bit nf4 of .*, this engine as Params4bit fp4 of"):
+        second.load_checkpoint(tmp_path / "saved", "of the same bytes")
+    second.load_checkpoint(tmp_path / "saved", "adapters")
+    assert_same_tensors(adapters, {n: v for n, v in weights_of(second).items() if "lora_" in n})
+    second.destroy(remove=True)
+
+
+def _saved_by_ranks(values: Path, path: Path) -> None:
+    engine = rank_pool.start(job(values, "nf4, scales quantized too"), DISK, path / "run")
+    engine.save_checkpoint(path / "saved", "tag")
+    engine.destroy(remove=True)
+
+
+@WITH_BITSANDBYTES
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one(ranks: RankPool, tmp_path: Path) -> None:
+    values = folder(tmp_path / "model")
+    ranks.run(_saved_by_ranks, values, tmp_path)
+    this = job(values, "nf4, scales quantized too")
+    engine = start(this, DISK, tmp_path / "one")
+    expected = weights_of(engine)
+    engine.load_checkpoint(tmp_path / "saved", "tag")
+    assert_same_tensors(expected, weights_of(engine))
+    train_step(engine, this, 0)
+    engine.destroy(remove=True)
+
+
+def _rows(
+    values: Path, path: Path, form: str, first: int, last: int, tiers: tuple[str, str] = DISK
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Some steps of two ranks: mean losses and weights."""
+    this = job(values, form)._replace(loss=language_rows_loss)
+    engine = rank_pool.start(this, tiers, path, resume="auto", durability="step")
+    return losses_and_weights(engine, this, first, last)
+
+
+def _first_loss(values: Path, form: str) -> float:
+    this = job(values, form)._replace(loss=language_rows_loss)
+    return float(this.loss(InMemory(this), 0, 0).detach())
+
+
+@WITH_BITSANDBYTES
+@pytest.mark.works(AREA, "two ranks, resumed too", "right")
+@pytest.mark.parametrize("form", ["nf4, scales quantized too", "int8"])
+def test_two_ranks_divide_the_bytes(ranks: RankPool, form: str, tmp_path: Path) -> None:
+    values = folder(tmp_path / "model")
+    expected = ranks.run(_rows, values, tmp_path / "unbroken", form, 0, 3)
+    found = ranks.run(_rows, values, tmp_path / "broken", form, 0, 2)
+    resumed = ranks.run(_rows, values, tmp_path / "broken", form, 2, 3)
+    device = ranks.run(_rows, values, tmp_path / "device", form, 0, 3, ("none", "cpu"))
+    first = ranks.run(_first_loss, values, form)
+    assert expected[0][0][0] == pytest.approx(sum(first) / 2, rel=1e-6)
+    for rank, (losses, weights) in enumerate(expected):
+        assert found[rank][0] + resumed[rank][0] == losses == device[rank][0]
+        assert_same_tensors(weights, resumed[rank][1])
+        assert_same_tensors(weights, device[rank][1])
+
+
+def _frozen_and_read(this: Job, path: Path, host: int, device: int) -> tuple[int, int, Result]:
+    """Returns the bytes of frozen weights, those that a step reads, and the whole run."""
+    engine = start(this, DISK, path, host_memory=host, device_memory=device)
+    inspected = testing.inspect(engine)
+    frozen = 2 * sum(len(behind) for _, behind in inspected.shares)
+    assert inspected.queue is not None
+    reads, losses = [], []
+    for step in range(this.steps):
+        before = inspected.queue.read_bytes
+        losses.append(train_step(engine, this, step))
+        testing.settle(engine, commit=False)
+        reads.append(inspected.queue.read_bytes - before)
+    assert inspected.host_arena.nbytes + inspected.device_arena.nbytes < frozen
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    return frozen, reads[-1], Result(losses, [], weights)
+
+
+@WITH_BITSANDBYTES
+@pytest.mark.works(
+    AREA, "codes of 4 bits that exceed both budgets; a step reads less than a third of bf16's bytes", "right"
+)
+def test_codes_that_exceed_both_budgets_train_and_a_step_reads_a_third(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = folder(tmp_path / "model", num_hidden_layers=24, hidden_size=128, intermediate_size=512)
+    one_layer = {"r": 1, "target_modules": ["q_proj"]}
+    four = job(values, "nf4, scales quantized too", **one_layer)._replace(steps=2)
+    plain = four._replace(model=functools.partial(in_values, values, **one_layer))
+    small_pieces(monkeypatch)
+    found = {}
+    for name, this, room in (("four", four, 1 << 20), ("plain", plain, 4 << 20)):
+        host = least_host_memory(this, tmp_path / name, device_memory=room)
+        found[name] = _frozen_and_read(this, tmp_path / name, host, room)
+    expected = run(four, ("none", "none"), tmp_path / "memory")
+    assert found["four"][2].losses == expected.losses
+    assert_same_tensors(expected.weights, found["four"][2].weights)
+    # 4 bits, and a byte of scale for each 64 values: 0.516 of 2 bytes; norms, embeddings and states come on top.
+    assert found["plain"][0] / found["four"][0] > 3.4
+    assert found["plain"][1] / found["four"][1] > 3.0
+
+
+class Halves(torch.Tensor):
+    """A weight as codes and scales, and inside of another wrapper: all that a library of quantization may do."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Halves:
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Halves:
+        return Halves(inner["codes"], inner["scale"], context)
+
+    def value(self) -> torch.Tensor:
+        return (self.codes.to(torch.float32) * self.scale).to(self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return Halves(func(args[0].codes), func(args[0].scale), args[0].dtype)
+        args, kwargs = tree_map(lambda each: each.value() if isinstance(each, Halves) else each, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def halves(weight: torch.Tensor) -> nn.Parameter:
+    scale = weight.abs().amax(1, keepdim=True).float() / 127
+    inner = Halves((weight.float() / scale).round().to(torch.int8), scale, weight.dtype)
+    return nn.Parameter(inner, requires_grad=False)
+
+
+class Outer(torch.Tensor):
+    """A wrapper of a wrapper."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Outer:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Outer:
+        return Outer(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return Outer(func(args[0].inner))
+        args, kwargs = tree_map(lambda each: each.inner if isinstance(each, Outer) else each, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Packed(nn.Module):
+    """A layer as those of GPTQ and AWQ, all of buffers: eight codes in an int32, zero points, scales, an index."""
+
+    def __init__(self, linear: nn.Linear, group: int = 32) -> None:
+        super().__init__()
+        weight = linear.weight.detach().float().t().contiguous()  # (in, out)
+        rows = weight.view(-1, group, weight.shape[1])
+        low, high = rows.amin(1), rows.amax(1)
+        scales = ((high - low) / 15).half()
+        zeros = (-low / scales.float()).round().clamp(0, 15).to(torch.int32)
+        codes = ((rows / scales.float()[:, None]).round() + zeros[:, None]).clamp(0, 15).to(torch.int32)
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+        self.register_buffer("qweight", (codes.view(-1, 8, weight.shape[1]) << shifts[None, :, None]).sum(1).int())
+        self.register_buffer("qzeros", (zeros.view(len(zeros), -1, 8) << shifts).sum(2).int())
+        self.register_buffer("scales", scales)
+        self.register_buffer("g_idx", torch.arange(weight.shape[0], dtype=torch.int32) // group)
+        self.register_buffer("bias", linear.bias.detach().half())
+        self.shifts, self.out_features, self.in_features = shifts, weight.shape[1], weight.shape[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes = ((self.qweight[:, None] >> self.shifts[None, :, None]) & 15).view(-1, self.qweight.shape[1])
+        zeros = ((self.qzeros[:, :, None] >> self.shifts) & 15).view(len(self.qzeros), -1)
+        groups = self.g_idx.long()
+        weight = self.scales[groups] * (codes - zeros[groups])
+        return torch.matmul(x, weight.to(x.dtype)) + self.bias.to(x.dtype)
+
+
+class Adapted(nn.Module):
+    """Frozen layers, each with an adapter that trains."""
+
+    def __init__(self, quantize: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)]) for _ in range(3))
+        self.bfloat16()
+        for layer in self.layers:
+            layer[0] = quantize(layer[0].requires_grad_(False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for frozen, adapter in self.layers:
+            x = torch.tanh(frozen(x) + adapter(x))
+        return x
+
+
+def wrapped(linear: nn.Linear) -> nn.Module:
+    linear.weight = halves(linear.weight.detach())
+    return linear
+
+
+def nested(linear: nn.Linear) -> nn.Module:
+    linear.weight = nn.Parameter(Outer(halves(linear.weight.detach()).detach()), requires_grad=False)
+    return linear
+
+
+class Integers(nn.Module):
+    """A layer with codes in a parameter of integers, and its scale beside it in fp32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().float()
+        self.scale = nn.Parameter(weight.abs().amax(1, keepdim=True) / 127, requires_grad=False)
+        self.codes = nn.Parameter((weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.codes.float() * self.scale).to(x.dtype).t()
+
+
+KINDS: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "wrapper": wrapped,
+    "wrapper of a wrapper": nested,
+    "buffers of GPTQ and AWQ": Packed,
+    "parameters of integers": Integers,
+}
+
+
+def loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    values = torch.randn(4, 64, generator=torch.Generator().manual_seed(step), dtype=torch.bfloat16)
+    found: torch.Tensor = model(values).float().square().mean()
+    return found
+
+
+def job_subclasses(quantize: Callable[[nn.Linear], nn.Module]) -> Job:
+    return Job(functools.partial(Adapted, quantize), loss, steps=3, dtype="bf16")
+
+
+def as_in_memory_subclasses(this: Job, path: Path) -> None:
+    """Asserts that the first losses and gradients are those in memory, bit for bit."""
+    engine = start(this, DISK, path)
+    torch.manual_seed(this.seed)
+    memory = this.model()
+    for step in range(2):
+        found, expected = this.loss(engine, step, 0), this.loss(memory, step, 0)
+        assert torch.equal(found, expected)
+        engine.backward(found)
+        expected.backward()
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad:
+                gradient, theirs = offload.safe_get_full_grad(parameter), memory.get_parameter(name)
+                assert gradient is not None and theirs.grad is not None
+                assert torch.equal(gradient, theirs.grad.float()), name
+        engine.step()
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad:
+                memory.get_parameter(name).data, memory.get_parameter(name).grad = parameter.detach().clone(), None
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            "wrapper", marks=pytest.mark.works(AREA, "any tensor subclass that wraps others, nested too", "right")
+        ),
+        "wrapper of a wrapper",
+        pytest.param(
+            "buffers of GPTQ and AWQ",
+            marks=pytest.mark.works(AREA, "layers of the structure of GPTQ and AWQ: integers in buffers", "right"),
+        ),
+        pytest.param(
+            "parameters of integers", marks=pytest.mark.works(AREA, "codes in integer parameters or in float8", "right")
+        ),
+    ],
+)
+def test_losses_and_gradients_are_those_in_memory(kind: str, tmp_path: Path) -> None:
+    as_in_memory_subclasses(job_subclasses(KINDS[kind]), tmp_path)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_placements_have_the_same_bits_subclasses(kind: str, tmp_path: Path) -> None:
+    same_bits(job_subclasses(KINDS[kind]), tmp_path, PLACEMENTS[::4])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dicts_and_copies_are_those_in_memory(kind: str, tmp_path: Path) -> None:
+    this = job_subclasses(KINDS[kind])
+    torch.manual_seed(this.seed)
+    memory = this.model()
+    engine = start(this, DISK, tmp_path)
+    theirs, mine = memory.state_dict(), engine.module.state_dict()
+    assert theirs.keys() == mine.keys()
+    values = torch.ones(2, 64, dtype=torch.bfloat16)
+    for name, value in theirs.items():
+        assert type(value) is type(mine[name]) and value.dtype == mine[name].dtype
+        assert torch.equal(value * 1, mine[name] * 1), name
+    with torch.no_grad():
+        alone, expected = copy.deepcopy(engine.module), memory(values)
+        assert torch.equal(engine(values), expected) and torch.equal(alone(values), expected)
+    engine.destroy(remove=True)
+    assert torch.equal(alone(values), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_read_of_single_tensors_and_refused_of_others(kind: str, tmp_path: Path) -> None:
+    this = job_subclasses(KINDS[kind])
+    torch.manual_seed(this.seed)
+    stored = this.model().state_dict()
+    engine = start(this, DISK, tmp_path)
+    segments = [segment for layout in testing.inspect(engine).layouts for segment in layout.segments if segment.inner]
+    assert segments
+    for segment in segments:
+        parameter = engine.module.get_parameter(segment.name)
+        if len(segment.inner) > 1:
+            with pytest.raises(UsageError, match="stored as its library has quantized it"):
+                offload.safe_get_full_fp32_param(parameter)
+        else:
+            values = offload.safe_get_full_fp32_param(parameter)
+            assert values is not None and torch.equal(values, stored[segment.name].float()), segment.name
+    engine.destroy(remove=True)
+
+
+def test_a_run_resumes(tmp_path: Path) -> None:
+    for number, kind in enumerate(KINDS.values()):
+        this = job_subclasses(kind)
+        expected = run(this, DISK, tmp_path / f"{number}whole")
+        first = start(this, DISK, tmp_path / f"{number}", durability="step")
+        for step in range(2):
+            first.backward(loss(first, step, 0))
+            first.step()
+        first.destroy()
+        engine = start(this, DISK, tmp_path / f"{number}", durability="step", resume="auto")
+        assert engine.global_steps == 2
+        engine.backward(loss(engine, 2, 0))
+        engine.step()
+        weights = engine.module.state_dict()
+        for name, value in expected.weights.items():
+            assert torch.equal(value * 1, weights[name] * 1), name
+        engine.destroy(remove=True)
+
+
+def test_buffers_are_buffers_again_if_the_engine_cannot_start(tmp_path: Path) -> None:
+    model = Adapted(Packed)
+    before = list(model.state_dict())
+    with pytest.raises(offload.errors.BudgetError):
+        offload.initialize(model=model, config=config(job_subclasses(Packed), DISK, tmp_path, host_memory=1))
+    assert list(dict(model.layers[0][0].named_buffers())) == ["qweight", "qzeros", "scales", "g_idx", "bias"]
+    assert list(model.state_dict()) == before
+
+
+def test_a_quantized_weight_that_shall_train_is_refused(tmp_path: Path) -> None:
+    model = Adapted(wrapped)
+    model.layers[0][0].weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"shall train is quantized, the first is layers\.0\.0\.weight"):
+        offload.initialize(model=model, config=config(job_subclasses(wrapped), DISK, tmp_path))
+
+
+# -- torchao ------------------------------------------------------------------------------------------
+
+
+def of_torchao(name: str, arguments: dict[str, Any], linear: nn.Linear) -> nn.Module:
+    import torchao.quantization
+
+    held = nn.ModuleList([linear])
+    torchao.quantization.quantize_(held, getattr(torchao.quantization, name)(**arguments))
+    return held[0]
+
+
+TORCHAO: dict[str, dict[str, Any]] = {
+    "Int8WeightOnlyConfig": {},
+    "Float8WeightOnlyConfig": {},
+    "IntxWeightOnlyConfig": {"weight_dtype": torch.int4},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.works(AREA, "torchao: int8, int4 (in int8) and float8 weights", "right")
+@pytest.mark.parametrize("name", TORCHAO)
+def test_torchao_trains_as_in_memory(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    this = job_subclasses(functools.partial(of_torchao, name, TORCHAO[name]))
+    as_in_memory_subclasses(this, tmp_path / "memory")
+    first = run(this, ("none", "none"), tmp_path / "device")
+    found = run(this, ("cpu", "nvme"), tmp_path / "host")
+    assert (found.losses, found.norms) == (first.losses, first.norms)
+
+
+@pytest.mark.test_device
+@pytest.mark.sample(4)
+@pytest.mark.works(AREA, "a device with streams of its own (that of the tests)", "right")
+@pytest.mark.parametrize("placement", [("none", "cpu"), ("cpu", "cpu"), DISK], ids=str)
+@pytest.mark.parametrize("kind", ["wrapper", "wrapper of a wrapper", "parameters of integers"])
+def test_late_streams_keep_every_bit(kind: str, placement: tuple[str, str], tmp_path: Path) -> None:
+    this = job_subclasses(KINDS[kind])._replace(accumulation=2)
+    expected = run(this, ("none", "none"), tmp_path / "memory", device="cpu")
+    for seed, lateness in enumerate((0.5, 1.0)):
+        device.seed(seed, lateness)
+        # Room for all where weights are on the device; else for two or three units of six.
+        options = {} if placement[0] == "none" else {"device_memory": (60 + 24 * seed) << 10}
+        found = on_device(this, placement, tmp_path / str(seed), **options)
+        assert (expected.losses, expected.norms) == (found.losses, found.norms)
+
+
+@pytest.mark.test_device
+@pytest.mark.parametrize("kind", ["wrapper", "wrapper of a wrapper"])
+def test_a_state_dict_is_on_the_cpu_in_the_format_of_the_wrapper(kind: str, tmp_path: Path) -> None:
+    """These wrappers lose their format when they are moved as a whole."""
+    this = job_subclasses(KINDS[kind])
+    torch.manual_seed(this.seed)
+    expected, engine = this.model().state_dict(), start(this, DISK, tmp_path)
+    for name, value in engine.module.state_dict().items():
+        assert type(value) is type(expected[name]) and value.device.type == "cpu"
+        assert torch.equal(value * 1, expected[name] * 1), name
+    engine.destroy(remove=True)

@@ -23,7 +23,7 @@ from tests.support.oracle import Job, assert_same_tensors, config, start, train_
 from tests.support.processes.process_measures import peak_rss, resident
 from tests.support.ranks.rank_pool import RankPool, rank_and_size
 from tests.support.ranks.rank_pool import start as start_rank
-from tests.swapper.test_memory_report import forked
+from tests.swapper.test_memory import forked
 
 SMALL = 4096
 """Elements of a chunk: two pages of bf16, one of the low bits of bf24."""

@@ -148,7 +148,7 @@ FUSED_LOSS_ALONE = {"rope": False, "rms_norm": False, "swiglu": False}
 def interpreted(call: str) -> None:
     """Calls a function of this file in a new process: Triton reads the variable when it is imported."""
     env = os.environ | {"TRITON_INTERPRET": "1"}
-    program = [sys.executable, "-c", f"from tests.models.test_liger import *; {call}"]
+    program = [sys.executable, "-c", f"from tests.models.test_model_libraries import *; {call}"]
     done = subprocess.run(program, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

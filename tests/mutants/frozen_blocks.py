@@ -10,7 +10,7 @@ MUTANTS = (
         "offload.swapper.caches",
         "            entry.uploaded = self._table.changed.without_lock(work)",
         "            self._table.changed.without_lock(work)",
-        "tests/frozen/test_frozen_blocks_device.py",
+        "tests/frozen/test_frozen_blocks.py",
     ),
     Mutant(
         "drop the values that less than a block has left",
@@ -24,21 +24,21 @@ MUTANTS = (
         "offload.checkpoint.restore",
         "if run.start >= codes:",
         "if run.start < 0:",
-        "tests/frozen/test_frozen_blocks_files.py",
+        "tests/frozen/test_frozen_blocks.py",
     ),
     Mutant(
         "join values and blocks of a checkpoint to one run",
         "offload.checkpoint.resharding",
         "(layout.trainable_stop, layout.values_stop))",
         "(layout.trainable_stop,))",
-        "tests/frozen/test_frozen_blocks_files.py",
+        "tests/frozen/test_frozen_blocks.py",
     ),
     Mutant(
         "read blocks of the second shard of an export over those of the first",
         "offload.model_io.save",
         "        at += part.numel * itemsize\n",
         "",
-        "tests/frozen/test_frozen_blocks_processes.py",
+        "tests/frozen/test_frozen_blocks.py",
     ),
     Mutant(
         "store the adapters of peft that do not train as blocks",

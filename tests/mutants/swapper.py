@@ -45,14 +45,14 @@ MUTANTS = (
         "offload.swapper.memory.host_arena",
         "(self.classes.tiles if copied.tiles else 0)",
         "self.classes.tiles",
-        "tests/swapper/test_pinned_arena.py",
+        "tests/swapper/test_pinning.py",
     ),
     Mutant(
         "give the cache to another engine while it is pinned",
         "offload.swapper.memory.host_arena",
         '            self._mapping.device.unregister([self._parts.pop("cache")])\n',
         '            self._parts.pop("cache")\n',
-        "tests/swapper/test_pinned_arena.py",
+        "tests/swapper/test_pinning.py",
     ),
     Mutant(
         "upload into memory that the arena got while compute still uses it",
@@ -73,7 +73,7 @@ MUTANTS = (
         "offload.swapper.table",
         "self.changed.without_lock(transfer.future.wait)",
         "pass",
-        "tests/swapper/test_io_completion_order.py",
+        "tests/swapper/test_placements.py",
     ),
     Mutant(
         "take the lease of an update that has begun",
@@ -87,7 +87,7 @@ MUTANTS = (
         "offload.swapper.prefetch",
         "while entry.updating or entry.residency is not Residency.DEVICE:",
         "while entry.residency is not Residency.DEVICE:",
-        "tests/swapper/test_io_completion_order.py",
+        "tests/swapper/test_placements.py",
     ),
     Mutant(
         "begin updates under an upload ahead",
@@ -109,7 +109,7 @@ MUTANTS = (
         "offload.swapper.prefetch",
         "residency in (Residency.HOST, Residency.WRITING) and not entry.updating",
         "residency in (Residency.HOST, Residency.WRITING)",
-        "tests/swapper/test_early_start_random.py",
+        "tests/swapper/test_early_start.py",
     ),
     Mutant(
         "take an upload ahead for a unit in use",
@@ -123,21 +123,21 @@ MUTANTS = (
         "offload.swapper.caches",
         "        if self._table.end_transfer(entry) is not None:\n            self._table.move(entry",
         "        entry.transfer = None\n        self._table.move(entry",
-        "tests/swapper/test_reads_in_place.py",
+        "tests/swapper/test_pager.py",
     ),
     Mutant(
         "keep a unit that is read in place while its update begins",
         "offload.swapper.pager",
         "            while entry.reading_in_place:",
         "            while False:",
-        "tests/swapper/test_reads_in_place.py",
+        "tests/swapper/test_pager.py",
     ),
     Mutant(
         "raise where a read in place is in the way",
         "offload.swapper.prefetch",
         "            if (reading := self._device_cache.latest_read()) is not None:",
         "            if (reading := self._device_cache.latest_read()) is not None and False:",
-        "tests/swapper/test_reads_in_place.py",
+        "tests/swapper/test_pager.py",
     ),
     Mutant(
         "read in place what several ranks hold",

@@ -1,7 +1,8 @@
-"""Muon trains as torch's does, bit for bit, with AdamW for what is no matrix, in any placement and across kills."""
+"""Muon and SinkGD step matrices as their papers and torch do, in any tiles."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,20 @@ import offload
 from offload import testing
 from offload.config import load_config
 from offload.errors import ConfigError, UsageError
-from offload.layout.optimizer_states import matrices_of, product_flops
-from offload.optimizers.matrices import Workspace, orthogonalize
+from offload.layout.flat_layout import UnitLayout, lay_out
+from offload.layout.modes import make_mode
+from offload.layout.optimizer_states import cuts, matrices_of, product_flops, whole_sizes
+from offload.optimizers.matrices import Workspace, balance, orthogonalize
+from offload.planner import step_time
 from offload.planner.memory import Memory, Room, settings, settle
-from offload.planner.model_shape import from_training
+from offload.planner.model_shape import Shape, from_training
 from offload.precision import has_products_in_bf16, products_in_bf16
 from offload.states import State
-from tests.optim.resuming import assert_resumes_and_loads
+from tests.optim.test_narrow_states import JOB, bytes_of_a_parameter
+from tests.optim.test_optimizers import assert_resumes_and_loads
 from tests.support import rounding_bounds
 from tests.support.models import gpt2, llama, mixtral
-from tests.support.modules.matrix_models import MUON, Words, words_loss
+from tests.support.modules.matrix_models import MUON, SINKGD, Words, words_loss
 from tests.support.oracle import (
     Job,
     assert_same,
@@ -38,6 +43,7 @@ from tests.support.oracle import (
     weights_of,
 )
 from tests.support.processes.device_process import engine_device
+from tests.support.rounding_bounds import sum_error
 
 DISK = ("nvme", "nvme")
 SOME = (DISK, ("cpu", "cpu"), ("none", "nvme"), ("none", "none"))
@@ -398,3 +404,175 @@ def test_a_plan_counts_the_products() -> None:
                 by_hand += 5 * (2 * small * small * large + 2 * small**3 + 2 * small * small * large)
     assert product_flops(layouts, "muon", 5) == by_hand
     assert product_flops(layouts, "sinkgd", 5) == product_flops(layouts, "adam", 5) == 0
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_it_does_what_its_paper_has_bit_for_bit(dtype: str, accumulation: int, tmp_path: Path) -> None:
+    job = SINKGD._replace(dtype=dtype, accumulation=accumulation)
+    mine, plain = run(job, DISK, tmp_path), plain_loop(job)
+    assert mine.losses == plain.losses
+    assert_same_tensors(mine.weights, plain.weights)
+
+
+def test_its_iterations_are_those_of_the_config(tmp_path: Path) -> None:
+    job = SINKGD._replace(params=(*SINKGD.params, ("iterations", 1)))
+    mine, plain = run(job, DISK, tmp_path), plain_loop(job)
+    assert_same_tensors(mine.weights, plain.weights)
+    other = run(SINKGD, DISK, tmp_path / "other")
+    assert not torch.equal(mine.weights["blocks.0.1.weight"], other.weights["blocks.0.1.weight"])
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_placements_have_the_same_bits_sinkgd(accumulation: int, dtype: str, tmp_path: Path) -> None:
+    same_bits(SINKGD._replace(dtype=dtype, accumulation=accumulation, clip=0.1), tmp_path)
+
+
+def test_a_small_budget_has_the_same_bits_sinkgd(tmp_path: Path) -> None:
+    job = SINKGD._replace(dtype="bf16")
+    least = least_host_memory(job, tmp_path / "least")
+    assert_same(run(job, DISK, tmp_path / "small", host_memory=least), run(job, ("none", "none"), tmp_path / "large"))
+
+
+def test_a_run_is_resumed_and_saved_with_its_states_sinkgd(tmp_path: Path) -> None:
+    assert_resumes_and_loads(SINKGD._replace(dtype="bf16"), tmp_path, units=["blocks.0", "embed"])
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_with_the_same_bits_sinkgd(tmp_path: Path) -> None:
+    job = SINKGD._replace(steps=20, dtype="bf16")
+    assert_same(kill_and_resume(job, DISK, tmp_path / "killed", 8), run(job, DISK, tmp_path / "whole"))
+
+
+def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
+    """No state is read or written: a weight and its low bits each way, and 2 as the backward reads weights.
+
+    Of a matrix that begins within a page, the page is read whole for its checksum.
+    """
+    found = bytes_of_a_parameter(tmp_path, JOB._replace(optimizer="SinkGD"))
+    assert found.moved <= 10.35 and 8 < found.stored <= 8.4
+
+
+def test_a_matrix_has_no_state(tmp_path: Path) -> None:
+    engine = start(SINKGD, DISK, tmp_path)
+    train_step(engine, SINKGD, 0)
+    found = engine.optimizer.state_dict()
+    matrices, others = (len(group["params"]) for group in engine.optimizer.param_groups)
+    engine.destroy(remove=True)
+    # The number of updates alone, as of SGD without a momentum.
+    kept = [set(state) for state in found["state"].values()]
+    assert kept == [{"step"}] * 9 + [{"step", "exp_avg", "exp_avg_sq"}] * others and matrices == 9
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (2, 2), (1, 5)])
+def test_rows_and_columns_get_their_norms(shape: tuple[int, int]) -> None:
+    """After the last pass the columns have their norm but for roundings, and the rows nearly, by convergence."""
+    torch.manual_seed(0)
+    gradient = torch.randn(shape) * torch.logspace(-6, 3, shape[0]).view(-1, 1)
+    balance(gradient, 50)
+    rows, columns = shape
+    norms = gradient.norm(dim=0)
+    assert torch.allclose(norms, torch.tensor(math.sqrt(rows)), rtol=2 * sum_error(rows), atol=0)
+    assert torch.allclose(gradient.norm(dim=1), torch.tensor(math.sqrt(columns)), rtol=1e-3, atol=0)
+
+
+def test_rows_without_a_gradient_stay_where_they_are() -> None:
+    gradient = torch.zeros(3, 4)
+    gradient[1] = torch.tensor([1.0, -2.0, 0.0, 1e-30])
+    balance(gradient, 5)
+    assert gradient.isfinite().all() and not gradient[0].any() and not gradient[2].any() and gradient[1].any()
+
+
+def test_a_param_of_muon_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"contains params\.momentum, and SinkGD takes lr, sinkgd_lr, adam_lr"):
+        load_config({"optimizer": {"type": "sinkgd", "params": {"lr": 1e-3, "momentum": 0.9}}})
+
+
+MODE = make_mode("bf16", "muon")
+
+
+def layout_of(ranks: int, others: int, *shapes: tuple[int, int]) -> UnitLayout:
+    """A unit of a vector and matrices."""
+    made = {f"{n}.weight": nn.Parameter(torch.empty(shape, device="meta")) for n, shape in enumerate(shapes)}
+    vector = nn.Parameter(torch.empty(others, device="meta"))
+    return lay_out("unit", [("vector", vector), *made.items()], ranks, matrices=made.keys())
+
+
+def borders(layout: UnitLayout) -> set[int]:
+    return {segment.start for segment in layout.segments if layout.is_matrix(segment)} | {layout.trainable_stop}
+
+
+@pytest.mark.parametrize("tile_numel", [2048, 6144, 10**9])
+@pytest.mark.parametrize("others", [1, 9000])
+def test_tiles_cover_a_unit_in_order_and_end_at_borders_of_matrices(others: int, tile_numel: int) -> None:
+    layout = layout_of(1, others, (64, 64), (64, 96), (24, 24), (24, 24), (96, 64))
+    part = layout.trainable(0, 1)
+    found = cuts(layout, MODE, part, True, tile_numel)
+    assert [each for tile in found for each in tile] == list(part)
+    assert all(tile.stop in borders(layout) for tile in found if tile.stop > layout.rest_stop)
+    assert all(tile.stop <= layout.rest_stop or tile.start >= layout.rest_stop for tile in found)
+    assert all(len(tile) <= max(tile_numel, whole_sizes([layout], MODE, 0, 1).tile) for tile in found)
+    # Small matrices share a tile, and a larger one has its own.
+    if tile_numel == 6144:
+        inside = [sum(layout.segments[n].start in tile for n in range(1, 6)) for tile in found]
+        assert [count for count in inside if count] == [1, 1, 2, 1]
+
+
+def test_of_several_ranks_each_has_its_parts_of_matrices_in_one_tile() -> None:
+    layout = layout_of(2, 6000, (64, 64), (64, 96))
+    for rank in range(2):
+        part = layout.trainable(rank, 2)
+        found = cuts(layout, MODE, part, False, 4096)
+        assert [each for tile in found for each in tile] == list(range(len(part)))
+        of_matrices = [tile for tile in found if tile.stop > len(layout.rest(rank, 2))]
+        assert of_matrices == [range(len(layout.rest(rank, 2)), len(part))]
+
+
+def _plan_tiles(optimizer: str) -> tuple[Memory, Shape]:
+    shape = from_training(gpt2(), 16, torch.bfloat16, (), {})
+    content = settings() | {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
+    return settle(shape.layouts, content, Room(host=8 << 30, device=0, disk=None), matrices=shape.matrices), shape
+
+
+def test_a_plan_plays_the_tiles_of_the_run() -> None:
+    memory, shape = _plan_tiles("Muon")
+    for layout, cost in zip(memory.layouts, step_time._costs(memory, shape), strict=True):
+        assert cost is not None
+        tiles = cuts(layout, memory.mode, layout.trainable(0, 1), True, step_time._tile_numel(memory))
+        assert cost.stops == tuple(tile.stop for tile in tiles) and cost.stops[-1] == layout.trainable_stop
+
+
+def test_states_of_elements_in_no_matrix_alone_are_read_with_their_tiles(tmp_path: Path) -> None:
+    """Of a matrix nothing of the second moment is read, or written."""
+    engine = start(MUON._replace(dtype="bf16"), DISK, tmp_path)
+    inspected = testing.inspect(engine)
+    train_step(engine, MUON, 0)
+    testing.settle(engine, commit=False)
+    seen: list[tuple[int, State, int, int]] = []
+    real = inspected.store.write  # type: ignore[union-attr]
+
+    def write(unit: int, state: State, slot: int, first: int, buffer: Any) -> Any:
+        seen.append((unit, state, first, first + len(buffer)))
+        return real(unit, state, slot, first, buffer)
+
+    inspected.store.write = write  # type: ignore[method-assign, union-attr]
+    train_step(engine, MUON, 1)
+    testing.settle(engine, commit=False)
+    engine.destroy(remove=True)
+    for unit, layout in enumerate(inspected.layouts):
+        for state, limit in ((State.EXP_AVG, layout.trainable_stop), (State.EXP_AVG_SQ, layout.rest_stop)):
+            written = sorted((first, stop) for number, each, first, stop in seen if (number, each) == (unit, state))
+            assert [first for first, _ in written] == [0, *(stop for _, stop in written)][: len(written)]
+            assert (written[-1][1] if written else 0) == 4 * limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Muon", "Muon, bf16 moments", "SinkGD"])
+def test_twenty_kills_leave_the_same_bits(name: str, tmp_path: Path) -> None:
+    job = (SINKGD if name == "SinkGD" else MUON)._replace(steps=300, dtype="bf16")
+    options = {"moments": "bf16"} if "moments" in name else {}
+    killed = kill_and_resume(job, DISK, tmp_path / "killed", 20, late=0.005, **options)
+    assert_same(killed, run(job, DISK, tmp_path / "whole", **options))

@@ -1,9 +1,11 @@
-"""An engine's optimizer supports what users do with torch's: states, groups, numbers, steps, hooks."""
+"""States of an optimizer are torch's: read, loaded, of one that was given, and in groups."""
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,12 @@ from torch import nn
 
 import offload
 from offload.errors import BudgetError, ConfigError, NumericsError, UsageError
+from tests.params.test_requires_grad_changes import AREA
+from tests.params.test_requires_grad_changes import DISK as GROUPS_DISK
+from tests.params.test_requires_grad_changes import JOB as GROUPS_JOB
 from tests.support import rounding_bounds
-from tests.support.oracle import Job, assert_same_tensors
+from tests.support.modules.module_kinds import Layers
+from tests.support.oracle import Job, PlainEngine, assert_same_tensors, config, run, train_step, weights_of
 
 DISK = "nvme"
 
@@ -372,4 +378,471 @@ def test_another_optimizer_over_an_engines_parameters_is_refused(tmp_path: Path)
     plain = _model()
     _plain(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), 0)
     _close(engine.state_dict(), plain)
+    engine.destroy(remove=True)
+
+
+def start(
+    folder: Path, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+) -> tuple[offload.Engine, torch.optim.Optimizer]:
+    """Returns an engine on a small model, and the optimizer that it was given."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 1))
+    optimizer = make(list(model.parameters()))
+    tier = {"device": "nvme", "nvme_path": str(folder)}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "offload_param": tier, "offload_optimizer": tier},
+        "offload": {"device": "cpu"},
+    }
+    return offload.initialize(model=model, optimizer=optimizer, config=config)[0], optimizer
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def rprop(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Rprop(parameters, lr=1e-2)
+
+
+def train(engine: offload.Engine, *steps: int) -> dict[str, torch.Tensor]:
+    """Trains the steps and returns the weights."""
+    for step in steps:
+        rows = torch.randn(4, 12, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+    return engine.state_dict()
+
+
+def assert_same_states(mine: dict[int, dict[str, torch.Tensor]], theirs: dict[int, dict[str, torch.Tensor]]) -> None:
+    assert mine.keys() == theirs.keys()
+    for number, state in mine.items():
+        assert_same_tensors(state, theirs[number])
+
+
+@pytest.mark.parametrize("make", [adamw, rprop], ids=["by a kernel", "by its own code"])
+def test_it_saves_the_states_of_the_engine(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    """A dict without states would be a checkpoint that has lost them."""
+    engine, optimizer = start(tmp_path, make)
+    assert optimizer.state_dict()["state"] == {}
+    train(engine, 0, 1)
+    mine, theirs = optimizer.state_dict(), engine.optimizer.state_dict()
+    assert mine["param_groups"] == theirs["param_groups"] and mine["state"].keys() == {0, 1, 2, 3}
+    assert_same_states(mine["state"], theirs["state"])
+    engine.destroy(remove=True)
+    with pytest.raises(UsageError, match="destroyed"):
+        optimizer.state_dict()
+
+
+def test_what_it_loads_the_engine_trains_on_with(tmp_path: Path) -> None:
+    engine, optimizer = start(tmp_path / "one", adamw)
+    weights = {name: value.clone() for name, value in train(engine, 0, 1).items()}
+    state = copy.deepcopy(optimizer.state_dict())
+    after = train(engine, 2, 3)
+    engine.destroy(remove=True)
+    engine, optimizer = start(tmp_path / "other", adamw)
+    engine.module.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert_same_states(optimizer.state_dict()["state"], state["state"])
+    assert_same_tensors(train(engine, 2, 3), after)
+    engine.destroy(remove=True)
+
+
+def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    engine, optimizer = start(tmp_path, adamw)
+    train(engine, 0)
+    before = optimizer.state_dict()
+    with pytest.raises(UsageError, match="must contain exp_avg"):
+        optimizer.load_state_dict({**before, "state": {0: {"step": 1}}})
+    assert_same_states(optimizer.state_dict()["state"], before["state"])
+    train(engine, 1)
+    engine.destroy(remove=True)
+
+
+def test_a_schedule_on_it_acts_on_the_engine_also_after_a_load(tmp_path: Path) -> None:
+    engine, optimizer = start(tmp_path, adamw)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    train(engine, 0)
+    schedule.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    schedule.step()
+    assert engine.get_lr() == [2.5e-3] and optimizer.param_groups is engine.optimizer.param_groups
+    engine.destroy(remove=True)
+
+
+def test_one_whose_list_of_groups_is_replaced_is_refused(tmp_path: Path) -> None:
+    engine, optimizer = start(tmp_path, adamw)
+    optimizer.param_groups = [*optimizer.param_groups]
+    with pytest.raises(UsageError, match="its list param_groups was replaced"):
+        train(engine, 0)
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("make", [adamw, rprop], ids=["by a kernel", "by its own code"])
+def test_a_look_at_its_states_before_the_start_changes_nothing(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    """`state` is a defaultdict, so a look leaves an empty dict."""
+
+    def looked_at(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = make(parameters)
+        assert not any(optimizer.state[parameter] for parameter in parameters)
+        return optimizer
+
+    expected, _ = start(tmp_path / "plain", make)
+    engine, _ = start(tmp_path / "looked at", looked_at)
+    assert_same_tensors(train(engine, 0, 1), train(expected, 0, 1))
+    expected.destroy(remove=True)
+    engine.destroy(remove=True)
+
+
+def test_a_look_at_its_states_during_training_is_an_error(tmp_path: Path) -> None:
+    """They are in the engine: code that went on with an empty dict would do nothing, without a word."""
+    engine, optimizer = start(tmp_path, adamw)
+    train(engine, 0)
+    for each in (optimizer, engine.optimizer):
+        with pytest.raises(UsageError, match="are in the engine"):
+            each.state[each.param_groups[0]["params"][0]]
+        assert not each.state
+    engine.destroy(remove=True)
+
+
+def test_hooks_on_the_state_dict_meet_the_states(tmp_path: Path) -> None:
+    engine, _ = start(tmp_path, adamw)
+    train(engine, 0)
+    seen: list[str] = []
+    hooks = (
+        engine.optimizer.register_state_dict_post_hook(lambda _, found: {**found, "phases": len(found["state"])}),
+        engine.optimizer.register_load_state_dict_pre_hook(lambda _, found: seen.append(f"{found['phases']} phases")),
+        engine.optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded")),
+    )
+    found = engine.optimizer.state_dict()
+    engine.optimizer.load_state_dict(found)
+    assert found["phases"] == 4 and seen == ["4 phases", "loaded"]
+    for hook in hooks:
+        hook.remove()
+    assert engine.optimizer.state_dict().keys() == {"state", "param_groups"}
+    engine.destroy(remove=True)
+
+
+def test_attributes_of_the_optimizer_are_those_of_the_step(tmp_path: Path) -> None:
+    """A script may change them behind `step`, while the update still runs."""
+
+    class Damped(torch.optim.Optimizer):
+        damping = 1.0
+
+        def __init__(self, parameters: list[nn.Parameter]) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for parameter in (p for group in self.param_groups for p in group["params"]):
+                parameter.data.sub_(parameter.grad, alpha=self.damping / 10)
+
+    weights = []
+    for damping in (1.0, 0.0):
+        engine, optimizer = start(tmp_path / str(damping), Damped)
+        rows = torch.randn(4, 12, generator=torch.Generator().manual_seed(7))
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+        optimizer.damping = damping  # type: ignore[attr-defined]
+        weights.append(engine.state_dict())
+        engine.destroy(remove=True)
+    assert_same_tensors(*weights)
+
+
+MISSING = object()
+
+
+def add(optimizer: Any) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def remove(optimizer: Any) -> None:
+    del optimizer.param_groups[1]
+
+
+def undo(optimizer: Any, groups: list[Any]) -> None:
+    optimizer.param_groups[:] = groups
+
+
+@pytest.mark.sample(1)
+@pytest.mark.works(AREA, "groups added to the optimizer, or taken from it", "refused")
+@pytest.mark.parametrize("change", [add, remove])
+@pytest.mark.parametrize("own", [True, False], ids=["that was given", "that came back"])
+def test_groups_stay_through_training(change: Callable[[Any], None], own: bool, tmp_path: Path) -> None:
+    """Said when it is done or, of the torch optimizer that was given, at the next step, which can then be taken."""
+    torch.manual_seed(GROUPS_JOB.seed)
+    model = Layers()
+    groups = [{"params": list(part.parameters())} for part in (model.embedding, model.layers, model.head)]
+    given = torch.optim.AdamW(groups, lr=GROUPS_JOB.lr, weight_decay=GROUPS_JOB.weight_decay)
+    content = config(GROUPS_JOB, GROUPS_DISK, tmp_path / "changed")
+    del content["optimizer"]
+    engine, mine, *_ = offload.initialize(model=model, optimizer=given, config=content)
+    losses = [train_step(engine, GROUPS_JOB, 0)]
+    optimizer = given if own else mine
+    kept = list(optimizer.param_groups)
+    loss = GROUPS_JOB.loss(engine, 1, 0)
+    engine.backward(loss)
+    with pytest.raises(UsageError, match=r"cannot be added .* requires_grad_\(False\)"):
+        change(optimizer)
+        engine.step()
+    undo(optimizer, kept)
+    engine.step()
+    losses.append(float(loss.detach()))
+    losses += [train_step(engine, GROUPS_JOB, step) for step in range(2, GROUPS_JOB.steps)]
+    engine.destroy(remove=True)
+    assert losses == run(GROUPS_JOB, GROUPS_DISK, tmp_path / "plain").losses
+
+
+def grouped(engine: Any, optimizer: Any) -> list[float]:
+    """Layers train on one after the other, each in a group of its own from then on, as Lightning's BaseFinetuning."""
+    model, losses = engine.module, []
+    for step in range(GROUPS_JOB.steps):
+        if step == 0:
+            model.requires_grad_(False)
+            model.head.requires_grad_(True)
+        elif step % 2 == 0 and step <= 6:
+            layer = model.layers[3 - step // 2].requires_grad_(True)
+            optimizer.add_param_group({"params": layer.parameters(), "lr": GROUPS_JOB.lr / 2**step})
+        losses += [train_step(engine, GROUPS_JOB, step), engine.get_global_grad_norm()]
+    return losses
+
+
+class TorchGroups:
+    """The same with torch's optimizer, which has a parameter in one group only and must be told to forget it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        group["params"] = list(group["params"])
+        for other in self._optimizer.param_groups:
+            other["params"] = [p for p in other["params"] if all(p is not mine for mine in group["params"])]
+        self._optimizer.add_param_group(group)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.works(AREA, "a group of its own for what was frozen meanwhile: `add_param_group`", "right")
+@pytest.mark.parametrize("schedule", [None, "WarmupLR"])
+@pytest.mark.numeric
+def test_a_group_for_what_trains_on(schedule: str | None, tmp_path: Path) -> None:
+    found = []
+    for placement in (GROUPS_DISK, ("none", "none")):
+        torch.manual_seed(GROUPS_JOB.seed)
+        content = config(GROUPS_JOB, placement, tmp_path / "-".join(placement))
+        if schedule:
+            content["scheduler"] = {"type": schedule, "params": {"warmup_num_steps": 5, "warmup_type": "linear"}}
+        engine, optimizer, *_ = offload.initialize(model=Layers(), config=content)
+        losses = grouped(engine, optimizer)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [3, 2, 2, 2]
+        found.append((losses, engine.get_lr(), weights_of(engine)))
+        engine.destroy(remove=True)
+    assert found[0][:2] == found[1][:2]
+    assert_same_tensors(found[0][2], found[1][2])
+    rates = [GROUPS_JOB.lr, GROUPS_JOB.lr / 4, GROUPS_JOB.lr / 16, GROUPS_JOB.lr / 64]
+    assert found[0][1] == pytest.approx(rates)
+    if schedule is None:
+        plain = PlainEngine(GROUPS_JOB)
+        rounding_bounds.same_losses(found[0][0], grouped(plain, TorchGroups(plain.optimizer)), GROUPS_JOB)
+        rounding_bounds.same_weights(found[0][2], plain.module.state_dict(), GROUPS_JOB)
+
+
+def test_a_run_with_added_groups_is_resumed_with_as_many(tmp_path: Path) -> None:
+    def part(steps: range) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(GROUPS_JOB.seed)
+        model = Layers()
+        head, rest = list(model.head.parameters()), [*model.embedding.parameters(), *model.layers.parameters()]
+        groups = [{"params": rest}, {"params": head, "lr": GROUPS_JOB.lr / 10}][: 1 if steps.start == 0 else 2]
+        if steps.start == 0:
+            groups[0]["params"] = rest + head
+        content = config(GROUPS_JOB, GROUPS_DISK, tmp_path / "run", resume="auto" if steps.start else "never")
+        engine, optimizer, *_ = offload.initialize(model=model, model_parameters=groups, config=content)
+        losses = []
+        for step in steps:
+            if step == 2:
+                optimizer.add_param_group({"params": model.head.parameters(), "lr": GROUPS_JOB.lr / 10})
+            losses.append(train_step(engine, GROUPS_JOB, step))
+        weights = {key: value.clone() for key, value in model.state_dict().items()}
+        assert engine.get_lr() == [GROUPS_JOB.lr, GROUPS_JOB.lr / 10]
+        engine.destroy(remove=steps.stop == GROUPS_JOB.steps)
+        return losses, weights
+
+    unbroken = part(range(GROUPS_JOB.steps))
+    first, second = part(range(5)), part(range(5, GROUPS_JOB.steps))
+    assert first[0] + second[0] == unbroken[0]
+    assert_same_tensors(second[1], unbroken[1])
+
+
+def _stranger(engine: Any) -> dict[str, Any]:
+    return {"params": [nn.Parameter(torch.ones(3)), engine.module.head.weight]}
+
+
+def _head(engine: Any) -> dict[str, Any]:
+    return {"params": engine.module.head.weight}
+
+
+REFUSED: dict[str, tuple[Callable[[Any], dict[str, Any]], Any, str]] = {
+    "a parameter that is not trained": (_stranger, None, "give the optimizer all parameters that will ever train"),
+    "where the schedule has a list of rates": (
+        _head,
+        {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-3]}},
+        "WarmupLR has no learning rate for a new group: warmup_max_lr has 1 value, ",
+    ),
+    "where a schedule of torch has taken its rates": (
+        _head,
+        {"type": "StepLR", "params": {"step_size": 2}},
+        "the StepLR was made for 1 group of parameters, there would be 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_group_that_cannot_be(case: str, tmp_path: Path) -> None:
+    """Nothing has changed then, and training goes on."""
+    made, schedule, message = REFUSED[case]
+    content = config(GROUPS_JOB, GROUPS_DISK, tmp_path / "refused") | ({"scheduler": schedule} if schedule else {})
+    torch.manual_seed(GROUPS_JOB.seed)
+    engine, optimizer, *_ = offload.initialize(model=Layers(), config=content)
+    before = [list(map(id, group["params"])) for group in optimizer.param_groups]
+    with pytest.raises(UsageError, match=message):
+        optimizer.add_param_group(made(engine))
+    assert [list(map(id, group["params"])) for group in optimizer.param_groups] == before
+    for step in range(2):
+        train_step(engine, GROUPS_JOB, step)
+    engine.destroy(remove=True)
+
+
+ADAMW, SGD = partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+NUMBERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any], str]] = {
+    "three betas": (ADAMW, {"betas": (0.9, 0.99, 0.9)}, r"betas of group 0 .*expected two finite numbers"),
+    "two rates": (ADAMW, {"lr": [0.1, 0.2]}, "lr of group 0 .*expected a finite number"),
+    "no dampening": (SGD, {"dampening": None}, "dampening of group 0 is None, expected a finite number"),
+    "a number taken out": (ADAMW, {"eps": MISSING}, "group 0 has no eps any more"),
+    "a flag taken out": (SGD, {"nesterov": MISSING}, "group 0 has no nesterov any more"),
+    "taken out of torch's own": (torch.optim.NAdam, {"momentum_decay": MISSING}, "has no momentum_decay any more"),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("case", NUMBERS)
+def test_a_group_that_no_step_can_read(case: str, tmp_path: Path) -> None:
+    """Nothing has changed then, and training goes on once the group is as it was."""
+    make, changes, message = NUMBERS[case]
+    content = config(GROUPS_JOB, GROUPS_DISK, tmp_path)
+    del content["optimizer"]
+    torch.manual_seed(GROUPS_JOB.seed)
+    model = Layers()
+    engine = offload.initialize(model=model, optimizer=make(model.parameters()), config=content)[0]
+    train_step(engine, GROUPS_JOB, 0)
+    group, before = engine.optimizer.param_groups[0], weights_of(engine)
+    good = {key: group.pop(key) for key in changes}
+    group.update({key: value for key, value in changes.items() if value is not MISSING})
+    engine.backward(GROUPS_JOB.loss(engine, 1, 0))
+    with pytest.raises(UsageError, match=message):
+        engine.step()
+    assert_same_tensors(weights_of(engine), before)
+    group.update(good)
+    engine.step()
+    assert engine.global_steps == 2
+    engine.destroy(remove=True)
+
+
+def test_the_optimizer_of_a_frozen_model_takes_its_own_state() -> None:
+    engine = offload.initialize(model=nn.Linear(2, 2).requires_grad_(False), config={"offload": {"device": "cpu"}})[0]
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    engine.destroy()
+
+
+class Number(int):
+    """The number of a parameter, which counts how often it is hashed."""
+
+    hashed = 0
+
+    def __hash__(self) -> int:
+        Number.hashed += 1
+        return super().__hash__()
+
+
+def test_a_state_of_many_parameters_is_looked_through_once(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+    content = config(GROUPS_JOB, ("none", "none"), tmp_path)
+    engine = offload.initialize(model=model, config=content)[0]
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    state = engine.optimizer.state_dict()
+    numbers = [Number(number) for number in range(40)]
+    state["param_groups"][0]["params"] = numbers
+    state["state"] = {number: state["state"][int(number)] for number in numbers}
+    Number.hashed = 0
+    engine.optimizer.load_state_dict(state)
+    assert 40 <= Number.hashed <= 4 * 40
+    engine.destroy(remove=True)
+
+
+class Phased(torch.optim.SGD):
+    """Steps backwards in groups of another phase."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group = {**group, "lr": -group["lr"] if group["phase"] == "back" else group["lr"]}
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("saved", ["a commit", "a checkpoint"])
+def test_all_entries_of_a_group_come_back(saved: str, tmp_path: Path) -> None:
+    """Flags, words and counters that a script has changed, as by torch's state dict; not those that it sets anew."""
+
+    def begin(run: str, **more: Any) -> tuple[Any, Any]:
+        torch.manual_seed(GROUPS_JOB.seed)
+        model = Layers()
+        layers = [{"params": list(part.parameters()), "phase": "on"} for part in (model.embedding, model.layers)]
+        head = {"params": list(model.head.parameters()), "phase": "on", "name": "head", "scale": int, **more}
+        content = config(GROUPS_JOB, GROUPS_DISK, tmp_path, run=run, resume="auto")
+        del content["optimizer"]
+        optimizer = Phased([*layers, head], lr=GROUPS_JOB.lr)
+        return offload.initialize(model=model, optimizer=optimizer, config=content)[0], optimizer
+
+    def change(groups: list[dict[str, Any]]) -> None:
+        groups[1]["phase"] = "back"
+        groups[2] |= {"name": "top", "seen": {"rows": (3, 4)}, "mean": torch.tensor([0.5, float("inf")])}
+
+    unbroken, optimizer = begin("unbroken")
+    train_step(unbroken, GROUPS_JOB, 0)
+    change(optimizer.param_groups)
+    train_step(unbroken, GROUPS_JOB, 1)
+    if saved == "a checkpoint":
+        unbroken.save_checkpoint(tmp_path / "saved")
+    expected = train_step(unbroken, GROUPS_JOB, 2)
+    engine, optimizer = begin("broken")
+    if saved == "a commit":
+        train_step(engine, GROUPS_JOB, 0)
+        change(optimizer.param_groups)
+        train_step(engine, GROUPS_JOB, 1)
+    engine.destroy()
+    engine, optimizer = begin("broken", name="tail")  # the script says another name now
+    if saved == "a checkpoint":
+        engine.load_checkpoint(tmp_path / "saved")
+    entries = optimizer.param_groups
+    assert [each["phase"] for each in entries] == ["on", "back", "on"]
+    assert entries[2]["name"] == "tail" and entries[2]["seen"] == {"rows": (3, 4)} and entries[2]["scale"] is int
+    assert torch.equal(entries[2]["mean"], torch.tensor([0.5, float("inf")]))
+    assert train_step(engine, GROUPS_JOB, 2) == expected
+    assert_same_tensors(weights_of(engine), weights_of(unbroken))
+    for each in (engine, unbroken):
+        each.destroy(remove=True)
+
+
+def test_an_entry_that_no_commit_can_contain_is_an_error_at_the_next_call(tmp_path: Path) -> None:
+    torch.manual_seed(GROUPS_JOB.seed)
+    engine = offload.initialize(model=Layers(), config=config(GROUPS_JOB, GROUPS_DISK, tmp_path))[0]
+    train_step(engine, GROUPS_JOB, 0)
+    engine.optimizer.param_groups[0]["logger"] = object()
+    with pytest.raises(UsageError, match=r"logger of a group of the optimizer is a builtins\.object"):
+        train_step(engine, GROUPS_JOB, 1)
+    del engine.optimizer.param_groups[0]["logger"]
+    train_step(engine, GROUPS_JOB, 1)
     engine.destroy(remove=True)

@@ -1,18 +1,24 @@
-"""Each optimizer of a config computes what torch's does, in each dtype, with the same bits in any tier."""
+"""Every optimizer with a kernel is that of torch; a rule of one's own trains too."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 import offload
 from offload import testing
+from offload.engine.optimizer import Optimizer, Rule
+from offload.engine.update_strategy import TileContent, UnitSteps, UnitUpdate, UpdateSetting
 from offload.errors import ConfigError, StoreError, UsageError
-from tests.optim.resuming import assert_resumes_and_loads
+from offload.layout import modes
+from offload.optimizers.fused import segments_in
+from offload.states import State
 from tests.support import rounding_bounds
 from tests.support.oracle import (
     Job,
@@ -25,13 +31,43 @@ from tests.support.oracle import (
     small_pieces,
     start,
     train_step,
+    weights_of,
 )
 from tests.support.param_states import GPT2
 from tests.support.param_states import MIXTURE as THREE_BLOCKS
 
-pytestmark = pytest.mark.numeric
-
 DISK = ("nvme", "nvme")
+SAVED = 2
+"""The step that is saved."""
+
+
+def assert_resumes_and_loads(job: Job, folder: Path, **elsewhere: Any) -> None:
+    """Asserts the bits of `job` after a resume, and after a load into an engine with other tiers that has trained.
+
+    Args:
+        job: the job.
+        folder: an empty folder.
+        elsewhere: options of the engine that loads.
+    """
+    unbroken = run(job, DISK, folder / "whole")
+    engine = start(job, DISK, folder / "run")
+    losses = [train_step(engine, job, step) for step in range(SAVED)]
+    engine.save_checkpoint(folder / "saved")
+    engine.destroy()
+    engine = start(job, DISK, folder / "run", resume="must")
+    resumed = losses + [train_step(engine, job, step) for step in range(SAVED, job.steps)]
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    assert resumed == unbroken.losses
+    assert_same_tensors(weights, unbroken.weights)
+    engine = start(job, ("cpu", "none"), folder / "other", **elsewhere)
+    train_step(engine, job, job.steps + 1)  # states to be replaced
+    engine.load_checkpoint(folder / "saved")
+    assert losses + [train_step(engine, job, step) for step in range(SAVED, job.steps)] == unbroken.losses
+    assert_same_tensors(weights_of(engine), unbroken.weights)
+    engine.destroy(remove=True)
+
+
 SOME = (DISK, ("cpu", "cpu"), ("none", "nvme"), ("none", "none"))
 MIXTURE = THREE_BLOCKS._replace(steps=4)
 JOBS = {
@@ -47,6 +83,7 @@ JOBS = {
 }
 
 
+@pytest.mark.numeric
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", JOBS)
@@ -56,6 +93,7 @@ def test_it_is_the_optimizer_of_torch(name: str, dtype: str, tmp_path: Path) -> 
     rounding_bounds.same_training(mine, plain, job)
 
 
+@pytest.mark.numeric
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", [name for name in JOBS if name != "AdamW"])
@@ -63,10 +101,12 @@ def test_placements_have_the_same_bits(name: str, dtype: str, tmp_path: Path) ->
     same_bits(JOBS[name]._replace(dtype=dtype), tmp_path, SOME)
 
 
+@pytest.mark.numeric
 def test_fp16_has_the_same_bits_in_all_placements(tmp_path: Path) -> None:
     same_bits(GPT2._replace(dtype="fp16", steps=3), tmp_path)
 
 
+@pytest.mark.numeric
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_lamb_has_the_same_bits_in_tiles_of_any_size(
@@ -99,6 +139,7 @@ def _square(model: Any, step: int, micro: int) -> torch.Tensor:
     return model(rows).float().square().mean()
 
 
+@pytest.mark.numeric
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["Lamb", "Adagrad", "Lion", "SGD", "momentum"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -106,6 +147,7 @@ def test_a_run_is_resumed_and_saved_with_its_states(name: str, dtype: str, tmp_p
     assert_resumes_and_loads(JOBS[name]._replace(dtype=dtype), tmp_path)
 
 
+@pytest.mark.numeric
 def test_a_run_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     job = JOBS["Lion"]
     engine = start(job, DISK, tmp_path)
@@ -131,6 +173,7 @@ def test_a_run_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 # -- optimizers of torch ------------------------------------------------------------------------------
 
 
+@pytest.mark.numeric
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make", "name"),
@@ -152,6 +195,7 @@ def test_an_optimizer_that_is_passed_is_that_of_the_config(make: Any, name: str,
     assert losses == run(job, DISK, tmp_path / "other").losses
 
 
+@pytest.mark.numeric
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.Adagrad(model.parameters())
@@ -161,6 +205,7 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
         offload.initialize(model=model, optimizer=optimizer, config={})
 
 
+@pytest.mark.numeric
 def test_a_momentum_that_comes_later_is_refused(tmp_path: Path) -> None:
     job = JOBS["SGD"]
     engine = start(job, DISK, tmp_path)
@@ -171,6 +216,7 @@ def test_a_momentum_that_comes_later_is_refused(tmp_path: Path) -> None:
     engine.destroy()
 
 
+@pytest.mark.numeric
 def test_groups_have_numbers_of_their_own(tmp_path: Path) -> None:
     """Two groups with other rates, by the config's optimizer, are two groups of torch's."""
     torch.manual_seed(0)
@@ -196,6 +242,7 @@ def test_groups_have_numbers_of_their_own(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.numeric
 def test_the_bytes_of_each_mode(tmp_path: Path) -> None:
     """What is kept of a parameter, as the room of the store says: weights, masters, moments."""
     expected = {"AdamW": (12, 12, 14), "Lion": (8, 8, 10), "SGD": (4, 4, 6), "momentum": (8, 8, 10)}
@@ -206,12 +253,14 @@ def test_the_bytes_of_each_mode(tmp_path: Path) -> None:
             engine.destroy(remove=True)
 
 
+@pytest.mark.numeric
 def test_assert_same_can_fail(tmp_path: Path) -> None:
     one, other = (run(JOBS[name]._replace(steps=1), DISK, tmp_path / name) for name in ("AdamW", "Lion"))
     with pytest.raises(AssertionError):
         assert_same(one, other)
 
 
+@pytest.mark.numeric
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -246,4 +295,97 @@ def test_momentum_of_one_group_leaves_the_other_as_torch_does(dampening: float, 
         for name, parameter in plain.named_parameters():
             master = offload.safe_get_full_fp32_param(engine.module.get_parameter(name))
             assert torch.equal(master, parameter.detach()), (step, name)
+    engine.destroy(remove=True)
+
+
+LR, BETA = 2.0**-7, 0.75
+STEPS = 3
+
+
+def moved(momentum: torch.Tensor, gradient: torch.Tensor, lr: float) -> torch.Tensor:
+    """Steps a momentum in place, and returns the move of the weights: the momentum's signs."""
+    momentum.copy_(momentum * BETA + gradient * (1 - BETA))
+    return momentum.sign() * -lr
+
+
+class SignStep(NamedTuple):
+    lr: float
+    grad_scale: float
+
+
+class SignRule(Rule):
+    """Descent along the signs of a momentum."""
+
+    def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> SignStep:
+        return SignStep(float(group["lr"]), grad_scale)
+
+    def strategy(self, setting: UpdateSetting) -> SignUpdates:
+        return SignUpdates()
+
+
+class SignUpdates:
+    def part(self, unit: int, state: State, start: int, stop: int) -> range:
+        return range(start, stop)
+
+    def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
+        return SignSteps(update)
+
+
+class SignSteps:
+    passes, in_place = 1, False
+    cuts: Sequence[range] = ()
+    drafts: Sequence[State] = ()
+
+    def __init__(self, update: UnitUpdate) -> None:
+        self._update = update
+
+    def run(self, tile: TileContent, last: bool) -> None:
+        assert tile.gradient is not None
+        for _, segment in segments_in(self._update, tile):
+            part, step = slice(segment.start, segment.stop), segment.step
+            gradient = tile.gradient[part] * step.grad_scale
+            tile.states[State.WEIGHT][part] += moved(tile.states[State.EXP_AVG][part], gradient, step.lr)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def rows(step: int) -> torch.Tensor:
+    return torch.randn(4, 24, generator=torch.Generator().manual_seed(step))
+
+
+def plain() -> dict[str, torch.Tensor]:
+    trained = model()
+    momenta = {name: torch.zeros_like(parameter) for name, parameter in trained.named_parameters()}
+    for step in range(STEPS):
+        trained(rows(step)).square().mean().backward()
+        with torch.no_grad():
+            for name, parameter in trained.named_parameters():
+                assert parameter.grad is not None
+                parameter += moved(momenta[name], parameter.grad, LR * (step + 1))
+                parameter.grad = None
+    return trained.state_dict()
+
+
+@pytest.mark.parametrize("device", ["nvme", "cpu"])
+def test_a_rule_of_ones_own_trains_from_any_tier(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(modes.RULE_LAYOUTS, "sign", modes.RuleLayout((State.EXP_AVG,)))
+    trained, rule = model(), SignRule(name="sign", scheduled=("lr",))
+    optimizer = Optimizer([{"params": list(trained.parameters())}], {"lr": LR}, rule)
+    tier = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "offload_param": tier, "offload_optimizer": tier},
+        "offload": {"device": "cpu"},
+    }
+    engine = offload.initialize(model=trained, optimizer=optimizer, config=config)[0]
+    assert engine.optimizer is optimizer
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = LR * (step + 1)  # as a schedule does
+        engine.backward(engine(rows(step)).square().mean())
+        engine.step()
+    assert_same_tensors(engine.state_dict(), plain())
     engine.destroy(remove=True)

@@ -18,7 +18,7 @@ from offload.metrics.meter import StepMeter, Stepped
 from offload.metrics.writers import Reporter
 from offload.report.figures import figures
 from offload.report.log import read_log
-from tests.store.test_drive_wear import DISK, JOB, begin
+from tests.store.test_store import DISK, JOB, begin
 from tests.support.oracle import config, train_step
 
 

@@ -21,7 +21,7 @@ from offload.states import State
 from offload.swapper.store import drives as drives_module
 from offload.swapper.store import run_status
 from offload.swapper.store.folder import sync_names
-from tests.store.store_runs import PAGE, TRAINABLE, Contents, Run, _memory, everything_that_runs_do, label_of
+from tests.store.test_store import PAGE, TRAINABLE, Contents, Run, _memory, everything_that_runs_do, label_of
 from tests.support.drives.power_cut import (
     Disk,
     Event,

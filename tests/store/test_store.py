@@ -1,30 +1,239 @@
-"""The store never loses a commit that a record names, and never trusts anything else."""
+"""The store: slots, copies, wear, and files without durability."""
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import itertools
 import json
+import logging
 import os
+import random
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from typer.testing import CliRunner
 
-from offload.aio import DirectFile, IoQueue, aligned_empty
-from offload.errors import StoreError
-from offload.sizes import PAGE
+import offload
+from offload.aio import DirectFile, IoQueue, aligned_empty, crc32c
+from offload.cli.main import app
+from offload.errors import IoError, StoreError
+from offload.report.figures import forecast, warning
+from offload.runs.inspection import inspect
+from offload.sizes import PAGE as STORE_PAGE
 from offload.states import State
-from offload.swapper.store import Store, StoreSpec, remove_run, run_status
+from offload.swapper.store import DriveByteCounter, Rating, Store, StoreSpec, remove_run, run_status
 from offload.swapper.store import store as store_module
 from offload.swapper.store import store as swap_files
 from offload.swapper.store.format import MAX_UNITS, CommitRecord, StoreManifest
+from offload.swapper.store.spill_file import SpillFile
+from tests import ROOT
+from tests.support import models
 from tests.support.drives import filesystems
+from tests.support.drives.filesystems import mounted
+from tests.support.oracle import Job, start, train_step
+from tests.support.processes import warm_process
+
+PAGE = 4096
+
+SPEC = StoreSpec(
+    (
+        {State.WEIGHT: 8192, State.EXP_AVG: 8192},
+        {State.WEIGHT: 8192, State.EXP_AVG: 4096},  # the second half of the weight is frozen
+        {State.WEIGHT: 4096},  # frozen
+    ),
+    2,
+    {"model": "test"},
+    frozen=(0, 4096, 4096),
+)
+
+TRAINABLE = {0: {State.WEIGHT: 8192, State.EXP_AVG: 8192}, 1: {State.WEIGHT: 4096, State.EXP_AVG: 4096}}
+
+Contents = dict[tuple[int, State], bytes]
+"""The newest copy of everything."""
+
+
+def label_of(contents: dict[str, torch.Tensor]) -> str:
+    return bytes(contents["text"].numpy()).partition(b":")[0].decode()
+
+
+# -- what a run does ----------------------------------------------------------------------------------
+
+
+class Run:
+    """A run under `root`, and the contents of its commits; `note` receives those that may be found from now on."""
+
+    def __init__(
+        self,
+        root: Path,
+        drives: int,
+        queue: Any,
+        commits: dict[str, Contents],
+        seed: int = 0,
+        note: Callable[..., None] = lambda *_: None,
+    ) -> None:
+        self.chance, self.commits, self._note, self._queue = random.Random(seed), commits, note, queue
+        self.paths = [root / "drives" / str(drive) for drive in range(drives)]
+        self.store = self._store()
+        self.now: Contents = {}
+        self.last: str | None = None
+        self.before: str | None = None
+        """The commit before, where it can still be gone back to."""
+
+    def _store(self) -> Store:
+        return Store(self.paths, "run", 0, SPEC, self._queue)
+
+    def create(self, over: bool = False) -> None:
+        self._note(self.last, None)
+        self.store.create(over)
+        self._note(None)
+        self.last = self.before = None
+        self.now = {(u, s): bytes(n) for u, row in enumerate(SPEC.partitions) for s, n in row.items()}
+        for unit, numbers in ((0, (8192,)), (1, (4096, 4096)), (2, (4096,))):  # as the engine does, residuals left out
+            writes, start = [], 0
+            for nbytes in numbers:
+                data = self.chance.randbytes(nbytes)
+                writes.append((start, self.store.write(unit, State.WEIGHT, 0, start, _memory(data))))
+                self._set(unit, State.WEIGHT, start, data)
+                start += nbytes
+            self.store.wrote(unit, 0, {State.WEIGHT: writes})
+
+    def commit(self) -> None:
+        label = f"commit {len(self.commits)}"
+        self.commits[label] = dict(self.now)
+        text = f"{label}:".encode() + self.chance.randbytes(self.chance.choice([10, 3000, 9000]) * len(self.commits))
+        self._note(self.last, label)
+        contents = {"text": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+        self.store.commit(len(self.commits), contents)
+        self._note(label)
+        self.before, self.last = self.last, label
+
+    def update(self, unit: int) -> None:
+        """Reads the newest copy, write the new one, tile by tile, as the update worker does."""
+        slot, tile = self.store.target(unit), self.chance.choice([1024, 2048, 4096])
+        written: dict[State, list[Any]] = {}
+        for state, nbytes in TRAINABLE[unit].items():
+            for begin in range(0, nbytes, tile):
+                found = _memory(bytes(tile))
+                self.store.read(unit, state, self.store.newest[unit], begin, found).wait()
+                assert bytes(found) == self.now[unit, state][begin : begin + tile]
+                data = self.chance.randbytes(tile)
+                written.setdefault(state, []).append((begin, self.store.write(unit, state, slot, begin, _memory(data))))
+                self._set(unit, state, begin, data)
+        self.store.wrote(unit, slot, written)
+        self.before = None
+
+    def edit(self, unit: int) -> None:
+        """Does as `update`, without the other processes of a grid: the commit before can still be gone back to."""
+        before = self.before
+        self.store.set_aside(unit)
+        self.update(unit)
+        self.before = before
+
+    def _set(self, unit: int, state: State, start: int, data: bytes) -> None:
+        old = self.now[unit, state]
+        self.now[unit, state] = old[:start] + data + old[start + len(data) :]
+
+    def restart(self) -> None:
+        """Ends the process and begin another."""
+        self.store.close()
+        self.store = self._store()
+
+    def resume(self) -> None:
+        """Ends the process and go on from what is there."""
+        self.restart()
+        self.open()
+
+    def open(self) -> None:
+        """Opens what is there, as the engine does."""
+        serial = self.store.newest_serial()
+        assert serial is not None
+        label = label_of(self.store.open(serial))
+        self.last, self.now = label, dict(self.commits[label])
+        self._note(label)
+
+    def compare(self) -> None:
+        """Asserts that all contents are those of the commit."""
+        for (unit, state), expected in self.now.items():
+            found = _memory(bytes(len(expected)))
+            self.store.read(unit, state, self.store.newest[unit], 0, found).wait()
+            assert found == expected, f"{state.value} of unit {unit} is not what {self.last} holds"
+
+    def take_back(self) -> None:
+        """Takes the last commit back, as after a rank that has not made it."""
+        assert self.before is not None and self.store.durable is not None
+        serial = self.store.durable.serial - 1
+        self.restart()
+        self._note(self.last, self.before)
+        self.store.open(serial)
+        self._note(self.before)
+        self.last, self.now, self.before = self.before, dict(self.commits[self.before]), None
+
+    def start_over(self) -> None:
+        """Gives up the first commit, as after a rank that was killed before its own."""
+        self.restart()
+        self.create(over=True)
+
+    def remove(self) -> None:
+        self._note(self.last, None)
+        self.store.note_end({"steps": 3})
+        self.store.remove()
+        self._note(None)
+
+    def anything(self, steps: int) -> None:
+        """Steps with random updates, commits not after each, a process that ends now and then."""
+        for _ in range(steps):
+            for unit in TRAINABLE:
+                if self.chance.random() < 0.8:
+                    self.update(unit)
+            if self.chance.random() < 0.7:
+                self.commit()
+                if self.before is not None and self.chance.random() < 0.3:
+                    for unit in self.chance.choices(list(TRAINABLE), k=self.chance.randrange(4)):
+                        self.edit(unit)
+                    self.take_back()
+            if self.chance.random() < 0.3:
+                self.resume()
+
+
+def _memory(data: bytes) -> memoryview:
+    return memoryview(bytearray(data))
+
+
+def everything_that_runs_do(run: Run) -> None:
+    run.create()
+    run.commit()
+    for unit in (0, 1):
+        run.update(unit)
+    run.commit()
+    run.update(0)
+    run.commit()
+    for unit in (0, 1, 0):  # the second was not updated in the last step
+        run.edit(unit)
+    run.take_back()
+    run.update(0)
+    run.update(1)
+    run.resume()  # and what was not committed is gone
+    for _ in range(3):  # a window
+        run.update(1)
+        run.update(0)
+    run.commit()
+    run.resume()
+    run.update(1)  # an edit
+    run.commit()
+    run.commit()
+
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
-SPEC = StoreSpec((SIZES, SIZES, {State.WEIGHT: 4096}), 2, {"model": "test"}, frozen=(0, 0, 4096))
+STORE_SPEC = StoreSpec((SIZES, SIZES, {State.WEIGHT: 4096}), 2, {"model": "test"}, frozen=(0, 0, 4096))
 
 
 def filled(nbytes: int, value: int) -> memoryview:
@@ -33,13 +242,13 @@ def filled(nbytes: int, value: int) -> memoryview:
     return buffer
 
 
-def created(folder: Path, queue: IoQueue, spec: StoreSpec = SPEC) -> Store:
+def created(folder: Path, queue: IoQueue, spec: StoreSpec = STORE_SPEC) -> Store:
     store = Store([folder], "run", 0, spec, queue)
     store.create()
     return store
 
 
-def opened(folder: Path, queue: IoQueue, spec: StoreSpec = SPEC) -> tuple[Store, str]:
+def opened(folder: Path, queue: IoQueue, spec: StoreSpec = STORE_SPEC) -> tuple[Store, str]:
     """The store at its last commit, and the text that was committed."""
     store = Store([folder], "run", 0, spec, queue)
     return store, text_of(store.open())
@@ -77,10 +286,10 @@ def weight(store: Store, unit: int) -> int:
 def test_a_record_comes_back_as_it_went(epoch: int, slots: list[int], blob: int, nbytes: int) -> None:
     record = CommitRecord(epoch + 3, epoch, tuple(slots), blob, nbytes, 12345, 678)
     page = record.pack()
-    assert len(page) == PAGE and CommitRecord.unpack(page, record.blob) == record
+    assert len(page) == STORE_PAGE and CommitRecord.unpack(page, record.blob) == record
 
 
-@given(st.integers(0, PAGE * 8 - 1))
+@given(st.integers(0, STORE_PAGE * 8 - 1))
 def test_any_flipped_bit_is_noticed(bit: int) -> None:
     page = bytearray(CommitRecord(9, 7, (0, 1, 1), 1, 100, 5).pack())
     page[bit // 8] ^= 1 << (bit % 8)
@@ -143,7 +352,7 @@ def test_a_torn_record_gives_the_commit_before(tmp_path: Path, queue: IoQueue) -
         store.commit(epoch, blob(f"blob {epoch}" * 100))
     which = store.durable.blob
     store.close()
-    damage(tmp_path / "run" / "rank0" / "commit", which * PAGE, 512)
+    damage(tmp_path / "run" / "rank0" / "commit", which * STORE_PAGE, 512)
     store, text = opened(tmp_path, queue)
     assert text == "blob 1" * 100 and weight(store, 0) == 1
     store.close()
@@ -181,7 +390,7 @@ def test_two_torn_records_are_an_error(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     store.commit(1, blob("one"))
     store.close()
-    damage(tmp_path / "run" / "rank0" / "commit", 0, 2 * PAGE)
+    damage(tmp_path / "run" / "rank0" / "commit", 0, 2 * STORE_PAGE)
     assert run_status([tmp_path], "run").exists, "it is not started over in silence"
     with pytest.raises(StoreError, match="no commit record"):
         opened(tmp_path, queue)
@@ -189,7 +398,7 @@ def test_two_torn_records_are_an_error(tmp_path: Path, queue: IoQueue) -> None:
 
 def test_data_is_durable_before_its_record(tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a power cut needs: every drive, then the blob, then the record; each synced before the next begins."""
-    store = Store([tmp_path / "a", tmp_path / "b"], "run", 0, SPEC, queue)
+    store = Store([tmp_path / "a", tmp_path / "b"], "run", 0, STORE_SPEC, queue)
     store.create()
     events: list[str] = []
     sync, write = DirectFile.sync, store_module.write_in_place
@@ -218,12 +427,12 @@ def test_a_cut_file_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
 
 def test_extents_lie_one_behind_the_other() -> None:
     extents = sorted(
-        {each for row in SPEC.places() for slots in row.values() for place in slots for each in place.extents}
+        {each for row in STORE_SPEC.places() for slots in row.values() for place in slots for each in place.extents}
     )
     assert extents[0].offset == 0
     for left, right in itertools.pairwise(extents):
         assert left.offset + left.nbytes == right.offset
-    assert sum(extent.nbytes for extent in extents) == SPEC.nbytes == 2 * 2 * (8192 + 16384) + 4096
+    assert sum(extent.nbytes for extent in extents) == STORE_SPEC.nbytes == 2 * 2 * (8192 + 16384) + 4096
 
 
 def test_too_many_units_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
@@ -238,7 +447,7 @@ def test_files_are_private(tmp_path: Path, queue: IoQueue) -> None:
     rank = tmp_path / "run" / "rank0"
     assert rank.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in rank.iterdir()} == {0o600}
-    assert (rank / "states").stat().st_blocks * 512 >= SPEC.nbytes, "the room is really reserved"
+    assert (rank / "states").stat().st_blocks * 512 >= STORE_SPEC.nbytes, "the room is really reserved"
     store.close()
 
 
@@ -247,7 +456,7 @@ def test_remove_run_wants_a_run_folder_that_nobody_holds(tmp_path: Path, queue: 
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     with pytest.raises(StoreError, match="not a run folder"):
         remove_run(tmp_path / "mine")
-    store = Store([tmp_path / "a", tmp_path / "b"], "run", 0, SPEC, queue)
+    store = Store([tmp_path / "a", tmp_path / "b"], "run", 0, STORE_SPEC, queue)
     store.create()
     store.commit(1, blob("one"))
     with pytest.raises(StoreError, match=str(os.getpid())):
@@ -328,7 +537,7 @@ def two_commits(folder: Path, queue: IoQueue) -> None:
 
 def test_the_commit_before_can_be_opened_while_nothing_was_written_since(tmp_path: Path, queue: IoQueue) -> None:
     two_commits(tmp_path, queue)
-    store = Store([tmp_path], "run", 0, SPEC, queue)
+    store = Store([tmp_path], "run", 0, STORE_SPEC, queue)
     assert store.newest_serial() == 2
     assert text_of(store.open(1)) == "one"
     assert [weight(store, unit) for unit in (0, 1)] == [10, 10]
@@ -338,7 +547,7 @@ def test_the_commit_before_can_be_opened_while_nothing_was_written_since(tmp_pat
 def test_a_commit_that_was_taken_back_never_returns(tmp_path: Path, queue: IoQueue) -> None:
     """Else its slots, half overwritten by another second step, would count again after the next kill."""
     two_commits(tmp_path, queue)
-    store = Store([tmp_path], "run", 0, SPEC, queue)
+    store = Store([tmp_path], "run", 0, STORE_SPEC, queue)
     store.open(1)
     update(store, 0, 99)  # a kill now
     store.close()
@@ -354,7 +563,7 @@ def test_a_commit_that_was_taken_back_never_returns(tmp_path: Path, queue: IoQue
 
 def test_a_commit_that_is_not_there_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
     two_commits(tmp_path, queue)
-    store = Store([tmp_path], "run", 0, SPEC, queue)
+    store = Store([tmp_path], "run", 0, STORE_SPEC, queue)
     with pytest.raises(StoreError, match="holds commits 2, 1, but the ranks agreed on commit 7, the last that all"):
         store.open(7)
     store, text = opened(tmp_path, queue)
@@ -366,3 +575,356 @@ def test_a_store_without_a_commit_is_empty(tmp_path: Path, queue: IoQueue) -> No
     store = created(tmp_path, queue)
     assert store.newest_serial() is None
     store.close()
+
+
+OWN_NBYTES = (8192, 8192, 4096, 4096)
+"""Bytes of the copies of both units, weight and moment of each. The frozen half of the second's weight is not there."""
+
+
+class Edited:
+    """A run of two commits whose units are edited behind the second; the first may be needed all the same."""
+
+    def __init__(self, root: Path, queue: IoQueue, units: tuple[int, ...] = (0, 1)) -> None:
+        self.commits: dict[str, Contents] = {}
+        self._root, self._queue = root, queue
+        self.run = Run(root, 1, queue, self.commits)
+        self.run.create()
+        self.run.commit()
+        for unit in (0, 1):
+            self.run.update(unit)
+        self.run.commit()
+        for unit in units:
+            self.run.edit(unit)
+        self.undo = self.run.store.folders[0] / "undo"
+
+    def end(self) -> None:
+        """Ends the process."""
+        self.run.store.close()
+
+    def opens(self, serial: int) -> None:
+        """Opens commit `serial` and compares everything, at the first read and in the next process."""
+        run = Run(self._root, 1, self._queue, self.commits)
+        try:
+            run.now = dict(self.commits[label_of(run.store.open(serial))])
+            assert run.store.durable is not None and run.store.durable.serial == serial
+            run.compare()
+            run.restart()
+            run.open()
+            run.compare()
+        finally:
+            run.store.close()
+
+    def is_refused(self, serial: int) -> None:
+        """Checks that commit `serial` is not opened, and that the last one stays."""
+        before = self.undo.read_bytes()
+        run = Run(self._root, 1, self._queue, self.commits)
+        with pytest.raises(StoreError, match=rf"{self.undo} is damaged: .* step 1, .*go back to a checkpoint"):
+            run.store.open(serial)
+        run.restart()
+        assert run.store.newest_serial() == 2 and self.undo.read_bytes() == before
+        run.store.close()
+
+
+@pytest.mark.usefixtures("equal_drives")
+def test_only_what_the_edit_overwrites_is_copied(tmp_path: Path, queue: IoQueue) -> None:
+    edited = Edited(tmp_path, queue)
+    edited.run.edit(0)  # once more: the slot is that of the first edit
+    edited.end()
+    assert SPEC.frozen[1] == 4096
+    assert edited.undo.stat().st_size == sum(PAGE + nbytes for nbytes in OWN_NBYTES)
+    edited.opens(1)
+
+
+@pytest.mark.usefixtures("equal_drives")
+def test_the_last_commit_needs_no_copy(tmp_path: Path, queue: IoQueue) -> None:
+    edited = Edited(tmp_path, queue)
+    edited.end()
+    edited.undo.write_bytes(b"what a damaged drive reads" * 1000)
+    edited.opens(2)
+    assert not edited.undo.exists()
+
+
+def flipped(at: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def in_words_of_another_version(data: bytes) -> bytes:
+    """The first page is whole and says something else."""
+    body = json.dumps({**json.loads(data[: PAGE - 4]), "state": "third_moment"}).encode().ljust(PAGE - 4)
+    return body + crc32c(body).to_bytes(4, "little") + data[PAGE:]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "a bit of a copy": flipped(PAGE + 100),
+    "a bit of the last copy": flipped(-2),
+    "a bit of a page": flipped(40),
+    "a bit of the second page": flipped(2 * PAGE + 8192 + 7),
+    "the first page": lambda data: bytes(PAGE) + data[PAGE:],
+    "cut in a copy": lambda data: data[: 2 * PAGE],
+    "cut in the last copy": lambda data: data[:-1],
+    "cut in a page": lambda data: data[:100],
+    "all in another order": lambda data: data[PAGE:] + data[:PAGE],
+    "words of another version": in_words_of_another_version,
+}
+
+
+@pytest.mark.usefixtures("equal_drives")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_an_error_and_loses_nothing(damage: str, tmp_path: Path, queue: IoQueue) -> None:
+    edited = Edited(tmp_path, queue)
+    edited.end()
+    whole = edited.undo.read_bytes()
+    edited.undo.write_bytes(DAMAGES[damage](whole))
+    edited.is_refused(1)
+    edited.undo.write_bytes(whole)
+    edited.opens(1)
+
+
+@pytest.mark.usefixtures("equal_drives")
+def test_copies_of_another_run_are_not_put_back(tmp_path: Path, queue: IoQueue) -> None:
+    edited, other = Edited(tmp_path / "one", queue), Edited(tmp_path / "other", queue)
+    edited.end()
+    other.end()
+    edited.undo.write_bytes(other.undo.read_bytes())
+    edited.is_refused(1)
+
+
+@pytest.mark.usefixtures("equal_drives")
+@pytest.mark.parametrize("left", [1, PAGE, PAGE + 100, 2 * PAGE + 8192, 3 * PAGE + 8192 + 10])
+def test_a_copy_that_a_kill_has_interrupted_is_passed_over(left: int, tmp_path: Path, queue: IoQueue) -> None:
+    """Its slot is whole: the edit waits for the copy."""
+    edited = Edited(tmp_path, queue, (0,))
+    first = edited.undo.stat().st_size
+    edited.run.store.set_aside(1)
+    edited.end()
+    data = edited.undo.read_bytes()
+    edited.undo.write_bytes(data[: first + left] + bytes(PAGE))
+    edited.opens(1)
+
+
+@pytest.mark.usefixtures("equal_drives")
+def test_a_commit_that_is_damaged_leaves_the_one_before_with_its_copies(tmp_path: Path, queue: IoQueue) -> None:
+    edited = Edited(tmp_path, queue)
+    edited.end()
+    commit = edited.undo.with_name("commit")
+    data = commit.read_bytes()
+    commit.write_bytes(data[:PAGE] + flipped(50)(data[PAGE:]))
+    run = Run(tmp_path, 1, queue, edited.commits)
+    run.open()
+    assert run.last == "commit 0"
+    assert "all data of step 1 was compared and is intact" in run.store.notices[0]
+    run.compare()
+    run.store.close()
+
+
+@pytest.mark.usefixtures("equal_drives")
+def test_a_full_drive_is_named_and_what_was_copied_before_stays(tmp_path: Path, queue: IoQueue) -> None:
+    with mounted(tmp_path, "-t", "tmpfs", "-o", "size=1m", "tmpfs") as place:
+        edited = Edited(place, queue, (0,))
+        copied = edited.undo.read_bytes()
+        free = os.statvfs(place).f_bavail * PAGE
+        (place / "room").write_bytes(bytes(free - 3 * PAGE))  # a page and a part of the first copy fit
+        newest = list(edited.run.store.newest)
+        with pytest.raises(IoError, match="No space left on device") as error:
+            edited.run.store.set_aside(1)
+        assert error.value.errno == errno.ENOSPC and error.value.path == str(edited.undo)
+        assert edited.undo.read_bytes() == copied and edited.run.store.newest == newest
+        edited.end()
+        edited.opens(1)
+
+
+@pytest.mark.usefixtures("equal_drives")
+def test_a_drive_that_fails_at_the_sync_is_named(
+    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edited = Edited(tmp_path, queue, (0,))
+
+    def fail(_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", fail)
+        with pytest.raises(IoError, match=str(edited.undo)):
+            edited.run.store.set_aside(1)
+    edited.end()
+    edited.opens(1)
+
+
+DISK = ("nvme", "nvme")
+
+
+def model() -> nn.Module:
+    """Large enough for a few stripes."""
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+
+
+def loss(net: Any, step: int, micro: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step * 10 + micro)
+    value: torch.Tensor = net(torch.randn(4, 256, generator=generator)).pow(2).mean()
+    return value
+
+
+JOB = Job(model, loss, steps=3)
+
+
+def begin(folder: Path, drives: int = 1, **more: Any) -> offload.Engine:
+    """An engine over swap files in the folders a and b, or in a alone."""
+    paths = [str(folder / name) for name in "ab"[:drives]]
+    return start(JOB, DISK, folder, **{"nvme_path": paths, **more})
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+def test_what_goes_to_each_drive_is_what_was_asked_for_and_commits(
+    drives: int, tmp_path: Path, equal_drives: None
+) -> None:
+    # Else a row of stripes may be so long, by what was measured, that all of so small a store lies on the first.
+    engine = begin(tmp_path, drives)
+    before = engine.io_bytes().written, sum(each.run_bytes for each in engine.drive_writes())
+    for step in range(3):
+        train_step(engine, JOB, step)
+    engine.state_dict()  # all updates are written
+    found = engine.drive_writes()
+    grown = engine.io_bytes().written - before[0]
+    commits = sum(each.run_bytes for each in found) - before[1] - grown
+    assert [Path(each.path).name for each in found] == ["a", "b"][:drives]
+    assert all(each.run_bytes == each.life_bytes for each in found)
+    assert grown > 2 * sum(p.numel() for p in model().parameters()) * 12
+    assert 2 * 4096 < commits < 3 * 100_000, "records and blobs of two or three commits"
+    if drives == 2:
+        assert min(each.run_bytes for each in found) > grown / 10
+    engine.destroy(remove=True)
+
+
+def test_a_resumed_run_goes_on_counting_and_inspect_tells(tmp_path: Path) -> None:
+    engine = begin(tmp_path, durability="step", drive_tbw=2)
+    for step in range(2):
+        train_step(engine, JOB, step)
+    (first,) = engine.drive_writes()
+    engine.destroy()
+    engine = begin(tmp_path, durability="step", resume="must")
+    (again,) = engine.drive_writes()
+    assert again.run_bytes == 0 and again.life_bytes >= first.run_bytes - 200_000
+    train_step(engine, JOB, 2)
+    engine.destroy()
+    (later,) = engine.drive_writes()
+    assert later.life_bytes == again.life_bytes + later.run_bytes and later.run_bytes > 0
+    (rank,) = inspect(tmp_path / "a")["runs"][0]["ranks"]
+    assert again.life_bytes < rank["written_bytes"][0] <= later.life_bytes and rank["rated_bytes"] is None
+    words = CliRunner().invoke(app, ["inspect", str(tmp_path / "a" / "default")]).stdout
+    assert "in the life of the run" in words
+
+
+def test_inspect_tells_of_the_rated_life(tmp_path: Path) -> None:
+    engine = begin(tmp_path, durability="step", drive_tbw=1e-3)
+    train_step(engine, JOB, 0)
+    engine.destroy()
+    (rank,) = inspect(tmp_path / "a")["runs"][0]["ranks"]
+    assert rank["rated_bytes"] == 1e9
+    assert (
+        "of the 1 GB that it is rated for"
+        in CliRunner().invoke(app, ["inspect", str(tmp_path / "a" / "default")]).stdout
+    )
+
+
+def test_a_commit_of_before_these_counts_begins_at_nothing() -> None:
+    counts = DriveByteCounter(["/a"])
+    counts.add(0, 7)
+    counts.go_on(None)
+    assert counts.drives()[0].life_bytes == 7
+    after = DriveByteCounter(["/a"])
+    after.go_on(counts.pack())
+    assert after.drives()[0][1:] == (0, 7)
+
+
+def test_gradients_that_wait_on_a_drive_count(tmp_path: Path) -> None:
+    counts = DriveByteCounter([tmp_path])
+    with IoQueue() as queue:
+        scratch = SpillFile([tmp_path], {0: 8192}, queue, counts)
+        scratch.write(0, 0, memoryview(aligned_empty(8192))).wait()
+        scratch.close()
+    assert counts.drives()[0].run_bytes == 8192
+
+
+def test_a_life_is_warned_of_once_with_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    counts = DriveByteCounter(["/mnt/a", "/mnt/b"], Rating(1e12, 0.1, ranks=2))
+    with caplog.at_level(logging.WARNING):
+        counts.add(0, 40 * 10**9)
+        assert not caplog.records
+        counts.add(0, 20 * 10**9)
+        counts.add(0, 20 * 10**9)
+    (message,) = [each.getMessage() for each in caplog.records]
+    assert message.startswith("/mnt/a: this run has written 120 GB to this drive, 12.0 % of its rated 1 TB")
+
+
+def test_two_threads_that_exceed_a_life_at_once_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One of them is stopped where it knows that the rating is exceeded, until the other has added too."""
+
+    class Slow(Rating):
+        def used(self, nbytes: float) -> float:
+            if not second.is_alive():
+                second.start()
+                second.join(0.2)
+            return super().used(nbytes)
+
+    counts = DriveByteCounter(["/mnt/a"], Slow(1e12, 0.1))
+    second = threading.Thread(target=counts.add, args=(0, 10**11))
+    with caplog.at_level(logging.WARNING):
+        counts.add(0, 2 * 10**11)
+        second.join()
+    assert len(caplog.records) == 1
+
+
+def test_a_run_is_foreseen_to_its_end() -> None:
+    use = forecast("/mnt/a", 1e9, 1e9, 99, tbw=0.5)
+    assert (use.at_end_bytes, use.share) == (1e11, 0.2)
+    words = warning(use, 0.1, seconds_left=7200)
+    assert (
+        words is not None
+        and "in 2.0 hours, this run will have written 100 GB to this drive, 20.0% of its rated 500 GB" in words
+    )
+    assert warning(use, 0.2, 7200) is None and warning(dataclasses.replace(use, rated_bytes=None), 0.1, 7200) is None
+
+
+PROGRAM = """
+import os, pathlib, signal
+from tests.support import models
+from tests.support.oracle import start, train_step
+
+engine = start(models.GPT2, ("nvme", "nvme"), pathlib.Path({folder!r}), durability="none")
+train_step(engine, models.GPT2, 0)
+print("trained", flush=True)
+{end}
+"""
+ENDS = {
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGTERM)",
+    "Ctrl-C": "raise KeyboardInterrupt",
+    "an exception": "raise RuntimeError('of the loop')",
+}
+
+
+def named_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_nothing_is_left_that_takes_room(end: str, tmp_path: Path) -> None:
+    done = warm_process.python(PROGRAM.format(folder=str(tmp_path), end=end), cwd=ROOT)
+    assert done.returncode != 0 and "trained" in done.stdout
+    assert named_bytes(tmp_path) < 64 << 10
+    assert not list(tmp_path.rglob("states"))
+    engine = start(models.GPT2, DISK, tmp_path, durability="none")  # the same run begins again
+    train_step(engine, models.GPT2, 0)
+    engine.destroy()
+    assert not named_bytes(tmp_path)
+
+
+def test_leftovers_of_a_kill_are_reported_and_can_be_removed(tmp_path: Path) -> None:
+    warm_process.python(PROGRAM.format(folder=str(tmp_path), end=ENDS["SIGKILL"]), cwd=ROOT)
+    run = tmp_path / "default"
+    result = CliRunner().invoke(app, ["inspect", str(run), "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["ranks"][0]["damaged"] == []
+    assert "nothing is committed" in CliRunner().invoke(app, ["inspect", str(run)]).output
+    assert CliRunner().invoke(app, ["verify", str(run)]).exit_code == 2
+    assert CliRunner().invoke(app, ["rm", str(run), "--yes"]).exit_code == 0 and not run.exists()

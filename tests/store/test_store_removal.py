@@ -11,7 +11,8 @@ from offload.aio import IoQueue
 from offload.errors import StoreError
 from offload.swapper.store import Store, remove_run
 from offload.swapper.store.folder import Lock, remove_files
-from tests.store.test_store import SPEC, blob
+from tests.store.test_store import STORE_SPEC as SPEC
+from tests.store.test_store import blob
 
 
 @pytest.mark.sample(1)

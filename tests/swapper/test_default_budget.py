@@ -20,7 +20,7 @@ from offload.layout.tiers import PlacementRequest
 from offload.sizes import MIB
 from offload.states import Tier
 from tests.support.processes.memory_limit import memory_limit
-from tests.swapper.test_tiers import MODE, parts_of
+from tests.swapper.test_policy import MODE, parts_of
 
 STEPS, WIDTH, LAYERS = 2, 1024, 10
 

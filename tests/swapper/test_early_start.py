@@ -1,19 +1,25 @@
-"""Reads and uploads begin where they become possible: when an update is ready, a read has ended, a step is over."""
+"""Uploads begin before the forward asks, and each use sees the newest weights."""
 
 from __future__ import annotations
 
 import errno
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import offload
+from offload import testing
 from offload.aio import Priority
 from offload.errors import EngineFailed, IoError
-from offload.sizes import PAGE
+from offload.sizes import MIB, PAGE, align_up
 from offload.states import Tier
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
@@ -22,6 +28,20 @@ from offload.swapper.pager import Pager
 from offload.swapper.policy import AccessOrder, Limits, PassKind
 from offload.swapper.prefetch import may_upload_elsewhere
 from offload.swapper.table import Residency, UnitSize, pieces_of
+from tests.support import models
+from tests.support.devices.late_device import LateDevice, Ticks, use_device
+from tests.support.drives.fault_injection import LateQueue, use_queue
+from tests.support.oracle import (
+    Job,
+    assert_same,
+    least_host_memory,
+    room_for,
+    run,
+    small_pieces,
+    start,
+    train_step,
+    trained,
+)
 
 FORWARD_AND_BACKWARD = [0, 1, 2, 2, 1, 0]
 
@@ -303,3 +323,277 @@ def test_only_a_device_with_memory_of_its_own_and_no_other_ranks_is_served_by_ot
     assert may_upload_elsewhere(host_addressable=False, several_ranks=False)
     assert not may_upload_elsewhere(host_addressable=True, several_ranks=False)
     assert not may_upload_elsewhere(host_addressable=False, several_ranks=True)
+
+
+ON_DEVICE = (Residency.UPLOADING, Residency.DEVICE)
+JOB = models.GPT2._replace(dtype="bf16", steps=5)
+
+
+def first_unit(engine: offload.Engine) -> int:
+    return testing.inspect(engine).access_order[0]
+
+
+def residency_of_first(engine: offload.Engine) -> Residency:
+    return testing.inspect(engine).residency(first_unit(engine))
+
+
+class Chain(nn.Module):
+    """Blocks of which the first does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 32).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.head = nn.Linear(32, 61)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return self.head(hidden)
+
+
+def chain_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    ids = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(step))
+    return models.token_loss(model(ids), ids)
+
+
+CHAIN = Job(Chain, chain_loss, dtype="bf16", steps=4)
+
+
+@pytest.mark.cpu_only("the engine is on the late device")
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_the_first_unit_of_the_next_forward_is_on_its_way_when_step_returns(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that does not train waits for no update, where updates leave it a host buffer."""
+    device = LateDevice(0, 0.0)
+    use_device(monkeypatch, device)
+    # Without it the default has two host buffers, which updates under the backward may hold when the step returns.
+    host_memory = least_host_memory(CHAIN, tmp_path, (tier, tier)) + MIB
+    engine = start(CHAIN, (tier, tier), tmp_path, device_memory=room_for(CHAIN, 2), host_memory=host_memory)
+    with Ticks(device):
+        for step in range(CHAIN.steps):
+            train_step(engine, CHAIN, step)
+            pager = testing.inspect(engine).pager
+            assert pager.sizes[first_unit(engine)].name == "embedding"
+            assert residency_of_first(engine) in (*ON_DEVICE, Residency.READING)
+    engine.destroy(remove=True)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.cpu_only("the engine is on the late device")
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_the_first_unit_of_the_next_forward_comes_with_its_update(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = LateDevice(0, 0.0)
+    use_device(monkeypatch, device)
+    engine = start(JOB, (tier, tier), tmp_path, device_memory=room_for(JOB, 2))
+    with Ticks(device):
+        for step in range(JOB.steps):
+            train_step(engine, JOB, step)
+            testing.settle(engine, commit=False)
+            assert residency_of_first(engine) is Residency.DEVICE
+            assert not device.broken
+    engine.destroy(remove=True)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.cpu_only("the engine is on the late device")
+@pytest.mark.parametrize("seed", range(8))
+def test_late_reads_and_late_copies_change_no_bit(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_pieces(monkeypatch)
+    chance = random.Random(seed)
+    job = chance.choice(
+        [JOB, CHAIN, models.MIXTURE._replace(dtype="bf16", steps=4, accumulation=chance.choice([1, 2]))]
+    )
+    placement = (chance.choice(["cpu", "nvme"]), chance.choice(["cpu", "nvme"]))
+    expected = run(job, ("none", "none"), tmp_path)
+    device = LateDevice(seed, chance.choice([0.3, 0.9]))
+    use_device(monkeypatch, device)
+    use_queue(monkeypatch, lambda: LateQueue(seed, 0.002))
+    engine = start(job, placement, tmp_path, device_memory=room_for(job, chance.choice([2, 3, 5])))
+    with Ticks(device):
+        result = trained(engine, job)
+    engine.destroy(remove=True)
+    assert not device.broken
+    assert_same(expected, result, f"{placement}, late")
+
+
+STEPS = 5
+
+
+class LateRead:
+    """A read that a thread of a pool carries out some time later."""
+
+    def __init__(self, future: Future[int]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._future.result(60)
+
+    def add_done_callback(self, function: Callable[[Any], object]) -> None:
+        self._future.add_done_callback(lambda _: function(self))
+
+
+class LateStore:
+    """Two slots of each unit in memory, each of one value."""
+
+    committed = False
+
+    def __init__(self, units: int, chance: random.Random) -> None:
+        self.newest = [0] * units
+        self.slots = [[unit + 1, 0] for unit in range(units)]
+        self.pool = ThreadPoolExecutor(3)
+        self._chance = chance
+
+    def start_read(self, unit: int, start: int, buffer: memoryview, priority: object) -> LateRead:
+        slot, delay = self.newest[unit], self._chance.choice([0, 0, 0.0002, 0.002])
+
+        def carry_out() -> int:
+            time.sleep(delay)
+            buffer[:] = bytes([self.slots[unit][slot]]) * len(buffer)
+            return len(buffer)
+
+        buffer[:] = b"\xff" * len(buffer)
+        return LateRead(self.pool.submit(carry_out))
+
+    def write(self, unit: int, value: int) -> None:
+        """Writes the slot that is not the newest one, which then is."""
+        other = 1 - self.newest[unit]
+        self.slots[unit][other] = value
+        self.newest[unit] = other
+
+
+class Storm:
+    """Steps of a model of random units, within random budgets."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = chance = random.Random(seed)
+        self.pages = [chance.randint(1, 3) for _ in range(chance.randint(3, 7))]
+        two_largest = sum(sorted(self.pages)[-2:])
+        host = chance.randint(2, sum(self.pages) + 1)
+        on_device = two_largest + chance.choice([0, 1, 2, sum(self.pages)])
+        self.device = LateDevice(seed, chance.choice([0.0, 0.5, 0.95]))
+        self.store = LateStore(len(self.pages), chance)
+        tiers = [chance.choice([Tier.DISK, Tier.DISK, Tier.HOST]) for _ in self.pages]
+        sizes = [
+            UnitSize(str(unit), pages * PAGE, tier, pages * PAGE, pieces_of([range(pages * PAGE)]))
+            for unit, (pages, tier) in enumerate(zip(self.pages, tiers, strict=True))
+        ]
+        kept = sum(align_up(size.nbytes) for size in sizes if size.tier is Tier.HOST)
+        arena = HostArena(HostBudget(0, host * PAGE, 0, kept), self.device)
+        limits = Limits(chance.choice([None, None, 0, 2 * PAGE]), chance.choice([None, None, 3 * PAGE]))
+        device_arena = DeviceArena(on_device * PAGE, self.device, poison=chance.random() < 0.3)
+        self.pager = Pager(sizes, arena, device_arena, self.device, self.store, limits)
+        self.values = [unit + 1 for unit in range(len(self.pages))]
+        for unit, size in enumerate(sizes):
+            if size.tier is Tier.HOST:
+                self.pager.weight_updates.tier_buffer(unit).tensor(torch.uint8).fill_(unit + 1)
+        self.errors: list[BaseException] = []
+
+    def run(self) -> None:
+        """Uses all units forwards and backwards, and updates some, step after step."""
+        with Ticks(self.device):
+            for step in range(STEPS):
+                units = [unit for unit in range(len(self.pages)) if self.chance.random() < 0.9]
+                for unit in [*units, *reversed(units)]:
+                    self._use(unit)
+                order = self.pager.end_step()
+                trained = [unit for unit in dict.fromkeys(order) if self.chance.random() < 0.8]
+                updating = self._start_updates(trained, step)
+                self.pager.prefetch()
+                if self.chance.random() < 0.3:
+                    time.sleep(0.002)  # the user's code between two steps
+                if self.chance.random() < 0.3:
+                    self._use(self.chance.choice(range(len(self.pages))))  # weights that somebody looks at
+                for unit in units if step == STEPS - 1 else ():
+                    self._use(unit)
+                if self.chance.random() < 0.7:
+                    self._join(updating)
+                else:
+                    for unit in range(len(self.pages)):
+                        self._use(unit)
+                    self._join(updating)
+        self.pager.close()
+        self.store.pool.shutdown()
+        assert not self.errors and not self.device.broken
+        assert not any(entry.pins or entry.updating or entry.transfer for entry in self.pager._entries)
+
+    def _use(self, unit: int) -> None:
+        weights = self.pager.acquire(unit)
+        assert bool((weights == self.values[unit]).all()), f"unit {unit}"
+        self.pager.release(unit)
+
+    def _join(self, thread: threading.Thread) -> None:
+        thread.join(60)
+        assert not thread.is_alive() and not self.errors
+
+    def _start_updates(self, units: Sequence[int], step: int) -> threading.Thread:
+        self.pager.begin_updates(units)
+        for unit in units:
+            self.values[unit] = (self.values[unit] + 13 + step) % 200 + 1
+        thread = threading.Thread(target=self._update, args=(list(units),), daemon=True)
+        thread.start()
+        return thread
+
+    def _update(self, units: list[int]) -> None:
+        """Updates units as the worker does: published when computed, written a little later."""
+        chance, unwritten = random.Random(len(units)), list[int]()
+        try:
+            self.device.enter_thread()
+            updates = self.pager.weight_updates
+            while units:
+                with self.pager.lock:
+                    wanted = updates.awaited_unit()
+                unit = wanted if wanted in units else units[0]
+                units.remove(unit)
+                buffer = updates.buffer_for(unit) if updates.delivers(unit) else None
+                if buffer is None:
+                    self.store.write(unit, self.values[unit])
+                    updates.publish_weights(unit, False, False)
+                    updates.flushed(unit)
+                    continue
+                buffer.tensor(torch.uint8).fill_(self.values[unit])
+                on_disk = self.pager.sizes[unit].tier is Tier.DISK
+                updates.publish_weights(unit, True, on_disk)
+                unwritten.append(unit)
+                while unwritten and chance.random() < 0.6:
+                    self._write(unwritten.pop(0))
+            for unit in unwritten:
+                self._write(unit)
+        except BaseException as error:
+            self.errors.append(error)
+            self.pager.fail(error)
+
+    def _write(self, unit: int) -> None:
+        """Ends the update of a unit whose weights are published."""
+        if self.pager.sizes[unit].tier is Tier.DISK:
+            self.store.write(unit, self.values[unit])
+        self.pager.weight_updates.flushed(unit)
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("seed", range(60))
+def test_each_use_sees_the_newest_weights(seed: int) -> None:
+    Storm(seed).run()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_many_storms() -> None:
+    for seed in range(1000, 6000):
+        Storm(seed).run()
+
+
+def test_a_storm_brings_every_unit_to_the_device_ahead_of_some_uses() -> None:
+    """Otherwise the storms show little."""
+    storm = Storm(4)
+    storm.run()
+    stats = storm.pager.counts()
+    assert 0 < stats.on_device < stats.uses
+    assert Residency.FAILED not in [storm.pager.residency(unit) for unit in range(len(storm.pages))]

@@ -15,7 +15,7 @@ from offload.presets import build
 from offload.sizes import MIB
 from tests.support.oracle import Job, config, least_host_memory
 from tests.support.processes.process_measures import DiskBytes, resident
-from tests.swapper.test_memory_report import forked
+from tests.swapper.test_memory import forked
 
 ALLOWANCE = 512 * MIB
 BATCH, LENGTH = 1, 4

@@ -1,9 +1,11 @@
-"""Host memory is pinned in pieces: what CUDA refuses stays ordinary memory, what it granted is given back once."""
+"""Host memory is pinned where the device copies, within limits, and released."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +17,161 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload import testing
+from offload.aio import aligned_empty
 from offload.swapper.memory.device import (
     PIN_CHUNK,
     PIN_LEAST,
     AcceleratorDevice,
     CudaHostSide,
     Device,
+    DeviceRoom,
     cut,
     memory_node,
 )
+from offload.swapper.memory.host_arena import HostArena, HostBudget, HostBuffer, HostMemory, PinnedRegions
 from tests.support import models
 from tests.support.devices.late_device import use_device
 from tests.support.oracle import assert_same, run
-from tests.swapper.fake_pinning import PAGE, SMALL, Install, host_memory, install, pages, pinned
+
+PAGE = 4096
+SMALL = 4 * PAGE
+WORDS = {1: "invalid argument", 2: "out of memory", 713: "memory is not registered"}
+
+
+class FakeCuda:
+    """CUDA's runtime, and what of `torch.cuda` needs it, on a machine without a GPU.
+
+    `refuse` has the numbers of the calls of cudaHostRegister that are refused, the first is 0.
+    """
+
+    def __init__(self, refuse: Callable[[int], bool] = lambda call: False) -> None:
+        self._refuse = refuse
+        self.calls: list[tuple[str, int]] = []
+        self.pinned: dict[int, int] = {}
+        """Address and bytes of each registration."""
+        self.asked = 0
+        self.left_error = 0
+        self.limit = 1 << 60
+        """Bytes that may be pinned in all."""
+        self.sizes: list[int] = []
+        """Bytes of each call of cudaHostRegister."""
+        self.faults: set[int] = set()
+        """Registrations that CUDA does not give back."""
+        self.synchronize: Callable[..., None] = lambda *_: None
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert address % PAGE == 0 and nbytes % PAGE == 0 and nbytes > 0 and flags == 0
+        assert all(address >= first + size or address + nbytes <= first for first, size in self.pinned.items())
+        self.calls.append(("register", address))
+        self.asked += 1
+        self.sizes.append(nbytes)
+        if self._refuse(self.asked - 1) or sum(self.pinned.values()) + nbytes > self.limit:
+            self.left_error = 2
+            return 2
+        self.pinned[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        if address in self.faults or address not in self.pinned:
+            self.left_error = 713
+            return 713
+        del self.pinned[address]
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return WORDS[code]
+
+    def ones(self, *size: int, device: torch.device) -> torch.Tensor:
+        """As torch does after each of its kernels: whose error that is it cannot know."""
+        if self.left_error:
+            self.left_error = 0
+            raise RuntimeError("CUDA error")
+        return torch.empty(size).fill_(1.0)
+
+    def copy_(self, destination: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        """Refuses what lies in more than one registration, or in one and beside it."""
+        if non_blocking:
+            assert destination.nbytes == source.nbytes
+            for tensor in (destination, source):
+                start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+                for first, last in self.touched(tensor):
+                    if not first <= start <= stop <= last:
+                        raise RuntimeError("CUDA error: invalid argument")
+        return torch._C.TensorBase.copy_(destination, source)
+
+    def touched(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
+        """The registrations, (first, last) address, that `tensor` lies in, or in part."""
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return [
+            (first, first + nbytes) for first, nbytes in self.pinned.items() if start < first + nbytes and first < stop
+        ]
+
+
+class FakeStream:
+    def __init__(self, *_: Any) -> None: ...
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent()
+
+    def wait_event(self, event: Any) -> None: ...
+
+
+class FakeEvent:
+    def query(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[AcceleratorDevice, FakeCuda]]:
+    """Gives a device over a fake CUDA, which pins `chunk` bytes at a time, and `least` after refusals."""
+
+    def make(
+        refuse: Callable[[int], bool] = lambda call: False, chunk: int = SMALL, least: int = SMALL
+    ) -> tuple[AcceleratorDevice, FakeCuda]:
+        cuda, stream = FakeCuda(refuse), FakeStream()
+        testing.replace(monkeypatch, "size.pin_chunk", chunk)
+        testing.replace(monkeypatch, "size.pin_least", least)
+        monkeypatch.setattr(torch, "ones", cuda.ones)
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda *given, **named: cuda.copy_(*given, **named))
+        monkeypatch.setattr(torch, "Stream", FakeStream)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace())
+        for name, value in {
+            "current_stream": lambda *_: stream,
+            "set_stream": lambda *_: None,
+            "synchronize": lambda *given: cuda.synchronize(*given),
+            "current_device_index": lambda: 0,
+            "set_device_index": lambda *_: None,
+        }.items():
+            monkeypatch.setattr(torch.accelerator, name, value)
+
+        def copy(device: AcceleratorDevice, destination: torch.Tensor, source: torch.Tensor) -> None:
+            """The real one goes by the kind of device, and here both are the CPU."""
+            (device.download if cuda.touched(destination) else device.upload)(destination, source).wait()
+
+        testing.replace(monkeypatch, "device.copy", copy)
+        testing.replace(monkeypatch, "device.room", lambda self: DeviceRoom(0, 0))
+        return AcceleratorDevice(torch.device("cpu"), CudaHostSide(torch.device("cpu"))), cuda
+
+    return make
+
+
+Install = Callable[..., tuple[AcceleratorDevice, FakeCuda]]
+
+
+def host_memory(nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(aligned_empty(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
+def pinned(device: AcceleratorDevice, memory: torch.Tensor) -> int:
+    """Registers `memory` as one part and returns its pinned bytes."""
+    return sum(device.register([memory]))
+
+
+def pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
 
 __all__ = ["install"]  # fixtures
 
@@ -315,3 +459,118 @@ def test_a_refusal_of_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 def test_the_node_of_a_real_gpu() -> None:
     node = memory_node(torch.cuda.get_device_properties(torch.cuda.current_device()))
     assert node is None or Path(f"/sys/devices/system/node/node{node}").exists()
+
+
+CLASSES = HostBudget(
+    tiles=8 * SMALL, weights=2 * SMALL, gradients=SMALL, resident=6 * SMALL, staging=SMALL, cache=4 * SMALL
+)
+COPIED = PinnedRegions(resident=2 * SMALL, promoted=SMALL, tiles=False)
+PINNED = {"staging": SMALL, "weights": 2 * SMALL, "gradients": SMALL, "cache": 3 * SMALL, "copied": 2 * SMALL}
+
+
+def arena_over(device: Device, copied: PinnedRegions | None = COPIED) -> HostArena:
+    return HostArena(CLASSES, device, copied=copied)
+
+
+def lies_in(cuda: FakeCuda, buffer: HostBuffer | None) -> bool:
+    """Returns True if the buffer is pinned, False if none of it is."""
+    assert buffer is not None
+    memory = buffer.tensor(torch.uint8)
+    inside = sum(
+        min(last, memory.data_ptr() + len(memory)) - max(first, memory.data_ptr())
+        for first, last in cuda.touched(memory)
+    )
+    assert inside in (0, len(memory)), "all of a buffer is pinned, or none"
+    return inside > 0
+
+
+def test_what_the_device_copies_is_pinned_and_nothing_else(install: Install) -> None:
+    device, cuda = install()
+    arena = arena_over(device)
+    assert arena.pinned == PINNED | {"tiles": 0} and arena.pinned_bytes == sum(cuda.pinned.values()) == 9 * SMALL
+    for region in (arena.staging, arena.gradients):
+        assert lies_in(cuda, region.take(SMALL))
+    assert all(lies_in(cuda, arena.take_copied(SMALL)) for _ in range(2)), "weights and gradients of the HOST tier"
+    assert not lies_in(cuda, arena.resident.take(4 * SMALL)), "moments of the HOST tier"
+    assert not lies_in(cuda, arena.weights.take_last(SMALL)), "moments in memory of the cache"
+    assert all(lies_in(cuda, arena.weights.take(SMALL)) for _ in range(5)), "weights and their cache"
+    assert not lies_in(cuda, arena.tiles.take(8 * SMALL)), "tiles that the CPU alone reads"
+    arena.close()
+    assert not cuda.pinned
+
+
+def test_tiles_are_pinned_last_if_states_live_on_the_device(install: Install) -> None:
+    device, cuda = install()
+    arena = arena_over(device, replace(COPIED, tiles=True))
+    assert list(arena.pinned.items()) == [*PINNED.items(), ("tiles", 8 * SMALL)]
+    assert lies_in(cuda, arena.tiles.take(8 * SMALL)) and not lies_in(cuda, arena.resident.take(4 * SMALL))
+    arena.close()
+
+
+def test_a_cpu_pins_nothing_and_keeps_one_class_of_host_partitions() -> None:
+    arena = arena_over(Device(torch.device("cpu")), None)
+    assert arena.pinned == {} and arena.pinned_bytes == 0 and "copied" not in arena.regions
+    buffer = arena.take_copied(SMALL)
+    assert buffer is not None and buffer.offset == 0 and arena.resident.space.used_bytes == SMALL
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (0, {}),
+        (SMALL, {"staging": SMALL}),
+        (3 * SMALL, {"staging": SMALL, "weights": 2 * SMALL}),
+        (4 * SMALL + PAGE, {"staging": SMALL, "weights": 2 * SMALL, "gradients": SMALL, "cache": PAGE}),
+        (6 * SMALL, {"staging": SMALL, "weights": 2 * SMALL, "gradients": SMALL, "cache": 2 * SMALL}),
+        (8 * SMALL, PINNED | {"copied": SMALL}),
+        (100 * SMALL, PINNED),
+    ],
+)
+def test_under_a_limit_of_all_pinned_memory_what_is_copied_most_is_pinned(
+    limit: int, expected: dict[str, int], install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As under WSL, where CUDA refuses a piece that exceeds the limit as a whole."""
+    device, cuda = install(chunk=64 * SMALL, least=PAGE)
+    cuda.limit = limit
+    arena = arena_over(device)
+    assert {name: nbytes for name, nbytes in arena.pinned.items() if nbytes} == expected
+    assert arena.pinned_bytes == sum(cuda.pinned.values()) <= limit
+    assert len(caplog.records) == (arena.pinned_bytes < sum(PINNED.values())), "one warning for all of the parts"
+    arena.close()
+    assert not cuda.pinned and not cuda.left_error
+
+
+def test_the_cache_that_another_engine_takes_is_unpinned_and_pinned_for_that_engine(install: Install) -> None:
+    device, cuda = install()
+    memory = HostMemory()
+    first: list[HostArena] = []
+    first.append(HostArena(CLASSES, device, memory, 22 * SMALL, lambda: first[0].drop_cache(), COPIED))
+    small = HostBudget(tiles=SMALL, weights=SMALL, gradients=0, resident=SMALL)
+    other = HostArena(small, device, memory, 22 * SMALL, copied=PinnedRegions(resident=SMALL, promoted=0, tiles=False))
+    assert first[0].pinned == {name: PINNED.get(name, 0) for name in first[0].pinned} and "cache" not in first[0].pinned
+    assert other.pinned["weights"] == other.pinned["copied"] == SMALL
+    assert lies_in(cuda, other.take_copied(SMALL)) and not lies_in(cuda, other.tiles.take(SMALL))
+    first[0].close()
+    assert sum(cuda.pinned.values()) == other.pinned_bytes
+    other.close()
+    assert not cuda.pinned and not cuda.left_error
+
+
+@pytest.mark.parametrize("interrupted_at", range(5))
+def test_ctrl_c_while_an_arena_is_pinned_leaves_no_arena(interrupted_at: int, install: Install) -> None:
+    device, cuda = install()
+    plain, memory = cuda.cudaHostRegister, HostMemory()
+
+    def interrupted(address: int, nbytes: int, flags: int) -> int:
+        if cuda.asked == interrupted_at:
+            raise KeyboardInterrupt
+        return plain(address, nbytes, flags)
+
+    cuda.cudaHostRegister = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        HostArena(CLASSES, device, memory, copied=COPIED)
+    assert not cuda.pinned and memory.arenas == ()
+    cuda.cudaHostRegister = plain  # type: ignore[method-assign]
+    HostArena(CLASSES, device, memory, 22 * SMALL, copied=COPIED).close()
+    assert not cuda.pinned

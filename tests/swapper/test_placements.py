@@ -1,4 +1,4 @@
-"""The placement of states changes no bit: every placement agrees, with room for two units on the device."""
+"""Every placement, budget and order of I/O has the same bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload import testing
 from tests.support import models
+from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import Job, assert_same, room_for, run, same_bits
 
 
@@ -77,3 +79,36 @@ def test_a_larger_cache_changes_nothing(tmp_path: Path) -> None:
     job = models.GPT2._replace(dtype="bf16")
     small = run(job, ("nvme", "nvme"), tmp_path)
     assert_same(small, run(job, ("nvme", "nvme"), tmp_path, host_memory="256MiB"), "small and large cache")
+
+
+ORDER_JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT._replace(accumulation=2)}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ORDER_JOBS)
+def test_late_io_changes_no_bit(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job: Job = ORDER_JOBS[name]._replace(dtype="bf16" if seed % 2 else "fp32", steps=4)
+    expected = run(job, ("none", "none"), tmp_path / "memory")
+    use_queue(monkeypatch, lambda: LateQueue(seed, 0.01))
+    found = run(job, ("nvme", "nvme"), tmp_path / "late", device_memory=room_for(job, 2))
+    assert_same(expected, found, "in memory and with late I/O")
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("placement", [("cpu", "nvme"), ("nvme", "cpu"), ("cpu", "cpu"), ("none", "none")])
+def test_late_writes_through(placement: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = models.GPT2._replace(dtype="bf16", steps=4)
+    expected = run(job, ("none", "none"), tmp_path / "memory")
+    use_queue(monkeypatch, lambda: LateQueue(1, 0.01))
+    assert_same(expected, run(job, placement, tmp_path / "late", durability="step"), f"{placement}")
+
+
+def test_tiles_that_split_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of a few pages, so that every unit takes many and every tensor is cut."""
+
+    job = models.GPT2._replace(dtype="bf16", steps=4)
+    expected = run(job, ("none", "none"), tmp_path / "memory")
+    testing.replace(monkeypatch, "size.update_tile", range(3 * 2048 * 12, 3 * 2048 * 12 + 1))
+    use_queue(monkeypatch, lambda: LateQueue(2, 0.002))
+    assert_same(expected, run(job, ("nvme", "nvme"), tmp_path / "tiles"), "whole and in tiles")

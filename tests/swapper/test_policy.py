@@ -1,13 +1,25 @@
-"""Prefetch and eviction are pure functions of order, sizes and residency: nearest first, furthest away."""
+"""Decisions of the pager and of tiers, as pure functions."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
-from hypothesis import given
+import pytest
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.errors import BudgetError
+from offload.layout.modes import MODES
+from offload.layout.placement import MachineMemory, Placement, place
+from offload.layout.tiers import Partitions, PlacementRequest, TierMap
+from offload.sizes import GIB, MIB, align_up
+from offload.states import State, Tier
 from offload.swapper.memory.allocator import Allocator, free_regions
+from offload.swapper.memory.device import DONE, Device
+from offload.swapper.memory.device_arena import DeviceArena, check_budget
+from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.policy import (
     NEVER,
     AccessOrder,
@@ -186,3 +198,397 @@ def test_the_best_of_many_places_is_found_without_a_look_at_each(seed: int, ahea
     found = _best_place(question)
     assert (found is None) == (not scores)
     assert found is None or scores[found] == max(scores.values())
+
+
+MODE = MODES["bf16"]
+STATES = (State.MASTER_LOW_BITS, State.EXP_AVG, State.EXP_AVG_SQ)
+
+
+def parts_of(numels: list[int]) -> Partitions:
+    rows = [
+        {
+            State.WEIGHT: 2 * numel,
+            State.MASTER_LOW_BITS: 2 * numel,
+            State.EXP_AVG: 4 * numel,
+            State.EXP_AVG_SQ: 4 * numel,
+            State.GRAD: 2 * numel,
+        }
+        for numel in numels
+    ]
+    sizes = tuple(2 * numel for numel in numels)
+    return Partitions(
+        nbytes=tuple(rows),
+        trainable_numel=tuple(numels),
+        unit_nbytes=sizes,
+        largest_gradient=max(sizes),
+        gradient_dtype=torch.bfloat16,
+        alone=True,
+    )
+
+
+def placed(
+    numels: list[int], placement_request: PlacementRequest, drives: bool = True, free: int = 1 << 50
+) -> Placement:
+    return place(
+        parts_of(numels),
+        MODE,
+        placement_request,
+        MachineMemory(free_host=free, free_device=0, host_addressable=True, drives=drives),
+    )
+
+
+def tiers(tiers: TierMap, state: State) -> list[Tier]:
+    return [row[state] for row in tiers]
+
+
+MEGA = 1 << 20
+BLOCKS = [8 * MEGA] * 10
+DISK = PlacementRequest(weights=Tier.DISK, states=Tier.DISK)
+HOST = PlacementRequest(weights=Tier.HOST, states=Tier.HOST)
+
+
+def test_with_room_every_state_is_in_its_configured_tier() -> None:
+    found = placed(BLOCKS, PlacementRequest(weights=Tier.DISK, states=Tier.HOST))
+    assert set(tiers(found.tiers, State.WEIGHT)) == {Tier.DISK}
+    assert {tier for state in STATES for tier in tiers(found.tiers, state)} == {Tier.HOST}
+    assert found.spilled == () and found.window_numel == 0 and found.notices == ()
+    assert found.classes.resident == 80 * MEGA * 12 and found.classes.weights == 2 * 16 * MIB
+
+
+def test_gradients_leave_the_host_first_then_moments_then_the_rest() -> None:
+    """From the ample budget down to the least, what is on DISK only grows, in this order of states."""
+    order = [State.GRAD, State.EXP_AVG_SQ, State.EXP_AVG, State.MASTER_LOW_BITS, State.WEIGHT]
+    seen: list[tuple[int, ...]] = []
+    for budget in range(sum(placed(BLOCKS, HOST).classes), 0, -16 * MIB):
+        try:
+            found = placed(BLOCKS, replace(HOST, host_memory=budget))
+        except BudgetError:
+            break
+        assert sum(found.classes) <= budget
+        on_disk = tuple(tiers(found.tiers, state).count(Tier.DISK) for state in order)
+        first = next((index for index, count in enumerate(on_disk) if count < len(BLOCKS)), len(order))
+        assert not any(on_disk[first + 1 :]), "a state moves only when those before it have"
+        seen.append(on_disk)
+    assert seen == sorted(seen) and seen[0] == (0, 0, 0, 0, 0) and seen[-1] == (10, 10, 10, 10, 10)
+
+
+def test_moved_states_are_reported() -> None:
+    ample = sum(placed(BLOCKS, DISK).classes)
+    (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample - 140 * MIB)).notices
+    assert "gradient of " in notice and "to disk" in notice
+    (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample + 400 * MIB)).notices
+    assert "low bits of masters of " in notice and "second moment of " in notice and "to host" in notice
+
+
+def test_room_that_is_left_is_for_the_cache_of_weights_first_then_for_states() -> None:
+    ample = placed(BLOCKS, DISK)
+    weights = 2 * sum(BLOCKS)
+    more = placed(BLOCKS, replace(DISK, host_memory=sum(ample.classes) + weights - ample.classes.weights))
+    assert more.classes.weights + more.classes.cache == weights and more.tiers == ample.tiers
+    most = placed(BLOCKS, replace(DISK, host_memory=2 * GIB))
+    assert set(tiers(most.tiers, State.EXP_AVG_SQ)) == {Tier.HOST} and len(most.promoted) == 3 * len(BLOCKS)
+    assert most.classes.weights + most.classes.cache == weights + sum(BLOCKS) * 10
+    half = placed(BLOCKS, replace(DISK, host_memory=sum(more.classes) + 5 * 80 * MIB))
+    moved = [all(row[state] is Tier.HOST for state in STATES) for row in half.tiers]
+    assert moved == [True] * 5 + [False] * 5, "a fixed share, unit by unit"
+
+
+def test_one_unit_at_most_is_in_memory_in_part() -> None:
+    """A unit all of whose states are on disk can be updated under the backward, so small states do not go before."""
+    ample = placed(BLOCKS, DISK)
+    base = sum(ample.classes) + 2 * sum(BLOCKS) - ample.classes.weights
+    for room in range(0, 400, 10):
+        found = placed(BLOCKS, replace(DISK, host_memory=base + room * MIB))
+        counts = [sum(row[state] is Tier.HOST for state in STATES) for row in found.tiers]
+        assert counts == sorted(counts, reverse=True), "in the model's order"
+        assert counts.count(1) + counts.count(2) <= 1, f"{room} MiB"
+
+
+def test_without_a_disk_nothing_moves_and_the_error_names_the_least() -> None:
+    need = sum(placed(BLOCKS, HOST, drives=False).classes)
+    with pytest.raises(BudgetError, match="with an nvme_path") as caught:
+        placed(BLOCKS, replace(HOST, host_memory=500 * MIB), drives=False)
+    least = int(str(caught.value).split("is 1.1 GiB (")[1].split()[0])
+    assert need - 97 * MIB < least < need - 95 * MIB, "with the smallest tiles"
+
+
+@pytest.mark.parametrize("sizes", [[38 * MEGA, *[7 * MEGA] * 12], [250 * MEGA, *[60 * MEGA] * 16], [317 * MEGA] * 40])
+def test_the_least_does_not_grow_with_the_model(sizes: list[int]) -> None:
+    """As the guide says: 161 MiB, and 48 MiB more with a GPU."""
+    for on_cpu, enough in ((True, 161 * MIB), (False, 209 * MIB)):
+        machine = MachineMemory(
+            free_host=1 << 50, free_device=0 if on_cpu else GIB, host_addressable=on_cpu, drives=True
+        )
+        found = place(parts_of(sizes), MODE, replace(DISK, host_memory=enough), machine)
+        assert enough - MIB < sum(found.classes) <= enough and len(found.spilled) == len(sizes)
+        with pytest.raises(BudgetError, match="the least that works"):
+            place(parts_of(sizes), MODE, replace(DISK, host_memory=enough - MIB), machine)
+
+
+def test_the_default_budget_is_what_is_needed_at_most_80_percent_of_what_is_free() -> None:
+    ample = placed(BLOCKS, HOST)
+    assert placed(BLOCKS, HOST, free=sum(ample.classes) * 2).classes == ample.classes
+    tight = placed(BLOCKS, HOST, free=sum(ample.classes))
+    assert sum(tight.classes) <= 0.8 * sum(ample.classes) and tight.spilled
+    with pytest.raises(BudgetError, match="80 %"):
+        placed(BLOCKS, HOST, free=64 * MIB)
+
+
+def test_on_a_cpu_the_default_arena_leaves_most_of_a_small_memory_to_others() -> None:
+    """Three of the largest unit, or a quarter of what a backward leaves, and never less than one unit."""
+    sizes = [400 * MEGA, *BLOCKS]
+    unit = placed(sizes, DISK).device_nbytes // 3
+    assert unit == 800 * MIB
+    # A backward takes two gradients, a copy of the weights, and libraries beside it.
+    beside = 3 * unit + 32 * MIB
+    assert placed(sizes, DISK, free=beside + 4 * GIB).device_nbytes == GIB
+    assert placed(sizes, DISK, free=beside + 3 * GIB).device_nbytes == unit
+
+
+def test_a_unit_without_room_for_two_device_buffers_is_streamed() -> None:
+    numels = [4 * MEGA, 400 * MEGA, 4 * MEGA]
+    whole = placed(numels, replace(DISK, host_memory=3 * GIB))
+    assert whole.classes.weights >= 2 * 800 * MIB
+    pieces = placed(numels, replace(DISK, host_memory=600 * MIB))
+    assert pieces.classes.weights < 2 * 800 * MIB and 1 in pieces.spilled
+    assert pieces.window_numel * 2 <= 32 * MIB, "nor is its gradient ever whole"
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5, 1.0])
+def test_ratio_is_the_share_of_states_that_leaves_the_device(ratio: float) -> None:
+    found = placed(BLOCKS, PlacementRequest(weights=Tier.DEVICE, states=Tier.HOST, states_off_device=ratio))
+    assert tiers(found.tiers, State.EXP_AVG).count(Tier.HOST) == round(10 * ratio)
+
+
+def on_gpu(
+    numels: list[int], placement_request: PlacementRequest, free: int, kernels: bool = True, mode: str = "bf16"
+) -> Placement:
+    return place(
+        parts_of(numels),
+        MODES[mode],
+        placement_request,
+        MachineMemory(free_host=1 << 50, free_device=free, host_addressable=False, drives=True, device_kernels=kernels),
+    )
+
+
+def test_gradients_of_what_lives_on_a_gpu_altogether_stay_there_as_far_as_there_is_room() -> None:
+    states, gradients = 80 * MEGA * 12, 8 * MEGA * 2
+    whole = PlacementRequest(weights=Tier.DEVICE, states=Tier.DEVICE)
+    ample = on_gpu(BLOCKS, whole, 100 * GIB)
+    assert set(tiers(ample.tiers, State.GRAD)) == {Tier.DEVICE} and ample.classes.resident == 0
+    assert ample.device_nbytes == states + 10 * gradients and ample.device_need.least == states
+    some = on_gpu(BLOCKS, replace(whole, device_memory=states + 3 * gradients + 4096), 100 * GIB)
+    assert tiers(some.tiers, State.GRAD) == [Tier.DEVICE] * 3 + [Tier.HOST] * 7
+    assert some.classes.resident == 7 * gradients and some.device_need.least == states
+    scarce = on_gpu(BLOCKS, whole, states + 10 * gradients)
+    assert Tier.DEVICE not in tiers(scarce.tiers, State.GRAD), "activations need room as well"
+    with pytest.raises(BudgetError, match=rf"\({states} bytes\)"):
+        on_gpu(BLOCKS, replace(whole, device_memory=states - 4096), 100 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("placement_request", "kernels", "mode"),
+    [
+        (PlacementRequest(weights=Tier.HOST, states=Tier.DEVICE), True, "bf16"),
+        (PlacementRequest(weights=Tier.DEVICE, states=Tier.HOST), True, "bf16"),
+        (PlacementRequest(weights=Tier.DEVICE, states=Tier.DEVICE), False, "bf16"),
+        (PlacementRequest(weights=Tier.DEVICE, states=Tier.DEVICE), True, "bf16 lamb"),
+    ],
+)
+def test_else_they_come_to_the_host(placement_request: PlacementRequest, kernels: bool, mode: str) -> None:
+    assert Tier.DEVICE not in tiers(on_gpu(BLOCKS, placement_request, 100 * GIB, kernels, mode).tiers, State.GRAD)
+
+
+def test_with_a_share_of_the_states_there_so_is_that_of_their_gradients() -> None:
+    found = on_gpu(BLOCKS, PlacementRequest(weights=Tier.DEVICE, states=Tier.HOST, states_off_device=0.3), 100 * GIB)
+    assert tiers(found.tiers, State.GRAD) == tiers(found.tiers, State.EXP_AVG)
+    assert tiers(found.tiers, State.GRAD).count(Tier.DEVICE) == 7
+
+
+def test_on_a_gpu_the_arena_may_grow_to_all_units_where_no_number_was_given() -> None:
+    """At first it has room for three of the largest; what activations leave is known after a step."""
+    block = 2 * BLOCKS[0]
+    found = on_gpu(BLOCKS, DISK, 100 * GIB)
+    need = found.device_need
+    assert found.device_nbytes == 3 * block and (need.least, need.most, need.unit) == (block, 11 * block, block)
+    given = on_gpu(BLOCKS, replace(DISK, device_memory=4 * block), 100 * GIB)
+    assert given.device_nbytes == given.device_need.most == 4 * block
+    assert on_gpu(BLOCKS, replace(DISK, live=2 * BLOCKS[0]), 100 * GIB).device_need.most == 2 * block
+    assert placed(BLOCKS, DISK).device_need.most == 3 * block, "where the CPU computes it never grows"
+
+
+def test_where_micro_batches_accumulate_a_gpu_adds_up_what_it_has_room_for_beyond_all_weights() -> None:
+    """Those that spill first; no weight goes for them, and no budget that worked before is too small."""
+    block, whole = 2 * BLOCKS[0], 11 * 2 * BLOCKS[0]
+    placement_request = replace(DISK, accumulation=2)
+
+    def added(asked: PlacementRequest) -> list[int]:
+        found = on_gpu(BLOCKS, asked, 100 * GIB)
+        assert found.device_nbytes == asked.device_memory
+        assert found.device_need.least == block
+        return [unit for unit, nbytes in found.added if nbytes == block]
+
+    assert added(replace(placement_request, device_memory=whole)) == []
+    assert added(replace(placement_request, device_memory=whole + 3 * block + 4096)) == [0, 1, 2]
+    assert added(replace(DISK, device_memory=100 * block)) == []
+    least = sum(on_gpu(BLOCKS, replace(placement_request, states=Tier.HOST), 100 * GIB).classes)
+    some = replace(placement_request, states=Tier.HOST, device_memory=whole + 6 * block, host_memory=least - 100 * MIB)
+    spilled = on_gpu(BLOCKS, some, 100 * GIB).spilled
+    assert 0 < len(spilled) < 6 and set(spilled) == set(range(10 - len(spilled), 10))
+    assert added(some) == [*spilled, *range(6 - len(spilled))]
+
+
+def without_totals(found: Placement) -> tuple[int, ...]:
+    need = found.device_need
+    return need.least, need.most, need.unit, need.weights
+
+
+def test_without_a_budget_a_gpu_adds_gradients_up_in_what_a_first_step_has_left_free() -> None:
+    block = 2 * BLOCKS[0]
+    found = on_gpu(BLOCKS, replace(DISK, accumulation=4), 100 * GIB)
+    assert found.device_nbytes == 3 * block and found.added == ()
+    assert without_totals(found) == (block, 21 * block, block, 11 * block)
+    assert [unit for unit, _ in found.grown(10 * block).added] == [0, 1]
+    live = on_gpu(BLOCKS, replace(DISK, accumulation=4, live=BLOCKS[0] * 2), 100 * GIB)
+    assert live.device_nbytes == 2 * block and without_totals(live) == (block, 12 * block, block, 2 * block)
+    given = on_gpu(BLOCKS, replace(DISK, accumulation=4, live=BLOCKS[0] * 2, device_memory=5 * block), 100 * GIB)
+    assert given.device_nbytes == 5 * block and len(given.added) == 3
+    on_cpu = placed(BLOCKS, replace(DISK, accumulation=4))
+    assert on_cpu.device_need.most == 3 * block and not on_cpu.grown(100 * block).added
+
+
+def test_deepspeeds_numbers_are_inputs() -> None:
+    assert placed([1000, *BLOCKS], replace(DISK, small_unit=1000)).tiers[0][State.WEIGHT] is Tier.DEVICE
+    block = 2 * BLOCKS[0]
+    assert placed(BLOCKS, DISK).device_nbytes == 3 * block
+    assert placed(BLOCKS, replace(DISK, live=2 * BLOCKS[0])).device_nbytes == 2 * block
+    assert placed(BLOCKS, replace(DISK, live=1)).device_nbytes == block, "one unit at least"
+    assert placed(BLOCKS, replace(DISK, live=10**9)).device_nbytes == 3 * block
+    assert placed(BLOCKS, replace(DISK, tile=100_000)).tile_numel <= 102_400
+    assert placed(BLOCKS, replace(DISK, tile=10**9)).tile_numel == placed(BLOCKS, DISK).tile_numel
+    assert placed(BLOCKS, replace(DISK, cached_weights=4 * BLOCKS[0])).classes.cache == 2 * block
+    assert placed(BLOCKS, replace(DISK, cached_weights=10**9)).classes.cache == 8 * block, "no more than there are"
+
+
+numels = st.lists(st.integers(1, 40).map(lambda n: n * 2048 * 97), min_size=1, max_size=12)
+any_tier = st.sampled_from(list(Tier))
+
+
+@given(numels, any_tier, any_tier, st.integers(0, 2 * GIB), st.booleans())
+def test_any_budget_is_kept_or_refused_with_the_least_that_works(
+    sizes: list[int], weights: Tier, states: Tier, budget: int, drives: bool
+) -> None:
+    placement_request = PlacementRequest(weights=weights, states=states, host_memory=budget)
+    try:
+        found = placed(sizes, placement_request, drives)
+    except BudgetError as error:
+        least = int(str(error).split("the least that works is ")[1].split("(")[1].split(" ")[0])
+        assert least > budget
+        with pytest.raises(BudgetError):
+            placed(sizes, replace(placement_request, host_memory=least - 4096), drives)
+        found = placed(sizes, replace(placement_request, host_memory=least), drives)
+        budget = least
+    assert sum(found.classes) <= budget
+    row_bytes = MODE.element_bytes + (2 if found.spilled else 0)
+    assert found.tile_numel > 0 and 3 * found.tile_numel * row_bytes <= found.classes.tiles
+    kept = sum(
+        -(-nbytes // 4096) * 4096
+        for unit, (row, home) in enumerate(zip(parts_of(sizes).nbytes, found.tiers, strict=True))
+        for state, nbytes in row.items()
+        if home[state] is Tier.HOST and (unit, state) not in found.promoted
+    )
+    assert kept == found.classes.resident
+
+
+CPU = Device(torch.device("cpu"))
+
+operations = st.lists(st.one_of(st.integers(1, 40_000), st.integers(-20, -1)), max_size=80)
+
+
+@given(operations, st.booleans())
+@settings(deadline=None)
+def test_blocks_are_aligned_disjoint_and_come_back(steps: list[int], scatter: bool) -> None:
+    space = Allocator(256 * 1024, random.Random(1) if scatter else None)
+    held: list[tuple[int, int]] = []
+    for step in steps:
+        if step > 0:
+            offset = space.take(step)
+            if offset is None:
+                continue
+            assert offset % 4096 == 0 and offset + step <= space.nbytes
+            for start, nbytes in held:
+                assert offset + align_up(step) <= start or start + align_up(nbytes) <= offset
+            held.append((offset, step))
+        elif held:
+            space.give(*held.pop(step % len(held)))
+        assert space.used_bytes == sum(align_up(nbytes) for _, nbytes in held)
+    for block in held:
+        space.give(*block)
+    assert space.take(space.nbytes) == 0, "all holes have become one again"
+
+
+def test_best_fit_takes_the_smallest_hole() -> None:
+    space = Allocator(5 * 4096)
+    blocks = [space.take(4096) for _ in range(5)]
+    space.give(blocks[0], 4096)
+    space.give(blocks[2], 4096)
+    space.give(blocks[3], 4096)
+    assert space.take(4096) == blocks[0]
+
+
+def test_a_block_that_is_returned_twice_is_noticed() -> None:
+    space = Allocator(8192)
+    offset = space.take(4096)
+    space.give(offset, 4096)
+    with pytest.raises(AssertionError):
+        space.give(offset, 4096)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.sets(st.integers(0, 11)), st.integers(1, 40))
+def test_what_could_be_taken_can_be(sizes: list[int], given_back: set[int], wanted: int) -> None:
+    space = Allocator(40 * 4096, random.Random(0))
+    blocks = [(offset, size * 4096) for size in sizes if (offset := space.take(size * 4096)) is not None]
+    back = [block for index, block in enumerate(blocks) if index in given_back]
+    could = space.could_take(wanted * 4096, back)
+    for block in back:
+        space.give(*block)
+    assert (space.take(wanted * 4096) is not None) == could
+
+
+def test_classes_do_not_lend_to_each_other() -> None:
+    host = HostArena(HostBudget(4096, 8192, 4096, 0), CPU)
+    assert host.tiles.take(4096) is not None and host.tiles.take(4096) is None
+    first = host.weights.take(8192)
+    assert first is not None and host.weights.take(1) is None
+    first.release()
+    assert host.weights.take(8192) is not None
+
+
+def test_a_host_buffer_is_the_same_memory_for_io_and_for_tensors() -> None:
+    with HostArena(HostBudget(0, 8192, 0, 0), CPU).weights.take(8192) as buffer:
+        buffer.tensor(torch.float32).fill_(1.5)
+        assert bytes(buffer.buffer[:4]) == b"\x00\x00\xc0\x3f"
+
+
+def test_poison_fills_what_is_given_back() -> None:
+    arena = DeviceArena(64 * 4096, CPU, poison=True)
+    space_block = arena.take(4096)
+    view = arena.view(space_block)
+    view.zero_()
+    arena.give(space_block, DONE, DONE)
+    assert bool(view.view(torch.bfloat16).isnan().all()) and bool(view.view(torch.float32).isnan().all())
+
+
+def test_poison_places_device_buffers_at_more_than_one_address() -> None:
+    arena = DeviceArena(64 * 4096, CPU, poison=True)
+    seen = set()
+    for _ in range(20):
+        space_block = arena.take(4096)
+        seen.add(space_block.offset)
+        arena.give(space_block, DONE, DONE)
+    assert len(seen) > 1
+
+
+def test_a_budget_that_is_too_small_is_an_error_with_the_least() -> None:
+    with pytest.raises(BudgetError, match=r"host_memory is 1\.0 KiB .*least that works is 2\.0 KiB .*do this"):
+        check_budget("host_memory", 1024, 2048, "do this")

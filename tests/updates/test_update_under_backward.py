@@ -1,8 +1,12 @@
-"""Updates that are made under the backward give the bits of those made after it, whatever the step then decides."""
+"""Updates under the backward change no bit, stay hidden until they are confirmed, and survive a kill."""
 
 from __future__ import annotations
 
 import functools
+import json
+import logging
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +18,69 @@ import offload
 from offload import testing
 from offload.errors import NumericsError
 from tests.support import models
-from tests.support.drives.fault_injection import LateQueue, use_queue
+from tests.support.drives.fault_injection import LateQueue, die, die_after_writes, use_queue
 from tests.support.early_updates import (
     backward,
     counts,
     finish_step_before,
     train_step,
 )
-from tests.support.oracle import assert_same, assert_same_tensors, config, run, start, weights_of
-from tests.updates.updated_early import DISK, JOB, MEMORY, in_all_ways, trained
+from tests.support.oracle import (
+    Job,
+    Result,
+    accumulated_step,
+    assert_same,
+    assert_same_tensors,
+    config,
+    dies,
+    kill_and_resume,
+    run,
+    start,
+    weights_of,
+)
+
+MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
+JOB = models.GPT2._replace(steps=5, clip=0.0)
+Between = Callable[[Any, int], None]
+
+
+def trained(
+    job: Job,
+    placement: tuple[str, str],
+    folder: Path,
+    between: Between | None = None,
+    more: int = 0,
+    seen: list[tuple[int, int]] | None = None,
+    **options: Any,
+) -> Result:
+    """Trains `job`; `seen` receives hits and misses of each step."""
+    engine = start(job, placement, folder, **options)
+    losses, norms = [], []
+    try:
+        for step in range(job.steps):
+            before = counts(engine)
+            losses.append(train_step(engine, job, step, between, more))
+            norms.append(engine.get_global_grad_norm())
+            after = counts(engine)
+            if seen is not None:
+                seen.append((after.hits - before.hits, after.misses - before.misses))
+        return Result(losses, norms, weights_of(engine))
+    finally:
+        engine.destroy(remove=True)
+
+
+def in_all_ways(
+    job: Job, folder: Path, between: Between | None = None, more: int = 0, **options: Any
+) -> list[tuple[int, int]]:
+    """Asserts the same bits in memory, on disk, and on disk with updates under the backward; returns their counts."""
+    seen: list[tuple[int, int]] = []
+    memory = trained(job, MEMORY, folder / "memory", between, more, **options)
+    late = trained(job, DISK, folder / "late", between, more, speculate=False, **options)
+    early = trained(job, DISK, folder / "early", between, more, seen, speculate=True, **options)
+    assert_same(memory, late, "memory and disk")
+    assert_same(memory, early, "memory and disk, updated under the backward")
+    return seen
+
 
 # -- the step confirms --------------------------------------------------------------------------------
 
@@ -278,3 +336,296 @@ def test_a_backward_that_raises_leaves_nothing_of_its_updates(tmp_path: Path) ->
         results.append(weights_of(engine))
         engine.destroy(remove=True)
     assert_same_tensors(*results)
+
+
+# -- nobody sees the result early ---------------------------------------------------------------------
+
+
+def test_weights_states_and_evaluation_are_the_old_ones_until_the_step(tmp_path: Path) -> None:
+    looks: list[dict[str, torch.Tensor]] = []
+
+    def between(engine: Any, step: int) -> None:
+        found = weights_of(engine)
+        engine.eval()
+        with torch.no_grad():
+            found["loss"] = JOB.loss(engine, step, 3)
+        engine.train()
+        parameter = dict(engine.module.named_parameters())["transformer.h.1.mlp.c_fc.weight"]
+        for state in ("exp_avg", "exp_avg_sq"):
+            found[state] = offload.safe_get_full_optimizer_state(parameter, state)
+        found["gradient"] = offload.safe_get_full_grad(parameter)
+        looks.append(found)
+
+    seen = in_all_ways(JOB, tmp_path, between)
+    third = len(looks) // 3
+    for memory, late, early in zip(looks[:third], looks[third : 2 * third], looks[2 * third :], strict=True):
+        assert_same_tensors(memory, late)
+        assert_same_tensors(memory, early)
+    # A look changes nothing, so the updates are confirmed.
+    assert sum(hits for hits, _ in seen) > 0 and not any(misses for _, misses in seen)
+
+
+def test_a_checkpoint_between_backward_and_step_holds_the_old_states(tmp_path: Path) -> None:
+    def between(engine: Any, step: int) -> None:
+        if step == 2:
+            engine.save_checkpoint(str(tmp_path / "saved" / str(testing.inspect(engine).sizes[0].tier)), tag="2")
+
+    seen = in_all_ways(JOB, tmp_path, between)
+    assert seen[2][0] == 0 and seen[2][1] > 0
+    found = []
+    for folder in sorted((tmp_path / "saved").iterdir()):
+        engine = start(JOB, MEMORY, tmp_path / "loaded")
+        engine.load_checkpoint(str(folder), tag="2")
+        found.append((train_step(engine, JOB, 2), weights_of(engine)))
+        engine.destroy(remove=True)
+    assert found[0][0] == found[1][0]
+    assert_same_tensors(found[0][1], found[1][1])
+
+
+def test_an_edit_between_backward_and_step_is_not_lost(tmp_path: Path) -> None:
+    def between(engine: Any, step: int) -> None:
+        parameter = dict(engine.module.named_parameters())["transformer.h.1.mlp.c_fc.weight"]
+        if step == 2:
+            offload.safe_set_full_fp32_param(parameter, torch.full(parameter.shape, 0.25))
+        if step == 3:
+            offload.safe_set_full_optimizer_state(parameter, torch.full(parameter.shape, 0.5), "exp_avg_sq")
+        if step == 4:
+            offload.safe_set_full_grad(parameter, torch.full(parameter.shape, 0.125))
+
+    seen = in_all_ways(JOB, tmp_path, between)
+    # How many updates have begun by then depends on the moments at which threads run.
+    assert any(misses > 0 for _, misses in seen[2:5]), "an edit ends the updates under the backward"
+
+
+def test_a_load_between_backward_and_step_replaces_everything(tmp_path: Path) -> None:
+    results = []
+    for placement, speculate in ((MEMORY, False), (DISK, True)):
+        name = "-".join(placement)
+        engine = start(JOB, placement, tmp_path / name, speculate=speculate)
+        for step in range(2):
+            train_step(engine, JOB, step)
+        engine.save_checkpoint(str(tmp_path / f"saved-{name}"))
+        train_step(engine, JOB, 2)
+        backward(engine, JOB.loss(engine, 3, 0))
+        engine.load_checkpoint(str(tmp_path / f"saved-{name}"))
+        losses = [train_step(engine, JOB, step) for step in range(2, 5)]
+        results.append((losses, weights_of(engine)))
+        engine.destroy(remove=True)
+    assert results[0][0] == results[1][0]
+    assert_same_tensors(results[0][1], results[1][1])
+
+
+def test_destroy_between_backward_and_step_keeps_the_last_step(tmp_path: Path) -> None:
+    whole = trained(JOB, MEMORY, tmp_path / "whole")
+    engine = start(JOB, DISK, tmp_path / "run", speculate=True)
+    losses = [train_step(engine, JOB, step) for step in range(3)]
+    backward(engine, JOB.loss(engine, 3, 0))
+    engine.destroy(remove=False)
+    engine = start(JOB, DISK, tmp_path / "run", resume="must", speculate=True)
+    assert engine.global_steps == 3
+    losses += [train_step(engine, JOB, step) for step in range(3, JOB.steps)]
+    assert losses == whole.losses
+    assert_same_tensors(weights_of(engine), whole.weights)
+    engine.destroy(remove=True)
+
+
+# -- where it happens ---------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("placement", "options", "optimizer"),
+    [
+        (MEMORY, {}, "AdamW"),
+        (("cpu", "nvme"), {}, "AdamW"),
+        (DISK, {"durability": "none"}, "AdamW"),
+        (DISK, {"speculate": False}, "AdamW"),
+        (DISK, {"debug": {"overlap": False}}, "AdamW"),
+        (DISK, {}, "Lamb"),
+        (DISK, {}, "NAdam"),
+    ],
+)
+def test_nothing_is_updated_early_where_the_old_states_would_be_lost_or_norms_are_needed(
+    tmp_path: Path, placement: tuple[str, str], options: dict[str, Any], optimizer: str
+) -> None:
+    seen: list[tuple[int, int]] = []
+    job = JOB._replace(steps=3, optimizer=optimizer)
+    if optimizer == "NAdam":
+        torch.manual_seed(0)
+        model = job.model()
+        own = torch.optim.NAdam(model.parameters(), lr=1e-3)
+        engine = offload.initialize(
+            model=model, optimizer=own, config={**config(job, placement, tmp_path, **options), "optimizer": None}
+        )[0]
+        for step in range(3):
+            train_step(engine, job, step)
+        seen.append((counts(engine).hits, counts(engine).misses))
+        assert not testing.inspect(engine).makes_early_updates
+        engine.destroy(remove=True)
+    else:
+        trained(job, placement, tmp_path, seen=seen, **{"speculate": True, **options})
+    assert set(seen) == {(0, 0)}
+
+
+def test_between_two_commits_both_slots_are_needed(tmp_path: Path) -> None:
+    seen = in_all_ways(JOB._replace(steps=9), tmp_path, durability={"every": 3})
+    assert [hits > 0 for hits, _ in seen] == [step and step % 3 == 0 for step in range(9)]
+
+
+def test_auto_stops_at_a_miss_and_begins_again_after_eight_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    testing.replace(monkeypatch, "update.early", lambda asked, on_cpu: True)  # on a CPU, too
+
+    def between(engine: Any, step: int) -> None:
+        if step == 2:
+            for group in engine.optimizer.param_groups:
+                group["lr"] *= 0.5
+
+    seen: list[tuple[int, int]] = []
+    with caplog.at_level(logging.INFO, logger="offload"):
+        trained(JOB._replace(steps=13), DISK, tmp_path, between, seen=seen)
+    assert seen[1][0] > 0 and seen[2][0] == 0 and seen[2][1] > 0
+    assert seen[3:11] == [(0, 0)] * 8 and seen[11][0] > 0 and seen[12][0] > 0
+    (line,) = [record.message for record in caplog.records if "of no use" in record.message]
+    assert re.fullmatch(
+        r"step 3: \d+ updates under the backward of no use, 0 confirmed: something changed; none is made early until 8 "
+        r"steps in a row would have held",
+        line,
+    )
+
+
+class Stack(nn.Module):
+    """A stack of equal layers, behind one that is so many times as large."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64 * first), *(nn.Linear(64, 64) for _ in range(8))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self.layers
+        x = first(x).unflatten(-1, (64, -1)).mean(-1)
+        for layer in others:
+            x = x + layer(x).relu()
+        return x
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("first", "fresh_in_memory"), [(1, range(3)), (12, range(6, 10))])
+def test_no_byte_is_moved_twice(tmp_path: Path, first: int, fresh_in_memory: range) -> None:
+    """Host memory is for two of the largest unit: with a large one, fresh weights of all others stay there."""
+    moved, losses = [], []
+    for speculate in (False, True):
+        job = JOB._replace(model=lambda: Stack(first))
+        engine = start(job, DISK, tmp_path / str(speculate), speculate=speculate)
+        before = engine.io_bytes()
+        for step in range(8):
+            torch.manual_seed(step)
+            loss = engine(torch.randn(4, 64)).square().mean()
+            backward(engine, loss)
+            if speculate and step > 1:
+                assert testing.inspect(engine).fresh_units in fresh_in_memory
+            engine.step()
+            losses.append(float(loss.detach()))
+        finish_step_before(engine)
+        after = engine.io_bytes()
+        moved.append((after.read - before.read, after.written - before.written))
+        assert (counts(engine).hits > 0) is speculate and not counts(engine).misses
+        engine.destroy(remove=True)
+    assert losses[:8] == losses[8:]
+    assert moved[1][1] == moved[0][1]
+    # An update that finds no weights in memory any more is left to the step, so no weights are read for it. Which
+    # weights a step finds in host memory depends on the moments at which threads run: some, either way. An update that
+    # read them would read all.
+    weights = 8 * sum(parameter.numel() * parameter.element_size() for parameter in Stack(first).parameters())
+    assert moved[1][0] <= moved[0][0] + weights / 2
+
+
+def test_weights_that_an_early_update_copies_keep_their_place_on_the_device(tmp_path: Path) -> None:
+    engine = start(JOB, DISK, tmp_path, speculate=True)
+    JOB.loss(engine, 0, 0)
+    pager = testing.inspect(engine).pager
+    with pager.lock:
+        cache = pager._device_cache
+        units = [block.unit for block in cache._droppable()]
+        assert units
+        pager._entries[units[0]].copying += 1
+        assert [block.unit for block in cache._droppable()] == units[1:] and not cache.idle(pager._entries[units[0]])
+        pager._entries[units[0]].copying -= 1
+    engine.destroy(remove=True)
+
+
+KILLED_DISK = ("nvme", "nvme")
+KILLED_JOB = models.DROPOUT._replace(dtype="bf16", steps=6, clip=0.0)
+KILLED = 3
+"""The step whose backward is killed."""
+
+
+def killed_under_a_backward(job: Job, folder: Path, writes: int, decided: bool) -> None:
+    """Trains in a process that dies under a backward, before or after so many writes; with `decided` after `step()`."""
+    logging.disable(logging.CRITICAL)
+    engine = start(job, KILLED_DISK, folder, speculate=True)
+    losses = []
+    for step in range(KILLED):
+        losses.append((train_step(engine, job, step), engine.get_global_grad_norm()))
+    (folder / "losses.json").write_text(json.dumps(losses))
+    loss = job.loss(engine, KILLED, 0)
+    finish_step_before(engine)
+    if not decided:
+        die_after_writes(writes)
+    engine.backward(loss)
+    testing.settle_early_updates(engine)
+    if decided:
+        die_after_writes(writes)
+        engine.step()
+        engine(models.tokens(KILLED, 0))  # the first call after a step commits it
+        finish_step_before(engine)
+    die()
+
+
+def resumed(job: Job, folder: Path) -> Result:
+    """Goes on with a run that was killed."""
+    engine = start(job, KILLED_DISK, folder, resume="must", speculate=True)
+    assert engine.global_steps == KILLED
+    found = json.loads((folder / "losses.json").read_text())
+    for step in range(KILLED, job.steps):
+        found.append((train_step(engine, job, step), engine.get_global_grad_norm()))
+    result = Result([loss for loss, _ in found], [norm for _, norm in found], weights_of(engine))
+    engine.destroy(remove=True)
+    return result
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("writes", [1, 4, 7, 1000])
+def test_a_kill_under_the_backward_resumes_at_the_step_before(tmp_path: Path, writes: int) -> None:
+    """Up to 1000 writes there are none, so that the last one dies when all updates are written and none confirmed."""
+    dies(killed_under_a_backward, KILLED_JOB, tmp_path / "run", writes, False)
+    assert_same(
+        run(KILLED_JOB, KILLED_DISK, tmp_path / "whole", speculate=False), resumed(KILLED_JOB, tmp_path / "run")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_kills_at_random_moments_change_nothing(tmp_path: Path, dtype: str, clip: float) -> None:
+    """Each request is late, so that most moments lie between an update's first write and the commit."""
+    job = models.DROPOUT._replace(dtype=dtype, steps=80, clip=clip)
+    unbroken = run(job, KILLED_DISK, tmp_path / "whole", speculate=False)
+    killed = kill_and_resume(job, KILLED_DISK, tmp_path, kills=2, seed=len(dtype), late=0.003, speculate=True)
+    assert_same(unbroken, killed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["micro_batch_major", "layer_major"])
+@pytest.mark.parametrize("seed", range(5))
+def test_fifty_kills_at_random_moments_change_nothing(tmp_path: Path, seed: int, schedule: str) -> None:
+    """Ten for each seed; a part of the steps clips."""
+    job = models.DROPOUT._replace(
+        dtype=("bf16", "fp32")[seed % 2], steps=240, clip=1.2, accumulation=1 + 2 * (seed > 1)
+    )
+    plain = {"by": accumulated_step, "schedule": "micro_batch_major", "speculate": False}
+    unbroken = run(job, KILLED_DISK, tmp_path / "whole", **plain)
+    early = {"by": accumulated_step, "schedule": schedule, "speculate": True}
+    killed = kill_and_resume(job, KILLED_DISK, tmp_path, kills=10, seed=seed, late=0.003, **early)
+    assert_same(unbroken, killed)

@@ -442,7 +442,7 @@ FILES = (
     "tests/kernels/test_kernels_cuda.py",
     "tests/kernels/test_kernels_blocks.py",
     "tests/swapper/test_pinning.py",
-    "tests/aio/test_deepnvme_files.py",
+    "tests/aio/test_deepnvme.py",
 )
 _LAST_LINES = 30
 
