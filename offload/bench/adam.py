@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload import kernels
-from offload.bench import output
+from offload.bench.measure import pyplot, rounded
 from offload.errors import ConfigError
 from offload.hardware.adam_arrays import STEP, Arrays, aligned_like
 from offload.kernels import Noise, Segment, _native, noise_stream, settings
@@ -106,11 +106,7 @@ def cases(
 def measure(numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
     """Runs the contenders of each case in turns. Restores the environment's settings of the kernels afterwards.
 
-    Args:
-        numel: elements of each array.
-        wanted: the cases.
-        rounds: rounds that count; one more is run first.
-        tell: receives a line about the progress.
+    One more round is run first.
 
     Returns:
         A row for each case and contender.
@@ -144,7 +140,6 @@ def _rows(
     rounds: int,
     tell: Callable[[str], None],
 ) -> Iterable[Row]:
-    """Yields the rows of one case."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     # In turns: memory bandwidth of a shared machine drifts, and each ratio compares times of the same round.
     for turn in range(rounds + 1):
@@ -171,7 +166,6 @@ def _rows(
 
 
 def _contenders(arrays: Arrays) -> dict[str, Callable[[], object]]:
-    """Returns the functions to measure by name; each performs one step."""
     numel = arrays.weight.numel()
     found: dict[str, Callable[[], object]] = {
         "probe": lambda: kernels.probe(arrays.partition),
@@ -250,15 +244,15 @@ def as_json(machine: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
     """Returns the content that `--json` prints."""
     return {
         "machine": machine,
-        "rows": [{key: output.rounded(value) for key, value in asdict(row).items()} for row in rows],
+        "rows": [{key: rounded(value) for key, value in asdict(row).items()} for row in rows],
     }
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draws each contender's fraction of the probe's speed to a PNG, SVG or PDF file."""
-    pyplot = output.pyplot()
+    plt = pyplot()
     names = [f"{r.name}, {r.weight_dtype}, moments {r.moment_dtype}, {r.threads} x {r.isa}" for r in rows]
-    figure, axis = pyplot.subplots(figsize=(8, 1.2 + 0.3 * len(rows)))
+    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.3 * len(rows)))
     colors = ["tab:blue" if row.name == "offload" else "0.65" for row in rows]
     bars = axis.barh(names, [row.of_probe for row in rows], color=colors)
     axis.bar_label(bars, [f"{row.of_probe:.2f}" for row in rows], padding=3, fontsize=8)
@@ -267,4 +261,4 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     axis.set_xlabel("of the speed of memory")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plt.close(figure)

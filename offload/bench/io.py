@@ -22,7 +22,8 @@ import psutil
 from offload.aio import BACKENDS, IoQueue, StripedFile, aligned_empty, bandwidths
 from offload.aio.backend import refusals
 from offload.aio.measure import OPERATIONS, TimedTransfer, move, remove
-from offload.bench import baselines, output
+from offload.bench import baselines
+from offload.bench.measure import pyplot, rounded
 from offload.errors import ConfigError, IoError
 from offload.hardware.noise import fill_with_noise
 from offload.sizes import MIB, PAGE, align_up, format_size
@@ -149,7 +150,6 @@ def make_plan(
 
 
 def _check_numbers(blocks: Sequence[int], depths: Sequence[int], nbytes: int, request_bytes: int, rounds: int) -> None:
-    """Raises `ConfigError` if a number is out of range."""
     for block in blocks:
         if block < PAGE or block % PAGE:
             raise ConfigError(f"expected block sizes that are multiples of {PAGE}, got {block}")
@@ -163,7 +163,6 @@ def _check_numbers(blocks: Sequence[int], depths: Sequence[int], nbytes: int, re
 
 
 def _check_room(folder: str, nbytes: int) -> None:
-    """Raises `ConfigError` if the folder is missing or its drive has too little free space."""
     if not os.path.isdir(folder):
         raise ConfigError(f"there is no folder {folder}")
     free = shutil.disk_usage(folder).free
@@ -176,10 +175,6 @@ Passes = dict[tuple[Case, str], list[TimedTransfer]]
 
 def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
     """Runs all contenders in turns and removes the files afterwards.
-
-    Args:
-        plan: the settings.
-        tell: receives a line about the progress.
 
     Returns:
         A row for each operation and contender.
@@ -204,7 +199,6 @@ def passes_of(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Passe
 
 @contextmanager
 def _contenders(plan: Plan, tell: Callable[[str], None]) -> Iterator[dict[Case, Contender]]:
-    """Yields the contenders, ready to run on one file. The file is removed when the context closes."""
     with _file(plan, tell) as (file, buffer), ExitStack() as stack:
         contenders: dict[Case, Contender] = {}
         # All queues exist at once; an idle one has no block in flight and costs nothing.
@@ -267,7 +261,6 @@ def _open(case: Case, plan: Plan, file: StripedFile, buffer: memoryview) -> Cont
 
 
 def _row(case: Case, operation: str, passes: Passes, contender: Contender) -> Row:
-    """Returns the row of a case in one operation."""
     mine = passes[case, operation]
     p50, p99 = (contender.latency(operation, fraction) for fraction in (0.5, 0.99))
     return Row(
@@ -368,15 +361,15 @@ def as_json(machine: dict[str, Any], plan: Plan, rows: Iterable[Row]) -> dict[st
         "machine": machine,
         "paths": list(plan.folders),
         "rounds": plan.rounds,
-        "rows": [{key: output.rounded(value) for key, value in asdict(row).items()} for row in rows],
+        "rows": [{key: rounded(value) for key, value in asdict(row).items()} for row in rows],
     }
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draws GB/s of every row, operations side by side, to a PNG, SVG or PDF file."""
-    pyplot = output.pyplot()
+    plt = pyplot()
     operations = list(dict.fromkeys(row.op for row in rows))
-    figure, axes = pyplot.subplots(
+    figure, axes = plt.subplots(
         1, len(operations), figsize=(4.2 * len(operations) + 1.5, 1.2 + 0.28 * len(rows) / len(operations)), sharey=True
     )
     for operation, axis in zip(operations, [axes] if len(operations) == 1 else axes, strict=True):
@@ -392,4 +385,4 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.suptitle("blue: offload, grey: others; block x depth")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plt.close(figure)

@@ -24,8 +24,7 @@ from torch import nn
 import offload
 from offload.aio import BACKENDS
 from offload.aio.backend import refusals
-from offload.bench.drive import Rates, drive_rates, kernel_bytes, median_rates
-from offload.bench.output import rounded
+from offload.bench.measure import Rates, drive_rates, kernel_bytes, median_rates, rounded
 from offload.errors import ConfigError, OffloadError
 from offload.notices import Remark
 from offload.sizes import MIB, PAGE, align_up, count_of, format_size
@@ -169,7 +168,6 @@ def make_plan(
 
 
 def _check_numbers(plan: Plan, unit_bytes: int, probe_bytes: int) -> None:
-    """Raises `ConfigError` if a number is out of range."""
     for name in ("units", "steps", "rounds", "accumulation"):
         if getattr(plan, name) < 1:
             raise ConfigError(f"expected {name} >= 1, got {getattr(plan, name)}")
@@ -182,7 +180,6 @@ def _check_numbers(plan: Plan, unit_bytes: int, probe_bytes: int) -> None:
 
 
 def _check_choices(plan: Plan) -> None:
-    """Raises `ConfigError` if a choice is unknown, the backend is refused, or nothing would be swapped."""
     known = {"weights": TIERS, "states": TIERS, "durability": DURABILITIES, "backend": ("auto", *BACKENDS)}
     for name, choices in known.items():
         if getattr(plan, name) not in choices:
@@ -198,7 +195,6 @@ def _check_choices(plan: Plan) -> None:
 
 
 def _check_room(plan: Plan) -> None:
-    """Raises `ConfigError` if a folder is missing or its drive has too little free space."""
     if not plan.folders:
         raise ConfigError("give at least one folder, on the drive to measure")
     two_slots, in_place = 2 * (_WEIGHT + _STATES) * plan.parameters, plan.update_read_bytes
@@ -327,12 +323,7 @@ def make_row(
 ) -> Row:
     """Derives a row from measurements.
 
-    Args:
-        plan: the settings.
-        compute_ms: milliseconds of one unit's forward.
-        rates: bandwidth of the drives.
-        swapped: turns of the model that is swapped.
-        in_memory: turns of the same model in memory; if empty, compute is calculated.
+    Without turns in memory compute is calculated.
     """
     step = _median_step(swapped)
     pure, forward = plan.pure_seconds(compute_ms), plan.forward_seconds(compute_ms)
@@ -373,14 +364,7 @@ def make_row(
 
 
 def find_limit(step: float, compute: float, io: float, order: float) -> str:
-    """Returns the bound that determines a step: "compute", "drive", "order" or "budgets".
-
-    Args:
-        step: seconds of the step.
-        compute: seconds of compute alone.
-        io: seconds of I/O alone.
-        order: the least seconds of a step whose updates precede their use.
-    """
+    """Returns the bound that determines a step: "compute", "drive", "order" or "budgets"."""
     if step <= compute * (1 + _NEAR):
         return "compute"
     # Well above every bound of drive and compute, only the budgets are left as a cause.
@@ -390,12 +374,10 @@ def find_limit(step: float, compute: float, io: float, order: float) -> str:
 
 
 def _median_step(turns: Sequence[Turn]) -> float:
-    """Returns the median seconds of all steps of all turns."""
     return statistics.median(seconds for turn in turns for seconds in turn.seconds)
 
 
 def _mean_of_known(values: Sequence[float | None]) -> float | None:
-    """Returns the mean of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
     return statistics.mean(known) if known else None
 
@@ -569,10 +551,6 @@ class _Model(nn.Module):
 def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
     """Runs the workload and removes its files afterwards.
 
-    Args:
-        plan: the settings.
-        tell: called with each line about the progress.
-
     Returns:
         The figures, with a row for each compute time.
 
@@ -623,7 +601,6 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
 
 
 def _in_memory(plan: Plan) -> Plan:
-    """Returns the plan of the same model with everything in memory."""
     return replace(
         plan,
         folders=(),
@@ -637,13 +614,11 @@ def _in_memory(plan: Plan) -> Plan:
 
 
 def _run() -> str:
-    """Returns the name of the run's folder, unique to this process."""
     return f"offload-bench-swap.{os.getpid()}"
 
 
 @contextlib.contextmanager
 def _engine(plan: Plan, load: Load) -> Iterator[offload.Engine]:
-    """Yields an engine on the workload. Removes its files at the end."""
     config = {
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,  # as by default: what a config leaves open has a notice
@@ -692,7 +667,6 @@ class _Moved(NamedTuple):
 
 
 def _turn(engine: offload.Engine, plan: Plan) -> Turn:
-    """Runs the steps of one turn and returns the times of the timed ones, and the bytes of a step."""
     # `before` is the count in the last untimed step, so the difference covers exactly `plan.steps` steps.
     for _ in range(UNCOUNTED):
         before = _step(engine, plan)
@@ -727,7 +701,6 @@ def _step(engine: offload.Engine, plan: Plan) -> _Moved:
 
 
 def _bytes_in_files(plan: Plan) -> int:
-    """Returns the bytes of the run's files on all drives."""
     return sum(
         path.stat().st_size for folder in plan.folders for path in (Path(folder) / _run()).rglob("*") if path.is_file()
     )

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload import testing
-from offload.bench.drive import Rates, kernel_bytes
+from offload.bench.measure import Rates, kernel_bytes
 from offload.bench.swap import Plan, Row, Turn, find_limit, in_words, make_plan, make_row
 from offload.cli.main import app
 from offload.errors import ConfigError

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from bench import train_page
 from offload.bench import child_process
-from offload.bench.drive import Rates
+from offload.bench.measure import Rates
 from offload.bench.train import loops
 from offload.bench.train.figures import LOSS_BOUNDS, TITLES, Row, as_json, cells, make_rows, markdown, plot, remarks
 from offload.bench.train.loops import Result, _use_drive, measure

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import offload
 from offload.bench.configs import placed
-from offload.bench.measure import peak_resident, random_ids
+from offload.bench.measure import random_ids, resident
 from offload.errors import BudgetError, ConfigError
 from offload.finetune.model import make_ready
 from offload.kernels import cuda
@@ -321,7 +321,7 @@ def sizes(work: Work, parameters: int) -> dict[str, Any]:
         "tokens_per_step": work.tokens,
         "recompute": work.recompute,
         "limit": work.limit,
-        "peak_host_bytes": peak_resident(),
+        "peak_host_bytes": resident("VmHWM"),
         "peak_device_bytes": torch.cuda.max_memory_allocated(work.device) if work.device.type == "cuda" else None,
     }
 
@@ -410,10 +410,6 @@ def largest_step(model: str, memory: int) -> StepSize:
     """Returns the largest size of a step with which weights, states and activations of a model fit on a GPU.
 
     If none fits, returns the smallest. The bytes of none/none decide, so that all placements have the same step.
-
-    Args:
-        model: a preset.
-        memory: bytes of the GPU.
     """
     for size in _STEPS:
         try:
@@ -434,7 +430,6 @@ def room_of(work: Work) -> Room:
 
 
 def _settled(work: Work, room: Room) -> Memory | None:
-    """Returns the memory of a run, or None if it does not fit."""
     with offload.init():
         model = work.build()
     layouts = layouts_of(model, find_units(model))

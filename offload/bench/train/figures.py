@@ -12,9 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.bench import output
-from offload.bench.drive import Rates
-from offload.bench.output import rounded
+from offload.bench.measure import Rates, pyplot, rounded
 from offload.bench.train.loops import Result
 from offload.bench.train.plan import PLAIN, Plan
 from offload.sizes import count_of, format_size
@@ -115,10 +113,6 @@ def _row(
 
 def loss_difference(turns: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> float | None:
     """Returns the largest relative difference between the losses of two contenders; infinite for losses that are NaN.
-
-    Args:
-        turns: figures of a contender's turns.
-        plain: those of plain PyTorch; empty if it did not train.
 
     Returns:
         The difference, or None without losses to compare with.
@@ -267,14 +261,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     """Draws the seconds of each contender's step with their range, and its bound as a line across the bar.
 
     The background is transparent, and the text readable on a light and on a dark one.
-
-    Args:
-        rows: the rows; those without figures are left out.
-        path: a PNG, SVG or PDF file.
     """
-    pyplot = output.pyplot()
+    plt = pyplot()
     drawn = [row for row in rows if row.step_seconds is not None]  # the table names the others
-    figure, axis = pyplot.subplots(figsize=(8, 1.4 + 0.36 * len(drawn)))
+    figure, axis = plt.subplots(figsize=(8, 1.4 + 0.36 * len(drawn)))
     for place, row in enumerate(drawn):
         color = "tab:blue" if row.name.startswith("offload") else "#a0a0a0"
         axis.barh(place, row.step_seconds, color=color)
@@ -301,7 +291,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         spine.set_color(_INK)
     figure.tight_layout()
     figure.savefig(path, dpi=120, transparent=True)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def _number(value: float | None, form: str) -> str:

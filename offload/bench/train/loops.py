@@ -20,8 +20,7 @@ from torch import nn
 import offload
 from offload.bench.child_process import run_child
 from offload.bench.configs import ALONE, LEARNING_RATE, WEIGHT_DECAY, for_deepspeed, placed
-from offload.bench.drive import Rates, drive_rates, kernel_bytes, median_rates
-from offload.bench.measure import peak_resident, random_ids
+from offload.bench.measure import Rates, drive_rates, kernel_bytes, median_rates, random_ids, resident
 from offload.bench.train.plan import Contender, Job, Plan, reason_to_skip
 from offload.launch.commands import module_command
 from offload.presets import build
@@ -90,12 +89,7 @@ def in_phases(
 ) -> Step:
     """Makes a step and returns its loss and times.
 
-    Args:
-        job: the work of the turn.
-        batches: the step's micro-batches.
-        forward: returns the loss of a micro-batch.
-        backward: adds the gradients of a loss.
-        update: ends a micro-batch; receives True for the last one of the step.
+    `update` ends a micro-batch, and receives True for the last one of the step.
     """
     spent, losses = [0.0] * 3, list[torch.Tensor]()
     for index, batch in enumerate(batches):
@@ -134,7 +128,7 @@ def take_turn(job: Job, begin: Callable[[Job], Trainer]) -> dict[str, Any]:
         steps = [trainer.step(batches) for _ in range(counted + job.steps)]
         trainer.settle()
         after = moved()
-        peak = peak_resident()  # before `close`, which allocates too
+        peak = resident("VmHWM")  # before `close`, which allocates too
     finally:
         trainer.close()
     read = written = None
@@ -276,10 +270,7 @@ def deepspeed(job: Job, contender: Contender) -> Trainer:
 def _use_drive(settings: dict[str, Any], job: Job, largest: int) -> None:
     """Adds what DeepSpeed needs for tiers on the drive.
 
-    Args:
-        settings: its config.
-        job: the work of the turn.
-        largest: elements of the largest parameter, which one buffer must hold.
+    One buffer must hold the `largest` parameter.
     """
     zero = settings["zero_optimization"]
     for key in ("offload_param", "offload_optimizer"):
@@ -337,13 +328,7 @@ def _with_optimizer(
 ) -> Trainer:
     """Returns the ordinary loop over a model and an optimizer.
 
-    Args:
-        job: the work of the turn.
-        model: the model, ready to train.
-        parameters: elements of its parameters.
-        optimizer: an optimizer over them.
-        close: ends what was begun for them.
-        autocast: True if the forward computes in bf16 on weights in fp32.
+    With `autocast` the forward computes in bf16 on weights in fp32.
     """
 
     def forward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -367,7 +352,6 @@ def _with_optimizer(
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of a model, the children of its longest list of modules."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=[]))
 
@@ -409,10 +393,6 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
 
     Each turn is a process of its own, so no contender holds memory while another is measured. One that fails takes no
     further turns.
-
-    Args:
-        plan: the settings.
-        tell: receives a line about the progress.
 
     Raises:
         OffloadError: the drive fails.

@@ -163,12 +163,7 @@ def _chosen(only: Sequence[str]) -> list[Contender]:
 
 
 def reason_to_skip(contender: Contender, device: str) -> str | None:
-    """Returns why a contender cannot run on this machine; None if it can, as far as that is known before it starts.
-
-    Args:
-        contender: one of `CONTENDERS`.
-        device: type of the device that computes.
-    """
+    """Returns why a contender cannot run on this machine; None if it can, as far as that is known before it starts."""
     package = _PACKAGES.get(contender.kind)
     # An import would take seconds and start its own log; a look for it does not.
     if package is not None and importlib.util.find_spec(contender.kind) is None:
