@@ -24,12 +24,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; all e
 
 
 def echo(text: object, err: bool = False) -> None:
-    """Prints text that may quote names from files of others, of which no character can reach the terminal's controls.
-
-    Args:
-        text: The text.
-        err: True for stderr.
-    """
+    """Prints text that may quote files of others: no character of it reaches the controls of the terminal."""
     typer.echo(printable(str(text)), err=err)
 
 
@@ -117,8 +112,7 @@ _COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?)(?:([kmgbt])(i?))?
 def parse_count(text: str) -> int:
     """Returns the count that `text` names.
 
-    Args:
-        text: such as "250M" for 250 million, "64Mi" for 64 * 2**20, "1.5B" for 1.5 billion or "2T" for 2 * 10**12.
+    It is such as "250M", "64Mi" for 64 * 2**20, "1.5B" for 1.5 billion, or "2T" for 2 * 10**12.
 
     Raises:
         ConfigError: `text` is not such a count, is less than 1, or is beyond the largest float.

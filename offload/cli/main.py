@@ -45,7 +45,6 @@ def _in_one_line() -> Iterator[None]:
 
 
 def _one_line(error: Any) -> str:
-    """Returns typer's message, hints included, as one line in lower case that ends with the command for help."""
     words = " ".join(error.format_message().split()).replace("Value error, ", "").removesuffix(".")
     command = "offload" if error.ctx is None else error.ctx.command_path
     return f"{words[:1].lower()}{words[1:]}{'' if words.endswith('?') else ';'} see `{command} --help`"

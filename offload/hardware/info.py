@@ -126,7 +126,6 @@ def advice(facts: dict[str, Any]) -> list[str]:
 
 
 def _of_machine(facts: dict[str, Any]) -> list[str]:
-    """Returns advice on processor and GPUs."""
     found, cards = [], facts["gpus"]
     if facts["kernels"]["isa"] == "scalar":
         found.append(f"kernels run without vector instructions, many times slower: {facts['kernels']['why']}")
@@ -139,7 +138,6 @@ def _of_machine(facts: dict[str, Any]) -> list[str]:
 
 
 def _of_disk_to_change(path: str, disk: dict[str, Any]) -> list[str]:
-    """Returns advice on a disk that stores `path`."""
     if disk["rotational"]:
         return [f"{path} is on {disk['name']}, a rotating disk: paging needs an SSD"]
     if _narrow(disk["link"]):
@@ -148,15 +146,13 @@ def _of_disk_to_change(path: str, disk: dict[str, Any]) -> list[str]:
 
 
 def _narrow(link: dict[str, Any] | None) -> bool:
-    """Returns True if a link uses fewer lanes than the device supports."""
     return link is not None and link["lanes"] < link["most_lanes"]
 
 
 def facts(folders: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the complete report.
 
-    Args:
-        folders: folders whose drives are included; an error of a folder is reported in place of its drive.
+    An error of a folder is reported in place of its drive.
     """
     found: dict[str, Any] = {
         "machine": machine(),
@@ -210,7 +206,6 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _of_arithmetic(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns lines about the kernels."""
     threads = f"{count_of(found['threads'], 'thread')} ({found['threads_why']})"
     return [
         ("kernels", f"{found['isa']} ({found['why']}), {threads}"),
@@ -219,7 +214,6 @@ def _of_arithmetic(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _of_memory(found: dict[str, Any], numa: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Returns lines about memory; NUMA nodes are listed if there are several."""
     limit = found["limit_bytes"]
     of_group = "no limit of a cgroup" if limit is None else f"limited to {format_size(limit)} by the cgroup"
     rows = [("memory", f"{format_size(found['total_bytes'])}, {of_group}, {format_size(found['free_bytes'])} free")]
@@ -230,7 +224,6 @@ def _of_memory(found: dict[str, Any], numa: Sequence[dict[str, Any]]) -> list[tu
 
 
 def _of_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns lines about GPUs, or one with the reason why there is none."""
     rows = [] if found["devices"] else [("GPU", f"none: {found['why']}")]
     for each in found["devices"]:
         node = "" if each["node"] is None else f", node {each['node']}"
@@ -259,7 +252,6 @@ def _of_hidden_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _of_disk(disk: dict[str, Any]) -> str:
-    """Returns model, kind and link of a disk in words."""
     kind = {True: "rotating", False: "solid state", None: ""}[disk["rotational"]]
     how = "" if disk["link"] is None else _of_link(disk["link"])
     return ", ".join(filter(None, (disk["model"], kind, how))) or "nothing known"
@@ -292,7 +284,6 @@ def _registered() -> dict[str, int]:
 
 
 def _memlock() -> int | None:
-    """Returns the limit on locked memory in bytes; None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
@@ -306,6 +297,5 @@ def _version(name: str) -> str | None:
 
 
 def _number(path: str) -> int | None:
-    """Returns the number that a file contains, or None."""
     content = text(path).strip()
     return int(content) if content.isdigit() else None

@@ -27,8 +27,7 @@ def rated_bytes_of(folder: str) -> int | None:
 def rated_bytes(smart: Mapping[str, Any]) -> int | None:
     """Returns the bytes written so far divided by the fraction of the drive's life used.
 
-    Args:
-        smart: smartctl's JSON of an NVMe drive. A data unit is 512,000 bytes.
+    `smart` is smartctl's JSON of an NVMe drive, whose data units are 512,000 bytes.
 
     Returns:
         None for a drive that reports 0 % used, since the division has no result.

@@ -69,11 +69,7 @@ def decide(
 ) -> list[Command]:
     """Returns what to run: one command in place of this process, or one for each host.
 
-    Args:
-        options: what was asked for.
-        hostfile: the hosts of the hostfile; None if there is none.
-        exports: variables for every rank on every host.
-        machine: this machine.
+    `exports` are variables for every rank on every host.
 
     Raises:
         UsageError: options contradict each other or the hosts, or are not possible here.
@@ -107,7 +103,6 @@ def decide(
 
 
 def _is_alone(options: LaunchOptions, hosts: Sequence[Host], launcher: str, machine: Machine) -> bool:
-    """Returns True if all ranks are on this machine."""
     return len(hosts) == 1 and hosts[0].name in machine.names and not options.no_ssh and launcher == "ssh"
 
 
@@ -162,7 +157,6 @@ def _without_hostfile(options: LaunchOptions, machine: Machine) -> list[Host]:
 
 
 def _in_place(host: str, arguments: tuple[str, ...], variables: Mapping[str, str]) -> Command:
-    """Returns a command that may run in place of this process."""
     before = [f"{name}={shlex.quote(value)} " for name, value in _settings(variables).items()]
     shown = "".join(before) + shlex.join(arguments) + _names_behind(variables)
     return Command(host=host, arguments=arguments, environment=variables, shown=shown)
@@ -255,25 +249,18 @@ def _by_srun(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str
 
 
 def module_command(python: str, module: str) -> list[str]:
-    """Returns the command that runs a module of this library, wherever the working folder is.
-
-    Args:
-        python: The interpreter.
-        module: Its name; it is run as by `python -m`.
-    """
+    """Returns the command that runs a module of this library, wherever the working folder is."""
     return [python, "-c", _MODULE, module]
 
 
 def _torchrun_of(
     options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], node: int, machine: Machine
 ) -> tuple[str, ...]:
-    """Returns the torchrun of one host of several."""
     start = _torchrun(options, hosts[node], machine)
     return (*start, *_node_options(options, hosts, exports, node), *_script(options))
 
 
 def _torchrun(options: LaunchOptions, host: Host, machine: Machine) -> list[str]:
-    """Returns the beginning of each torchrun."""
     logs = [] if options.rank_logs is None else ["--log-dir", options.rank_logs, "--redirects", "3"]
     start = module_command(machine.python, "offload.launch.torchrun")
     return [*start, "--nproc-per-node", str(len(host.slots)), *logs]
@@ -284,7 +271,6 @@ def _restarts(options: LaunchOptions) -> list[str]:
 
 
 def _node_options(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], node: int) -> list[str]:
-    """Returns where the hosts meet, and which of them this is."""
     meeting = _meeting_place(options, hosts, exports)
     if not options.max_restarts:
         return [*meeting, "--node-rank", str(node)]
@@ -331,9 +317,7 @@ def _script(options: LaunchOptions) -> list[str]:
 def _devices(host: Host, environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variable that shows a host's ranks their GPUs, if these are not simply the first ones.
 
-    Args:
-        host: the host.
-        environ: its environment; slots are counted within the GPUs that it shows.
+    Slots are counted within the GPUs that `environ` shows.
 
     Raises:
         UsageError: it shows fewer.

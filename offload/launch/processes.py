@@ -23,10 +23,6 @@ def run_together(commands: Sequence[Command], tell: Callable[[str], None]) -> in
     An exception, such as that of Ctrl-C, ends all of them before it leaves. So does a SIGKILL of this process, whose
     end closes the standard input of each command.
 
-    Args:
-        commands: one for each host.
-        tell: called with a message about the first host that fails.
-
     Returns:
         0, or the exit status of the first that fails; 128 plus the number of a signal that ended it.
     """

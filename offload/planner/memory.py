@@ -134,14 +134,6 @@ def settle(
 ) -> Memory:
     """Returns the memory of a run on the first rank, by the same decisions as `initialize`.
 
-    Args:
-        layouts: one layout per unit of the model.
-        content: a config in DeepSpeed's form.
-        room: the machine's free memory and disk.
-        accumulation: micro-batches of a step.
-        world_size: ranks of the run.
-        matrices: names of the parameters that an optimizer with a rule for matrices steps so.
-
     Raises:
         ConfigError: the config is wrong, or the drives have no room for the durability that the config demands.
         BudgetError: a budget is too small.
@@ -222,21 +214,7 @@ def settings(
 ) -> dict[str, Any]:
     """Returns a config in DeepSpeed's form, with AdamW.
 
-    Args:
-        weights: device of the weights: "none", "cpu" or "nvme".
-        states: device of the optimizer states.
-        dtype: bf16, fp16 or fp32.
-        host_memory: bytes of the host budget; None leaves the default.
-        device_memory: bytes of the device budget; None leaves the default.
-        durability: the value of the key "durability".
-        batch: sequences of a micro-batch on each rank.
-        accumulation: micro-batches of a step.
-        paths: folders for swap files; the config contains folders only if something may need them.
-        activations: tier of the inputs of repeated blocks; None keeps all activations.
-        tile_mlp: number of tiles of an MLP, or "auto"; None for no tiles.
-        frozen: block format of frozen matrices; None for the dtype of the weights.
-        moments: form of the optimizer's moments; None for fp32.
-        master: form of the master of a bf16 weight; None for fp32.
+    What is None keeps the default of the config. Folders are in the config only if something may need them.
     """
     block: dict[str, Any] = {"durability": durability}
     # Without paths there is no store, so that "auto" then means that nothing is durable.
@@ -270,7 +248,6 @@ def settings(
 
 
 def _states(memory: Memory) -> list[Row]:
-    """Returns one row per state: bytes in its tier, and bytes of its slots on disk."""
     parts, placement = memory.parts, memory.placement
     store = placement.store(parts, memory.slots)
     rows = []
@@ -290,7 +267,6 @@ def _states(memory: Memory) -> list[Row]:
 
 
 def _working(memory: Memory) -> list[Row]:
-    """Returns the rows of working memory, which is no state's tier."""
     classes, placement, parts = memory.placement.classes, memory.placement, memory.parts
     promoted = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.promoted)
     rows = [

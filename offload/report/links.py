@@ -28,13 +28,7 @@ _OF_ENGINE = (_STEP, "synchronize")
 
 
 def busy(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
-    """Returns the fraction of a window in which each link was busy; a link without a span in the file is left out.
-
-    Args:
-        spans: spans of a timeline.
-        start: start of the window, in microseconds.
-        end: its end.
-    """
+    """Returns the fraction of a window in which each link was busy; a link without a span in the file is left out."""
     found = {}
     for link in LINKS:
         mine = [(span.start, span.end) for span in spans if _is_of(link, span)]
@@ -50,7 +44,6 @@ def busy(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
 
 
 def _is_of(link: str, span: Span) -> bool:
-    """Returns True if a span shows a link at work."""
     if link == "compute":
         return span.row == "compute" and not span.name.startswith(_OF_ENGINE)
     if link == "kernels":

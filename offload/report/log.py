@@ -135,7 +135,6 @@ def _values(line: str) -> dict[str, Any] | None:
 
 
 def _of_step(name: str, value: Any) -> Any:
-    """Returns `value` if its type fits the field `name`, else None."""
     if name == "about":
         return plain(value) if isinstance(value, dict) else None
     if name == "drives":
@@ -144,7 +143,6 @@ def _of_step(name: str, value: Any) -> Any:
 
 
 def _of_drives(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns the drives whose bytes are valid numbers."""
     return {path: nbytes for path, nbytes in plain(value).items() if is_number(nbytes)}
 
 

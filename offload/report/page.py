@@ -80,13 +80,7 @@ class Section(NamedTuple):
 
 
 def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
-    """Returns the HTML document.
-
-    Args:
-        log: the log, for the charts.
-        found: the numbers of `figures`.
-        window: the part of a timeline to draw, which is one step if the timeline has steps; None without a timeline.
-    """
+    """Returns the HTML document."""
     sections = [
         Section("Learning", _learning(log)),
         Section("Where the time goes", _time(log, found)),
@@ -135,7 +129,6 @@ def _subtitle(found: Mapping[str, Any]) -> str:
 
 
 def _tiles(found: Mapping[str, Any]) -> list[Tile]:
-    """Returns the numbers at the top of the page."""
     loss, step = found["loss"], found["step_seconds"]
     tiles = [
         Tile("steps", f"{found['first_step']:,} to {found['last_step']:,}", format_time(found["seconds"]) + " in all")
@@ -179,12 +172,7 @@ def _steps(log: Log) -> list[int]:
 def _series(log: Log, name: str, color: str, field: str, over: str | None = None) -> Series:
     """Returns a field of each step as a series.
 
-    Args:
-        log: the log.
-        name: the series' name in the legend.
-        color: a CSS variable.
-        field: key of the log.
-        over: key of a divisor, such as "seconds" for a rate; None to divide by nothing.
+    `over` is the key of a divisor, such as "seconds" for a rate.
     """
     found: list[float | None] = []
     for values in log.steps:
@@ -207,7 +195,6 @@ def _learning(log: Log) -> list[Block]:
 
 
 def _time(log: Log, found: Mapping[str, Any]) -> list[Block]:
-    """Returns the table and the charts of a step's phases, and the chart of the update worker."""
     steps = _steps(log)
     each = [parts(values) for values in log.steps]
     # A stack needs all phases of a step: steps without measurements give empty columns.
@@ -339,7 +326,6 @@ def _drive_row(each: Mapping[str, Any]) -> Row:
 
 
 def _window(window: Window) -> list[Block]:
-    """Returns the drawing of a timeline's window, and a table of the time in which each row was busy."""
     # The window counts in microseconds, `Window.seconds` in seconds.
     took = window.end - window.start
     busy = tuple(
@@ -357,7 +343,6 @@ def _window(window: Window) -> list[Block]:
 
 
 def _notes(found: Mapping[str, Any]) -> list[str]:
-    """Returns sentences on the steps and lines that the numbers leave out, and on where the run resumed."""
     truncated_lines = count_of(found["torn_lines"], "line of the log is", "lines of the log are")
     again = count_of(found["repeated_steps"], "step was", "steps were")
     skipped = count_of(found["skipped_steps"], "step was", "steps were")
@@ -372,6 +357,5 @@ def _notes(found: Mapping[str, Any]) -> list[str]:
 
 
 def _early_updates(found: Mapping[str, Any]) -> str:
-    """Returns a sentence on updates under the backward."""
     held, dropped = found["early_updates"], found["early_updates_dropped"]
     return f"Of updates under the backward, {held} held and {dropped} came to nothing."

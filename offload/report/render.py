@@ -12,7 +12,6 @@ from markupsafe import Markup
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """Returns the environment of all templates; an undefined variable is an error."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=jinja2.select_autoescape(("html",)),

@@ -85,16 +85,6 @@ class StateConverter:
     def __init__(
         self, source: StoreSource, before: Side, after: Side, rank: int, store: Store, progress: Callable[[int], None]
     ) -> None:
-        """Stores the arguments.
-
-        Args:
-            source: the run that is converted.
-            before: its layouts and mode.
-            after: those of the new run.
-            rank: the rank whose states are written.
-            store: the new run's store of the rank.
-            progress: called with the number of bytes after each write.
-        """
         self._source, self._before, self._after = source, before, after
         self._rank, self._store, self._progress = rank, store, progress
         self._written: list[dict[State, list[tuple[int, Future]]]] = [{} for _ in after.layouts]
@@ -107,7 +97,6 @@ class StateConverter:
             self._store.wrote(unit, 0, writes)
 
     def _chunks(self) -> Iterator[_Chunk]:
-        """Yields the chunks of each unit, state after state, and all moments together."""
         layouts, _, size = self._after
         for unit, layout in enumerate(layouts):
             mode, before = self._after.mode_of(unit), self._before.mode_of(unit)
@@ -161,7 +150,6 @@ class StateConverter:
         return reads
 
     def _end(self, chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
-        """Converts a chunk, unless it is copied, and begins to write it."""
         new, old = self._regions(chunk, buffer)
         mode, before = self._after.mode_of(chunk.unit), self._before.mode_of(chunk.unit)
         if old:
@@ -193,7 +181,6 @@ class StateConverter:
         self._progress(sum(self._nbytes(chunk.unit, state, chunk.numel) for state in chunk.states))
 
     def _regions(self, chunk: _Chunk, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
-        """Returns the memory of each new state, and of each state that is converted; none if they are copied."""
         new: dict[State, memoryview] = {}
         old: dict[State, memoryview] = {}
         end = 0
@@ -261,12 +248,8 @@ class Conversion(NamedTuple):
 def plan(source: StoreSource, run: Path, forms: Mapping[str, str], name: str | None) -> Conversion:
     """Returns the conversion of a run.
 
-    Args:
-        source: the run.
-        run: its folder.
-        forms: forms that change: of the "master" one of `MASTERS`, of the "moments" one of `MOMENT_DTYPES`; one at
-            least.
-        name: name of the new run; None for that of the run with the forms behind it.
+    Of `forms` the "master" is one of `MASTERS`, the "moments" one of `MOMENT_DTYPES`. Without a name the forms follow
+    the name of the run.
 
     Raises:
         StoreError: the run cannot be converted to these forms, or cannot have this name.
@@ -313,11 +296,7 @@ def convert(
 ) -> Converted:
     """Writes the new run and commits it. The run that is converted stays as it is.
 
-    Args:
-        source: the run; stays open.
-        made: made by `plan` for this run.
-        queue: queue for reads and writes; owned by the caller.
-        progress: called with the number of bytes after each write.
+    The source stays open, and the queue is the caller's.
 
     Raises:
         StoreError: if there is a run of the new name, there is not enough room, or the run is damaged.

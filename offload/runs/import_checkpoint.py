@@ -59,9 +59,7 @@ class Imported(NamedTuple):
 def open_foreign(path: Path, tag: str | None) -> ForeignCheckpoint:
     """Returns a checkpoint of another program, of which all but the tensors has been read.
 
-    Args:
-        path: Folder of checkpoints, or one of them.
-        tag: Tag of the checkpoint; None for the latest, or for `path` itself.
+    Without a tag the latest is opened, or `path` itself.
 
     Raises:
         StoreError: If there is none, or it is incomplete, damaged or not supported.
@@ -99,11 +97,7 @@ def import_checkpoint(
 ) -> Imported:
     """Writes a checkpoint into the folder `out`, under the tag that it has, completely or not at all.
 
-    Args:
-        found: The checkpoint of the other program.
-        out: Folder of checkpoints, created if it does not exist. `latest` names the new one.
-        queue: Queue for reads and writes; owned by the caller.
-        progress: Called with the number of bytes after each write.
+    `out` is created if it does not exist, and its `latest` names the new checkpoint. The queue is the caller's.
 
     Raises:
         StoreError: If bytes are damaged, there is not enough room, or a folder that is no checkpoint has the name.
@@ -133,7 +127,6 @@ def import_checkpoint(
 
 
 def _tensors(found: ForeignCheckpoint) -> dict[str, Tensor]:
-    """Returns the tensors of the new file of states."""
     return tensors_of(found.layouts, found.mode, 0, 1, True)
 
 
@@ -152,7 +145,6 @@ class _Chunk(NamedTuple):
 
 
 def _write_states(found: ForeignCheckpoint, path: Path, queue: Queue, progress: Callable[[int], None]) -> Saved:
-    """Writes the file of states and returns its size and the checksum of each tensor."""
     sums: dict[str, int] = {}
     itemsize = torch.float32.itemsize
     with (
@@ -186,7 +178,6 @@ def _write_states(found: ForeignCheckpoint, path: Path, queue: Queue, progress: 
 
 
 def _chunks(found: ForeignCheckpoint) -> Iterator[_Chunk]:
-    """Yields the chunks of all tensors, in their order."""
     step = BUFFER_NBYTES // torch.float32.itemsize
     for unit, layout in enumerate(found.layouts):
         for state in found.mode.states:

@@ -77,11 +77,6 @@ class StatesPlan(NamedTuple):
 def plan_states(source: TrainedSource, path: Path, kind: str) -> StatesPlan:
     """Returns the plan of an export.
 
-    Args:
-        source: The run or checkpoint.
-        path: Its folder, for messages.
-        kind: What the export writes, for messages.
-
     Raises:
         StoreError: If the other program has no form for its states.
     """
@@ -135,11 +130,7 @@ third argument in the place of the tensor."""
 def write_states(source: Source, plan: StatesPlan, place: StateFile, progress: Callable[[int], None]) -> None:
     """Writes masters and moments, chunk by chunk, each file from its first element to its last.
 
-    Args:
-        source: The run or checkpoint; stays open.
-        plan: Made by `plan_states` for this source.
-        place: Says where each file is, in a folder that exists, and what it holds around its tensor.
-        progress: Called with the number of bytes after each write.
+    The source stays open.
 
     Raises:
         StoreError: If the source is damaged.
@@ -175,9 +166,7 @@ def write_states(source: Source, plan: StatesPlan, place: StateFile, progress: C
 def _chunks(plan: StatesPlan, frozen: bool) -> Iterator[_Chunk]:
     """Yields the chunks of all units: kind after kind, and of each the ranks' partitions in order.
 
-    Args:
-        plan: The plan.
-        frozen: True to read frozen weights too, which have no other states.
+    Frozen weights have no other states.
     """
     size = plan.world_size
     for unit, layout in enumerate(plan.layouts):
@@ -200,7 +189,6 @@ def _cut(
 
 
 def _regions(plan: StatesPlan, chunk: _Chunk, buffer: memoryview) -> dict[State, memoryview]:
-    """Returns the part of a buffer that receives each state of a chunk."""
     found: dict[State, memoryview] = {}
     end = 0
     for state in chunk.states:

@@ -264,9 +264,7 @@ class RunChecking:
 def resumable_step(ranks: Sequence[RankReport], serial: int) -> int | None:
     """Returns the step of commit `serial`, from which a run resumes; None if a rank has no complete commit.
 
-    Args:
-        ranks: the reports of all ranks. A rank that misses the commit was compared with another of its own.
-        serial: number of the newest commit that is complete on all ranks that have one.
+    A rank that misses the commit was compared with another of its own.
     """
     if any(rank.step is None for rank in ranks):
         return None
@@ -276,11 +274,7 @@ def resumable_step(ranks: Sequence[RankReport], serial: int) -> int | None:
 def _check(found: RankFiles, serial: int, queue: Queue, progress: Callable[[int], None]) -> RankReport:
     """Compares one rank's commit `serial` with its checksums.
 
-    Args:
-        found: The rank's folder as inspected.
-        serial: Number of the newest commit that is complete on all ranks; 0 if there is none.
-        queue: Queue for the reads.
-        progress: Called with the number of bytes after each comparison.
+    `serial` is the newest commit that is complete on all ranks; 0 if there is none.
     """
     wrong = list(found.wrong)
     damaged_places: list[Damage] = []
@@ -345,15 +339,6 @@ def _check(found: RankFiles, serial: int, queue: Queue, progress: Callable[[int]
 def _damages(
     found: RankFiles, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]
 ) -> Generator[Damage]:
-    """Yields the damages of a commit.
-
-    Args:
-        found: The rank's folder.
-        commit: The commit to compare.
-        file: The open file of states.
-        queue: Queue for the reads.
-        progress: Called with the number of bytes after each comparison.
-    """
     assert found.manifest is not None
     undo = Undo(found.folder)
     return damages_of_commit(file, queue, found.manifest.spec, commit.record, commit.table, undo, progress)
@@ -364,13 +349,6 @@ def _before(found: RankFiles, commit: Commit, file: StripedFile, queue: Queue, p
 
     The step after the last commit overwrites the slots of the older commit, as intended. Overwritten bytes cannot be
     told apart from damaged ones.
-
-    Args:
-        found: The rank's folder.
-        commit: The older commit.
-        file: The open file of states.
-        queue: Queue for the reads.
-        progress: Called with the number of bytes after each comparison.
     """
     commit_before = f"the commit before, step {commit.record.step},"
     either = "the step after the last commit has begun to overwrite this commit, or this commit is damaged"
@@ -388,7 +366,6 @@ def _before(found: RankFiles, commit: Commit, file: StripedFile, queue: Queue, p
 
 
 def _places(file: StripedFile, damage: Damage) -> tuple[tuple[str, int, int], ...]:
-    """Returns the file, the offset and the number of bytes of a damage on each drive."""
     parts = file.parts()
     return tuple(
         (parts[drive].path, offset, nbytes)

@@ -180,7 +180,6 @@ def _check_script(typed: _Typed) -> None:
 
 
 def _commands(typed: _Typed, environ: Mapping[str, str]) -> list[Command]:
-    """Reads the files that say what to run where, and returns the commands."""
     if typed.enable_each_rank_log == "":
         raise UsageError("--enable-each-rank-log is empty: give a folder, or leave it out")
     options = LaunchOptions(

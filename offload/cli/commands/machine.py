@@ -62,7 +62,6 @@ def info(
 
 
 def _probed(folders: list[str]) -> dict[str, DriveRates]:
-    """Returns the rates that `offload probe` has kept for the drives of `folders`, by folder."""
     from offload.hardware.probe import drive_under, kept
 
     before = kept()
@@ -115,7 +114,6 @@ def tune(
 
 
 def _print_tuned(console: Console, found: Any) -> None:
-    """Prints the trials and the chosen `aio` block."""
     from rich.table import Table
 
     table = Table("block", "depth", "read GB/s", "write GB/s", box=None)

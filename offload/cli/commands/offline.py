@@ -316,7 +316,6 @@ def _opened(folder: str, placement: ModelOptions, *, scores: bool, check: Any = 
 
 
 def _check_numbers(**given: int | None) -> None:
-    """Raises `ConfigError` if one of the numbers is below 1."""
     for name, value in given.items():
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is at least 1, not {value}")
@@ -326,9 +325,7 @@ def _check_numbers(**given: int | None) -> None:
 def _lines(output: Path | None, in_one_object: bool) -> Iterator[tuple[Callable[[Any], None], list[Any]]]:
     """Yields a function that writes its argument as a line of JSON, and the list of what goes into one object instead.
 
-    Args:
-        output: a new file for the lines; None for stdout.
-        in_one_object: True to keep the lines that would go to stdout.
+    Without an `output` the lines go to stdout, or into the list if `in_one_object`.
     """
     from offload.fileio.jsonl import json_line
 

@@ -75,7 +75,6 @@ def report(
 
 
 def _write(target: Path, text: str) -> None:
-    """Writes the page atomically: after an error the file that it would replace is unchanged."""
     try:
         atomic_write(target, text, durable=False)
     except OSError as error:

@@ -54,11 +54,7 @@ def run(
 
 
 def with_stand_in(path: str | None) -> str:
-    """Returns a PYTHONPATH with which processes find offload.deepspeed as `deepspeed`.
-
-    Args:
-        path: the PYTHONPATH so far; None for none.
-    """
+    """Returns a PYTHONPATH with which processes find offload.deepspeed as `deepspeed`."""
     from offload.deepspeed.import_hook import STAND_IN
 
     # In front, as the real package may be installed too. Every process inherits the variable.
@@ -68,8 +64,7 @@ def with_stand_in(path: str | None) -> str:
 def _program(name: str) -> str | None:
     """Returns the path of the command to run; None for a script of Python.
 
-    Args:
-        name: a file, or the name of a command, which is looked for beside this Python first.
+    A command is looked for beside this Python first.
 
     Raises:
         UsageError: if there is no such file and no such command.

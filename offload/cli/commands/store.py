@@ -215,7 +215,6 @@ def export(
 
 
 def _note_saved(source: Source, path: Path) -> None:
-    """Notes in the folder of a run that its weights are in other files; see `note_saved`."""
     from offload.runs.export import note_saved
 
     note_saved(source, path)
@@ -236,7 +235,6 @@ def _tokenizer_writer(client_state: Mapping[str, Any]) -> Callable[[Path], None]
 
 
 def _resumable(format: str) -> tuple[str, Callable[..., Exported]]:
-    """Returns what an export for another program is called in messages, and the function that writes it."""
     if format == "dcp":
         from offload.runs import distributed
 
@@ -343,7 +341,6 @@ def rm(
 
 
 def _tell_not_found(folders: Sequence[str]) -> None:
-    """Prints the folders of a removed run that may be left on its other drives."""
     echo(
         f"files of the run are left on its other drives, which were mounted elsewhere, or copied: {', '.join(folders)} "
         f"was not deleted; delete the run's folder on each such drive: `{shell_command('rm', 'DRIVE/RUN')}`",
@@ -362,7 +359,6 @@ def _refusals() -> Iterator[None]:
 
 
 def _check_folder(path: Path) -> None:
-    """Raises `StoreError` if `path` is not a folder."""
     if not path.is_dir():
         raise StoreError(f"there is no folder {path}")
 

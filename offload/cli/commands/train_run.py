@@ -85,13 +85,7 @@ class ProgressLine:
     """A progress line in a terminal; without a terminal a plain line every few seconds."""
 
     def __init__(self, console: Console, job: Any, every: int | None) -> None:
-        """Prepares the line of `job`.
-
-        Args:
-            console: the console to print to.
-            job: the job that runs.
-            every: steps between plain lines, which then appear in a terminal too; None for the default.
-        """
+        """Prepares the line of `job`."""
         self._console, self._job, self._every = console, job, every
         self._process = psutil.Process()
         self._last_printed = 0.0
@@ -149,7 +143,6 @@ class ProgressLine:
         return self._progress is None and (step == self._job.steps or time.monotonic() - self._last_printed > 5)
 
     def _on_gpu(self) -> int:
-        """Returns the bytes of GPU memory that torch has reserved."""
         import torch
 
         device = self._job.engine.device
@@ -169,10 +162,6 @@ def wear(job: Any, reports: Sequence[Any]) -> Iterator[str]:
     """Yields a warning for each drive of which the run will use more than `drive_share` of the rated endurance.
 
     Warnings are computed only after step `_STEADY` of a process, so each appears once.
-
-    Args:
-        job: the job that runs.
-        reports: reports of all steps of this process so far.
     """
     block = job.engine.config["offload"]
     if len(reports) != _STEADY or block["drive_tbw"] is None:
@@ -260,7 +249,6 @@ class Stopped(KeyboardInterrupt):
 
 
 def _quit(error: BaseException, code: int, options: Any) -> NoReturn:
-    """Prints an error in the words of the command line, and exits with `code`."""
     from offload.finetune.options import in_options
 
     print(f"error: {printable(in_options(str(error), options))}", file=sys.stderr)
@@ -444,7 +432,6 @@ class Training:
         return None if path is None else read_json(path)
 
     def _train(self, job: Any, options: Any, signals: Signals) -> None:
-        """Trains, reports each step, then saves the model and closes the engine."""
         engine = job.engine
         ended = engine.global_steps >= job.steps
         with (
@@ -495,7 +482,6 @@ class Training:
         return {"others_share": round(share, 3)}
 
     def _between_steps(self, report: Any, log: StepLog, line: ProgressLine) -> None:
-        """Reports an evaluation or a save between two steps."""
         from offload.finetune.corpus.token_stream import EvaluationReport
 
         if isinstance(report, EvaluationReport):
@@ -521,7 +507,6 @@ class Training:
             raise
 
     def _show(self, job: Any, result: _Result, remove: bool) -> None:
-        """Prints the result after the last step."""
         self._table(result)
         if job.folder and not remove:
             delete = shell_command("rm", job.folder)
@@ -572,7 +557,6 @@ class Training:
         )
 
     def _table(self, result: _Result) -> None:
-        """Prints the numbers of the run as a table; nothing without a step."""
         if not self.reports:
             return
         # The first step records the access order.

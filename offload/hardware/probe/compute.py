@@ -145,7 +145,6 @@ class _Linear:
 
 
 def _layers(dtype: torch.dtype, device: torch.device, size: tuple[int, int]) -> Callable[[], object]:
-    """Returns a function that runs the elementwise operations of `_LAYERS` transformer layers."""
     values = torch.full(size, 0.5, dtype=dtype, device=device)
     weight = torch.ones(size[1], dtype=dtype, device=device)
 
@@ -161,7 +160,6 @@ def _layers(dtype: torch.dtype, device: torch.device, size: tuple[int, int]) -> 
 
 
 def _fill(device: torch.device, nbytes: int) -> Callable[[], object]:
-    """Returns a function that fills `nbytes` bytes of new memory."""
     return lambda: torch.full((nbytes,), 0, dtype=torch.uint8, device=device)
 
 

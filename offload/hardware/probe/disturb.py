@@ -23,14 +23,7 @@ CURE = "run `offload probe` again while the machine is idle"
 
 
 def apart(name: str, first: float, last: float, describe: Callable[[float], str]) -> list[str]:
-    """Returns a sentence if a rate differs between the beginning and the end of the probe, else nothing.
-
-    Args:
-        name: name of the rate.
-        first: rate at the beginning.
-        last: rate at the end.
-        describe: converts a rate to text.
-    """
+    """Returns a sentence if a rate differs between the beginning and the end of the probe, else nothing."""
     if max(first, last) <= _APART * min(first, last):
         return []
     return [f"{name}: {describe(first)} at the beginning of the probe, {describe(last)} at its end; {CURE}"]
@@ -59,7 +52,6 @@ class Others:
 
 
 def _cores() -> set[int]:
-    """Returns the numbers of the cores that this process may use."""
     return os.sched_getaffinity(0)
 
 

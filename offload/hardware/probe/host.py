@@ -67,13 +67,11 @@ class Host:
 
 
 def _moving(numel: int) -> Callable[[], object]:
-    """Returns a function that reads and writes the bytes of an AdamW step on `numel` elements."""
     arrays = Arrays(numel, torch.bfloat16, torch.bfloat16)
     return lambda: kernels.probe(arrays.partition)
 
 
 def _slice_of(whole: kernels.Partition, start: int, stop: int) -> kernels.Partition:
-    """Returns elements [start, stop) of a partition, as views."""
     span = slice(start, stop)
     beside = [None if each is None else each[span] for each in (whole.residual, whole.master)]
     return kernels.Partition(whole.weight[span], whole.grad[span], tuple(each[span] for each in whole.moments), *beside)

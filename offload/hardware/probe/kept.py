@@ -119,9 +119,6 @@ def _file_system(path: str) -> int:
 def kept_window(folders: Sequence[str]) -> int:
     """Returns the bytes of a window of reads or writes for a queue over `folders`, by the cached measurement.
 
-    Args:
-        folders: one folder on each drive.
-
     Returns:
         The bytes; 0 to read and write at once, also if one of the drives was not measured.
     """
@@ -149,12 +146,10 @@ def as_json(found: Probed) -> dict[str, Any]:
 
 
 def _rounded(values: NamedTuple) -> dict[str, Any]:
-    """Returns the fields by name, floats with four digits."""
     return {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in values._asdict().items()}
 
 
 def _rates(content: dict[str, Any]) -> Rates:
-    """Returns the rates that `as_json` has written."""
     by_dtype = {name: DtypeRates(**each) for name, each in content["by_dtype"].items()}
     return Rates(**content | {"by_dtype": by_dtype})
 

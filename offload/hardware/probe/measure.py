@@ -51,12 +51,7 @@ def probe(
 ) -> Probed:
     """Measures the machine.
 
-    Args:
-        folders: folders on the drives to measure; each holds a file of at most `nbytes` temporarily.
-        device: name of the compute device, as in `--device`.
-        nbytes: bytes of the file on each drive.
-        tell: receives the progress.
-        seconds: approximate duration.
+    Each folder holds a file of at most `nbytes` meanwhile.
 
     Raises:
         ConfigError: the device does not exist, or `nbytes` is out of range.

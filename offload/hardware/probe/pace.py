@@ -47,14 +47,8 @@ def grown(
 ) -> _T:  # fmt: skip
     """Returns the first of the growing `sizes` whose call takes `enough` seconds.
 
-    Stops earlier if the next size is expected to take much longer than that.
-
-    Args:
-        sizes: sizes in ascending order.
-        work: amount of work of a size, from which the time of the next one is estimated.
-        call: makes the call of a size.
-        enough: seconds.
-        device: device to wait for after a call; None for the CPU.
+    Stops earlier if the next size is expected to take much longer than that. `work` is the amount of work of a size,
+    from which the time of the next one is estimated.
     """
     # The last size is never tried: it is taken if the one before is short enough.
     for size, larger in itertools.pairwise(sizes):
@@ -86,12 +80,8 @@ def in_turns(
 ) -> list[float]:
     """Returns the median seconds of each action. The actions take turns, so a slow moment of the machine affects all.
 
-    A first round, which allocates memory and selects kernels, does not count. At least one more is run.
-
-    Args:
-        actions: functions to time.
-        seconds: budget of all rounds.
-        device: device to wait for after each call; None for the CPU.
+    A first round, which allocates memory and selects kernels, does not count. At least one more is run. `seconds` is
+    the budget of all rounds.
     """
     end = time.perf_counter() + seconds
     rounds: list[list[float]] = []

@@ -84,9 +84,7 @@ class Clock:
     def server(self, group: str, beside: float | None = None) -> Server:
         """Returns a new server of `group`.
 
-        Args:
-            group: name of the shared hardware.
-            beside: fraction of full speed while another server of the group works; None divides the speed equally.
+        `beside` is the fraction of full speed while another server of the group works; None divides the speed equally.
         """
         self._servers.append(Server(self._groups.setdefault(group, _Group()), beside))
         return self._servers[-1]
@@ -94,12 +92,7 @@ class Clock:
     def begin(self, server: Server, row: str, unit: int, seconds: float, priority: int = 0) -> Work:
         """Enqueues a work item and returns the item.
 
-        Args:
-            server: the server.
-            row: kind of the work, for the timeline.
-            unit: the unit, for the timeline.
-            seconds: duration at full speed; an item of 0 seconds is done at once and leaves no span.
-            priority: a smaller one runs first.
+        `seconds` are those at full speed: an item of 0 seconds is done at once and leaves no span.
         """
         work = Work(row, unit, seconds, priority)
         if seconds:

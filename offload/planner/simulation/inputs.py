@@ -13,13 +13,7 @@ from offload.states import State, Tier
 
 
 def update_costs(parts: Partitions, placement: Placement, slots: int) -> list[UpdateCost | None]:
-    """Returns the cost of each unit's update; None for units without trainable parameters.
-
-    Args:
-        parts: bytes and elements of this rank's partitions.
-        placement: tier of each state.
-        slots: slots of the store, 0 to 2.
-    """
+    """Returns the cost of each unit's update; None for units without trainable parameters."""
     stored = placement.stored(parts, slots) or ({},) * len(parts.nbytes)
     frozen = parts.frozen or (0,) * len(parts.nbytes)
     rows = zip(parts.nbytes, placement.tiers, stored, frozen, parts.trainable_numel, strict=True)

@@ -43,12 +43,6 @@ class SimulatedInputs:
     """Moves of the inputs, in the order of the uses of one step."""
 
     def __init__(self, uses: Sequence[tuple[int, Input, Input]], machine: Machine) -> None:
-        """Moves nothing yet.
-
-        Args:
-            uses: the unit of each use, the input that leaves at its start, and the one that it needs.
-            machine: hardware that performs the moves.
-        """
         self._uses, self._machine = uses, machine
         self._next = _following(uses)
         self._reads: dict[int, Work] = {}
@@ -79,7 +73,6 @@ class SimulatedInputs:
                 yield from self._machine.counted("read", until(self._writes.popleft()))
 
     def _write_copied(self) -> None:
-        """Starts the writes of inputs whose copy in host memory is complete."""
         while self._unwritten and (self._unwritten[0].copied is None or self._unwritten[0].copied.done):
             each = self._unwritten.popleft()
             self._writes.append(self._machine.write("input write", "inputs_written", each.unit, each.nbytes))
@@ -87,7 +80,6 @@ class SimulatedInputs:
             self._writes.popleft()
 
     def _receive(self, position: int) -> Acting[None]:
-        """Waits for an input, and starts the moves of the next ones."""
         if position not in self._uploads:
             self._read(position)
             yield from self._machine.counted("read", until(self._reads.get(position)))

@@ -133,12 +133,7 @@ class Machine:
     def read(self, row: str, cause: str, unit: int, nbytes: int, priority: Priority) -> Work:
         """Starts a read from the drives.
 
-        Args:
-            row: kind of the read, for the timeline.
-            cause: the field of `Moved` to count the bytes in.
-            unit: the unit.
-            nbytes: bytes to read.
-            priority: urgency relative to other reads.
+        `row` is the kind of work for the timeline, `cause` the field of `Moved` that counts the bytes.
         """
         self._moved[cause] += nbytes
         return self.clock.begin(self._reads, row, unit, nbytes / self._rates.read, priority)

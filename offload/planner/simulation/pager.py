@@ -100,15 +100,6 @@ class SimulatedPager:
     def __init__(
         self, sizes: Sequence[UnitSize], host: Allocator, device: Allocator, limits: Limits, machine: Machine
     ) -> None:
-        """Starts with every unit in its tier and no access order.
-
-        Args:
-            sizes: bytes and tier of each unit.
-            host: allocator of host buffers of weights.
-            device: allocator of device buffers.
-            limits: limits of the policy.
-            machine: hardware that performs the moves.
-        """
         self.host, self.device, self.machine = host, device, machine
         self.access_order = AccessOrder()
         # `version` counts changes: an actor waits for a version other than the one it has seen.
@@ -216,13 +207,11 @@ class SimulatedPager:
         )
 
     def _start_read(self, entry: Entry, host_buffer: UnitBlock, priority: Priority) -> None:
-        """Starts the read of a unit's partition into a host buffer."""
         entry.host_buffer = host_buffer
         self._read(entry, priority)
         self.move(entry, Residency.READING)
 
     def _start_read_in_place(self, entry: Entry, place: UnitBlock, priority: Priority) -> None:
-        """Starts the read of a unit into its device buffer."""
         entry.device_buffer = place
         self._read(entry, priority)
         self.move(entry, Residency.UPLOADING)
@@ -309,7 +298,6 @@ class SimulatedPager:
         return UnitBlock(entry.index, place.offset, entry.size.nbytes)
 
     def _no_room(self, entry: Entry) -> BudgetError:
-        """Returns the error for a unit that has no room on the device."""
         return BudgetError(
             f"unit {entry.size.name} needs {format_size(entry.size.nbytes)} of contiguous device memory, and units in "
             f"use leave no such room in {format_size(self.device.nbytes)}"
@@ -335,7 +323,6 @@ class SimulatedPager:
             yield from self.advance()
 
     def _has_ended_read(self) -> bool:
-        """Returns True if a callback of the I/O queue has work."""
         return self._uploads_elsewhere and any(map(Entry.read_ended, self._reading.values()))
 
     def _prefetch_uploads(self) -> Acting[None]:
@@ -357,7 +344,6 @@ class SimulatedPager:
                 self._start_read_in_place(entry, place, Priority.NORMAL)
 
     def _prefetch_reads(self, wait: bool = True) -> Acting[None]:
-        """Completes reads that have ended, and starts those of the next units while host buffers are available."""
         yield from self._finish_ended_reads()
         while (unit := self._next_read()) is not None:
             nbytes, beyond = self._shard_nbytes(unit), self.access_order.distance(unit)
@@ -370,13 +356,11 @@ class SimulatedPager:
                 self.host.give(host_buffer.offset, host_buffer.nbytes)
 
     def _finish_ended_reads(self) -> Acting[None]:
-        """Completes all reads that have ended, in the order of the units."""
         for _, entry in sorted(self._reading.items()):
             if entry.read_ended():
                 yield from self.finish_read(entry)
 
     def _next_read(self) -> int | None:
-        """Returns the next unit in the access order to read into a host buffer, or None."""
         wanted = self._candidates.to_read
         # Most of the time there is none.
         return (
@@ -387,7 +371,6 @@ class SimulatedPager:
         return self.entries[unit].size.shard_nbytes
 
     def _next_upload(self) -> int | None:
-        """Returns the next unit in the access order to copy to the device, or None."""
         return next_to_fetch(self.access_order, self._nbytes, self._candidates.to_upload.__contains__, self._limits)
 
     def _nbytes(self, unit: int) -> int:
@@ -426,7 +409,6 @@ class SimulatedPager:
         return None if going is None else [self.entries[unit] for unit in going]
 
     def _take(self, unit: int, nbytes: int, going: Sequence[Entry]) -> UnitBlock:
-        """Allocates a host buffer once those of `going` are freed."""
         for entry in going:
             assert entry.host_buffer is not None
             self.host.give(entry.host_buffer.offset, entry.host_buffer.nbytes)
@@ -471,7 +453,6 @@ class SimulatedPager:
 
 
 def _copying(entries: Iterable[Entry]) -> Work | None:
-    """Returns a copy from one of the entries' host buffers that has not ended, or None."""
     return next((e.copied for e in entries if e.copied is not None and not e.copied.done), None)
 
 
@@ -484,7 +465,6 @@ class SimulatedWeightUpdates:
     """What the update worker changes of the weights that a simulated pager moves."""
 
     def __init__(self, pager: SimulatedPager) -> None:
-        """Changes nothing yet; `pager` owns the entries."""
         self._pager = pager
 
     def wanted_update(self) -> int | None:
@@ -520,13 +500,7 @@ class SimulatedWeightUpdates:
         return self._pager.entries[unit].residency is Residency.HOST
 
     def publish(self, unit: int, has_buffer: bool, unwritten: bool) -> None:
-        """Ends a unit's update for the model's thread.
-
-        Args:
-            unit: the unit.
-            has_buffer: True if a host buffer holds the new weights.
-            unwritten: True if writes of the new weights are in flight.
-        """
+        """Ends a unit's update for the model's thread."""
         entry = self._pager.entries[unit]
         if has_buffer:
             entry.unwritten = unwritten

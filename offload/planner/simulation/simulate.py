@@ -240,7 +240,6 @@ class _Loop:
         self._computing = False
 
     def _step(self) -> Acting[None]:
-        """Acts as `step()`: waits for the last step's updates and enqueues those of this step."""
         yield from self._machine.counted("update", self._updater.finish())
         # The recorded order of this step determines the updates and prefetches of the next one.
         self._pager.access_order.finish()

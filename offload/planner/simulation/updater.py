@@ -82,16 +82,6 @@ class SimulatedUpdater:
         speculate: bool,
         tile_buffers: int | None = None,
     ) -> None:
-        """Starts idle.
-
-        Args:
-            costs: cost of each unit's update; None for a unit without trainable parameters.
-            tile_numel: elements of a tile; None for an entire unit.
-            pager: the pager, which shares host buffers with the updates.
-            machine: hardware that performs the work.
-            speculate: True to update a unit as soon as its gradient is complete, where the update is revocable.
-            tile_buffers: most tiles in flight; None for those of optimizers that step element by element.
-        """
         self._costs, self._tile_numel, self._pager, self._machine = costs, tile_numel, pager, machine
         self._weights, self._speculate = SimulatedWeightUpdates(pager), speculate
         self.undelivered = 0
@@ -252,7 +242,6 @@ class SimulatedUpdater:
         return _Job(unit, entry.size.tier, cost, has_buffer, delivered, priority)
 
     def _read_tile(self, job: _Job, start: int, stop: int) -> Acting[list[Work]]:
-        """Starts the reads of elements [start, stop): states, weights that no host buffer holds, spilled gradients."""
         entry, cost = self._pager.entries[job.unit], job.cost
         nbytes = _share(cost.state_nbytes, start, stop, cost.numel)
         if entry.size.tier is Tier.DISK and not (job.has_buffer and self._weights.holds_weights(job.unit)):

@@ -297,7 +297,6 @@ def _check_gpu_options(typed: GpuOptions) -> None:
 
 
 def _rows_table(rows: list[Any]) -> Table:
-    """Returns the table of `offload bench io`."""
     from rich.table import Table
 
     table = Table("op", "backend", "block", "depth", "GB/s", "of fio", "CPU s/GB", "p50 ms", "p99 ms", box=None)
@@ -317,7 +316,6 @@ def _rows_table(rows: list[Any]) -> Table:
 
 
 def _adam_table(rows: list[Any]) -> Table:
-    """Returns the table of `offload bench adam`."""
     from rich.table import Table
 
     table = Table("", "weight", "grad", "moment", "threads", "isa", "ms", "GB/s", "of probe", "Mparam/s", box=None)
@@ -339,7 +337,6 @@ def _adam_table(rows: list[Any]) -> Table:
 
 
 def _swap_table(rows: Sequence[Any]) -> Table:
-    """Returns the table of `offload bench swap`, in seconds unless a column says otherwise."""
     from rich.table import Table
 
     table = Table(box=None)

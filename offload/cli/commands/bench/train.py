@@ -97,7 +97,6 @@ def bench_train(typed: TrainOptions) -> None:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """Returns the table of `offload bench train`, in seconds unless a column says otherwise."""
     from rich.table import Table
 
     table = Table(box=None)

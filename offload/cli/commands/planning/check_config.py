@@ -94,12 +94,10 @@ def _is_in(content: Any, name: str) -> bool:
 
 
 def _is_missing(name: str, message: str) -> bool:
-    """Returns True if a message says that a key has no value."""
     return message.startswith(f"{name} is required")
 
 
 def _with_reason(name: str, why: Mapping[str, str]) -> str:
-    """Returns a key, followed by the reason if there is one."""
     return f"{name}: {why[name]}" if name in why else name
 
 
@@ -120,6 +118,5 @@ def _is_wrong(name: str, messages: Sequence[str]) -> bool:
 
 
 def _counts(found: Mapping[str, Any]) -> list[str]:
-    """Returns the number of keys of each kind that there is, in words."""
     named = {kind: re.split("[,:]", heading)[0] for kind, heading in _KINDS.items()}
     return [f"{len(found[kind])} {name}" for kind, name in named.items() if found[kind]] or ["no keys"]

@@ -91,11 +91,7 @@ def plan(typed: PlanOptions) -> None:
 
 @contextmanager
 def _working(first: str) -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows what is being computed as a status line on stderr, if that is a terminal.
-
-    Args:
-        first: what is being computed first.
-    """
+    """Yields a function that shows what is being computed as a status line on stderr, if that is a terminal."""
     from rich.console import Console
 
     with status_line(Console(stderr=True, highlight=False, markup=False)) as show:
@@ -104,7 +100,6 @@ def _working(first: str) -> Iterator[Callable[[str], None]]:
 
 
 def _asked(typed: PlanOptions, planned: Planned) -> Asked:
-    """Returns the quantities for additional answers. Steps count as their tokens."""
     from offload.planner.output import Asked
     from offload.planner.request import endurance
 
@@ -120,7 +115,6 @@ def _asked(typed: PlanOptions, planned: Planned) -> Asked:
 
 
 def _print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table whose first column is text and whose others are numbers."""
     from rich.table import Table
 
     table = Table(box=None)
@@ -132,7 +126,6 @@ def _print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequen
 
 
 def _print_longest(typed: PlanOptions, console: Console) -> None:
-    """Prints the longest sequence for each way to keep activations, and the config of the longest."""
     from offload.planner import output, request
 
     with errors(BAD_INPUT):
@@ -150,7 +143,6 @@ def _print_longest(typed: PlanOptions, console: Console) -> None:
 
 
 def _planned(typed: PlanOptions) -> Planned:
-    """Returns the plan that the options ask for. With `--measure` the model is timed first, which may take minutes."""
     from offload.planner import request
     from offload.planner.request import check_target
 
@@ -167,7 +159,6 @@ def _planned(typed: PlanOptions) -> Planned:
 
 
 def _model(typed: PlanOptions) -> Model:
-    """Returns the options that describe the model."""
     from offload.planner.request import Model
 
     return Model(
@@ -211,7 +202,6 @@ def _adapters(typed: PlanOptions) -> Adapters | None:
 
 
 def _machine(typed: PlanOptions) -> Described:
-    """Returns the options that describe the machine."""
     from offload.planner.request import Described
 
     return Described(
@@ -225,7 +215,6 @@ def _machine(typed: PlanOptions) -> Described:
 
 
 def _step(typed: PlanOptions) -> Step:
-    """Returns the options that describe a step."""
     from offload.planner.request import Step
 
     return Step(
