@@ -51,34 +51,35 @@ class Plan:
     """The settings of a measurement."""
 
     folders: tuple[str, ...]
-    units: int
-    unit_bytes: int
-    compute_ms: tuple[float, ...]
+    units: int = 16
+    unit_bytes: int = 64 * MIB
+    compute_ms: tuple[float, ...] = (50.0,)
     """Simulated compute times of one unit's forward, in milliseconds; the benchmark runs with each."""
-    steps: int
+    steps: int = 4
     """Timed steps of a turn, without the steps at its start that are not timed."""
-    rounds: int
+    rounds: int = 3
     """Turns of each of the drive by itself, the swapped model and the model in memory."""
-    accumulation: int
+    accumulation: int = 1
     """Micro-batches of a step."""
-    weights: str
-    states: str
+    weights: str = "nvme"
+    states: str = "nvme"
     """Tier of the optimizer states, one of `TIERS`; `weights` is the tier of the weights."""
-    durability: str
-    host_memory: int | None
-    device_memory: int | None
+    durability: str = "auto"
+    host_memory: int | None = None
+    device_memory: int | None = None
     """Device budget in bytes; `host_memory` is the host budget. None for the engine's defaults."""
-    overlap: bool
+    overlap: bool = True
     """True if updates run during the next forward."""
-    busy: bool
+    busy: bool = False
     """True if compute keeps a core busy instead of sleeping."""
-    in_memory: bool
-    """True if the compute time is measured with the same model in memory; False if it is calculated."""
-    backend: str
-    block_bytes: int | None
-    depth: int | None
+    in_memory: bool | None = None
+    """True to measure the compute time with the same model in memory, False to calculate it; None, before a plan is
+    made, to measure it if memory suffices."""
+    backend: str = "auto"
+    block_bytes: int | None = None
+    depth: int | None = None
     """I/O blocks in flight. None stands for the backend's default, here and for `block_bytes`."""
-    probe_bytes: int
+    probe_bytes: int = 256 * MIB
 
     @property
     def unit_numel(self) -> int:
@@ -104,67 +105,26 @@ class Plan:
         return self.forward_seconds(compute_ms) * (1 + BACKWARD) * self.accumulation
 
 
-def make_plan(
-    folders: Sequence[str],
-    *,
-    units: int = 16,
-    unit_bytes: int = 64 * MIB,
-    compute_ms: Sequence[float] = (),
-    steps: int = 4,
-    rounds: int = 3,
-    accumulation: int = 1,
-    weights: str = "nvme",
-    states: str = "nvme",
-    durability: str = "auto",
-    host_memory: int | None = None,
-    device_memory: int | None = None,
-    overlap: bool = True,
-    busy: bool = False,
-    in_memory: bool | None = None,
-    backend: str = "auto",
-    block_bytes: int | None = None,
-    depth: int | None = None,
-    probe_bytes: int = 256 * MIB,
-) -> Plan:
-    """Returns the plan of the settings, named as in `Plan`, and validates it; creates no file, allocates no memory.
+def make_plan(folders: Sequence[str], **settings: Any) -> Plan:
+    """Returns the plan of the settings, which are fields of `Plan`; creates no file, allocates no memory.
 
-    Args:
-        folders: folders on the drives to measure.
-        unit_bytes: bytes of a unit's weights, rounded down to pages.
-        compute_ms: simulated compute times of one unit's forward, in milliseconds; empty for 50.
-        in_memory: True to measure the compute time with the same model in memory, False to calculate it; None to
-            measure it if memory suffices.
-        probe_bytes: bytes of the file that measures the drive, rounded up to pages.
+    The bytes of a unit are rounded down to pages, those of the probe's file up.
 
     Raises:
         ConfigError: a setting is out of range, or memory or the drive is too small.
     """
-    plan = Plan(
-        folders=tuple(folders),
-        units=units,
-        unit_bytes=unit_bytes // PAGE * PAGE,
-        compute_ms=tuple(dict.fromkeys(compute_ms or (50.0,))),
-        steps=steps,
-        rounds=rounds,
-        accumulation=accumulation,
-        weights=weights,
-        states=states,
-        durability=durability,
-        host_memory=host_memory,
-        device_memory=device_memory,
-        overlap=overlap,
-        busy=busy,
-        in_memory=True,
-        backend=backend,
-        block_bytes=block_bytes,
-        depth=depth,
-        probe_bytes=align_up(probe_bytes),
+    wanted = Plan(folders=tuple(folders), **settings)
+    plan = replace(
+        wanted,
+        unit_bytes=wanted.unit_bytes // PAGE * PAGE,
+        compute_ms=tuple(dict.fromkeys(wanted.compute_ms or (50.0,))),
+        probe_bytes=align_up(wanted.probe_bytes),
     )
-    _check_numbers(plan, unit_bytes, probe_bytes)
+    _check_numbers(plan, wanted.unit_bytes, wanted.probe_bytes)
     _check_choices(plan)
     _check_room(plan)
     # Last: the estimate of memory needs valid settings.
-    return replace(plan, in_memory=_fits_in_memory(plan, in_memory))
+    return replace(plan, in_memory=_fits_in_memory(plan))
 
 
 def _check_numbers(plan: Plan, unit_bytes: int, probe_bytes: int) -> None:
@@ -216,8 +176,8 @@ def _check_room(plan: Plan) -> None:
             )
 
 
-def _fits_in_memory(plan: Plan, wanted: bool | None) -> bool:
-    """Returns `wanted` or, if that is None, True if memory has room for the same model beside the swapped one.
+def _fits_in_memory(plan: Plan) -> bool:
+    """Returns what the plan wants or, if that is None, True if memory has room for the model beside its copy.
 
     Raises `ConfigError` if the swapped model alone does not fit, or the second one does not although it is requested.
     """
@@ -236,13 +196,13 @@ def _fits_in_memory(plan: Plan, wanted: bool | None) -> bool:
             f"{format_size(available)} of memory are free, budgets and gradients take "
             f"{format_size(budgets + working)}: give fewer --units, a smaller --unit-size or smaller budgets"
         )
-    if wanted and available < budgets + working + beside:
+    if plan.in_memory and available < budgets + working + beside:
         raise ConfigError(
             f"{format_size(available)} of memory are free, the model beside its copy in memory takes "
             f"{format_size(budgets + working + beside)}: leave --in-memory out, and compute is calculated"
         )
     # A margin of 10 %, since other processes allocate too; an explicit request needs no margin.
-    return available >= (budgets + working + beside) * 1.1 if wanted is None else wanted
+    return available >= (budgets + working + beside) * 1.1 if plan.in_memory is None else plan.in_memory
 
 
 # -- swap figures --------------------------------------------------------------------------------------

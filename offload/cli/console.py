@@ -1,4 +1,4 @@
-"""Helpers that all commands share: exit codes, one-line errors, a status line, and counts such as 250M."""
+"""Helpers that all commands share: exit codes, one-line errors, progress, tables, and counts such as 250M."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +17,7 @@ from offload.errors import BudgetError, ConfigError, OffloadError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 BAD_INPUT, FAILED = 2, 1
 
@@ -87,6 +88,39 @@ def status_line(console: Console) -> Iterator[Callable[[str], None]]:
         return
     with console.status("") as status:
         yield status.update
+
+
+@contextmanager
+def measuring() -> Iterator[Callable[[str, float], None]]:
+    """Yields a function of a description and the fraction done, from 0 to 1, which shows both.
+
+    The progress goes to stderr, so that stdout contains the result only.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        yield lambda words, _: console.print(f"measuring {words}")
+        return
+    columns = (BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda words, done: progress.update(task, completed=done, description=words)
+
+
+def make_table(
+    titles: Sequence[str], rows: Iterable[Sequence[str]], *, right: int | None = None, no_wrap: bool = False
+) -> Table:
+    """Returns a table of texts. Columns from number `right` on are aligned to the right; without titles none is."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=bool(titles))
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="left" if right is None or number < right else "right", no_wrap=no_wrap)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 @contextmanager

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import json
 import os
 import platform
 import resource
 import shutil
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,32 @@ def drive(folder: str) -> dict[str, Any]:
         "total_bytes": room.total,
         "disks": disks(path, mount.device),
     }
+
+
+def rated_bytes_of(folder: str) -> int | None:
+    """Returns the rated bytes of the drive of `folder` by SMART; None without smartctl or the right to use it."""
+    # The rating is an extra: a missing tool, right or field must not fail the plan.
+    with contextlib.suppress(OSError, ValueError, KeyError, subprocess.SubprocessError):
+        if shutil.which("smartctl") is None:
+            return None
+        command = ["smartctl", "-j", "-A", drive(folder)["device"]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        return rated_bytes(json.loads(done.stdout))
+    return None
+
+
+def rated_bytes(smart: Mapping[str, Any]) -> int | None:
+    """Returns the bytes written so far divided by the fraction of the drive's life used.
+
+    `smart` is smartctl's JSON of an NVMe drive, whose data units are 512,000 bytes.
+
+    Returns:
+        None for a drive that reports 0 % used, since the division has no result.
+    """
+    log = smart["nvme_smart_health_information_log"]
+    # NVMe reports the used life in percent of the rated endurance, so the quotient is the rating.
+    used, written = int(log["percentage_used"]), int(log["data_units_written"]) * 512_000
+    return written * 100 // used if used else None
 
 
 def advice(facts: dict[str, Any]) -> list[str]:

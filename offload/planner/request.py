@@ -18,9 +18,8 @@ import torch
 from offload.aio import aligned_empty
 from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
-from offload.hardware.probe import kept
-from offload.hardware.probe.measure import Tell
-from offload.hardware.smart import rated_bytes_of
+from offload.hardware.info import rated_bytes_of
+from offload.hardware.probe import Tell, kept
 from offload.layout.memory_plan import Division, division_of
 from offload.layout.modes import DTYPES, MASTERS, MOMENT_DTYPES
 from offload.layout.pass_order import SCHEDULES, makes_early_updates

@@ -439,13 +439,7 @@ def _turn(plan: Plan, contender: Contender, folder: Path) -> dict[str, Any]:
         contender=contender.name,
         folder=str(files),
         weights=str(folder / "model.safetensors"),
-        device=plan.device,
-        model=plan.model,
-        batch_size=plan.batch_size,
-        seq_len=plan.seq_len,
-        micro_batches=plan.micro_batches,
-        dtype=plan.dtype,
-        steps=plan.steps,
+        **{name: getattr(plan, name) for name in Job._fields[3:]},
     )
     command = [*module_command(sys.executable, "offload.bench.train"), json.dumps(job._asdict()), str(written)]
     threads = str(plan.threads)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 import typer
 
 from offload.cli.console import FAILED, Json, errors
-from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
+from offload.cli.options import option, takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError, printable
 from offload.sizes import count_of, format_size
@@ -178,12 +178,6 @@ class _Generated:
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(_Placed, _Generated):
     """Options of `offload generate`; the help lists the fields of the last base first."""
-
-
-def register(app: typer.Typer) -> None:
-    """Adds these commands to `app`."""
-    app.command(cls=Grouped, context_settings=UNDERSCORES)(score)
-    app.command(cls=Grouped, context_settings=UNDERSCORES)(generate)
 
 
 @takes_options(ScoreOptions)
