@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class AdamRow:
     """The result of one contender: medians of the rounds."""
 
     name: str
@@ -103,7 +103,9 @@ def cases(
     return [Case(*kind, count, isa) for kind, count, isa in itertools.product(kinds, threads, isas)]
 
 
-def measure(numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
+def measure(
+    numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str], None] = lambda _: None
+) -> list[AdamRow]:
     """Runs the contenders of each case in turns. Restores the environment's settings of the kernels afterwards.
 
     One more round is run first.
@@ -117,7 +119,7 @@ def measure(numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str
     if numel < 1 or rounds < 1:
         raise ConfigError(f"expected numel >= 1 and rounds >= 1, got {numel} and {rounds}")
     before = torch.get_num_threads()
-    rows: list[Row] = []
+    rows: list[AdamRow] = []
     try:
         for (dtype, grad, moment), group in itertools.groupby(wanted, key=lambda case: case[:3]):
             # One set of arrays at a time: at the sizes that matter two would not fit in memory.
@@ -139,7 +141,7 @@ def _rows(
     contenders: dict[str, Callable[[], object]],
     rounds: int,
     tell: Callable[[str], None],
-) -> Iterable[Row]:
+) -> Iterable[AdamRow]:
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     # In turns: memory bandwidth of a shared machine drifts, and each ratio compares times of the same round.
     for turn in range(rounds + 1):
@@ -151,7 +153,7 @@ def _rows(
     for name, taken in seconds.items():
         mine, bound = taken[1:], seconds["probe"][1:]  # the first round touches memory and selects kernels
         median = statistics.median(mine)
-        yield Row(
+        yield AdamRow(
             name=name,
             numel=arrays.weight.numel(),
             weight_dtype=case.weight_dtype,
@@ -240,7 +242,7 @@ def _deepspeed(arrays: Arrays) -> dict[str, Callable[[], object]]:
     return {"deepspeed": flat, "deepspeed, tiled": tiled}
 
 
-def as_json(machine: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
+def as_json(machine: dict[str, Any], rows: Iterable[AdamRow]) -> dict[str, Any]:
     """Returns the content that `--json` prints."""
     return {
         "machine": machine,
@@ -248,7 +250,7 @@ def as_json(machine: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
     }
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[AdamRow], path: Path) -> None:
     """Draws each contender's fraction of the probe's speed to a PNG, SVG or PDF file."""
     plt = pyplot()
     names = [f"{r.name}, {r.weight_dtype}, moments {r.moment_dtype}, {r.threads} x {r.isa}" for r in rows]

@@ -65,7 +65,7 @@ def kernel_bytes() -> tuple[int, int] | None:
 _REQUEST_BYTES = 16 * MIB
 
 
-class Rates(NamedTuple):
+class DriveSpeeds(NamedTuple):
     """Bytes a second of the drives by themselves: reading, writing, and both at once in equal parts."""
 
     read: float
@@ -80,9 +80,9 @@ class Rates(NamedTuple):
         return min(at_once, read_bytes / self.read + written_bytes / self.write)
 
 
-def median_rates(rates: Sequence[Rates]) -> Rates:
+def median_rates(rates: Sequence[DriveSpeeds]) -> DriveSpeeds:
     """Returns the median of each rate."""
-    return Rates(*(statistics.median(column) for column in zip(*rates, strict=True)))
+    return DriveSpeeds(*(statistics.median(column) for column in zip(*rates, strict=True)))
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ def drive_rates(
     backend: str = "auto",
     block_bytes: int | None = None,
     depth: int | None = None,
-) -> Iterator[Callable[[], Rates]]:
+) -> Iterator[Callable[[], DriveSpeeds]]:
     """Yields a function that measures the rates of all drives together, with a queue and files like an engine's.
 
     Args:
@@ -121,7 +121,7 @@ def drive_rates(
                 passes = [move(queue, file, buffer, operation, request_bytes) for _ in range(3)]
                 return statistics.median(one.nbytes / one.seconds for one in passes)
 
-            yield lambda: Rates(rate("read"), rate("write"), rate("mixed"))
+            yield lambda: DriveSpeeds(rate("read"), rate("write"), rate("mixed"))
     finally:
         for path in paths:
             remove(path)

@@ -24,7 +24,7 @@ from torch import nn
 import offload
 from offload.aio import BACKENDS
 from offload.aio.backend import refusals
-from offload.bench.measure import Rates, drive_rates, kernel_bytes, median_rates, rounded
+from offload.bench.measure import DriveSpeeds, drive_rates, kernel_bytes, median_rates, rounded
 from offload.errors import ConfigError, OffloadError
 from offload.notices import Remark
 from offload.sizes import MIB, PAGE, align_up, count_of, format_size
@@ -47,7 +47,7 @@ _DEVICE_UNITS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class SwapPlan:
     """The settings of a measurement."""
 
     folders: tuple[str, ...]
@@ -105,15 +105,15 @@ class Plan:
         return self.forward_seconds(compute_ms) * (1 + BACKWARD) * self.accumulation
 
 
-def make_plan(folders: Sequence[str], **settings: Any) -> Plan:
-    """Returns the plan of the settings, which are fields of `Plan`; creates no file, allocates no memory.
+def make_plan(folders: Sequence[str], **settings: Any) -> SwapPlan:
+    """Returns the plan of the settings, which are fields of `SwapPlan`; creates no file, allocates no memory.
 
     The bytes of a unit are rounded down to pages, those of the probe's file up.
 
     Raises:
         ConfigError: a setting is out of range, or memory or the drive is too small.
     """
-    wanted = Plan(folders=tuple(folders), **settings)
+    wanted = SwapPlan(folders=tuple(folders), **settings)
     plan = replace(
         wanted,
         unit_bytes=wanted.unit_bytes // PAGE * PAGE,
@@ -127,7 +127,7 @@ def make_plan(folders: Sequence[str], **settings: Any) -> Plan:
     return replace(plan, in_memory=_fits_in_memory(plan))
 
 
-def _check_numbers(plan: Plan, unit_bytes: int, probe_bytes: int) -> None:
+def _check_numbers(plan: SwapPlan, unit_bytes: int, probe_bytes: int) -> None:
     for name in ("units", "steps", "rounds", "accumulation"):
         if getattr(plan, name) < 1:
             raise ConfigError(f"expected {name} >= 1, got {getattr(plan, name)}")
@@ -139,7 +139,7 @@ def _check_numbers(plan: Plan, unit_bytes: int, probe_bytes: int) -> None:
             raise ConfigError(f"expected {name} of at least {PAGE} bytes, got {nbytes}")
 
 
-def _check_choices(plan: Plan) -> None:
+def _check_choices(plan: SwapPlan) -> None:
     known = {"weights": TIERS, "states": TIERS, "durability": DURABILITIES, "backend": ("auto", *BACKENDS)}
     for name, choices in known.items():
         if getattr(plan, name) not in choices:
@@ -154,7 +154,7 @@ def _check_choices(plan: Plan) -> None:
         )
 
 
-def _check_room(plan: Plan) -> None:
+def _check_room(plan: SwapPlan) -> None:
     if not plan.folders:
         raise ConfigError("give at least one folder, on the drive to measure")
     two_slots, in_place = 2 * (_WEIGHT + _STATES) * plan.parameters, plan.update_read_bytes
@@ -176,7 +176,7 @@ def _check_room(plan: Plan) -> None:
             )
 
 
-def _fits_in_memory(plan: Plan) -> bool:
+def _fits_in_memory(plan: SwapPlan) -> bool:
     """Returns what the plan wants or, if that is None, True if memory has room for the model beside its copy.
 
     Raises `ConfigError` if the swapped model alone does not fit, or the second one does not although it is requested.
@@ -233,7 +233,7 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class SwapRow:
     """A step at one `compute_ms`: medians of all counted steps of all rounds; bytes are means."""
 
     compute_ms: float
@@ -271,16 +271,16 @@ class Result(NamedTuple):
     durable: bool
     notices: tuple[str, ...]
     """What the machine or the drive has refused, such as a backend of I/O."""
-    rates: Rates
-    rows: tuple[Row, ...]
+    rates: DriveSpeeds
+    rows: tuple[SwapRow, ...]
 
 
 # -- conclusions --------------------------------------------------------------------------------------
 
 
 def make_row(
-    plan: Plan, compute_ms: float, rates: Rates, swapped: Sequence[Turn], in_memory: Sequence[Turn] = ()
-) -> Row:
+    plan: SwapPlan, compute_ms: float, rates: DriveSpeeds, swapped: Sequence[Turn], in_memory: Sequence[Turn] = ()
+) -> SwapRow:
     """Derives a row from measurements.
 
     Without turns in memory compute is calculated.
@@ -303,7 +303,7 @@ def make_row(
     hidden = min(max(io - exposed, 0.0), io)
     # Passes over the units after the first forward: the other forwards, and backwards that take `BACKWARD` forwards.
     passes_after = (1 + BACKWARD) * plan.accumulation - 1
-    return Row(
+    return SwapRow(
         compute_ms=compute_ms,
         step_seconds=step,
         compute_seconds=compute,
@@ -345,7 +345,7 @@ def _mean_of_known(values: Sequence[float | None]) -> float | None:
 # -- output -------------------------------------------------------------------------------------------
 
 
-def as_json(machine: dict[str, Any], plan: Plan, result: Result) -> dict[str, Any]:
+def as_json(machine: dict[str, Any], plan: SwapPlan, result: Result) -> dict[str, Any]:
     """Returns the content that `--json` prints."""
     return {
         "machine": machine,
@@ -367,13 +367,14 @@ def as_json(machine: dict[str, Any], plan: Plan, result: Result) -> dict[str, An
         "rounds": plan.rounds,
         "compute_measured": plan.in_memory,
         "drive": {
-            f"{name}_gb_per_s": rounded(value / 1e9) for name, value in zip(Rates._fields, result.rates, strict=True)
+            f"{name}_gb_per_s": rounded(value / 1e9)
+            for name, value in zip(DriveSpeeds._fields, result.rates, strict=True)
         },
         "rows": [{key: rounded(value) for key, value in asdict(row).items()} for row in result.rows],
     }
 
 
-def heading(plan: Plan, result: Result) -> list[str]:
+def heading(plan: SwapPlan, result: Result) -> list[str]:
     """Returns the lines above the table."""
     rates, row = result.rates, result.rows[0]
     counted = ""
@@ -392,7 +393,7 @@ def heading(plan: Plan, result: Result) -> list[str]:
     ]
 
 
-def in_words(plan: Plan, row: Row) -> str:
+def in_words(plan: SwapPlan, row: SwapRow) -> str:
     """Returns a sentence about the limit of a step, and about a change that would lift it."""
     start = f"at {row.compute_ms:g} ms a unit"
     if row.limit == "compute":
@@ -508,7 +509,7 @@ class _Model(nn.Module):
 # -- measuring ----------------------------------------------------------------------------------------
 
 
-def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
+def measure(plan: SwapPlan, tell: Callable[[str], None] = lambda _: None) -> Result:
     """Runs the workload and removes its files afterwards.
 
     Returns:
@@ -520,7 +521,7 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
     load = Load(plan.unit_numel, plan.busy)
     swapped: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
     in_memory: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
-    rates: dict[float, list[Rates]] = {each: [] for each in plan.compute_ms}
+    rates: dict[float, list[DriveSpeeds]] = {each: [] for each in plan.compute_ms}
     with contextlib.ExitStack() as stack:
         tell(f"{count_of(plan.units, 'unit')} of {format_size(plan.unit_bytes)} into their tiers")
         engine = stack.enter_context(_engine(plan, load))
@@ -546,7 +547,12 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
                     tell(f"round {turn + 1} of {plan.rounds}: {each:g} ms a unit, in memory")
                     in_memory[each].append(_turn(beside, plan))
         return Result(
-            _bytes_in_files(plan),
+            sum(
+                path.stat().st_size
+                for folder in plan.folders
+                for path in (Path(folder) / _run()).rglob("*")
+                if path.is_file()
+            ),
             engine.host_memory,
             engine.device_memory,
             engine.resumable is not None,
@@ -560,7 +566,7 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
         )
 
 
-def _in_memory(plan: Plan) -> Plan:
+def _in_memory(plan: SwapPlan) -> SwapPlan:
     return replace(
         plan,
         folders=(),
@@ -578,7 +584,7 @@ def _run() -> str:
 
 
 @contextlib.contextmanager
-def _engine(plan: Plan, load: Load) -> Iterator[offload.Engine]:
+def _engine(plan: SwapPlan, load: Load) -> Iterator[offload.Engine]:
     config = {
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,  # as by default: what a config leaves open has a notice
@@ -626,7 +632,7 @@ class _Moved(NamedTuple):
     kernel: tuple[int, int] | None
 
 
-def _turn(engine: offload.Engine, plan: Plan) -> Turn:
+def _turn(engine: offload.Engine, plan: SwapPlan) -> Turn:
     # `before` is the count in the last untimed step, so the difference covers exactly `plan.steps` steps.
     for _ in range(UNCOUNTED):
         before = _step(engine, plan)
@@ -645,7 +651,7 @@ def _turn(engine: offload.Engine, plan: Plan) -> Turn:
     return Turn(tuple(seconds), read / plan.steps, written / plan.steps, *counted)
 
 
-def _step(engine: offload.Engine, plan: Plan) -> _Moved:
+def _step(engine: offload.Engine, plan: SwapPlan) -> _Moved:
     """Performs a step and returns the bytes moved until the end of its last backward.
 
     By then every unit was used, so the reads and writes of all updates of the previous step have been requested, and
@@ -658,9 +664,3 @@ def _step(engine: offload.Engine, plan: Plan) -> _Moved:
             moved = _Moved(engine.io_bytes(), kernel_bytes())
         engine.step()
     return moved
-
-
-def _bytes_in_files(plan: Plan) -> int:
-    return sum(
-        path.stat().st_size for folder in plan.folders for path in (Path(folder) / _run()).rglob("*") if path.is_file()
-    )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from offload.aio import Bandwidth
 from offload.aio.measure import TimedTransfer
-from offload.bench.io import Case, Plan, make_plan, passes_of
+from offload.bench.io import Case, IoPlan, make_plan, passes_of
 from offload.config import load_config, read_json
 from offload.config.edit import set_in_block
 from offload.errors import ConfigError
@@ -80,7 +80,7 @@ def tune(
 
 
 def _measured(
-    plan: Plan, cases: Sequence[Case], rounds: int, tell: Callable[[str], None]
+    plan: IoPlan, cases: Sequence[Case], rounds: int, tell: Callable[[str], None]
 ) -> Mapping[tuple[Case, str], list[TimedTransfer]]:
     return passes_of(replace(plan, cases=tuple(cases), rounds=rounds), tell)
 

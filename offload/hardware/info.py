@@ -47,8 +47,10 @@ def io() -> dict[str, Any]:
 
     Raises `ConfigError` if this system refuses every backend.
     """
+    trial, locked = aligned_empty(16 * MIB), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     with IoQueue() as queue:  # raises the error with the reasons if no backend works
-        taken = queue.backend
+        # Only io_uring registers memory.
+        taken, registered = queue.backend, queue.register(trial)
     refused = refusals()
     return {
         "backend": taken,
@@ -58,8 +60,8 @@ def io() -> dict[str, Any]:
         "defaults": DEFAULTS[taken]._asdict(),
         "crc32c": f"by {crc32c_ways()[-1]}",
         "huge_pages": _huge_pages(),
-        "registered": _registered(),
-        "memlock_bytes": _memlock(),
+        "registered": {"asked_bytes": len(trial), "got_bytes": registered},
+        "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
         "libaio_events": {"taken": _number("/proc/sys/fs/aio-nr"), "most": _number("/proc/sys/fs/aio-max-nr")},
     }
 
@@ -145,7 +147,11 @@ def advice(facts: dict[str, Any]) -> list[str]:
         if "error" in each:
             continue
         for disk in each["disks"]:
-            found += _of_disk_to_change(each["path"], disk)
+            where = f"{each['path']} is on {disk['name']}"
+            if disk["rotational"]:
+                found.append(f"{where}, a rotating disk: paging needs an SSD")
+            elif _narrow(disk["link"]):
+                found.append(f"{where} with {_of_link(disk['link'])}: another slot moves more bytes a second")
         if not each["o_direct"]:
             found.append(f"{each['path']} ({each['file_system']}) has no O_DIRECT: swap files there use RAM as a cache")
         if each["file_system"] in ("tmpfs", "ramfs"):
@@ -163,14 +169,6 @@ def _of_machine(facts: dict[str, Any]) -> list[str]:
         if _narrow(each["link"]):
             found.append(f"{each['name']} has {_of_link(each['link'])}: another slot moves more bytes a second")
     return found
-
-
-def _of_disk_to_change(path: str, disk: dict[str, Any]) -> list[str]:
-    if disk["rotational"]:
-        return [f"{path} is on {disk['name']}, a rotating disk: paging needs an SSD"]
-    if _narrow(disk["link"]):
-        return [f"{path} is on {disk['name']} with {_of_link(disk['link'])}: another slot moves more bytes a second"]
-    return []
 
 
 def _narrow(link: dict[str, Any] | None) -> bool:
@@ -205,9 +203,12 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     host, about_io = found["machine"], found["io"]
     pages, events, locked = about_io["huge_pages"], about_io["libaio_events"], about_io["memlock_bytes"]
     shape, known = about_io["defaults"], about_io["registered"]
+    of_kernels = found["kernels"]
+    threads = f"{count_of(of_kernels['threads'], 'thread')} ({of_kernels['threads_why']})"
     rows = [
         ("processor", f"{host['processor']}, {count_of(host['cores'], 'core')}"),
-        *_of_arithmetic(found["kernels"]),
+        ("kernels", f"{of_kernels['isa']} ({of_kernels['why']}), {threads}"),
+        ("  instructions", " ".join(of_kernels["features"]) or "none that kernels use"),
         *_of_memory(found["memory"], found["numa"]),
         *_of_gpus(found["gpus"]),
         ("kernel", f"Linux {host['kernel']}"),
@@ -231,14 +232,6 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         )
         rows += [(f"  {disk['name']}", _of_disk(disk)) for disk in each["disks"]]
     return rows + [("advice", words) for words in found["advice"]]
-
-
-def _of_arithmetic(found: dict[str, Any]) -> list[tuple[str, str]]:
-    threads = f"{count_of(found['threads'], 'thread')} ({found['threads_why']})"
-    return [
-        ("kernels", f"{found['isa']} ({found['why']}), {threads}"),
-        ("  instructions", " ".join(found["features"]) or "none that kernels use"),
-    ]
 
 
 def _of_memory(found: dict[str, Any], numa: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -302,18 +295,6 @@ def _huge_pages() -> dict[str, Any]:
     buffer[::4096] = bytes(len(buffer) // 4096)
     # Half is enough: with fragmented memory the kernel mixes both sizes.
     return {"setting": chosen, "granted": huge_page_share(buffer) >= 0.5}
-
-
-def _registered() -> dict[str, int]:
-    """Returns how many bytes of a trial buffer the kernel registers for a queue. Only io_uring registers any."""
-    buffer = aligned_empty(16 * MIB)
-    with IoQueue() as queue:
-        return {"asked_bytes": len(buffer), "got_bytes": queue.register(buffer)}
-
-
-def _memlock() -> int | None:
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 @functools.cache  # each start of an engine asks, and a package's metadata take a millisecond to parse

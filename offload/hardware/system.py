@@ -142,14 +142,14 @@ def _no_gpu(system: Path, shown: Mapping[str, str]) -> str:
     built = torch.version.cuda is not None or torch.version.hip is not None
     why = f"torch {torch.__version__} {'finds no CUDA device' if built else 'is built without CUDA'}"
     # A card on the bus that torch does not see points to a missing driver or a CPU build of torch.
-    cards = [each for each in (system / "bus/pci/devices").glob("*") if _is_nvidia(each)]
+    cards = [
+        device
+        for device in (system / "bus/pci/devices").glob("*")
+        # A display controller (class 0x03) of NVIDIA (vendor 0x10de).
+        if text(device / "vendor").strip() == "0x10de" and text(device / "class").startswith("0x03")
+    ]
     why += f", and {count_of(len(cards), 'NVIDIA GPU is', 'NVIDIA GPUs are')} there" if cards else ""
     return why + "".join(f"; {name} is {value!r}" for name, value in shown.items() if built)
-
-
-def _is_nvidia(device: Path) -> bool:
-    """Returns True if a PCI device is a display controller (class 0x03) of NVIDIA (vendor 0x10de)."""
-    return text(device / "vendor").strip() == "0x10de" and text(device / "class").startswith("0x03")
 
 
 def _gpu(index: int, system: Path, cards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class LaunchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class LocalMachine:
     """The machine on which the command was typed."""
 
     python: str

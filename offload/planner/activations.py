@@ -35,7 +35,7 @@ from offload.layout.pass_order import LAYER_MAJOR
 from offload.layout.placement import LIBRARIES, beside_arenas
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
-from offload.planner.model_shape import Block, Shape, Use
+from offload.planner.model_shape import RepeatedBlock, Shape, Use
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import State, Tier
 
@@ -141,12 +141,12 @@ def moving(shape: Shape, load: Load) -> list[Moving]:
     return [Moving(input_nbytes(shape, load, each), on) for each, on in zip(blocks, tiers, strict=False)] + stay
 
 
-def input_nbytes(shape: Shape, load: Load, block: Block) -> int:
+def input_nbytes(shape: Shape, load: Load, block: RepeatedBlock) -> int:
     """Returns the bytes of a block's input in a micro-batch."""
     return load.batch * shape.uses[block.uses[0]].boundary
 
 
-def recomputed(shape: Shape, load: Load) -> tuple[Block, ...]:
+def recomputed(shape: Shape, load: Load) -> tuple[RepeatedBlock, ...]:
     """Returns the blocks that are computed again in the backward."""
     return shape.blocks[: load.first or None] if load.recompute else ()
 
@@ -170,7 +170,7 @@ def mlp_numel(shape: Shape, use: Use) -> int:
     return round(use.mlp_flops / (2 * shape.sequence))
 
 
-def _on_device(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
+def _on_device(shape: Shape, load: Load, blocks: tuple[RepeatedBlock, ...]) -> int:
     first, behind = _outside(blocks, len(shape.uses))
     before = sum(shape.uses[position].saved for position in first)
     # The head and the norm before it have gone when the backward reaches the last block.
@@ -186,7 +186,7 @@ def _on_device(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
 
 
 @functools.lru_cache
-def _outside(blocks: tuple[Block, ...], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _outside(blocks: tuple[RepeatedBlock, ...], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the positions of uses in no block, of `count` uses: those before the last block's end, and the others.
 
     A search for the longest sequence asks hundreds of times about one model.
@@ -217,7 +217,7 @@ def _borders(shape: Shape, load: Load) -> int:
     return (load.alive - 1) * max((input_nbytes(shape, load, block) for block in shape.blocks), default=0)
 
 
-def _inputs(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
+def _inputs(shape: Shape, load: Load, blocks: tuple[RepeatedBlock, ...]) -> int:
     gone = min(load.on_disk + load.on_host, len(blocks))
     sizes = [input_nbytes(shape, load, block) for block in blocks]
     return load.alive * sum(sizes[gone:]) + min(load.alive * gone, IN_FLIGHT) * max(sizes, default=0)

@@ -46,7 +46,7 @@ class Room(NamedTuple):
     drives: int = 1
 
 
-class Row(NamedTuple):
+class MemoryRow(NamedTuple):
     """One line of the plan's table: bytes of one item in each tier."""
 
     name: str
@@ -74,15 +74,15 @@ class Memory:
         return sum(least_host(self.parts, self.mode, placement_request(self.config), self.machine))
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[MemoryRow, ...]:
         """Returns one row per state, with its tier and its swap files, then one per kind of working memory."""
         return (*_states(self), *_working(self))
 
     @property
-    def total(self) -> Row:
+    def total(self) -> MemoryRow:
         """Returns the sums of all rows."""
         rows = self.rows
-        return Row("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
+        return MemoryRow("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
 
     @property
     def host(self) -> int:
@@ -247,7 +247,7 @@ def settings(
     }
 
 
-def _states(memory: Memory) -> list[Row]:
+def _states(memory: Memory) -> list[MemoryRow]:
     parts, placement = memory.parts, memory.placement
     store = placement.store(parts, memory.slots)
     rows = []
@@ -262,19 +262,19 @@ def _states(memory: Memory) -> list[Row]:
         # If the run commits, slots on DISK exist for states of every tier.
         at[Tier.DISK] += store.nbytes_of(state)
         if any(at.values()):
-            rows.append(Row(state.value, at[Tier.DEVICE], at[Tier.HOST], at[Tier.DISK]))
+            rows.append(MemoryRow(state.value, at[Tier.DEVICE], at[Tier.HOST], at[Tier.DISK]))
     return rows
 
 
-def _working(memory: Memory) -> list[Row]:
+def _working(memory: Memory) -> list[MemoryRow]:
     classes, placement, parts = memory.placement.classes, memory.placement, memory.parts
     promoted = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.promoted)
     rows = [
-        Row("tiles of the optimizer", host=classes.tiles),
-        Row("weights on their way", host=classes.weights),
-        Row("weights kept (cache)", host=classes.cache - promoted),
-        Row("gradients on their way", host=classes.gradients + classes.staging),
+        MemoryRow("tiles of the optimizer", host=classes.tiles),
+        MemoryRow("weights on their way", host=classes.weights),
+        MemoryRow("weights kept (cache)", host=classes.cache - promoted),
+        MemoryRow("gradients on their way", host=classes.gradients + classes.staging),
         # States whose tier is DEVICE have rows of their own.
-        Row("layers in use", device=placement.moving_nbytes - tier_nbytes(parts, placement.tiers, Tier.DEVICE)),
+        MemoryRow("layers in use", device=placement.moving_nbytes - tier_nbytes(parts, placement.tiers, Tier.DEVICE)),
     ]
     return [row for row in rows if any(row[1:])]

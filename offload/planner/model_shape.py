@@ -57,7 +57,7 @@ class Experts(NamedTuple):
         return count * (1 - (1 - self.per_token / count) ** tokens)
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """The experts of a layer that a router has chosen, in their order."""
 
     units: tuple[int, ...] = ()
@@ -93,11 +93,11 @@ class Use(NamedTuple):
     """Bytes that the block's MLP saves, its input among them; a part of `saved`."""
     mlp_largest: int = 0
     """Bytes of the largest tensor that the block's MLP creates."""
-    choice: Choice = Choice()
+    choice: ExpertChoice = ExpertChoice()
     """The choice of the router that is made before the use."""
 
 
-class Block(NamedTuple):
+class RepeatedBlock(NamedTuple):
     """A repeated block: the consecutive uses that activation checkpointing computes again together."""
 
     name: str
@@ -133,7 +133,7 @@ class Shape(NamedTuple):
         return sum(segment.value_numel for layout in self.layouts for segment in layout.segments)
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[RepeatedBlock, ...]:
         """Returns the repeated blocks in the order of the forward."""
         return _blocks(tuple([None if use.lookup else self.layouts[use.unit].name for use in self.uses]))
 
@@ -170,7 +170,7 @@ class Shape(NamedTuple):
 
 
 @functools.lru_cache
-def _blocks(units: tuple[str | None, ...]) -> tuple[Block, ...]:
+def _blocks(units: tuple[str | None, ...]) -> tuple[RepeatedBlock, ...]:
     """Returns the repeated blocks among uses, given by the names of their units; None for a look-up.
 
     A plan asks a thousand times about few models.
@@ -185,7 +185,7 @@ def _blocks(units: tuple[str | None, ...]) -> tuple[Block, ...]:
     for name, positions in groupby(range(len(units)), name_of):
         first, *others = positions
         if name is not None:
-            found.append(Block(name, range(first, first + 1 + len(others))))
+            found.append(RepeatedBlock(name, range(first, first + 1 + len(others))))
     return tuple(found)
 
 
@@ -348,7 +348,7 @@ def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
         return shape
     chance = random.Random(draw)
     choices = {
-        each.units[0]: Choice(tuple(sorted(chance.sample(each.units, round(each.visited(tokens))))), each.units)
+        each.units[0]: ExpertChoice(tuple(sorted(chance.sample(each.units, round(each.visited(tokens))))), each.units)
         for each in shape.experts
     }
     uses = tuple(
@@ -357,7 +357,7 @@ def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
     return shape._replace(uses=uses)
 
 
-def _divided(use: Use, choice: Choice) -> Iterator[Use]:
+def _divided(use: Use, choice: ExpertChoice) -> Iterator[Use]:
     count = len(choice.units)
     for position, unit in enumerate(choice.units):
         # The first has what an integer division leaves over.
@@ -371,7 +371,7 @@ def _divided(use: Use, choice: Choice) -> Iterator[Use]:
             nbytes=use.nbytes / count,
             attention=use.attention / count,
             mlp_flops=use.mlp_flops / count,
-            choice=choice if position == 0 else Choice(),
+            choice=choice if position == 0 else ExpertChoice(),
             **rest,
         )
 

@@ -38,13 +38,18 @@ from offload.planner.activations import (
 )
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
-from offload.planner.model_shape import Choice as ShapeChoice
-from offload.planner.model_shape import Shape, drawn
-from offload.planner.simulation import machine as simulate_machine
-from offload.planner.simulation.inputs import buffer_budgets, staying, update_costs
-from offload.planner.simulation.kept_inputs import Input
-from offload.planner.simulation.machine import Moved, Rates, Waited
-from offload.planner.simulation.simulate import Expected, Simulation, Use, simulate
+from offload.planner.model_shape import ExpertChoice, Shape, drawn
+from offload.planner.simulation.machine import Moved, SimulatedRates, Waited
+from offload.planner.simulation.simulate import (
+    Expected,
+    Input,
+    Simulation,
+    Use,
+    buffer_budgets,
+    simulate,
+    staying,
+    update_costs,
+)
 from offload.planner.simulation.updater import UpdateCost
 from offload.report import phases
 from offload.states import State, Tier
@@ -96,7 +101,7 @@ def least(
     others: Sequence[Sequence[Use]],
     memory: Memory,
     costs: Sequence[UpdateCost | None],
-    rates: Rates,
+    rates: SimulatedRates,
     tile_numel: int,
     speculates: bool = False,
 ) -> float:
@@ -182,13 +187,13 @@ def _buffers_of_updates(memory: Memory, speculates: bool) -> int:
     return buffer_budgets(memory.parts, memory.placement).host + more
 
 
-def _work(compute: float, moved: tuple[int, int], costs: Sequence[UpdateCost | None], rates: Rates) -> float:
+def _work(compute: float, moved: tuple[int, int], costs: Sequence[UpdateCost | None], rates: SimulatedRates) -> float:
     kernel = sum(cost.numel for cost in costs if cost is not None) / rates.kernel
     cores = compute + kernel if rates.on_cpu else max(compute, kernel)
     return max(cores, _drive_seconds(*moved, rates))
 
 
-def _drive_seconds(read: float, written: float, rates: Rates) -> float:
+def _drive_seconds(read: float, written: float, rates: SimulatedRates) -> float:
     """Returns the seconds to read and write these bytes, both at once or one after the other, whichever is faster."""
     if not read + written:
         return 0.0
@@ -237,7 +242,7 @@ class Pass(NamedTuple):
     """Input of the block before, which leaves the device in the forward meanwhile."""
     receives: Moving = Moving()
     """Input of the use's block, which has to be on the device before the backward of the use."""
-    choice: ShapeChoice = ShapeChoice()
+    choice: ExpertChoice = ExpertChoice()
     """The router's choice of experts before the use."""
 
 
@@ -521,9 +526,9 @@ class Timing:
         )
 
 
-def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
+def rates_of(memory: Memory, hardware: Hardware) -> SimulatedRates:
     """Returns the rates for `simulate`."""
-    return simulate_machine.Rates(
+    return SimulatedRates(
         hardware.read or math.inf,  # without drives nothing is read or written
         hardware.written or math.inf,
         hardware.mixed or math.inf,
@@ -646,7 +651,7 @@ def speculates(memory: Memory, load: Load) -> bool:
     return load.speculate and alone and memory.mode.one_pass and overlap
 
 
-def _miss_seconds(found: Simulation, costs: Sequence[UpdateCost | None], rates: simulate_machine.Rates) -> float:
+def _miss_seconds(found: Simulation, costs: Sequence[UpdateCost | None], rates: SimulatedRates) -> float:
     """Returns the most seconds that a step takes longer if it clips: updates under its backward are made once more."""
     again = [cost for cost in (costs[unit] for unit in found.speculated) if cost is not None]
     read = sum(cost.weight_nbytes + cost.state_nbytes for cost in again)
@@ -657,7 +662,7 @@ def _miss_seconds(found: Simulation, costs: Sequence[UpdateCost | None], rates: 
 def _busy(
     found: Simulation,
     costs: Sequence[UpdateCost | None],
-    rates: simulate_machine.Rates,
+    rates: SimulatedRates,
     compute: float,
     hardware: Hardware,
 ) -> dict[str, float]:
@@ -716,7 +721,7 @@ def _least(
     passes: Sequence[Sequence[Use]],
     memory: Memory,
     costs: Sequence[UpdateCost | None],
-    rates: simulate_machine.Rates,
+    rates: SimulatedRates,
     load: Load,
 ) -> float:
     opening, *others = passes

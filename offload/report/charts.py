@@ -6,16 +6,18 @@ each point covers several steps: the mean, and for a line also the range as a ba
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import jinja2
 from markupsafe import Markup
 
-from offload.report.render import render
 from offload.sizes import count_of
 
 POINTS = 240
@@ -349,3 +351,17 @@ def _figure(
         body=Markup(body + cursor),
         note=note,
     )
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=jinja2.select_autoescape(("html",)),
+        undefined=jinja2.StrictUndefined,
+    )
+
+
+def render(name: str, **values: Any) -> Markup:
+    """Returns the template `name` filled with `values`. Text is escaped; `Markup` is inserted unchanged."""
+    return Markup(_templates().get_template(name).render(**values))

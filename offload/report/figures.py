@@ -168,11 +168,13 @@ def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | 
 
     Medians and rates leave out the first step of each process: without a recorded access order, it reads on demand.
     """
-    steady = _steady(log)
+    first = {log.steps[0]["step"], *log.resumed}
+    steady = [values for values in log.steps if values["step"] not in first] or log.steps
     by = bound(steady)
     about = {name: value for name, value in log.about.items() if name != "predicted"}
     seconds, shares = column(steady, "seconds"), column(steady, "others_share")
     others = statistics.fmean(shares) if shares else None
+    samples = about.get("samples_a_step")
     return {
         "log": str(log.path),
         "about": about,
@@ -193,7 +195,9 @@ def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | 
         "seconds": sum(column(log.steps, "seconds")),
         "step_seconds": _spread(seconds),
         "tokens_per_second": _rate(steady, "tokens"),
-        "samples_per_second": _samples_rate(steady, about),
+        "samples_per_second": samples * len(seconds) / sum(seconds)
+        if isinstance(samples, int) and sum(seconds) > 0
+        else None,
         "bound_by": None if by is None else by.by,
         "bound_words": None if by is None else by.words(),
         "advice": None if by is None else advice(by.by, others),
@@ -210,11 +214,6 @@ def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | 
         "updates": None if window is None else updates(window.spans, window.start, window.end),
         "predicted": compare(log.about.get("predicted") if plan is None else plan, steady),
     }
-
-
-def _steady(log: Log) -> Sequence[Mapping[str, Any]]:
-    first = {log.steps[0]["step"], *log.resumed}
-    return [values for values in log.steps if values["step"] not in first] or log.steps
 
 
 def _ends(values: Sequence[float]) -> dict[str, float] | None:
@@ -235,11 +234,6 @@ def _rate(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
     both = [(number(values, name), number(values, "seconds")) for values in steps]
     totals = [(amount, seconds) for amount, seconds in both if amount is not None and seconds]
     return sum(amount for amount, _ in totals) / sum(seconds for _, seconds in totals) if totals else None
-
-
-def _samples_rate(steps: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> float | None:
-    samples, seconds = about.get("samples_a_step"), column(steps, "seconds")
-    return samples * len(seconds) / sum(seconds) if isinstance(samples, int) and sum(seconds) > 0 else None
 
 
 def _bytes(

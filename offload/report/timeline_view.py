@@ -16,11 +16,9 @@ from markupsafe import Markup
 
 from offload.errors import ConfigError
 from offload.records import parse
-from offload.report.charts import format_number, seconds_unit, ticks
-from offload.report.links import BACKWARD, phases
+from offload.report.charts import format_number, render, seconds_unit, ticks
+from offload.report.links import BACKWARD, Span, phases, total, union
 from offload.report.log import is_number, open_to_read, plain
-from offload.report.render import render
-from offload.report.spans import Span, total, union
 from offload.sizes import MIB, format_size
 
 COLORS = {

@@ -52,7 +52,7 @@ class Side(NamedTuple):
         return self.layouts[unit].mode_in(self.mode)
 
 
-class _Chunk(NamedTuple):
+class _ConvertedChunk(NamedTuple):
     """Elements of a new partition: of one state that is copied, or of all states that hold masters, or moments."""
 
     unit: int
@@ -92,11 +92,15 @@ class StateConverter:
 
     def run(self) -> None:
         """Writes all states to the first slot, which then is the newest of each unit."""
-        flow(flow_buffers(), self._chunks(), self._begin, self._end, self._ended)
+
+        def ended(chunk: _ConvertedChunk, writes: Sequence[Future]) -> None:
+            self._progress(sum(self._nbytes(chunk.unit, state, chunk.numel) for state in chunk.states))
+
+        flow(flow_buffers(), self._chunks(), self._begin, self._end, ended)
         for unit, writes in enumerate(self._written):
             self._store.wrote(unit, 0, writes)
 
-    def _chunks(self) -> Iterator[_Chunk]:
+    def _chunks(self) -> Iterator[_ConvertedChunk]:
         layouts, _, size = self._after
         for unit, layout in enumerate(layouts):
             mode, before = self._after.mode_of(unit), self._before.mode_of(unit)
@@ -119,7 +123,7 @@ class StateConverter:
 
     def _cut(
         self, unit: int, states: tuple[State, ...], sources: tuple[State, ...], start: int, share: range
-    ) -> Iterator[_Chunk]:
+    ) -> Iterator[_ConvertedChunk]:
         """Yields the chunks of a share of a unit that begins at `start` of the partition. Both forms share a buffer."""
         if not states:
             return
@@ -131,9 +135,9 @@ class StateConverter:
         numel = BUFFER_NBYTES // nbytes * step
         for first in range(0, len(share), numel):
             last = min(first + numel, len(share))
-            yield _Chunk(unit, states, sources, start + first, share.start + first, last - first)
+            yield _ConvertedChunk(unit, states, sources, start + first, share.start + first, last - first)
 
-    def _begin(self, chunk: _Chunk, buffer: memoryview) -> Sequence[Pending]:
+    def _begin(self, chunk: _ConvertedChunk, buffer: memoryview) -> Sequence[Pending]:
         """Begins to read what a chunk contains. Padding is zero."""
         new, old = self._regions(chunk, buffer)
         torch.frombuffer(buffer, dtype=torch.uint8).zero_()
@@ -149,7 +153,7 @@ class StateConverter:
                     reads.append(self._source.read(shard.rank, chunk.unit, state, shard.start * itemsize, part))
         return reads
 
-    def _end(self, chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+    def _end(self, chunk: _ConvertedChunk, buffer: memoryview) -> Sequence[Future]:
         new, old = self._regions(chunk, buffer)
         mode, before = self._after.mode_of(chunk.unit), self._before.mode_of(chunk.unit)
         if old:
@@ -169,7 +173,11 @@ class StateConverter:
         return writes
 
     def _convert_moments(
-        self, chunk: _Chunk, run: _Run, saved: Mapping[State, torch.Tensor], states: Mapping[State, torch.Tensor]
+        self,
+        chunk: _ConvertedChunk,
+        run: _Run,
+        saved: Mapping[State, torch.Tensor],
+        states: Mapping[State, torch.Tensor],
     ) -> None:
         """Converts the moments of a run of elements. Those whose form stays are encoded to the same bits."""
         scales = self._saved.scales(chunk.unit) if self._before.mode.in_blocks else None
@@ -177,10 +185,9 @@ class StateConverter:
         for state in chunk.sources:
             optimizer_states.write(self._after.mode, states, state, run.at, moments.values(state))
 
-    def _ended(self, chunk: _Chunk, writes: Sequence[Future]) -> None:
-        self._progress(sum(self._nbytes(chunk.unit, state, chunk.numel) for state in chunk.states))
-
-    def _regions(self, chunk: _Chunk, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
+    def _regions(
+        self, chunk: _ConvertedChunk, buffer: memoryview
+    ) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
         new: dict[State, memoryview] = {}
         old: dict[State, memoryview] = {}
         end = 0
@@ -197,7 +204,7 @@ class StateConverter:
         mode = self._after.mode_of(unit)
         return len(mode.padded_part(state, 0, numel)) * mode.states[state].itemsize
 
-    def _runs(self, chunk: _Chunk) -> Iterator[_Run]:
+    def _runs(self, chunk: _ConvertedChunk) -> Iterator[_Run]:
         """Yields the parameters of a chunk. Both layouts have a unit's parameters in one order."""
         old = self._before.layouts[chunk.unit].segments
         for before, after in zip(old, self._after.layouts[chunk.unit].segments, strict=True):

@@ -130,7 +130,7 @@ def _tensors(found: ForeignCheckpoint) -> dict[str, Tensor]:
     return tensors_of(found.layouts, found.mode, 0, 1, True)
 
 
-class _Chunk(NamedTuple):
+class _ImportedChunk(NamedTuple):
     """Elements [start, stop) of a unit, of one state."""
 
     unit: int
@@ -153,7 +153,7 @@ def _write_states(found: ForeignCheckpoint, path: Path, queue: Queue, progress: 
         DirectFile(path) as file,
     ):
 
-        def begin(chunk: _Chunk, buffer: memoryview) -> Iterator[Pending]:
+        def begin(chunk: _ImportedChunk, buffer: memoryview) -> Iterator[Pending]:
             stop = min(chunk.stop, found.parameters[chunk.unit].numel)
             # The rest of the chunk is padding.
             torch.frombuffer(buffer, dtype=torch.float32)[max(0, stop - chunk.start) : chunk.stop - chunk.start].zero_()
@@ -162,12 +162,12 @@ def _write_states(found: ForeignCheckpoint, path: Path, queue: Queue, progress: 
                 memory = buffer[: (stop - chunk.start) * itemsize]
                 yield from reader.read(Run(chunk.start, stop, source), chunk.state, memory, 0)
 
-        def end(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+        def end(chunk: _ImportedChunk, buffer: memoryview) -> Sequence[Future]:
             offset = writer.places[chunk.name].offset + chunk.start * itemsize
             nbytes = (chunk.stop - chunk.start) * itemsize
             return [queue.write(file, offset, buffer[:nbytes], checksum=True)]
 
-        def ended(chunk: _Chunk, writes: Sequence[Future]) -> None:
+        def ended(chunk: _ImportedChunk, writes: Sequence[Future]) -> None:
             nbytes = (chunk.stop - chunk.start) * itemsize
             # Chunks of a tensor end in order, so that their sums can be joined as they come.
             sums[chunk.name] = crc32c_joined(sums.get(chunk.name, 0), writes[0].crc32c(), nbytes)
@@ -177,11 +177,11 @@ def _write_states(found: ForeignCheckpoint, path: Path, queue: Queue, progress: 
         return Saved(writer.nbytes, sums)
 
 
-def _chunks(found: ForeignCheckpoint) -> Iterator[_Chunk]:
+def _chunks(found: ForeignCheckpoint) -> Iterator[_ImportedChunk]:
     step = BUFFER_NBYTES // torch.float32.itemsize
     for unit, layout in enumerate(found.layouts):
         for state in found.mode.states:
             # Of frozen parameters there is the weight alone.
             numel = layout.numel if state is State.WEIGHT else layout.trainable_stop
             for start in range(0, numel, step):
-                yield _Chunk(unit, state, start, min(start + step, numel))
+                yield _ImportedChunk(unit, state, start, min(start + step, numel))

@@ -191,6 +191,8 @@ def _model(layout: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any
 
 def _rank(found: RankFiles) -> dict[str, Any]:
     manifest = found.manifest
+    # The counters are in the blob of a commit, so a rank without an intact commit has none.
+    written, rated = found.whole[0].written if found.whole else ([], None)
     states: dict[str, None] = {}
     for row in () if manifest is None else manifest.spec.partitions:
         # A dict in place of a set: the order of the states is that of the manifest.
@@ -205,22 +207,21 @@ def _rank(found: RankFiles) -> dict[str, Any]:
         "created": None if manifest is None else manifest.created,
         "states": list(states),
         "commits": [_commit(each, newest=index == 0) for index, each in enumerate(found.commits)],
-        "drives": [] if found.drive else [_drive(folder) for folder in found.folders],
+        "drives": [
+            {
+                "path": str(folder),
+                "states_bytes": states.lstat().st_size if states.is_file() and not states.is_symlink() else None,
+                "allocated_bytes": allocated_nbytes([folder]),
+            }
+            for folder in (() if found.drive else found.folders)
+            for states in [folder / "states"]
+        ],
         "allocated_bytes": allocated_nbytes([found.folder] if found.drive else found.folders),
-        **_written(found),
+        "written_bytes": written,
+        "rated_bytes": rated,
         "other_format": found.other_format,
         "damaged": [wrong._asdict() for wrong in found.wrong],
     }
-
-
-def _written(found: RankFiles) -> dict[str, Any]:
-    """Returns the bytes that a rank has written to each drive, as counted by its newest intact commit.
-
-    `rated_bytes` is the rated endurance of a drive.
-    """
-    # The counters are stored in the blob of a commit, so a rank without an intact commit has none.
-    nbytes, rated = found.whole[0].written if found.whole else ([], None)
-    return {"written_bytes": nbytes, "rated_bytes": rated}
 
 
 def _commit(commit: Commit, newest: bool) -> dict[str, Any]:
@@ -236,15 +237,6 @@ def _commit(commit: Commit, newest: bool) -> dict[str, Any]:
         "age_seconds": round(max(0.0, time.time() - moment), 1),
         "blob": blob,
         "blob_bytes": record.blob_nbytes,
-    }
-
-
-def _drive(folder: Path) -> dict[str, Any]:
-    states = folder / "states"
-    return {
-        "path": str(folder),
-        "states_bytes": states.lstat().st_size if states.is_file() and not states.is_symlink() else None,
-        "allocated_bytes": allocated_nbytes([folder]),
     }
 
 

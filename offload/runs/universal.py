@@ -52,6 +52,10 @@ def export_universal(
     check_target(out)
     _check_names(plan)
     messages: list[str] = []
+
+    def place(parameter: str, name: str, tensor: Tensor) -> tuple[Path, Any]:
+        return folder / tag / PARAMETERS / parameter / f"{name}.pt", {"param": tensor, "cat_dim": 0}
+
     tag = f"global_step{source.step}"
     with arriving(out, messages.append) as folder:
         check_room(folder, plan.nbytes, out)
@@ -59,7 +63,7 @@ def export_universal(
         # All folders first: the files of experts' rows are open side by side.
         for name in plan.shapes:
             (folder / tag / PARAMETERS / name).mkdir()
-        write_states(source, plan, lambda *key: _state_file(folder / tag / PARAMETERS, *key), progress)
+        write_states(source, plan, place, progress)
         for name, steps in plan.trainable.items():
             write_torch_file(folder / tag / PARAMETERS / name / "step.pt", _count(steps))
         write_torch_file(folder / tag / PARAMETERS / OPTIMIZER_STATE, _optimizer_state(source, plan))
@@ -99,10 +103,6 @@ def _notices(source: TrainedSource, plan: StatesPlan) -> Iterator[str]:
         )
     if source.progress.facts["loss_scale"] is not None:
         yield "the loss scale is not in a universal checkpoint: it begins there as the config says"
-
-
-def _state_file(folder: Path, parameter: str, name: str, tensor: Tensor) -> tuple[Path, Any]:
-    return folder / parameter / f"{name}.pt", {"param": tensor, "cat_dim": 0}
 
 
 # -- small files --------------------------------------------------------------------------------------

@@ -307,7 +307,8 @@ def _check(found: RankFiles, serial: int, queue: Queue, progress: Callable[[int]
         with found.open_states() as file:
             for damage in _damages(found, commit, file, queue, progress):
                 damaged_places.append(damage)
-                places.append(_places(file, damage))
+                at = file.layout.places(damage.offset, damage.nbytes)
+                places.append(tuple((file.parts()[drive].path, offset, nbytes) for drive, offset, nbytes in at))
             compared = True
             # The line about the commit before is only a hint for the user: damage to that commit does not count.
             other = next((c for c in found.commits if c.record.serial < record.serial), None)
@@ -363,14 +364,6 @@ def _before(found: RankFiles, commit: Commit, file: StripedFile, queue: Queue, p
     finally:
         # The first damage is enough. Pending reads must end before the file is closed.
         comparison.close()
-
-
-def _places(file: StripedFile, damage: Damage) -> tuple[tuple[str, int, int], ...]:
-    parts = file.parts()
-    return tuple(
-        (parts[drive].path, offset, nbytes)
-        for drive, offset, nbytes in file.layout.places(damage.offset, damage.nbytes)
-    )
 
 
 def _nbytes(commit: Commit) -> int:

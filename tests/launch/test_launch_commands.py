@@ -18,7 +18,7 @@ from offload.cli.main import app
 from offload.errors import UsageError
 from offload.launch.commands import Command, decide, module_command
 from offload.launch.hosts import Host
-from offload.launch.options import LaunchOptions, Machine
+from offload.launch.options import LaunchOptions, LocalMachine
 
 HOSTS = [Host("alpha", (0, 1)), Host("beta", (0, 1, 2))]
 JOB = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_GPUS_ON_NODE": "4"}
@@ -29,7 +29,7 @@ ALONE = "--rdzv-backend offload-one-machine --rdzv-endpoint 127.0.0.1:"
 def commands(
     hosts: list[Host] | None = None, *, gpus: int | None = None, environ: dict[str, str] | None = None, **options: Any
 ) -> list[Command]:
-    machine = Machine(
+    machine = LocalMachine(
         python="python",
         folder="/my work",
         names=frozenset({"localhost"}),

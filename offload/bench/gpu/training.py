@@ -267,7 +267,10 @@ def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, end: floa
         waits.append(Waits.of(engine.measured))
         after, moved = engine.io_bytes(), len(seconds) * engine.parameter_count
         figures = sizes(work, engine.parameter_count) | times(work, seconds, engine.parameter_count)
-        figures |= _waited(waits) | {
+        figures |= {
+            "exposed_io_seconds": statistics.median(sum(wait) for wait in waits),
+            "read_wait_seconds": statistics.median(wait.reads for wait in waits),
+            "update_wait_seconds": statistics.median(wait.updates + wait.memory for wait in waits),
             "read_bytes_per_parameter": (after.read - before.read) / moved,
             "written_bytes_per_parameter": (after.written - before.written) / moved,
             "host_memory": engine.host_memory,
@@ -342,14 +345,6 @@ def times(work: Work, seconds: Sequence[float], parameters: int) -> dict[str, An
     }
 
 
-def _waited(waits: Sequence[Waits]) -> dict[str, Any]:
-    return {
-        "exposed_io_seconds": statistics.median(sum(wait) for wait in waits),
-        "read_wait_seconds": statistics.median(wait.reads for wait in waits),
-        "update_wait_seconds": statistics.median(wait.updates + wait.memory for wait in waits),
-    }
-
-
 # -- planned -------------------------------------------------------------------------------------------
 #
 # A model too large for the GPU, with as many layers as fit; the planner places its states on host and disk.
@@ -403,7 +398,10 @@ def fit(work: Work, room: Room) -> Fitted:
         return Fitted(0, {}, f"not one layer of {work.model} fits: {has}")
     takes = f"take {format_size(found.host)} of RAM and {format_size(found.stored + found.spilled)} of disk; {has}"
     what = "all" if least == whole else f"{least} of"
-    return Fitted(least, _settings(work, room, found), f"{what} {whole} layers of {work.model} {takes}")
+    zero = found.config.zero_optimization
+    content = _config_of(work, (zero.offload_param.device, zero.offload_optimizer.device), room)
+    content["offload"]["device"] = work.device.type
+    return Fitted(least, content, f"{what} {whole} layers of {work.model} {takes}")
 
 
 def largest_step(model: str, memory: int) -> StepSize:
@@ -454,10 +452,3 @@ def _config_of(work: Work, tiers: tuple[str, str], room: Room) -> dict[str, Any]
         moments=work.moments,
         master=work.master,
     )
-
-
-def _settings(work: Work, room: Room, memory: Memory) -> dict[str, Any]:
-    zero = memory.config.zero_optimization
-    content = _config_of(work, (zero.offload_param.device, zero.offload_optimizer.device), room)
-    content["offload"]["device"] = work.device.type
-    return content

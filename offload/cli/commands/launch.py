@@ -10,7 +10,7 @@ import socket
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ from offload.fileio.inner_files import read_bounded
 from offload.launch.commands import Command, decide
 from offload.launch.environment import SECRET, parse_environment_file
 from offload.launch.hosts import Host, parse_hostfile
-from offload.launch.options import NOT_HERE, LaunchOptions, Machine, asks_for_gpus
+from offload.launch.options import NOT_HERE, LaunchOptions, LocalMachine, asks_for_gpus
 from offload.launch.processes import run_together
 from offload.sizes import MIB
 
@@ -229,7 +229,11 @@ def launch(typed: _Typed) -> None:
         sys.stdout.flush()
         only = commands[0]
         with errors(BAD_INPUT):
-            _check_script(typed)
+            # torchrun would say so for each rank.
+            if not (typed.module or typed.no_python or Path(typed.script).is_file()):
+                raise UsageError(
+                    f"there is no script {typed.script} in {Path.cwd()}; for a module of Python add --module"
+                )
         # In the place of this process: signals, exit code and tracebacks are then those of torchrun alone.
         os.execvpe(only.arguments[0], only.arguments, {**os.environ, **only.environment})
     with errors(FAILED), signals():
@@ -237,42 +241,26 @@ def launch(typed: _Typed) -> None:
     raise typer.Exit(status)
 
 
-def _check_script(typed: _Typed) -> None:
-    """Raises `UsageError` if this machine, the only one, lacks the script: torchrun would say so for each rank."""
-    if not (typed.module or typed.no_python or Path(typed.script).is_file()):
-        raise UsageError(f"there is no script {typed.script} in {Path.cwd()}; for a module of Python add --module")
-
-
 def _commands(typed: _Typed, environ: Mapping[str, str]) -> list[Command]:
     if typed.enable_each_rank_log == "":
         raise UsageError("--enable-each-rank-log is empty: give a folder, or leave it out")
-    options = LaunchOptions(
-        script=typed.script,
-        arguments=tuple(typed.arguments or ()),
-        module=typed.module,
-        no_python=typed.no_python,
-        num_gpus=typed.num_gpus,
-        num_nodes=typed.num_nodes,
-        include=typed.include,
-        exclude=typed.exclude,
-        master_addr=typed.master_addr,
-        master_port=typed.master_port,
-        launcher=typed.launcher,
-        launcher_args=typed.launcher_args,
-        ssh_port=typed.ssh_port,
-        no_ssh=typed.no_ssh,
-        node_rank=typed.node_rank,
-        max_restarts=typed.max_restarts,
-        rank_logs=typed.enable_each_rank_log,
-    )
+    names = {field.name for field in fields(LaunchOptions)}
+    given = {name: value for name, value in vars(typed).items() if name in names}
+    given |= {"arguments": tuple(typed.arguments or ()), "rank_logs": typed.enable_each_rank_log}
+    options = LaunchOptions(**given)
     hostfile, exports = _read_hostfile(typed.hostfile), _read_environment(environ)
-    machine = Machine(
+    gpus = None
+    if asks_for_gpus(options, hostfile is not None, environ):
+        import torch  # takes seconds, and nothing else of this command needs it
+
+        gpus = torch.accelerator.device_count()
+    machine = LocalMachine(
         python=sys.executable,
         folder=os.getcwd(),
         names=frozenset({"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}),
         environ=environ,
         secret=environ.get(SECRET) or secrets.token_hex(32),
-        gpus=_count_gpus() if asks_for_gpus(options, hostfile is not None, environ) else None,
+        gpus=gpus,
     )
     path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
     return decide(options, hostfile, {**exports, "PYTHONPATH": with_stand_in(path)}, machine)
@@ -319,13 +307,6 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
             _check_owner(path)
             found |= parse_environment_file(_read(path), str(path))
     return found
-
-
-def _count_gpus() -> int:
-    # torch takes seconds to import, and nothing else of this command needs it.
-    import torch
-
-    return torch.accelerator.device_count()
 
 
 def _check_programs(commands: list[Command]) -> None:

@@ -1,4 +1,4 @@
-"""Generator of the predictions in the guides: `python -m offload.planner.guide_table`.
+"""Generator of the predictions in the guides: `python -m tests.pages.plan_table`.
 
 The command writes all of docs/reference/plan-table.md: three models on three GPUs, two models on smaller cards, the
 rates of all GPUs with their origins, 13B on other machines, and predictions beside steps that others measured. In
@@ -80,7 +80,7 @@ _NAMES = (
 _COLUMNS = f"| {' | '.join(_NAMES)} |\n|{'---|' * len(_NAMES)}\n"
 _HEAD = f"""# Three models on three GPUs
 
-Predictions of `offload plan`, made by `python -m offload.planner.guide_table`; **no step of this package here was
+Predictions of `offload plan`, made by `python -m tests.pages.plan_table`; **no step of this package here was
 measured**. One GPU, {_RAM // GIB} GiB of RAM, drives that read 7 and write 5 GB/s, have 4 TB each and are rated for
 {_RATED} written. bf16, AdamW, every step durable where there are swap files. A step has {_ACCUMULATION} micro-batches,
 each of the power of two of sequences of {_SEQUENCE} tokens that is fastest, up to {_BATCHES[0]}, with the loss in
