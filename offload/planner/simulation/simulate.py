@@ -440,4 +440,4 @@ def buffer_budgets(parts: Partitions, placement: Placement) -> Budgets:
 
 def staying(parts: Partitions, placement: Placement) -> frozenset[int]:
     """Returns the units whose parameters keep their memory on the device."""
-    return frozenset(unit for unit, row in enumerate(placement.tiers) if parts.stays(unit, row))
+    return frozenset(unit for unit, row in enumerate(placement.tiers) if parts.device_resident(unit, row))
