@@ -66,10 +66,7 @@ def words(report: Mapping[str, Any]) -> str:
     if rates:
         blocks.append(_rates_words(rates))
     if figures_of(parts, "tests"):
-        tests = figures_of(parts, "tests")
-        counts = ", ".join(f"{tests[how]} {how}" for how in ("passed", "failed", "error", "skipped") if how in tests)
-        last = [f"    {line}" for line in tests["last_lines"]]
-        blocks.append("\n".join([f"tests that need a GPU: {counts or 'none'}", *last]))
+        blocks.append(_tests_words(figures_of(parts, "tests")))
     measured = {part.name: figures_of(parts, part.name) for part in PARTS}
     measured = {name: figures for name, figures in measured.items() if "step_seconds" in figures}
     blocks += _steps_words(measured, rates.get("plain_matmul"))
@@ -110,6 +107,11 @@ def _bits_words(figures: Mapping[str, Any]) -> str:
         lines += [f"  {'':12} FAILED {name}: {error}" for name, error in found["failed"].items()]
         lines += [f"  {'':12} not compared: {', '.join(absent)}"] if absent else []
     return "\n".join(lines)
+
+
+def _tests_words(figures: Mapping[str, Any]) -> str:
+    counts = ", ".join(f"{figures[how]} {how}" for how in ("passed", "failed", "error", "skipped") if how in figures)
+    return "\n".join([f"tests that need a GPU: {counts or 'none'}", *(f"    {line}" for line in figures["last_lines"])])
 
 
 def _copies_words(figures: Mapping[str, Any]) -> str:
