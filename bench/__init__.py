@@ -1,6 +1,6 @@
-"""Benchmarks: one file each, `python -m bench.<name>`. Each states its bound and prints one JSON object last, but for
-`bench.gpu`, which is `offload bench gpu`: it writes a file and prints a table.
+"""Benchmarks for a checkout: one script each, `python -m bench.<name>`, which prints one JSON object last.
 
-Memory and drives of shared machines vary twofold within minutes, so what is compared is measured in turns and
-reported as the median of the ratios.
+Each states its bound, and compares what is measured in turns in the same run, as the median of the ratios: memory and
+drives of shared machines vary twofold within minutes. `offload.bench` has the measurements, these scripts the
+questions. `bench.gpu` is `offload bench gpu`, which writes a file and prints a table.
 """

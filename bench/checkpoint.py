@@ -17,36 +17,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import os
 import shutil
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import offload
-from bench.measure import apart, random_ids, report, resident, seconds, settings_for
+from bench.measure import report, settings_for
 from offload.aio import DirectFile, IoQueue, aligned_empty
-from offload.aio.measure import move
+from offload.aio.measure import move, remove
+from offload.bench.child_process import in_process
+from offload.bench.measure import drive_rates, random_ids, resident, seconds_of
+from offload.hardware.noise import fill_with_noise
 from offload.model_io.source import StoreSource
-from offload.presets import PRESETS, require_transformers
+from offload.presets import build
 from offload.runs.export import export, make_plan
 from offload.sizes import GIB, MIB
 from offload.swapper.store import remove_run
 
 ALLOWANCE = 512 * MIB
 """Bytes above the base that a save, a load or an export may take."""
-REQUEST = 16 * MIB
-"""Bytes of a request of a rate; all requests of a pass are queued at once."""
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", default="llama-1b")
-    parser.add_argument("--layers", type=int, default=None, help="fewer layers than the model has, where room is short")
-    parser.add_argument("--rounds", type=int, default=3)
-    report("checkpoint", apart(_run, parser.parse_args(arguments)))
 
 
 class Rates(NamedTuple):
@@ -57,41 +48,6 @@ class Rates(NamedTuple):
     new: float
 
 
-class Drive:
-    """Measures the rates of the drive under a folder, with two files that are there meanwhile."""
-
-    def __init__(self, folder: Path, nbytes: int, queue: IoQueue) -> None:
-        self._new, self._queue = folder / ".bench-checkpoint-new", queue
-        self._buffer = aligned_empty(nbytes)
-        for start in range(0, nbytes, MIB):
-            self._buffer[start : start + MIB] = os.urandom(len(self._buffer[start : start + MIB]))
-        self._old = self._made(folder / ".bench-checkpoint-old")
-        self._pass(self._old, "write")  # from now on they are older bytes
-
-    def rates(self) -> Rates:
-        """Returns the rates of this moment."""
-        read, write = self._pass(self._old, "read"), self._pass(self._old, "write")
-        with self._made(self._new) as file:
-            return Rates(read, write, self._pass(file, "write"))
-
-    def close(self) -> None:
-        """Removes the files."""
-        self._old.close()
-        for path in (Path(self._old.path), self._new):
-            path.unlink(missing_ok=True)
-
-    def _made(self, path: Path) -> DirectFile:
-        """Returns a new file with all its room reserved."""
-        path.unlink(missing_ok=True)
-        file = DirectFile(path, create=True)
-        file.reserve(len(self._buffer))
-        return file
-
-    def _pass(self, file: DirectFile, operation: str) -> float:
-        """Returns the bytes a second of one pass over a file."""
-        return len(self._buffer) / move(self._queue, file, self._buffer, operation, REQUEST).seconds
-
-
 class Round(NamedTuple):
     """One save, load or export: its seconds, the rates around it, and the memory that it took."""
 
@@ -100,55 +56,45 @@ class Round(NamedTuple):
     over: int
 
 
-def measured(action: Callable[[], object], drive: Drive, before: Rates) -> tuple[Round, Rates]:
-    """Returns one round of `action`, and the rates after it.
+class Drive:
+    """The drive under a folder, whose rates are measured between the rounds."""
 
-    Args:
-        action: The save, load or export.
-        drive: Measures the rates after it.
-        before: The rates before it.
-    """
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    base = resident()
-    taken = seconds(action)
-    over = resident("VmHWM") - base
-    after = drive.rates()
-    return Round(taken, Rates(*(statistics.mean(pair) for pair in zip(before, after, strict=True))), over), after
+    def __init__(self, folder: Path, nbytes: int, stack: contextlib.ExitStack) -> None:
+        self._queue = stack.enter_context(IoQueue())
+        self._rates = stack.enter_context(drive_rates([folder / ".bench-checkpoint-old"], nbytes))
+        self._path, self._buffer = folder / ".bench-checkpoint-new", aligned_empty(nbytes)
+        fill_with_noise(self._buffer)
+        self._before = self._measure()
 
+    def _measure(self) -> Rates:
+        rates = self._rates()
+        try:
+            with DirectFile(self._path, create=True) as file:
+                file.reserve(len(self._buffer))
+                seconds = move(self._queue, file, self._buffer, "write", 16 * MIB).seconds
+        finally:
+            remove(self._path)
+        return Rates(rates.read, rates.write, len(self._buffer) / seconds)
 
-def summary(rounds: Sequence[Round], reads: int, writes: int, new: bool) -> dict[str, Any]:
-    """Returns the medians over rounds: seconds, and shares of the bound.
-
-    Args:
-        rounds: The rounds.
-        reads: Bytes that each of them reads.
-        writes: Bytes that each of them writes.
-        new: True if they are written into new files.
-    """
-    bounds = [reads / each.rates.read + writes / (each.rates.new if new else each.rates.write) for each in rounds]
-    overwriting = [reads / each.rates.read + writes / each.rates.write for each in rounds]
-    taken, over = [each.seconds for each in rounds], max(each.over for each in rounds)
-    shares = sorted(bound / each for bound, each in zip(bounds, taken, strict=True))
-    return {
-        "seconds": statistics.median(taken),
-        "bytes_per_second": (reads + writes) / statistics.median(taken),
-        "bound_seconds": statistics.median(bounds),
-        "share_of_bound": statistics.median(shares),
-        "shares": [round(share, 3) for share in shares],
-        "share_of_overwriting": statistics.median(b / each for b, each in zip(overwriting, taken, strict=True)),
-        "rates": [
-            round(statistics.median(rate) / 1e9, 3) for rate in zip(*(each.rates for each in rounds), strict=True)
-        ],
-        "over": over,
-        "kept": over <= ALLOWANCE,
-    }
+    def round(self, action: Callable[[], object]) -> Round:
+        """Returns one round of a save, load or export."""
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        base = resident()
+        seconds = seconds_of(action)
+        over, after = resident("VmHWM") - base, self._measure()
+        rates = Rates(*(statistics.mean(pair) for pair in zip(self._before, after, strict=True)))
+        self._before = after
+        return Round(seconds, rates, over)
 
 
-@contextlib.contextmanager
-def _drive(folder: Path, nbytes: int) -> Iterator[Drive]:
-    with IoQueue() as queue, contextlib.closing(Drive(folder, nbytes, queue)) as drive:
-        yield drive
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", default="llama-1b")
+    parser.add_argument("--layers", type=int, default=None, help="fewer layers than the model has, where room is short")
+    parser.add_argument("--rounds", type=int, default=3)
+    report("checkpoint", in_process(_run, parser.parse_args(arguments)))
 
 
 def _run(given: argparse.Namespace) -> dict[str, Any]:
@@ -162,35 +108,32 @@ def _run(given: argparse.Namespace) -> dict[str, Any]:
 
 def _save_and_load(given: argparse.Namespace, run: Path, saved: Path) -> dict[str, Any]:
     """Returns the figures of saves and loads in turns; leaves the run."""
-    engine = _engine(given, settings_for(given.folder, run.name, "nvme", durability="step"))
+    settings = settings_for(given.folder, run.name, "nvme", durability="step")
+    with offload.init(settings):
+        model = build(given.model, given.layers)
+    engine = offload.initialize(model=model, config=settings)[0]
     try:
         ids = random_ids((1, 16), 256)
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
-        nbytes = sum(
-            nbytes
-            for row in engine._core.components.shards.nbytes
-            for state, nbytes in row.items()
-            if state.value != "grad"
-        )
         saves: list[Round] = []
         loads: list[Round] = []
-        with _drive(given.folder, min(GIB, nbytes)) as drive:
-            engine.save_checkpoint(saved)
-            engine.load_checkpoint(saved)  # so that both slots were written before
-            rates = drive.rates()
+        engine.save_checkpoint(saved)
+        engine.load_checkpoint(saved)  # so that both slots were written before
+        nbytes = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+        with contextlib.ExitStack() as stack:
+            drive = Drive(given.folder, min(GIB, nbytes), stack)
             for _ in range(given.rounds):
                 shutil.rmtree(saved)
-                for rounds, action in ((saves, engine.save_checkpoint), (loads, engine.load_checkpoint)):
-                    found, rates = measured(lambda action=action: action(saved), drive, rates)  # type: ignore[misc]
-                    rounds.append(found)
+                saves.append(drive.round(lambda: engine.save_checkpoint(saved)))
+                loads.append(drive.round(lambda: engine.load_checkpoint(saved)))
         return {
             "model": given.model,
             "layers": given.layers,
             "parameters": engine.parameter_count,
             "checkpoint_bytes": nbytes,
-            "save": summary(saves, nbytes, nbytes, new=True),
-            "load": summary(loads, 2 * nbytes, nbytes, new=False),
+            "save": _summary(saves, nbytes, nbytes, new=True),
+            "load": _summary(loads, 2 * nbytes, nbytes, new=False),
         }
     finally:
         engine.destroy()
@@ -198,28 +141,37 @@ def _save_and_load(given: argparse.Namespace, run: Path, saved: Path) -> dict[st
 
 
 def _export(given: argparse.Namespace, run: Path, saved: Path) -> dict[str, Any]:
-    """Returns the figures of exports of the run."""
     rounds: list[Round] = []
-    with IoQueue() as queue, contextlib.closing(StoreSource(run, queue)) as source:
+    with IoQueue() as queue, contextlib.closing(StoreSource(run, queue)) as source, contextlib.ExitStack() as stack:
         plan = make_plan(source, "fp32", 5 * GIB)
-        with _drive(given.folder, min(GIB, plan.weights_nbytes)) as drive:
-            rates = drive.rates()
-            for _ in range(given.rounds):
-                found, rates = measured(lambda: export(source, saved, plan, queue), drive, rates)
-                rounds.append(found)
-                shutil.rmtree(saved)
+        drive = Drive(given.folder, min(GIB, plan.weights_nbytes), stack)
+        for _ in range(given.rounds):
+            rounds.append(drive.round(lambda: export(source, saved, plan, queue)))
+            shutil.rmtree(saved)
     # Weight and low bits, 4 bytes, are read for each element of fp32 that is written.
-    return summary(rounds, plan.weights_nbytes, plan.weights_nbytes, new=True)
+    return _summary(rounds, plan.weights_nbytes, plan.weights_nbytes, new=True)
 
 
-def _engine(given: argparse.Namespace, settings: dict[str, Any]) -> offload.Engine:
-    transformers, preset = require_transformers(), PRESETS[given.model]
-    name = {"LlamaConfig": "num_hidden_layers", "GPT2Config": "n_layer"}[preset.config]
-    fewer = {} if given.layers is None else {name: given.layers}
-    with offload.init(settings):
-        config = getattr(transformers, preset.config)(**{**preset.settings, **fewer}, use_cache=False)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    return offload.initialize(model=model, config=settings)[0]
+def _summary(rounds: list[Round], reads: int, writes: int, new: bool) -> dict[str, Any]:
+    """Returns the medians over rounds; `new` is True if the bytes are written into new files."""
+
+    def shares(field: str) -> list[float]:
+        bounds = [reads / one.rates.read + writes / getattr(one.rates, field) for one in rounds]
+        return sorted(bound / one.seconds for bound, one in zip(bounds, rounds, strict=True))
+
+    seconds = statistics.median(one.seconds for one in rounds)
+    of_bound, over = shares("new" if new else "write"), max(one.over for one in rounds)
+    medians = map(statistics.median, zip(*(one.rates for one in rounds), strict=True))
+    return {
+        "seconds": seconds,
+        "bytes_per_second": (reads + writes) / seconds,
+        "share_of_bound": statistics.median(of_bound),
+        "shares": [round(share, 3) for share in of_bound],
+        "share_of_overwriting": statistics.median(shares("write")),
+        "rates": [round(rate / 1e9, 3) for rate in medians],
+        "over": over,
+        "kept": over <= ALLOWANCE,
+    }
 
 
 if __name__ == "__main__":

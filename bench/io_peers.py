@@ -105,13 +105,13 @@ def interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float]:
     return medians[100], medians[3899]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", default="4GiB")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has DeepSpeed")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args()
     nbytes = parse_size(given.size) // (16 * MIB) * (16 * MIB)
     path = str(given.folder / f"bench-io-peers.{os.getpid()}")
     try:

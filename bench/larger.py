@@ -44,7 +44,7 @@ _UNCOUNTED = 2
 """Steps of each life that are not counted: the first records the order of uses, the second still warms up."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="llama-3b", help="a preset, or a folder with a config.json")
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--records", type=Path, default=Path(__file__), help="text that is scored")
     parser.add_argument("--train-only", action="store_true", help="one life, nothing kept: the disk holds more of it")
-    given, more = parser.parse_known_args(arguments)
+    given, more = parser.parse_known_args()
     log = given.folder / "larger.jsonl"
     log.unlink(missing_ok=True)
     train = ["train", "--model", given.model, "--run", "larger", "--log", str(log), "--seq-len", str(given.seq_len)]

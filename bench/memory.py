@@ -12,11 +12,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import psutil
 import transformers
 
 import offload
-from bench.measure import apart, random_ids, report, resident, settings_for
+from bench.measure import report, settings_for
+from offload.bench.child_process import in_process
+from offload.bench.measure import kernel_bytes, random_ids, resident
 from offload.sizes import GIB, MIB
 
 ALLOWANCE = 512 * MIB
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     for row in given.rows.split():
         gib, times = (int(number) for number in row.split("x"))
-        figures = apart(_train, given.folder, gib * GIB, times, given.steps)
+        figures = in_process(_train, given.folder, gib * GIB, times, given.steps)
         over = figures["peak"] - figures["base"] - figures["host_memory"] - figures["device_memory"]
         report("memory", {"budget_gib": gib, "times": times, **figures, "over": over, "kept": over <= ALLOWANCE})
 
@@ -53,22 +54,20 @@ def _train(folder: Path, budget: int, times: int, steps: int) -> dict[str, Any]:
     base = resident()
     engine = offload.initialize(model=model, config=settings)[0]
     ids = random_ids((1, 64), 512)
-    io: list[Any] = []
+    io: list[int] = []
     for _ in range(steps):
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
-        io.append(psutil.Process().io_counters())
+        io.append(sum(kernel_bytes() or ()))
     count = engine.parameter_count
     engine.destroy(remove=True)
-    last, before = io[-1], io[-2]
-    moved = last.read_bytes - before.read_bytes + last.write_bytes - before.write_bytes
     return {
         "parameters": count,
         "base": base,
         "peak": resident("VmHWM"),
         "host_memory": engine.host_memory,
         "device_memory": engine.device_memory,
-        "bytes_per_parameter": moved / count,
+        "bytes_per_parameter": (io[-1] - io[-2]) / count,
         "notices": json.dumps([notice for notice in engine.notices if "host memory" in notice]),
     }
 

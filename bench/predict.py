@@ -7,7 +7,7 @@ stand beside the median of what was measured: that of `offload plan`, by the pro
 
 `--accumulation 8 --orders "micro_batch_major layer_major"` measures a step of eight micro-batches in each order; a name
 that ends in `+early` updates layers under the backward, others do not. The gain of an order is the seconds of the first
-one over its own, as measured and as predicted. An order that the engine has no config key for is left out.
+one over its own, as measured and as predicted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import statistics
 from typing import Any
 
 import offload
-from bench.measure import apart, median_ratio, options, random_ids, report, resident, seconds
+from bench.measure import options, report
 from bench.throttle import throttled
-from offload.config.blocks import OffloadBlock
+from offload.bench.child_process import in_process
+from offload.bench.measure import median_ratio, random_ids, resident, seconds_of
 from offload.hardware.probe import DTYPES, probe
-from offload.layout.pass_order import MICRO_BATCH_MAJOR
 from offload.planner import memory, recommend
 from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, probed
@@ -34,8 +34,6 @@ from offload.sizes import parse_size
 from offload.swapper.memory.limits import free_host_memory
 
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
-_KEYS = ("schedule", "speculate")
-"""Keys of the block "offload" that set an order."""
 _EARLY = "+early"
 _UNCOUNTED = 2
 """Steps of each run: the first records the order of uses, the second has no update beside it yet."""
@@ -57,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _rounds(given: argparse.Namespace) -> None:
     dtype = DTYPES[given.dtype]
     shape, load = from_name(given.model, given.seq_len, dtype), Load(given.batch_size, given.accumulation)
-    orders = [name for name in given.orders.split() if _keys_of(name) is not None]
+    orders = given.orders.split()
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {
         (name, order): [] for name in given.placements.split() for order in orders
     }
@@ -66,32 +64,14 @@ def _rounds(given: argparse.Namespace) -> None:
             weights, states = name.split("/")
             found = probe([str(given.folder)], "cpu")
             on = probed(found, free_host_memory(), dtype=given.dtype)
-            done.append(_run(given, shape, _ordered(load, order), (weights, states), on, _keys_of(order) or {}))
+            keys: dict[str, Any] = {"schedule": order.removesuffix(_EARLY), "speculate": order.endswith(_EARLY)}
+            done.append(_run(given, shape, load._replace(**keys), (weights, states), on, keys))
             report("predict, one run", {"placement": name, "order": order, **done[-1]})
     about = {"model": given.model, "dtype": given.dtype, "tokens": load.tokens(shape), "throttle": given.throttle}
-    left_out = [name for name in given.orders.split() if name not in orders]
     for (name, order), of in runs.items():
         gains = _gains(runs[name, orders[0]], of)
-        about |= {"placement": name, "order": order, "accumulation": given.accumulation, "left_out": left_out}
+        about |= {"placement": name, "order": order, "accumulation": given.accumulation}
         report("predict", {**about, **_summary(of), **gains})
-
-
-def _ordered(load: Load, order: str) -> Load:
-    """Returns the work of a step in an order."""
-    return load._replace(schedule=order.removesuffix(_EARLY), speculate=order.endswith(_EARLY))
-
-
-def _keys_of(order: str) -> dict[str, Any] | None:
-    """Returns the config's keys for an order; None if the engine lacks one without which it has another order."""
-    wanted = dict(zip(_KEYS, (order.removesuffix(_EARLY), order.endswith(_EARLY)), strict=True))
-    keys = {name: value for name, value in wanted.items() if name in OffloadBlock.model_fields}
-    # Without the keys the engine has the oldest order.
-    lacking = {name: value for name, value in wanted.items() if name not in keys}
-    return (
-        keys
-        if lacking.get("schedule", MICRO_BATCH_MAJOR) == MICRO_BATCH_MAJOR and not lacking.get("speculate")
-        else None
-    )
 
 
 def _gains(base: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, float]:
@@ -123,9 +103,9 @@ def _run(
     dtype = DTYPES[given.dtype]
     content["offload"] |= {"device": "cpu", "run": "bench-predict", "durability": "auto", **keys}
     by_probe = recommend.plan(shape, hardware, load, content)
-    before = apart(measured, hardware, shape, load, dtype)
-    came = apart(_train, given.model, given.batch_size, given.seq_len, given.steps, content)
-    after = apart(measured, hardware, shape, load, dtype)
+    before = in_process(measured, hardware, shape, load, dtype)
+    came = in_process(_train, given.model, given.batch_size, given.seq_len, given.steps, content)
+    after = in_process(measured, hardware, shape, load, dtype)
     by_model = [recommend.plan(shape, model, load, content) for model in (before, after)]
     return {
         **came,
@@ -175,7 +155,7 @@ def _train(name: str, batch: int, length: int, steps: int, content: dict[str, An
     def step() -> None:
         engine.train_batch(itertools.repeat({"input_ids": ids, "labels": ids}))
 
-    taken = [seconds(step) for _ in range(_UNCOUNTED + steps)]
+    taken = [seconds_of(step) for _ in range(_UNCOUNTED + steps)]
     peak = resident("VmHWM")
     budgets = engine.host_memory + engine.device_memory
     engine.destroy(remove=True)

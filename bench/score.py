@@ -19,8 +19,10 @@ import torch
 import transformers
 
 import offload
-from bench.measure import apart, median_ratio, options, random_ids, report, resident, seconds
+from bench.measure import options, report
 from offload.aio import DirectFile, IoQueue, aligned_empty
+from offload.bench.child_process import in_process
+from offload.bench.measure import median_ratio, random_ids, resident, seconds_of
 from offload.losses import chunk_loss_of
 from offload.presets import build
 from offload.sizes import MIB
@@ -39,13 +41,13 @@ def main(arguments: list[str] | None = None) -> None:
     name = given.model if given.layers is None else f"llama-of-{given.layers}"
     folder = given.folder / f"bench-score-{name}-{given.dtype}"
     if not folder.is_dir():
-        apart(_write, given.model, given.layers, given.dtype, folder)
+        in_process(_write, given.model, given.layers, given.dtype, folder)
     files = sorted(folder.glob("*.safetensors"))
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     base = resident()
     model = offload.load_pretrained(transformers.AutoModelForCausalLM, folder)
-    for each in (plain, model):
-        chunk_loss_of(each, evaluation=True, by_row=True)
+    for one in (plain, model):
+        chunk_loss_of(one, evaluation=True, by_row=True)
     engine = offload.inference(model, {"offload": {"device": "cpu"}})
     shape = (given.batch_size, given.seq_len)
     batches = [random_ids(shape, model.config.vocab_size, seed) for seed in range(given.micro_batches)]
@@ -60,10 +62,10 @@ def main(arguments: list[str] | None = None) -> None:
     assert all(map(torch.equal, compute(), score())), "the scores are those of the plain model"
     read, taken = engine.io_bytes().read, []
     for _ in range(given.rounds):
-        taken.append((seconds(lambda: _read(files)), seconds(compute), seconds(score)))
-    drive, in_memory, scored = (list(each) for each in zip(*taken, strict=True))
+        taken.append((seconds_of(lambda: _read(files)), seconds_of(compute), seconds_of(score)))
+    drive, in_memory, scored = map(list, zip(*taken, strict=True))
     bound = [max(pair) for pair in zip(drive, in_memory, strict=True)]
-    spent = engine.pass_seconds()
+    file_nbytes, budgets = sum(path.stat().st_size for path in files), engine.host_memory + engine.device_memory
     tokens = given.batch_size * given.seq_len * given.micro_batches
     report(
         "score",
@@ -76,13 +78,12 @@ def main(arguments: list[str] | None = None) -> None:
             "seconds": statistics.median(scored),
             "drive_seconds": statistics.median(drive),
             "compute_seconds": statistics.median(in_memory),
-            "file_bytes": sum(path.stat().st_size for path in files),
+            "file_bytes": file_nbytes,
             "read_bytes_a_round": (engine.io_bytes().read - read) // given.rounds,
-            "budgets": engine.host_memory + engine.device_memory,
-            "files_over_budgets": sum(path.stat().st_size for path in files)
-            / (engine.host_memory + engine.device_memory),
+            "budgets": budgets,
+            "files_over_budgets": file_nbytes / budgets,
             "rss_beyond_plain_model": resident() - base,
-            "limit": spent.limit,
+            "limit": engine.pass_seconds().limit,
         },
     )
     engine.destroy()
@@ -90,19 +91,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _write(name: str, layers: int | None, dtype: str, folder: Path) -> None:
     torch.manual_seed(0)
-    model: Any = build(name) if layers is None else transformers.LlamaForCausalLM(_llama(layers))
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}
+    model: Any
+    if layers is None:
+        model = build(name)
+    else:
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=8192)
+        )
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-
-
-def _llama(layers: int) -> transformers.LlamaConfig:
-    return transformers.LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        num_hidden_layers=layers,
-        vocab_size=8192,
-    )
 
 
 def _read(files: list[Path]) -> None:

@@ -34,11 +34,12 @@ import psutil
 import torch
 
 import offload
-from bench.measure import apart, engine_of, report, resident
+from bench.measure import engine_of, report, settings_for
 from bench.throttle import throttled
+from offload.bench.child_process import in_process
+from offload.bench.measure import resident
 from offload.errors import OffloadError
 
-MODEL = "gpt2-tiny"
 SLOW = 40_000_000
 """Bytes a second of a slow life."""
 _IMAGE = 640 << 20
@@ -48,12 +49,12 @@ _LONG = 0.1
 _SECONDS = (4.0, 90.0)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
+    given = parser.parse_args()
     log = given.folder / "soak.jsonl"
     log.unlink(missing_ok=True)
     chance = random.Random(given.seed)
@@ -69,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
         used = sum(path.stat().st_blocks * 512 for path in drive.rglob("*") if path.is_file())
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     steps = max(line["step"] for line in lines if "loss" in line)
-    report("soak", {"lives": dict(lives), "disk": used, **figures(lines, apart(_in_memory, given.folder, steps))})
+    report("soak", {"lives": dict(lives), "disk": used, **figures(lines, in_process(_in_memory, given.folder, steps))})
 
 
 def figures(lines: list[dict[str, Any]], expected: list[float]) -> dict[str, Any]:
@@ -152,20 +153,10 @@ def _fill(path: Path) -> None:
             file.write(bytes(1 << 20))
 
 
-def _settings(folder: Path, tier: str, resume: str) -> dict[str, Any]:
-    offloaded = {"device": tier}
-    return {
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 3, "offload_param": offloaded, "offload_optimizer": offloaded},
-        "gradient_clipping": 1.0,
-        "offload": {"nvme_path": str(folder), "run": "soak", "device": "cpu", "resume": resume},
-    }
-
-
 def _engine(folder: Path, tier: str, resume: str) -> offload.Engine:
     torch.set_num_threads(1)
     torch.manual_seed(0)  # a resumed engine replaces weights and generators by the committed ones
-    return engine_of(MODEL, _settings(folder, tier, resume))
+    return engine_of("gpt2-tiny", settings_for(folder, "soak", tier, resume=resume) | {"bf16": {"enabled": False}})
 
 
 def _loss(engine: offload.Engine, step: int) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """A step with everything on disk against the same step in memory: `python -m bench.step FOLDER [--model NAME]`.
 
 Engines take turns, each in a process of its own: one in memory, whose micro-batches pass one after the other, and one
-on disk for each of `--schedules` and `--speculate`. In one process they would share host memory and teams of threads.
+on disk for each of `--schedules`, `--speculate` and `--durability` (`step,none` shows what a commit costs). In one
+process they would share host memory and teams of threads.
+
 Bound of the bytes: 26 for each parameter (an update reads 12 and writes 12, the backward reads 2), and 4 for each
 further micro-batch of the order micro_batch_major. Bound of the time: the larger of compute (the step in memory) and
 I/O (the bytes that moved, over the drive's rates measured before and after the turns).
@@ -10,50 +12,49 @@ I/O (the bytes that moved, over the drive's rates measured before and after the 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import statistics
-from collections.abc import Sequence
+import time
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from bench.measure import engine_of, median_ratio, options, random_ids, report, seconds, settings_for
-from offload.aio import bandwidths
+from bench.measure import engine_of, options, report, settings_for
+from offload.bench.measure import drive_rates, median_rates, median_ratio, random_ids, seconds_of
+from offload.sizes import MIB
 
 
 class Turn(NamedTuple):
-    """What a turn of an engine took."""
+    """Figures of a step of a turn."""
 
-    seconds_a_step: float
-    nbytes: int
-    """Read and written, in all steps of the turn."""
-
-
-class Facts(NamedTuple):
-    """What an engine says of itself."""
-
-    parameters: int
-    host_memory: int
-    device_memory: int
+    seconds: float
+    processor_seconds: float
+    nbytes: float
 
 
 class Contender:
     """An engine in a process of its own, which works only during its turns."""
 
-    def __init__(self, given: argparse.Namespace, name: str, tiers: str, schedule: str, speculate: str) -> None:
+    def __init__(self, arguments: argparse.Namespace, tiers: str, *order: str) -> None:
         context = multiprocessing.get_context("spawn")
-        self.name = name
         self._pipe, theirs = context.Pipe()
-        run = f"{schedule}-{speculate}-{tiers.replace(',', '-')}"
-        self._process = context.Process(target=_take_turns, args=(theirs, given, run, tiers, schedule, speculate))
+        self._process = context.Process(target=_take_turns, args=(theirs, arguments, tiers, *order))
         self._process.start()
         theirs.close()
-        self.facts: Facts = self._pipe.recv()
+        self.facts: dict[str, int] = self._pipe.recv()
+        self.turns: list[Turn] = []
 
-    def turn(self) -> Turn:
-        """Takes some steps, and waits for their updates."""
+    def turn(self, counts: bool) -> None:
+        """Makes some steps, and waits for their updates."""
         self._pipe.send(True)
-        turn: Turn = self._pipe.recv()
-        return turn
+        turn = self._pipe.recv()
+        if counts:
+            self.turns.append(turn)
+
+    def median(self, field: str) -> float:
+        """Returns the median of a figure over the turns."""
+        values: list[float] = [getattr(turn, field) for turn in self.turns]
+        return statistics.median(values)
 
     def end(self) -> None:
         """Ends the engine and its process, and removes its swap files."""
@@ -66,6 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--schedules", default="micro_batch_major", help="a list, with commas")
     parser.add_argument("--speculate", default="auto", help="a list of auto, true and false, with commas")
+    parser.add_argument("--durability", default="auto", help="a list of auto, step, none and steps, with commas")
     parser.add_argument("--activations", default=None, help="tier of the inputs of blocks that are computed again")
     parser.add_argument("--tiers", default="nvme,nvme", help="of weights and of states: nvme, cpu or none")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
@@ -75,113 +77,84 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device-memory", default=None, help="of an engine on disk, as in the config")
     parser.add_argument("--no-overlap", action="store_true", help="on disk, step() waits for its updates: to compare")
     given = parser.parse_args(arguments)
-    memory = Contender(given, "memory", "none,none", "micro_batch_major", "false")
-    disk = [
-        Contender(given, f"{schedule}, speculate {speculate}", given.tiers, schedule, speculate)
-        for schedule in given.schedules.split(",")
-        for speculate in given.speculate.split(",")
-    ]
-    before = bandwidths([given.folder])[0]
-    taken = _in_turns((memory, *disk), given.rounds)
-    after = bandwidths([given.folder])[0]
-    drive = ((before[0] + after[0]) / 2, (before[1] + after[1]) / 2)
-    in_memory = [turn.seconds_a_step for turn in taken[memory.name]]
+    memory = Contender(given, "none,none", "micro_batch_major", "false", "none")
+    lists = (given.schedules.split(","), given.speculate.split(","), given.durability.split(","))
+    orders = list(itertools.product(*lists))
+    disk = [Contender(given, given.tiers, *order) for order in orders]
+    with drive_rates([given.folder / "bench-step.rates"], 256 * MIB) as drive:
+        rates = [drive()]
+        for number in range(-2, given.rounds):  # the first rounds record the order of uses, and are not counted
+            for contender in (memory, *disk):
+                contender.turn(counts=number >= 0)
+        rates.append(drive())
     figures: dict[str, Any] = {
         "model": given.model,
-        "parameters": memory.facts.parameters,
+        "parameters": memory.facts["parameters"],
         "dtype": given.dtype,
         "tokens_per_micro_batch": given.batch_size * given.seq_len,
         "micro_batches": given.micro_batches,
         "tiers": given.tiers,
         "activations": given.activations,
         "overlap": not given.no_overlap,
-        "drive_read_gb_per_s": drive[0] / 1e9,
-        "drive_write_gb_per_s": drive[1] / 1e9,
-        "seconds_in_memory": statistics.median(in_memory),
+        "drive": median_rates(rates)._asdict(),
+        "seconds_in_memory": memory.median("seconds"),
     }
-    for each in disk:
-        figures[each.name] = _row(each, taken[each.name], in_memory, given.rounds * (given.steps + 1), drive)
-    for each in (memory, *disk):
-        each.end()
+    for (schedule, speculate, durability), contender in zip(orders, disk, strict=True):
+        nbytes, step = contender.median("nbytes"), contender.median("seconds")
+        # An update reads 12 and writes 12 of the 26 bytes; the backward reads the rest.
+        io = median_rates(rates).seconds(nbytes * 14 / 26, nbytes * 12 / 26)
+        figures[f"{schedule}, speculate {speculate}, durability {durability}"] = {
+            "seconds": round(step, 4),
+            "over_memory": round(_ratio(contender, memory, "seconds"), 3),
+            "over_first": round(_ratio(contender, disk[0], "seconds"), 3),
+            "processor_over_first": round(_ratio(contender, disk[0], "processor_seconds"), 3),
+            "io_seconds_alone": round(io, 4),
+            "bound_over_this": round(max(memory.median("seconds"), io) / step, 3),
+            "bytes_per_parameter": round(nbytes / contender.facts["parameters"], 2),
+            **contender.facts,
+        }
+    for contender in (memory, *disk):
+        contender.end()
     report("step", figures)
 
 
-def _in_turns(contenders: Sequence[Contender], rounds: int) -> dict[str, list[Turn]]:
-    """Returns the turns of each contender, which they take one after the other in each round."""
-    taken: dict[str, list[Turn]] = {each.name: [] for each in contenders}
-    for counted in range(-2, rounds):  # the first rounds record the order of uses, and are not counted
-        for each in contenders:
-            turn = each.turn()
-            if counted >= 0:
-                taken[each.name].append(turn)
-    return taken
-
-
-def _row(
-    contender: Contender, turns: Sequence[Turn], in_memory: Sequence[float], steps: int, drive: tuple[float, float]
-) -> dict[str, Any]:
-    """Returns the figures of an engine on disk.
-
-    Args:
-        contender: the engine.
-        turns: its turns.
-        in_memory: seconds of a step in memory, by round.
-        steps: all steps of the turns, those that do not count too.
-        drive: bytes a second that the drive reads and writes.
-    """
-    took = [turn.seconds_a_step for turn in turns]
-    nbytes = sum(turn.nbytes for turn in turns) / steps
-    io_seconds = _io_seconds(nbytes, *drive)
-    bound = max(statistics.median(in_memory), io_seconds)
-    return {
-        "seconds": round(statistics.median(took), 4),
-        "memory_over_this": round(median_ratio(in_memory, took), 3),
-        "io_seconds_alone": round(io_seconds, 4),
-        "bound_over_this": round(bound / statistics.median(took), 3),
-        "bytes_per_parameter": round(nbytes / contender.facts.parameters, 2),
-        "host_memory": contender.facts.host_memory,
-        "device_memory": contender.facts.device_memory,
-    }
-
-
-def _io_seconds(nbytes: float, read: float, written: float) -> float:
-    """Seconds of the drive for the bytes of a step, 12 of 26 of which are written, if it does one after the other."""
-    return nbytes * (14 / 26 / read + 12 / 26 / written)
+def _ratio(contender: Contender, base: Contender, field: str) -> float:
+    return median_ratio(*([getattr(turn, field) for turn in each.turns] for each in (contender, base)))
 
 
 # -- in a process of its own --------------------------------------------------------------------------
 
 
-def _take_turns(
-    pipe: Connection, given: argparse.Namespace, run: str, tiers: str, schedule: str, speculate: str
-) -> None:
-    """Builds an engine, says so, and takes a turn for each True that comes."""
-    engine = engine_of(given.model, _settings(given, run, tiers, schedule, speculate))
-    pipe.send(Facts(engine.parameter_count, engine.host_memory, engine.device_memory))
+def _take_turns(pipe: Connection, given: argparse.Namespace, *order: str) -> None:
+    """Builds an engine, reports its facts, and takes a turn for each True that comes."""
+    engine = engine_of(given.model, _settings(given, *order))
+    facts = {"parameters": engine.parameter_count, "host_memory": engine.host_memory}
+    pipe.send({**facts, "device_memory": engine.device_memory})
     model: Any = engine.module
     ids = random_ids((given.batch_size, given.seq_len), model.config.vocab_size)
     micro_batches = [{"input_ids": ids, "labels": ids}] * given.micro_batches
     while pipe.recv():
-        start = engine.io_bytes()
+        start, busy = sum(engine.io_bytes()), time.process_time()
         engine.train_batch(iter(micro_batches))  # its update runs into the first step that counts, as the last one out
-        took = seconds(lambda: [engine.train_batch(iter(micro_batches)) for _ in range(given.steps)])
+        took = seconds_of(lambda: [engine.train_batch(iter(micro_batches)) for _ in range(given.steps)])
         engine.synchronize()
-        end = engine.io_bytes()
-        nbytes = end.read + end.written - start.read - start.written
-        pipe.send(Turn(took / given.steps, nbytes))
+        steps = given.steps + 1
+        busy = time.process_time() - busy
+        pipe.send(Turn(took / given.steps, busy / steps, (sum(engine.io_bytes()) - start) / steps))
     engine.destroy(remove=True)
 
 
-def _settings(given: argparse.Namespace, run: str, tiers: str, schedule: str, speculate: str) -> dict[str, Any]:
-    """Returns the config of an engine."""
+def _settings(given: argparse.Namespace, tiers: str, schedule: str, speculate: str, durability: str) -> dict[str, Any]:
     weights, states = tiers.split(",")
     more: dict[str, Any] = {"schedule": schedule}
     if weights == "nvme" or states == "nvme":
+        more["durability"] = {"every": int(durability)} if durability.isdecimal() else durability
         more["debug"] = {"overlap": not given.no_overlap}
         more["speculate"] = {"true": True, "false": False}.get(speculate, speculate)
         optional = {name: getattr(given, name) for name in ("host_memory", "device_memory", "activations")}
         more |= {name: value for name, value in optional.items() if value}
-    settings = settings_for(given.folder, f"bench-{run}", weights, **more)
+    run = "-".join(("bench", weights, states, schedule, speculate, durability))
+    settings = settings_for(given.folder, run, weights, **more)
     settings["zero_optimization"]["offload_optimizer"]["device"] = states
     settings["bf16"] = {"enabled": given.dtype == "bf16"}
     settings |= {"gradient_clipping": given.clip, "gradient_accumulation_steps": given.micro_batches}

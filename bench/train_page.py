@@ -11,14 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from offload.bench.train import figures
-from offload.bench.train import figures as output
 from offload.bench.train.loops import measure
 from offload.bench.train.plan import make_plan
 from offload.errors import UsageError
@@ -30,23 +27,27 @@ PAGE = DOCS / "benchmarks" / "2026-11-train.md"
 _PEERS = ("deepspeed", "torchao")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures, and writes page, chart and figures."""
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a folder on the drive to measure")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args()
     plan = make_plan(given.folder)
     between(PAGE.read_text(), plan.dtype, "")  # a page without the marks is an error before half an hour of measuring
     result = measure(plan, lambda line: print(line, file=sys.stderr, flush=True))
     rows = figures.make_rows(plan, result)
-    facts = machine() | {"peers": _versions(_PEERS)}
+    installed = {package.metadata["Name"] for package in metadata.distributions()}
+    facts = machine() | {"peers": {name: metadata.version(name) for name in _PEERS if name in installed}}
     name = f"{PAGE.stem}-{plan.dtype}"
     chart = DOCS / "images" / f"{name}.svg"
-    output.plot(rows, chart)
+    figures.plot(rows, chart)
     PAGE.with_name(f"{name}.json").write_text(json.dumps(figures.as_json(facts, plan, result), indent=1) + "\n")
     link = f"![Seconds of a step by contender](../images/{chart.name})"
     day = datetime.now(timezone.utc).date()
-    content = f"{day}. {_machine(facts)}\n\n{output.markdown(plan, result.rates, rows)}\n\n{link}"
+    versions = {"python": facts["python"], **facts["versions"], **facts["peers"]}
+    hardware = f"{facts['processor']}, {facts['cores']} cores, {format_size(facts['memory_bytes'])} of RAM"
+    software = ", ".join(f"{name} {version}" for name, version in versions.items())
+    on = f"{hardware}, Linux {facts['kernel']}; {software}."
+    content = f"{day}. {on}\n\n{figures.markdown(plan, result.rates, rows)}\n\n{link}"
     PAGE.write_text(between(PAGE.read_text(), plan.dtype, content))
     print(content)
 
@@ -63,19 +64,6 @@ def between(page: str, dtype: str, content: str) -> str:
     if not begin or not end:
         raise UsageError(f"{PAGE} needs the lines {first} and {last}, between which the table is written")
     return f"{before}{first}\n\n{content}\n\n{last}{after}"
-
-
-def _machine(facts: Mapping[str, Any]) -> str:
-    versions = {"python": facts["python"], **facts["versions"], **facts["peers"]}
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    memory = format_size(facts["memory_bytes"])
-    return f"{facts['processor']}, {facts['cores']} cores, {memory} of RAM, Linux {facts['kernel']}; {listed}."
-
-
-def _versions(names: tuple[str, ...]) -> dict[str, str]:
-    """Returns the versions of those packages that are installed."""
-    installed = {each.metadata["Name"] for each in metadata.distributions()}
-    return {name: metadata.version(name) for name in names if name in installed}
 
 
 if __name__ == "__main__":

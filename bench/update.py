@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,16 @@ import torch
 from torch import nn
 
 import offload
-from bench.measure import report, seconds, settings_for
+from bench.measure import report, settings_for
 from offload import kernels
-from offload.aio import DirectFile, IoQueue, aligned_empty
-from offload.aio.measure import move, remove
-from offload.hardware.adam_arrays import Arrays
+from offload.bench.measure import drive_rates, seconds_of
+from offload.hardware.adam_arrays import STEP, Arrays
 from offload.layout.modes import MASTERS, MOMENT_DTYPES
 from offload.sizes import GIB, MIB
 
 _BYTES = {"fp32": 24, "bf16": 16, "int8": 12}
 """Of I/O for each parameter, by the dtype of the moments."""
 _TILE = 32 * MIB // 12 // 256 * 256
-_REQUEST = 16 * MIB
 
 
 class _Gradient(torch.autograd.Function):
@@ -67,76 +64,46 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--moments", choices=list(_BYTES), default="fp32")
     parser.add_argument("--master", choices=list(MASTERS), default="fp32")
     given = parser.parse_args(arguments)
+    forms = {"moments": given.moments, "master": given.master}
     numel = int(given.parameters) // given.units // 2048 * 2048
-    engine = make_engine(given, numel, moments=given.moments, master=given.master)
-    nbytes = _BYTES[given.moments] - (2 if given.master == "bf24" else 0)
-    file = given.folder / "bench-update.rates"
-    buffer = aligned_empty(GIB)
-    torch.frombuffer(buffer, dtype=torch.int32).random_()
+    total = numel * given.units
+    half = total * (_BYTES[given.moments] - (2 if given.master == "bf24" else 0)) / 2
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul_(1e-3).to(torch.bfloat16)
+    more = {"host_memory": given.host_memory, "debug": {"overlap": False}, **forms}
+    engine = offload.initialize(
+        model=nn.Sequential(*(_Unit(gradient) for _ in range(given.units))),
+        config=settings_for(given.folder, "bench-update", "nvme", **more),
+    )[0]
+    low_bits = torch.int8 if given.master == "bf24" else torch.int16
+    tile = Arrays(_TILE, torch.bfloat16, torch.bfloat16, MOMENT_DTYPES[given.moments], low_bits).partition
+    segments = [kernels.Segment(0, _TILE, STEP, kernels.Noise(0, 0))]
     updates, ios, steps = [], [], []
     try:
-        with IoQueue() as queue, DirectFile(file, create=True) as drive:
-            drive.reserve(GIB)
-            tile = _tile(given.moments, given.master)
-            for turn in range(given.rounds + 1):
-                update = _update(engine)
-                rates = {name: GIB / move(queue, drive, buffer, name, _REQUEST).seconds for name in ("write", "read")}
-                rates["mixed"] = GIB / move(queue, drive, buffer, "mixed", _REQUEST).seconds
-                kernel = seconds(lambda: _step(tile)) / _TILE
-                if turn:
-                    half = nbytes / 2
-                    total = numel * given.units
+        with drive_rates([given.folder / "bench-update.rates"], GIB) as drive:
+            for number in range(given.rounds + 1):
+                engine.backward(engine(torch.zeros(1, requires_grad=True)).sum())
+                update = seconds_of(engine.step)  # all states are read, computed and written within
+                io = drive().seconds(half, half)
+                step = seconds_of(lambda: kernels.update(tile, segments)) / _TILE * total
+                if number:
                     updates.append(update)
-                    io = min(half / rates["read"] + half / rates["write"], nbytes / rates["mixed"])
-                    ios.append(io * total)
-                    steps.append(kernel * total)
+                    ios.append(io)
+                    steps.append(step)
     finally:
-        remove(file)
         engine.destroy(remove=True)
-    report(
-        "update",
-        {
-            "parameters": numel * given.units,
-            "units": given.units,
-            "moments": given.moments,
-            "master": given.master,
-            "host_memory": engine.host_memory,
-            "seconds": statistics.median(updates),
-            "io_alone_seconds": statistics.median(ios),
-            "kernel_alone_seconds": statistics.median(steps),
-            "of_the_bound": statistics.median(
-                max(io, step) / update for update, io, step in zip(updates, ios, steps, strict=True)
-            ),
-            "rounds": [round(max(io, step) / update, 3) for update, io, step in zip(updates, ios, steps, strict=True)],
-        },
-    )
-
-
-def make_engine(given: argparse.Namespace, numel: int, run: str = "bench-update", **forms: str) -> offload.Engine:
-    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul_(1e-3).to(torch.bfloat16)
-    settings = settings_for(given.folder, run, "nvme", host_memory=given.host_memory, debug={"overlap": False}, **forms)
-    model = nn.Sequential(*(_Unit(gradient) for _ in range(given.units)))
-    return offload.initialize(model=model, config=settings)[0]
-
-
-def _update(engine: offload.Engine) -> float:
-    """Seconds in which all updates of a step are read, computed and written."""
-    engine.backward(engine(torch.zeros(1, requires_grad=True)).sum())
-    start = time.perf_counter()
-    engine.step()
-    return time.perf_counter() - start
-
-
-def _tile(moments: str, master: str) -> kernels.Partition:
-    low_bits = torch.int8 if master == "bf24" else torch.int16
-    return Arrays(_TILE, torch.bfloat16, torch.bfloat16, MOMENT_DTYPES[moments], low_bits).partition
-
-
-def _step(tile: kernels.Partition) -> None:
-    step = kernels.AdamWStep(
-        lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=2, grad_scale=1.0, decoupled=True
-    )
-    kernels.update(tile, [kernels.Segment(0, _TILE, step, kernels.Noise(0, 0))])
+    bounds = [max(io, step) / update for update, io, step in zip(updates, ios, steps, strict=True)]
+    figures = {
+        "parameters": total,
+        "units": given.units,
+        **forms,
+        "host_memory": engine.host_memory,
+        "seconds": statistics.median(updates),
+        "io_alone_seconds": statistics.median(ios),
+        "kernel_alone_seconds": statistics.median(steps),
+        "of_the_bound": statistics.median(bounds),
+        "rounds": [round(bound, 3) for bound in bounds],
+    }
+    report("update", figures)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from offload.bench.output import pyplot
+from offload.bench.measure import pyplot
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = (

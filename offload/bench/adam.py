@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload import kernels
-from offload.bench import output
+from offload.bench.measure import pyplot, rounded
 from offload.errors import ConfigError
 from offload.hardware.adam_arrays import STEP, Arrays, aligned_like
 from offload.kernels import Noise, Segment, _native, noise_stream, settings
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class AdamRow:
     """The result of one contender: medians of the rounds."""
 
     name: str
@@ -103,14 +103,12 @@ def cases(
     return [Case(*kind, count, isa) for kind, count, isa in itertools.product(kinds, threads, isas)]
 
 
-def measure(numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
+def measure(
+    numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str], None] = lambda _: None
+) -> list[AdamRow]:
     """Runs the contenders of each case in turns. Restores the environment's settings of the kernels afterwards.
 
-    Args:
-        numel: elements of each array.
-        wanted: the cases.
-        rounds: rounds that count; one more is run first.
-        tell: receives a line about the progress.
+    One more round is run first.
 
     Returns:
         A row for each case and contender.
@@ -121,7 +119,7 @@ def measure(numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str
     if numel < 1 or rounds < 1:
         raise ConfigError(f"expected numel >= 1 and rounds >= 1, got {numel} and {rounds}")
     before = torch.get_num_threads()
-    rows: list[Row] = []
+    rows: list[AdamRow] = []
     try:
         for (dtype, grad, moment), group in itertools.groupby(wanted, key=lambda case: case[:3]):
             # One set of arrays at a time: at the sizes that matter two would not fit in memory.
@@ -143,8 +141,7 @@ def _rows(
     contenders: dict[str, Callable[[], object]],
     rounds: int,
     tell: Callable[[str], None],
-) -> Iterable[Row]:
-    """Yields the rows of one case."""
+) -> Iterable[AdamRow]:
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     # In turns: memory bandwidth of a shared machine drifts, and each ratio compares times of the same round.
     for turn in range(rounds + 1):
@@ -156,7 +153,7 @@ def _rows(
     for name, taken in seconds.items():
         mine, bound = taken[1:], seconds["probe"][1:]  # the first round touches memory and selects kernels
         median = statistics.median(mine)
-        yield Row(
+        yield AdamRow(
             name=name,
             numel=arrays.weight.numel(),
             weight_dtype=case.weight_dtype,
@@ -171,7 +168,6 @@ def _rows(
 
 
 def _contenders(arrays: Arrays) -> dict[str, Callable[[], object]]:
-    """Returns the functions to measure by name; each performs one step."""
     numel = arrays.weight.numel()
     found: dict[str, Callable[[], object]] = {
         "probe": lambda: kernels.probe(arrays.partition),
@@ -246,19 +242,19 @@ def _deepspeed(arrays: Arrays) -> dict[str, Callable[[], object]]:
     return {"deepspeed": flat, "deepspeed, tiled": tiled}
 
 
-def as_json(machine: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
+def as_json(machine: dict[str, Any], rows: Iterable[AdamRow]) -> dict[str, Any]:
     """Returns the content that `--json` prints."""
     return {
         "machine": machine,
-        "rows": [{key: output.rounded(value) for key, value in asdict(row).items()} for row in rows],
+        "rows": [{key: rounded(value) for key, value in asdict(row).items()} for row in rows],
     }
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[AdamRow], path: Path) -> None:
     """Draws each contender's fraction of the probe's speed to a PNG, SVG or PDF file."""
-    pyplot = output.pyplot()
+    plt = pyplot()
     names = [f"{r.name}, {r.weight_dtype}, moments {r.moment_dtype}, {r.threads} x {r.isa}" for r in rows]
-    figure, axis = pyplot.subplots(figsize=(8, 1.2 + 0.3 * len(rows)))
+    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.3 * len(rows)))
     colors = ["tab:blue" if row.name == "offload" else "0.65" for row in rows]
     bars = axis.barh(names, [row.of_probe for row in rows], color=colors)
     axis.bar_label(bars, [f"{row.of_probe:.2f}" for row in rows], padding=3, fontsize=8)
@@ -267,4 +263,4 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     axis.set_xlabel("of the speed of memory")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plt.close(figure)

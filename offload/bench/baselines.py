@@ -35,12 +35,7 @@ def open_contender(
 ) -> PythonContender:
     """Returns a contender that moves `buffer` to and from a file.
 
-    Args:
-        name: one of `NAMES`.
-        paths: files of the drives; only the first is used, since these packages do not support striping.
-        buffer: source and destination, owned by the caller.
-        block_bytes: bytes of a request.
-        depth: requests in flight.
+    Only the first path is used, since these packages do not stripe. The buffer is the caller's.
     """
     run = _aiofiles if name == "aiofiles" else _libaio
     return PythonContender(run, paths[0], buffer, block_bytes, depth)

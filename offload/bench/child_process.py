@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 _LAST_LINES = 15
+
+
+def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns the result of a call in a process of its own, whose memory holds nothing else."""
+    context = multiprocessing.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(send, function, arguments))
+    process.start()
+    send.close()
+    result = receive.recv()
+    process.join()
+    return result
+
+
+def _send(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    pipe.send(function(*arguments))
 
 
 def run_child(command: Sequence[str], figures: Path, seconds: float, **environment: str) -> dict[str, Any]:

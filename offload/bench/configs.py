@@ -56,12 +56,7 @@ def placed(
 
 
 def for_deepspeed(settings: dict[str, Any], pin_memory: bool = True) -> dict[str, Any]:
-    """Returns a config without the keys that DeepSpeed does not know, and with its key for pinned memory.
-
-    Args:
-        settings: a config of `placed`, which stays as it is.
-        pin_memory: True if DeepSpeed locks its host memory.
-    """
+    """Returns a config without the keys that DeepSpeed does not know, and with its key for pinned memory."""
     # Copies, since the caller may train with the config itself too.
     zero = settings["zero_optimization"]
     pinned = {key: zero[key] | {"pin_memory": pin_memory} for key in ("offload_param", "offload_optimizer")}

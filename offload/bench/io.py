@@ -22,7 +22,8 @@ import psutil
 from offload.aio import BACKENDS, IoQueue, StripedFile, aligned_empty, bandwidths
 from offload.aio.backend import refusals
 from offload.aio.measure import OPERATIONS, TimedTransfer, move, remove
-from offload.bench import baselines, output
+from offload.bench import baselines
+from offload.bench.measure import pyplot, rounded
 from offload.errors import ConfigError, IoError
 from offload.hardware.noise import fill_with_noise
 from offload.sizes import MIB, PAGE, align_up, format_size
@@ -39,7 +40,7 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class IoRow:
     """The result of one contender in one operation: medians of the rounds."""
 
     backend: str
@@ -65,7 +66,7 @@ class Contender(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class IoPlan:
     """The settings of a measurement."""
 
     folders: tuple[str, ...]
@@ -88,7 +89,7 @@ def make_plan(
     request_bytes: int = 16 * MIB,
     rounds: int = 3,
     with_fio: bool = True,
-) -> Plan:
+) -> IoPlan:
     """Validates the settings before a file is created.
 
     Args:
@@ -133,11 +134,17 @@ def make_plan(
     if not folders:
         raise ConfigError("give at least one folder, on the drive to measure")
     for folder in folders:
-        _check_room(folder, nbytes)
+        if not os.path.isdir(folder):
+            raise ConfigError(f"there is no folder {folder}")
+        free = shutil.disk_usage(folder).free
+        if free < nbytes:
+            raise ConfigError(
+                f"{folder} has {format_size(free)} free, the file takes {format_size(nbytes)}; give --size"
+            )
     # Plain Python packages come last in the table.
     ordered = sorted(chosen, key=known.index)
     cases = tuple(Case(name, block, depth) for name in ordered for block in blocks for depth in depths)
-    return Plan(
+    return IoPlan(
         folders=tuple(folders),
         cases=cases,
         operations=tuple(dict.fromkeys(operations or OPERATIONS)),
@@ -149,7 +156,6 @@ def make_plan(
 
 
 def _check_numbers(blocks: Sequence[int], depths: Sequence[int], nbytes: int, request_bytes: int, rounds: int) -> None:
-    """Raises `ConfigError` if a number is out of range."""
     for block in blocks:
         if block < PAGE or block % PAGE:
             raise ConfigError(f"expected block sizes that are multiples of {PAGE}, got {block}")
@@ -162,24 +168,11 @@ def _check_numbers(blocks: Sequence[int], depths: Sequence[int], nbytes: int, re
         raise ConfigError(f"expected sizes of at least {PAGE} bytes, got {nbytes} and {request_bytes}")
 
 
-def _check_room(folder: str, nbytes: int) -> None:
-    """Raises `ConfigError` if the folder is missing or its drive has too little free space."""
-    if not os.path.isdir(folder):
-        raise ConfigError(f"there is no folder {folder}")
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
-        raise ConfigError(f"{folder} has {format_size(free)} free, the file takes {format_size(nbytes)}; give --size")
-
-
 Passes = dict[tuple[Case, str], list[TimedTransfer]]
 
 
-def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
+def measure(plan: IoPlan, tell: Callable[[str], None] = lambda _: None) -> list[IoRow]:
     """Runs all contenders in turns and removes the files afterwards.
-
-    Args:
-        plan: the settings.
-        tell: receives a line about the progress.
 
     Returns:
         A row for each operation and contender.
@@ -196,25 +189,26 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> list[Ro
         ]
 
 
-def passes_of(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Passes:
+def passes_of(plan: IoPlan, tell: Callable[[str], None] = lambda _: None) -> Passes:
     """Runs all contenders as `measure` does, and returns the passes of each case and operation."""
     with _contenders(plan, tell) as contenders:
         return _in_turns(plan, contenders, tell)
 
 
 @contextmanager
-def _contenders(plan: Plan, tell: Callable[[str], None]) -> Iterator[dict[Case, Contender]]:
-    """Yields the contenders, ready to run on one file. The file is removed when the context closes."""
+def _contenders(plan: IoPlan, tell: Callable[[str], None]) -> Iterator[dict[Case, Contender]]:
     with _file(plan, tell) as (file, buffer), ExitStack() as stack:
         contenders: dict[Case, Contender] = {}
+        shapes = dict.fromkeys((case.block_bytes, case.depth) for case in plan.cases if plan.with_fio)
+        fio = [Case(f"fio {engine}", *shape) for shape in shapes for engine in FIO_ENGINES]
         # All queues exist at once; an idle one has no block in flight and costs nothing.
-        for case in [*plan.cases, *_fio_cases(plan)]:
+        for case in [*plan.cases, *fio]:
             contenders[case] = contender = _open(case, plan, file, buffer)
             stack.callback(contender.close)
         yield contenders
 
 
-def _in_turns(plan: Plan, contenders: dict[Case, Contender], tell: Callable[[str], None]) -> Passes:
+def _in_turns(plan: IoPlan, contenders: dict[Case, Contender], tell: Callable[[str], None]) -> Passes:
     """Returns the passes of all contenders; every round runs each operation by each contender."""
     passes: Passes = {}
     for turn in range(plan.rounds):
@@ -226,7 +220,7 @@ def _in_turns(plan: Plan, contenders: dict[Case, Contender], tell: Callable[[str
 
 
 @contextmanager
-def _file(plan: Plan, tell: Callable[[str], None]) -> Iterator[tuple[StripedFile, memoryview]]:
+def _file(plan: IoPlan, tell: Callable[[str], None]) -> Iterator[tuple[StripedFile, memoryview]]:
     """Yields a file full of random bytes and a buffer of the same length. Removes the file at the end."""
     paths = [
         os.path.join(folder, f"offload-bench-io.{os.getpid()}-{os.urandom(4).hex()}.{i}")
@@ -248,15 +242,7 @@ def _file(plan: Plan, tell: Callable[[str], None]) -> Iterator[tuple[StripedFile
             remove(Path(path))
 
 
-def _fio_cases(plan: Plan) -> list[Case]:
-    """Returns a case of each of fio's engines for every shape of the plan; none without fio."""
-    if not plan.with_fio:
-        return []
-    shapes = dict.fromkeys((case.block_bytes, case.depth) for case in plan.cases)
-    return [Case(f"fio {engine}", *shape) for shape in shapes for engine in FIO_ENGINES]
-
-
-def _open(case: Case, plan: Plan, file: StripedFile, buffer: memoryview) -> Contender:
+def _open(case: Case, plan: IoPlan, file: StripedFile, buffer: memoryview) -> Contender:
     """Returns the contender of a case. `buffer` stays the caller's and must outlive the contender."""
     if case.backend in BACKENDS:
         return _Queue(case, plan, file, buffer)
@@ -266,11 +252,10 @@ def _open(case: Case, plan: Plan, file: StripedFile, buffer: memoryview) -> Cont
     return baselines.open_contender(case.backend, paths, buffer, case.block_bytes, case.depth)
 
 
-def _row(case: Case, operation: str, passes: Passes, contender: Contender) -> Row:
-    """Returns the row of a case in one operation."""
+def _row(case: Case, operation: str, passes: Passes, contender: Contender) -> IoRow:
     mine = passes[case, operation]
     p50, p99 = (contender.latency(operation, fraction) for fraction in (0.5, 0.99))
-    return Row(
+    return IoRow(
         backend=case.backend,
         op=operation,
         block_bytes=case.block_bytes,
@@ -299,7 +284,7 @@ def _of_fio(case: Case, operation: str, passes: Passes) -> float | None:
 class _Queue:
     """A contender that uses an `IoQueue`."""
 
-    def __init__(self, case: Case, plan: Plan, file: StripedFile, buffer: memoryview) -> None:
+    def __init__(self, case: Case, plan: IoPlan, file: StripedFile, buffer: memoryview) -> None:
         self._queue = IoQueue(case.backend, block_bytes=case.block_bytes, depth=case.depth)
         self._file, self._buffer, self._request_bytes = file, buffer, plan.request_bytes
 
@@ -362,21 +347,21 @@ class Fio:
 # -- output -------------------------------------------------------------------------------------------
 
 
-def as_json(machine: dict[str, Any], plan: Plan, rows: Iterable[Row]) -> dict[str, Any]:
+def as_json(machine: dict[str, Any], plan: IoPlan, rows: Iterable[IoRow]) -> dict[str, Any]:
     """Returns the content that `--json` prints."""
     return {
         "machine": machine,
         "paths": list(plan.folders),
         "rounds": plan.rounds,
-        "rows": [{key: output.rounded(value) for key, value in asdict(row).items()} for row in rows],
+        "rows": [{key: rounded(value) for key, value in asdict(row).items()} for row in rows],
     }
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[IoRow], path: Path) -> None:
     """Draws GB/s of every row, operations side by side, to a PNG, SVG or PDF file."""
-    pyplot = output.pyplot()
+    plt = pyplot()
     operations = list(dict.fromkeys(row.op for row in rows))
-    figure, axes = pyplot.subplots(
+    figure, axes = plt.subplots(
         1, len(operations), figsize=(4.2 * len(operations) + 1.5, 1.2 + 0.28 * len(rows) / len(operations)), sharey=True
     )
     for operation, axis in zip(operations, [axes] if len(operations) == 1 else axes, strict=True):
@@ -392,4 +377,4 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.suptitle("blue: offload, grey: others; block x depth")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plt.close(figure)

@@ -1,13 +1,22 @@
-"""What benchmarks of training measure with: times in turns, ratios of paired measurements, tokens, memory."""
+"""Measurements that all benchmarks share: times in turns, ratios of pairs, tokens, memory, rates of drives."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+from offload.aio import IoQueue, StripedFile, aligned_empty
+from offload.aio.measure import move, remove
+from offload.hardware.noise import fill_with_noise
+from offload.sizes import MIB, align_up
+
+if TYPE_CHECKING:
+    import torch
 
 
 def seconds_of(action: Callable[[], object]) -> float:
@@ -31,10 +40,106 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 def random_ids(shape: tuple[int, int], vocabulary: int, seed: int = 0) -> torch.Tensor:
     """Returns random tokens on the CPU, the same ones for the same seed."""
+    import torch  # takes seconds, and benchmarks of drives do without
+
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def peak_resident() -> int:
-    """Returns the peak bytes of this process in RAM so far; `ru_maxrss` would include the peak of its parent."""
+def resident(field: str = "VmRSS") -> int:
+    """Returns the bytes of this process in RAM; "VmHWM" is their peak (`ru_maxrss` would begin with the parent's)."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+def kernel_bytes() -> tuple[int, int] | None:
+    """Returns the bytes that this process has read from and written to drives; None if Linux does not count them."""
+    try:
+        lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(lines["read_bytes"]), int(lines["write_bytes"])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+# -- drives --------------------------------------------------------------------------------------------
+
+_REQUEST_BYTES = 16 * MIB
+
+
+class DriveSpeeds(NamedTuple):
+    """Bytes a second of the drives by themselves: reading, writing, and both at once in equal parts."""
+
+    read: float
+    write: float
+    mixed: float
+
+    def seconds(self, read_bytes: float, written_bytes: float) -> float:
+        """Returns the least time for so many bytes: one direction after the other, or both at once."""
+        # Equal amounts move at the mixed rate, the excess of one direction at that direction's rate.
+        both = min(read_bytes, written_bytes)
+        at_once = 2 * both / self.mixed + (read_bytes - both) / self.read + (written_bytes - both) / self.write
+        return min(at_once, read_bytes / self.read + written_bytes / self.write)
+
+
+def median_rates(rates: Sequence[DriveSpeeds]) -> DriveSpeeds:
+    """Returns the median of each rate."""
+    return DriveSpeeds(*(statistics.median(column) for column in zip(*rates, strict=True)))
+
+
+@contextlib.contextmanager
+def drive_rates(
+    paths: Sequence[Path],
+    nbytes: int,
+    backend: str = "auto",
+    block_bytes: int | None = None,
+    depth: int | None = None,
+) -> Iterator[Callable[[], DriveSpeeds]]:
+    """Yields a function that measures the rates of all drives together, with a queue and files like an engine's.
+
+    Args:
+        paths: one file for each drive, created here and removed afterwards.
+        nbytes: bytes of the files together, and of a buffer in memory.
+        backend: backend of the queue.
+        block_bytes: bytes of a block; None for the backend's default.
+        depth: blocks in flight; None for the backend's default.
+
+    Raises:
+        IoError: a file cannot be created, written or read.
+    """
+    buffer = aligned_empty(nbytes)
+    fill_with_noise(buffer)
+    try:
+        with (
+            StripedFile(paths, create=True) as file,
+            IoQueue(backend, block_bytes=block_bytes, depth=depth) as queue,
+        ):
+            file.reserve(len(buffer))
+            move(queue, file, buffer, "write", _REQUEST_BYTES)  # untimed: first writes are slower
+
+            def rate(operation: str) -> float:
+                # Two requests at least, so that a mixed pass reads and writes.
+                request_bytes = min(_REQUEST_BYTES, align_up(len(buffer) // 2))
+                passes = [move(queue, file, buffer, operation, request_bytes) for _ in range(3)]
+                return statistics.median(one.nbytes / one.seconds for one in passes)
+
+            yield lambda: DriveSpeeds(rate("read"), rate("write"), rate("mixed"))
+    finally:
+        for path in paths:
+            remove(path)
+
+
+# -- output --------------------------------------------------------------------------------------------
+
+
+def rounded(value: Any) -> Any:
+    """Returns a float with four digits, and anything else unchanged."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def pyplot() -> ModuleType:
+    """Returns matplotlib's pyplot, which then draws to files and needs no display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

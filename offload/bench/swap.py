@@ -24,8 +24,7 @@ from torch import nn
 import offload
 from offload.aio import BACKENDS
 from offload.aio.backend import refusals
-from offload.bench.drive import Rates, drive_rates, kernel_bytes, median_rates
-from offload.bench.output import rounded
+from offload.bench.measure import DriveSpeeds, drive_rates, kernel_bytes, median_rates, rounded
 from offload.errors import ConfigError, OffloadError
 from offload.notices import Remark
 from offload.sizes import MIB, PAGE, align_up, count_of, format_size
@@ -48,38 +47,39 @@ _DEVICE_UNITS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class SwapPlan:
     """The settings of a measurement."""
 
     folders: tuple[str, ...]
-    units: int
-    unit_bytes: int
-    compute_ms: tuple[float, ...]
+    units: int = 16
+    unit_bytes: int = 64 * MIB
+    compute_ms: tuple[float, ...] = (50.0,)
     """Simulated compute times of one unit's forward, in milliseconds; the benchmark runs with each."""
-    steps: int
+    steps: int = 4
     """Timed steps of a turn, without the steps at its start that are not timed."""
-    rounds: int
+    rounds: int = 3
     """Turns of each of the drive by itself, the swapped model and the model in memory."""
-    accumulation: int
+    accumulation: int = 1
     """Micro-batches of a step."""
-    weights: str
-    states: str
+    weights: str = "nvme"
+    states: str = "nvme"
     """Tier of the optimizer states, one of `TIERS`; `weights` is the tier of the weights."""
-    durability: str
-    host_memory: int | None
-    device_memory: int | None
+    durability: str = "auto"
+    host_memory: int | None = None
+    device_memory: int | None = None
     """Device budget in bytes; `host_memory` is the host budget. None for the engine's defaults."""
-    overlap: bool
+    overlap: bool = True
     """True if updates run during the next forward."""
-    busy: bool
+    busy: bool = False
     """True if compute keeps a core busy instead of sleeping."""
-    in_memory: bool
-    """True if the compute time is measured with the same model in memory; False if it is calculated."""
-    backend: str
-    block_bytes: int | None
-    depth: int | None
+    in_memory: bool | None = None
+    """True to measure the compute time with the same model in memory, False to calculate it; None, before a plan is
+    made, to measure it if memory suffices."""
+    backend: str = "auto"
+    block_bytes: int | None = None
+    depth: int | None = None
     """I/O blocks in flight. None stands for the backend's default, here and for `block_bytes`."""
-    probe_bytes: int
+    probe_bytes: int = 256 * MIB
 
     @property
     def unit_numel(self) -> int:
@@ -105,71 +105,29 @@ class Plan:
         return self.forward_seconds(compute_ms) * (1 + BACKWARD) * self.accumulation
 
 
-def make_plan(
-    folders: Sequence[str],
-    *,
-    units: int = 16,
-    unit_bytes: int = 64 * MIB,
-    compute_ms: Sequence[float] = (),
-    steps: int = 4,
-    rounds: int = 3,
-    accumulation: int = 1,
-    weights: str = "nvme",
-    states: str = "nvme",
-    durability: str = "auto",
-    host_memory: int | None = None,
-    device_memory: int | None = None,
-    overlap: bool = True,
-    busy: bool = False,
-    in_memory: bool | None = None,
-    backend: str = "auto",
-    block_bytes: int | None = None,
-    depth: int | None = None,
-    probe_bytes: int = 256 * MIB,
-) -> Plan:
-    """Returns the plan of the settings, named as in `Plan`, and validates it; creates no file, allocates no memory.
+def make_plan(folders: Sequence[str], **settings: Any) -> SwapPlan:
+    """Returns the plan of the settings, which are fields of `SwapPlan`; creates no file, allocates no memory.
 
-    Args:
-        folders: folders on the drives to measure.
-        unit_bytes: bytes of a unit's weights, rounded down to pages.
-        compute_ms: simulated compute times of one unit's forward, in milliseconds; empty for 50.
-        in_memory: True to measure the compute time with the same model in memory, False to calculate it; None to
-            measure it if memory suffices.
-        probe_bytes: bytes of the file that measures the drive, rounded up to pages.
+    The bytes of a unit are rounded down to pages, those of the probe's file up.
 
     Raises:
         ConfigError: a setting is out of range, or memory or the drive is too small.
     """
-    plan = Plan(
-        folders=tuple(folders),
-        units=units,
-        unit_bytes=unit_bytes // PAGE * PAGE,
-        compute_ms=tuple(dict.fromkeys(compute_ms or (50.0,))),
-        steps=steps,
-        rounds=rounds,
-        accumulation=accumulation,
-        weights=weights,
-        states=states,
-        durability=durability,
-        host_memory=host_memory,
-        device_memory=device_memory,
-        overlap=overlap,
-        busy=busy,
-        in_memory=True,
-        backend=backend,
-        block_bytes=block_bytes,
-        depth=depth,
-        probe_bytes=align_up(probe_bytes),
+    wanted = SwapPlan(folders=tuple(folders), **settings)
+    plan = replace(
+        wanted,
+        unit_bytes=wanted.unit_bytes // PAGE * PAGE,
+        compute_ms=tuple(dict.fromkeys(wanted.compute_ms or (50.0,))),
+        probe_bytes=align_up(wanted.probe_bytes),
     )
-    _check_numbers(plan, unit_bytes, probe_bytes)
+    _check_numbers(plan, wanted.unit_bytes, wanted.probe_bytes)
     _check_choices(plan)
     _check_room(plan)
     # Last: the estimate of memory needs valid settings.
-    return replace(plan, in_memory=_fits_in_memory(plan, in_memory))
+    return replace(plan, in_memory=_fits_in_memory(plan))
 
 
-def _check_numbers(plan: Plan, unit_bytes: int, probe_bytes: int) -> None:
-    """Raises `ConfigError` if a number is out of range."""
+def _check_numbers(plan: SwapPlan, unit_bytes: int, probe_bytes: int) -> None:
     for name in ("units", "steps", "rounds", "accumulation"):
         if getattr(plan, name) < 1:
             raise ConfigError(f"expected {name} >= 1, got {getattr(plan, name)}")
@@ -181,8 +139,7 @@ def _check_numbers(plan: Plan, unit_bytes: int, probe_bytes: int) -> None:
             raise ConfigError(f"expected {name} of at least {PAGE} bytes, got {nbytes}")
 
 
-def _check_choices(plan: Plan) -> None:
-    """Raises `ConfigError` if a choice is unknown, the backend is refused, or nothing would be swapped."""
+def _check_choices(plan: SwapPlan) -> None:
     known = {"weights": TIERS, "states": TIERS, "durability": DURABILITIES, "backend": ("auto", *BACKENDS)}
     for name, choices in known.items():
         if getattr(plan, name) not in choices:
@@ -197,8 +154,7 @@ def _check_choices(plan: Plan) -> None:
         )
 
 
-def _check_room(plan: Plan) -> None:
-    """Raises `ConfigError` if a folder is missing or its drive has too little free space."""
+def _check_room(plan: SwapPlan) -> None:
     if not plan.folders:
         raise ConfigError("give at least one folder, on the drive to measure")
     two_slots, in_place = 2 * (_WEIGHT + _STATES) * plan.parameters, plan.update_read_bytes
@@ -220,8 +176,8 @@ def _check_room(plan: Plan) -> None:
             )
 
 
-def _fits_in_memory(plan: Plan, wanted: bool | None) -> bool:
-    """Returns `wanted` or, if that is None, True if memory has room for the same model beside the swapped one.
+def _fits_in_memory(plan: SwapPlan) -> bool:
+    """Returns what the plan wants or, if that is None, True if memory has room for the model beside its copy.
 
     Raises `ConfigError` if the swapped model alone does not fit, or the second one does not although it is requested.
     """
@@ -240,13 +196,13 @@ def _fits_in_memory(plan: Plan, wanted: bool | None) -> bool:
             f"{format_size(available)} of memory are free, budgets and gradients take "
             f"{format_size(budgets + working)}: give fewer --units, a smaller --unit-size or smaller budgets"
         )
-    if wanted and available < budgets + working + beside:
+    if plan.in_memory and available < budgets + working + beside:
         raise ConfigError(
             f"{format_size(available)} of memory are free, the model beside its copy in memory takes "
             f"{format_size(budgets + working + beside)}: leave --in-memory out, and compute is calculated"
         )
     # A margin of 10 %, since other processes allocate too; an explicit request needs no margin.
-    return available >= (budgets + working + beside) * 1.1 if wanted is None else wanted
+    return available >= (budgets + working + beside) * 1.1 if plan.in_memory is None else plan.in_memory
 
 
 # -- swap figures --------------------------------------------------------------------------------------
@@ -277,7 +233,7 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class SwapRow:
     """A step at one `compute_ms`: medians of all counted steps of all rounds; bytes are means."""
 
     compute_ms: float
@@ -315,24 +271,19 @@ class Result(NamedTuple):
     durable: bool
     notices: tuple[str, ...]
     """What the machine or the drive has refused, such as a backend of I/O."""
-    rates: Rates
-    rows: tuple[Row, ...]
+    rates: DriveSpeeds
+    rows: tuple[SwapRow, ...]
 
 
 # -- conclusions --------------------------------------------------------------------------------------
 
 
 def make_row(
-    plan: Plan, compute_ms: float, rates: Rates, swapped: Sequence[Turn], in_memory: Sequence[Turn] = ()
-) -> Row:
+    plan: SwapPlan, compute_ms: float, rates: DriveSpeeds, swapped: Sequence[Turn], in_memory: Sequence[Turn] = ()
+) -> SwapRow:
     """Derives a row from measurements.
 
-    Args:
-        plan: the settings.
-        compute_ms: milliseconds of one unit's forward.
-        rates: bandwidth of the drives.
-        swapped: turns of the model that is swapped.
-        in_memory: turns of the same model in memory; if empty, compute is calculated.
+    Without turns in memory compute is calculated.
     """
     step = _median_step(swapped)
     pure, forward = plan.pure_seconds(compute_ms), plan.forward_seconds(compute_ms)
@@ -352,7 +303,7 @@ def make_row(
     hidden = min(max(io - exposed, 0.0), io)
     # Passes over the units after the first forward: the other forwards, and backwards that take `BACKWARD` forwards.
     passes_after = (1 + BACKWARD) * plan.accumulation - 1
-    return Row(
+    return SwapRow(
         compute_ms=compute_ms,
         step_seconds=step,
         compute_seconds=compute,
@@ -373,14 +324,7 @@ def make_row(
 
 
 def find_limit(step: float, compute: float, io: float, order: float) -> str:
-    """Returns the bound that determines a step: "compute", "drive", "order" or "budgets".
-
-    Args:
-        step: seconds of the step.
-        compute: seconds of compute alone.
-        io: seconds of I/O alone.
-        order: the least seconds of a step whose updates precede their use.
-    """
+    """Returns the bound that determines a step: "compute", "drive", "order" or "budgets"."""
     if step <= compute * (1 + _NEAR):
         return "compute"
     # Well above every bound of drive and compute, only the budgets are left as a cause.
@@ -390,12 +334,10 @@ def find_limit(step: float, compute: float, io: float, order: float) -> str:
 
 
 def _median_step(turns: Sequence[Turn]) -> float:
-    """Returns the median seconds of all steps of all turns."""
     return statistics.median(seconds for turn in turns for seconds in turn.seconds)
 
 
 def _mean_of_known(values: Sequence[float | None]) -> float | None:
-    """Returns the mean of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
     return statistics.mean(known) if known else None
 
@@ -403,7 +345,7 @@ def _mean_of_known(values: Sequence[float | None]) -> float | None:
 # -- output -------------------------------------------------------------------------------------------
 
 
-def as_json(machine: dict[str, Any], plan: Plan, result: Result) -> dict[str, Any]:
+def as_json(machine: dict[str, Any], plan: SwapPlan, result: Result) -> dict[str, Any]:
     """Returns the content that `--json` prints."""
     return {
         "machine": machine,
@@ -425,13 +367,14 @@ def as_json(machine: dict[str, Any], plan: Plan, result: Result) -> dict[str, An
         "rounds": plan.rounds,
         "compute_measured": plan.in_memory,
         "drive": {
-            f"{name}_gb_per_s": rounded(value / 1e9) for name, value in zip(Rates._fields, result.rates, strict=True)
+            f"{name}_gb_per_s": rounded(value / 1e9)
+            for name, value in zip(DriveSpeeds._fields, result.rates, strict=True)
         },
         "rows": [{key: rounded(value) for key, value in asdict(row).items()} for row in result.rows],
     }
 
 
-def heading(plan: Plan, result: Result) -> list[str]:
+def heading(plan: SwapPlan, result: Result) -> list[str]:
     """Returns the lines above the table."""
     rates, row = result.rates, result.rows[0]
     counted = ""
@@ -450,7 +393,7 @@ def heading(plan: Plan, result: Result) -> list[str]:
     ]
 
 
-def in_words(plan: Plan, row: Row) -> str:
+def in_words(plan: SwapPlan, row: SwapRow) -> str:
     """Returns a sentence about the limit of a step, and about a change that would lift it."""
     start = f"at {row.compute_ms:g} ms a unit"
     if row.limit == "compute":
@@ -566,12 +509,8 @@ class _Model(nn.Module):
 # -- measuring ----------------------------------------------------------------------------------------
 
 
-def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
+def measure(plan: SwapPlan, tell: Callable[[str], None] = lambda _: None) -> Result:
     """Runs the workload and removes its files afterwards.
-
-    Args:
-        plan: the settings.
-        tell: called with each line about the progress.
 
     Returns:
         The figures, with a row for each compute time.
@@ -582,7 +521,7 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
     load = Load(plan.unit_numel, plan.busy)
     swapped: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
     in_memory: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
-    rates: dict[float, list[Rates]] = {each: [] for each in plan.compute_ms}
+    rates: dict[float, list[DriveSpeeds]] = {each: [] for each in plan.compute_ms}
     with contextlib.ExitStack() as stack:
         tell(f"{count_of(plan.units, 'unit')} of {format_size(plan.unit_bytes)} into their tiers")
         engine = stack.enter_context(_engine(plan, load))
@@ -608,7 +547,12 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
                     tell(f"round {turn + 1} of {plan.rounds}: {each:g} ms a unit, in memory")
                     in_memory[each].append(_turn(beside, plan))
         return Result(
-            _bytes_in_files(plan),
+            sum(
+                path.stat().st_size
+                for folder in plan.folders
+                for path in (Path(folder) / _run()).rglob("*")
+                if path.is_file()
+            ),
             engine.host_memory,
             engine.device_memory,
             engine.resumable is not None,
@@ -622,8 +566,7 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
         )
 
 
-def _in_memory(plan: Plan) -> Plan:
-    """Returns the plan of the same model with everything in memory."""
+def _in_memory(plan: SwapPlan) -> SwapPlan:
     return replace(
         plan,
         folders=(),
@@ -637,13 +580,11 @@ def _in_memory(plan: Plan) -> Plan:
 
 
 def _run() -> str:
-    """Returns the name of the run's folder, unique to this process."""
     return f"offload-bench-swap.{os.getpid()}"
 
 
 @contextlib.contextmanager
-def _engine(plan: Plan, load: Load) -> Iterator[offload.Engine]:
-    """Yields an engine on the workload. Removes its files at the end."""
+def _engine(plan: SwapPlan, load: Load) -> Iterator[offload.Engine]:
     config = {
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,  # as by default: what a config leaves open has a notice
@@ -691,8 +632,7 @@ class _Moved(NamedTuple):
     kernel: tuple[int, int] | None
 
 
-def _turn(engine: offload.Engine, plan: Plan) -> Turn:
-    """Runs the steps of one turn and returns the times of the timed ones, and the bytes of a step."""
+def _turn(engine: offload.Engine, plan: SwapPlan) -> Turn:
     # `before` is the count in the last untimed step, so the difference covers exactly `plan.steps` steps.
     for _ in range(UNCOUNTED):
         before = _step(engine, plan)
@@ -711,7 +651,7 @@ def _turn(engine: offload.Engine, plan: Plan) -> Turn:
     return Turn(tuple(seconds), read / plan.steps, written / plan.steps, *counted)
 
 
-def _step(engine: offload.Engine, plan: Plan) -> _Moved:
+def _step(engine: offload.Engine, plan: SwapPlan) -> _Moved:
     """Performs a step and returns the bytes moved until the end of its last backward.
 
     By then every unit was used, so the reads and writes of all updates of the previous step have been requested, and
@@ -724,10 +664,3 @@ def _step(engine: offload.Engine, plan: Plan) -> _Moved:
             moved = _Moved(engine.io_bytes(), kernel_bytes())
         engine.step()
     return moved
-
-
-def _bytes_in_files(plan: Plan) -> int:
-    """Returns the bytes of the run's files on all drives."""
-    return sum(
-        path.stat().st_size for folder in plan.folders for path in (Path(folder) / _run()).rglob("*") if path.is_file()
-    )

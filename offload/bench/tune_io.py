@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from offload.aio import Bandwidth
 from offload.aio.measure import TimedTransfer
-from offload.bench.io import Case, Plan, make_plan, passes_of
+from offload.bench.io import Case, IoPlan, make_plan, passes_of
 from offload.config import load_config, read_json
 from offload.config.edit import set_in_block
 from offload.errors import ConfigError
@@ -58,13 +58,6 @@ def tune(
 ) -> Found:
     """Tries every shape once, then the best ones `rounds` times in turns.
 
-    Args:
-        folders: folders on the drives.
-        backend: I/O backend.
-        nbytes: bytes of the file that is written and read.
-        rounds: rounds of the finalists.
-        tell: receives a line about the progress.
-
     Returns:
         The winner and the finalists.
 
@@ -87,9 +80,8 @@ def tune(
 
 
 def _measured(
-    plan: Plan, cases: Sequence[Case], rounds: int, tell: Callable[[str], None]
+    plan: IoPlan, cases: Sequence[Case], rounds: int, tell: Callable[[str], None]
 ) -> Mapping[tuple[Case, str], list[TimedTransfer]]:
-    """Returns the passes of `cases` in `rounds` rounds."""
     return passes_of(replace(plan, cases=tuple(cases), rounds=rounds), tell)
 
 
@@ -115,9 +107,7 @@ def choose(trials: Iterable[Trial]) -> Trial:
 def check_writable(source: Path, target: Path) -> None:
     """Checks that a config can be written, before a measurement that takes minutes.
 
-    Args:
-        source: config to extend; may be missing.
-        target: file to write.
+    The config to extend may be missing.
 
     Raises:
         ConfigError: `source` is no config, or `target` cannot be written.
@@ -134,12 +124,7 @@ def check_writable(source: Path, target: Path) -> None:
 def write_config(source: Path, target: Path, aio: dict[str, int]) -> None:
     """Writes the text of `source`, or an empty config, to `target` with the keys of `aio`, atomically.
 
-    No other character of the text changes.
-
-    Args:
-        source: config to extend; may be missing.
-        target: file to write, which keeps its mode.
-        aio: keys of the `aio` block, which replace those of the same names.
+    No other character of the text changes. `source` may be missing; `target` keeps its mode.
 
     Raises:
         ConfigError: as `check_writable`.

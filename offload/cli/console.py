@@ -1,4 +1,4 @@
-"""Helpers that all commands share: exit codes, one-line errors, a status line, and counts such as 250M."""
+"""Helpers that all commands share: exit codes, one-line errors, progress, tables, and counts such as 250M."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +17,7 @@ from offload.errors import BudgetError, ConfigError, OffloadError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 BAD_INPUT, FAILED = 2, 1
 
@@ -24,12 +25,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; all e
 
 
 def echo(text: object, err: bool = False) -> None:
-    """Prints text that may quote names from files of others, of which no character can reach the terminal's controls.
-
-    Args:
-        text: The text.
-        err: True for stderr.
-    """
+    """Prints text that may quote files of others: no character of it reaches the controls of the terminal."""
     typer.echo(printable(str(text)), err=err)
 
 
@@ -95,6 +91,39 @@ def status_line(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
+def measuring() -> Iterator[Callable[[str, float], None]]:
+    """Yields a function of a description and the fraction done, from 0 to 1, which shows both.
+
+    The progress goes to stderr, so that stdout contains the result only.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        yield lambda words, _: console.print(f"measuring {words}")
+        return
+    columns = (BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda words, done: progress.update(task, completed=done, description=words)
+
+
+def make_table(
+    titles: Sequence[str], rows: Iterable[Sequence[str]], *, right: int | None = None, no_wrap: bool = False
+) -> Table:
+    """Returns a table of texts. Columns from number `right` on are aligned to the right; without titles none is."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=bool(titles))
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="left" if right is None or number < right else "right", no_wrap=no_wrap)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+@contextmanager
 def without_collector() -> Iterator[None]:
     """Leaves cycles in memory inside the context: for a command that imports much, makes little garbage, and ends.
 
@@ -117,8 +146,7 @@ _COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?)(?:([kmgbt])(i?))?
 def parse_count(text: str) -> int:
     """Returns the count that `text` names.
 
-    Args:
-        text: such as "250M" for 250 million, "64Mi" for 64 * 2**20, "1.5B" for 1.5 billion or "2T" for 2 * 10**12.
+    It is such as "250M", "64Mi" for 64 * 2**20, "1.5B" for 1.5 billion, or "2T" for 2 * 10**12.
 
     Raises:
         ConfigError: `text` is not such a count, is less than 1, or is beyond the largest float.

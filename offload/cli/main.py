@@ -14,15 +14,9 @@ import typer
 from typer.core import TyperGroup
 
 import offload
-from offload.cli import console as cli_console
-from offload.cli.commands import launch as cli_launch
-from offload.cli.commands import machine as cli_machine
-from offload.cli.commands import offline as cli_offline
-from offload.cli.commands import planning as cli_planning
-from offload.cli.commands import report as cli_report
-from offload.cli.commands import run as cli_run
-from offload.cli.commands import store as cli_store
-from offload.cli.commands import train as cli_train
+from offload.cli.commands import bench, check_config, launch, machine, offline, plan, report, store, train
+from offload.cli.console import BAD_INPUT, FAILED, echo_error, printable_logs
+from offload.cli.options import UNDERSCORES, Grouped
 from offload.cli.signals import AT_ONCE, handlers
 from offload.errors import printable
 from offload.interrupts import exit_on_next_signal
@@ -41,11 +35,10 @@ def _in_one_line() -> Iterator[None]:
         if type(error).__name__ == "NoArgsIsHelpError":
             raise
         print(f"error: {printable(_one_line(error), lines=False)}", file=sys.stderr)
-        raise typer.Exit(cli_console.BAD_INPUT) from None
+        raise typer.Exit(BAD_INPUT) from None
 
 
 def _one_line(error: Any) -> str:
-    """Returns typer's message, hints included, as one line in lower case that ends with the command for help."""
     words = " ".join(error.format_message().split()).replace("Value error, ", "").removesuffix(".")
     command = "offload" if error.ctx is None else error.ctx.command_path
     return f"{words[:1].lower()}{words[1:]}{'' if words.endswith('?') else ';'} see `{command} --help`"
@@ -75,7 +68,7 @@ class _Commands(TyperGroup):
             return super().make_context(*args, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        with _in_one_line(), cli_console.printable_logs():
+        with _in_one_line(), printable_logs():
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -95,14 +88,26 @@ app = typer.Typer(
 )
 
 # The order of registration is the order in the help.
-cli_machine.register(app)
-cli_planning.register(app)
-app.command()(cli_report.report)
-cli_store.register(app)
-cli_train.register(app)
-cli_offline.register(app)
-cli_run.register(app)
-cli_launch.register(app)
+_OPTIONS: dict[str, Any] = {"cls": Grouped, "context_settings": UNDERSCORES}
+app.command()(machine.info)
+app.command()(machine.tune)
+app.add_typer(bench.bench, name="bench")
+app.command()(machine.probe)
+app.command(**_OPTIONS)(plan.plan)
+app.command("check-config")(check_config.check_config)
+app.command()(report.report)
+app.command()(store.inspect)
+app.command()(store.verify)
+app.command("import")(store.import_)
+app.command()(store.export)
+app.command()(store.convert)
+app.command()(store.rm)
+app.command(**_OPTIONS)(train.train)
+app.command(**_OPTIONS)(offline.score)
+app.command(**_OPTIONS)(offline.generate)
+# Options behind the script are the script's.
+app.command(context_settings={"allow_interspersed_args": False})(launch.run)
+app.command(cls=launch.Launch, context_settings={**UNDERSCORES, "allow_interspersed_args": False})(launch.launch)
 
 
 def main() -> None:
@@ -120,8 +125,8 @@ def main() -> None:
             exit_on_next_signal(AT_ONCE, *handlers(signal.SIGINT, signal.SIGTERM))
         raise
     except OSError as error:  # usually a full disk behind stdout
-        cli_console.echo_error(error)
-        sys.exit(cli_console.FAILED)
+        echo_error(error)
+        sys.exit(FAILED)
 
 
 def _version(wanted: bool) -> None:

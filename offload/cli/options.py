@@ -17,12 +17,7 @@ UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
 def option(panel: str, name: str, help: str, *names: str, **more: Any) -> Any:
     """Declares an option.
 
-    Args:
-        panel: the group in which the help lists the option.
-        name: the name in the help.
-        help: the help text.
-        names: aliases, such as the names of Hugging Face's arguments.
-        more: further arguments of `typer.Option`.
+    `names` are aliases, such as the names of Hugging Face's arguments, and `more` further arguments of `typer.Option`.
 
     Returns:
         The `typer.Option` to annotate a field with.
@@ -37,10 +32,8 @@ def takes_options(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[...
     """Returns a decorator that turns a function of one options object into a typer command.
 
     typer reads a command's options from the function's signature. The decorated function shows the fields of `kind` as
-    its signature, so that name, type, default and help of each option are declared once.
-
-    Args:
-        kind: a dataclass, each field annotated with `typer.Option` or `typer.Argument`.
+    its signature, so that name, type, default and help of each option are declared once. The fields of the dataclass
+    are annotated with `typer.Option` or `typer.Argument`.
     """
     signature = inspect.signature(kind, eval_str=True)
 

@@ -78,9 +78,6 @@ def handlers(*numbers: signal.Signals) -> dict[signal.Signals, Any]:
     """Returns the handlers of those signals that the process does not ignore, by number.
 
     A parent that ignores a signal, as nohup and a shell's background jobs do, wants its children to do so too.
-
-    Args:
-        numbers: the signals.
     """
     found = {number: signal.getsignal(number) for number in numbers}
     return {number: handler for number, handler in found.items() if handler != signal.SIG_IGN}
@@ -108,10 +105,8 @@ def exit_on_signal(words: str) -> Iterator[None]:
     """Obeys SIGINT, SIGTERM and SIGHUP inside the context even during a long call of native code. Main thread only.
 
     Python runs handlers between bytecode instructions. If the handler has not started after a second, the process exits
-    immediately with code 128 plus the signal's number. Use the context only if there is nothing to clean up.
-
-    Args:
-        words: the message on stderr for an immediate exit.
+    immediately with code 128 plus the signal's number. Use the context only if there is nothing to clean up. `words` is
+    the message on stderr for an immediate exit.
     """
     begun = threading.Event()
     reading, writing = os.pipe()
@@ -152,13 +147,7 @@ def exit_on_signal(words: str) -> Iterator[None]:
 
 
 def _watch(reading: int, begun: threading.Event, words: str) -> None:
-    """Ends the process after a signal whose handler does not start. Runs on a thread, until a byte of 0 arrives.
-
-    Args:
-        reading: the pipe's end with signal numbers.
-        begun: set once a handler has started.
-        words: the message on stderr.
-    """
+    """Ends the process after a signal whose handler does not start. Runs on a thread, until a byte of 0 arrives."""
     while number := os.read(reading, 1)[0]:
         if number in ENDING and not begun.wait(_GRACE):
             # Shows the cursor, which a progress bar hides.

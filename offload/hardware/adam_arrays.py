@@ -78,7 +78,6 @@ def aligned_like(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _as(dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
-    """Returns `values` in `dtype`, on 2 MiB pages as before."""
     return values if values.dtype is dtype else aligned_like(len(values), dtype).copy_(values)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import json
 import os
 import platform
 import resource
 import shutil
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,10 @@ def io() -> dict[str, Any]:
 
     Raises `ConfigError` if this system refuses every backend.
     """
+    trial, locked = aligned_empty(16 * MIB), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     with IoQueue() as queue:  # raises the error with the reasons if no backend works
-        taken = queue.backend
+        # Only io_uring registers memory.
+        taken, registered = queue.backend, queue.register(trial)
     refused = refusals()
     return {
         "backend": taken,
@@ -56,8 +60,8 @@ def io() -> dict[str, Any]:
         "defaults": DEFAULTS[taken]._asdict(),
         "crc32c": f"by {crc32c_ways()[-1]}",
         "huge_pages": _huge_pages(),
-        "registered": _registered(),
-        "memlock_bytes": _memlock(),
+        "registered": {"asked_bytes": len(trial), "got_bytes": registered},
+        "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
         "libaio_events": {"taken": _number("/proc/sys/fs/aio-nr"), "most": _number("/proc/sys/fs/aio-max-nr")},
     }
 
@@ -90,6 +94,32 @@ def drive(folder: str) -> dict[str, Any]:
     }
 
 
+def rated_bytes_of(folder: str) -> int | None:
+    """Returns the rated bytes of the drive of `folder` by SMART; None without smartctl or the right to use it."""
+    # The rating is an extra: a missing tool, right or field must not fail the plan.
+    with contextlib.suppress(OSError, ValueError, KeyError, subprocess.SubprocessError):
+        if shutil.which("smartctl") is None:
+            return None
+        command = ["smartctl", "-j", "-A", drive(folder)["device"]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        return rated_bytes(json.loads(done.stdout))
+    return None
+
+
+def rated_bytes(smart: Mapping[str, Any]) -> int | None:
+    """Returns the bytes written so far divided by the fraction of the drive's life used.
+
+    `smart` is smartctl's JSON of an NVMe drive, whose data units are 512,000 bytes.
+
+    Returns:
+        None for a drive that reports 0 % used, since the division has no result.
+    """
+    log = smart["nvme_smart_health_information_log"]
+    # NVMe reports the used life in percent of the rated endurance, so the quotient is the rating.
+    used, written = int(log["percentage_used"]), int(log["data_units_written"]) * 512_000
+    return written * 100 // used if used else None
+
+
 def advice(facts: dict[str, Any]) -> list[str]:
     """Returns advice on changes to this machine, one line each; empty if there is none."""
     about_io, found = facts["io"], []
@@ -117,7 +147,11 @@ def advice(facts: dict[str, Any]) -> list[str]:
         if "error" in each:
             continue
         for disk in each["disks"]:
-            found += _of_disk_to_change(each["path"], disk)
+            where = f"{each['path']} is on {disk['name']}"
+            if disk["rotational"]:
+                found.append(f"{where}, a rotating disk: paging needs an SSD")
+            elif _narrow(disk["link"]):
+                found.append(f"{where} with {_of_link(disk['link'])}: another slot moves more bytes a second")
         if not each["o_direct"]:
             found.append(f"{each['path']} ({each['file_system']}) has no O_DIRECT: swap files there use RAM as a cache")
         if each["file_system"] in ("tmpfs", "ramfs"):
@@ -126,7 +160,6 @@ def advice(facts: dict[str, Any]) -> list[str]:
 
 
 def _of_machine(facts: dict[str, Any]) -> list[str]:
-    """Returns advice on processor and GPUs."""
     found, cards = [], facts["gpus"]
     if facts["kernels"]["isa"] == "scalar":
         found.append(f"kernels run without vector instructions, many times slower: {facts['kernels']['why']}")
@@ -138,25 +171,14 @@ def _of_machine(facts: dict[str, Any]) -> list[str]:
     return found
 
 
-def _of_disk_to_change(path: str, disk: dict[str, Any]) -> list[str]:
-    """Returns advice on a disk that stores `path`."""
-    if disk["rotational"]:
-        return [f"{path} is on {disk['name']}, a rotating disk: paging needs an SSD"]
-    if _narrow(disk["link"]):
-        return [f"{path} is on {disk['name']} with {_of_link(disk['link'])}: another slot moves more bytes a second"]
-    return []
-
-
 def _narrow(link: dict[str, Any] | None) -> bool:
-    """Returns True if a link uses fewer lanes than the device supports."""
     return link is not None and link["lanes"] < link["most_lanes"]
 
 
 def facts(folders: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the complete report.
 
-    Args:
-        folders: folders whose drives are included; an error of a folder is reported in place of its drive.
+    An error of a folder is reported in place of its drive.
     """
     found: dict[str, Any] = {
         "machine": machine(),
@@ -181,9 +203,12 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     host, about_io = found["machine"], found["io"]
     pages, events, locked = about_io["huge_pages"], about_io["libaio_events"], about_io["memlock_bytes"]
     shape, known = about_io["defaults"], about_io["registered"]
+    of_kernels = found["kernels"]
+    threads = f"{count_of(of_kernels['threads'], 'thread')} ({of_kernels['threads_why']})"
     rows = [
         ("processor", f"{host['processor']}, {count_of(host['cores'], 'core')}"),
-        *_of_arithmetic(found["kernels"]),
+        ("kernels", f"{of_kernels['isa']} ({of_kernels['why']}), {threads}"),
+        ("  instructions", " ".join(of_kernels["features"]) or "none that kernels use"),
         *_of_memory(found["memory"], found["numa"]),
         *_of_gpus(found["gpus"]),
         ("kernel", f"Linux {host['kernel']}"),
@@ -209,17 +234,7 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     return rows + [("advice", words) for words in found["advice"]]
 
 
-def _of_arithmetic(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns lines about the kernels."""
-    threads = f"{count_of(found['threads'], 'thread')} ({found['threads_why']})"
-    return [
-        ("kernels", f"{found['isa']} ({found['why']}), {threads}"),
-        ("  instructions", " ".join(found["features"]) or "none that kernels use"),
-    ]
-
-
 def _of_memory(found: dict[str, Any], numa: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Returns lines about memory; NUMA nodes are listed if there are several."""
     limit = found["limit_bytes"]
     of_group = "no limit of a cgroup" if limit is None else f"limited to {format_size(limit)} by the cgroup"
     rows = [("memory", f"{format_size(found['total_bytes'])}, {of_group}, {format_size(found['free_bytes'])} free")]
@@ -230,7 +245,6 @@ def _of_memory(found: dict[str, Any], numa: Sequence[dict[str, Any]]) -> list[tu
 
 
 def _of_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns lines about GPUs, or one with the reason why there is none."""
     rows = [] if found["devices"] else [("GPU", f"none: {found['why']}")]
     for each in found["devices"]:
         node = "" if each["node"] is None else f", node {each['node']}"
@@ -259,7 +273,6 @@ def _of_hidden_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _of_disk(disk: dict[str, Any]) -> str:
-    """Returns model, kind and link of a disk in words."""
     kind = {True: "rotating", False: "solid state", None: ""}[disk["rotational"]]
     how = "" if disk["link"] is None else _of_link(disk["link"])
     return ", ".join(filter(None, (disk["model"], kind, how))) or "nothing known"
@@ -284,19 +297,6 @@ def _huge_pages() -> dict[str, Any]:
     return {"setting": chosen, "granted": huge_page_share(buffer) >= 0.5}
 
 
-def _registered() -> dict[str, int]:
-    """Returns how many bytes of a trial buffer the kernel registers for a queue. Only io_uring registers any."""
-    buffer = aligned_empty(16 * MIB)
-    with IoQueue() as queue:
-        return {"asked_bytes": len(buffer), "got_bytes": queue.register(buffer)}
-
-
-def _memlock() -> int | None:
-    """Returns the limit on locked memory in bytes; None without a limit."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
 @functools.cache  # each start of an engine asks, and a package's metadata take a millisecond to parse
 def _version(name: str) -> str | None:
     """Returns the version of an installed package, or None, as it was when this process first asked."""
@@ -306,6 +306,5 @@ def _version(name: str) -> str | None:
 
 
 def _number(path: str) -> int | None:
-    """Returns the number that a file contains, or None."""
     content = text(path).strip()
     return int(content) if content.isdigit() else None

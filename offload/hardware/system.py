@@ -142,18 +142,17 @@ def _no_gpu(system: Path, shown: Mapping[str, str]) -> str:
     built = torch.version.cuda is not None or torch.version.hip is not None
     why = f"torch {torch.__version__} {'finds no CUDA device' if built else 'is built without CUDA'}"
     # A card on the bus that torch does not see points to a missing driver or a CPU build of torch.
-    cards = [each for each in (system / "bus/pci/devices").glob("*") if _is_nvidia(each)]
+    cards = [
+        device
+        for device in (system / "bus/pci/devices").glob("*")
+        # A display controller (class 0x03) of NVIDIA (vendor 0x10de).
+        if text(device / "vendor").strip() == "0x10de" and text(device / "class").startswith("0x03")
+    ]
     why += f", and {count_of(len(cards), 'NVIDIA GPU is', 'NVIDIA GPUs are')} there" if cards else ""
     return why + "".join(f"; {name} is {value!r}" for name, value in shown.items() if built)
 
 
-def _is_nvidia(device: Path) -> bool:
-    """Returns True if a PCI device is a display controller (class 0x03) of NVIDIA (vendor 0x10de)."""
-    return text(device / "vendor").strip() == "0x10de" and text(device / "class").startswith("0x03")
-
-
 def _gpu(index: int, system: Path, cards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns name, slice, UUID, bytes of memory, compute capability, PCI address, NUMA node and link of a GPU."""
     about = torch.cuda.get_device_properties(index)
     address = pci_address(about)
     # Older torch has no UUID. A UUID of torch lacks the driver's "GPU-" or "MIG-".
@@ -173,10 +172,7 @@ def _gpu(index: int, system: Path, cards: Sequence[Mapping[str, Any]]) -> dict[s
 def slice_of(name: str, uuid: str | None, cards: Sequence[Mapping[str, Any]]) -> str | None:
     """Returns the profile of the slice (MIG) that a device of torch is, such as "3g.20gb"; None for an undivided card.
 
-    Args:
-        name: the device's name; CUDA adds "MIG" and the profile to that of a slice.
-        uuid: the device's UUID, or None.
-        cards: the driver's cards, as `parse_cards` returns them.
+    CUDA adds "MIG" and the profile to the name of a slice.
     """
     for card in cards:
         for part in card["slices"]:
@@ -189,9 +185,6 @@ def link(device: Path) -> dict[str, Any] | None:
     """Returns lanes and speed of a device's PCIe link, current and maximum; None if the device has no link.
 
     The current speed is that of a device at rest, which many devices lower.
-
-    Args:
-        device: folder of the device under /sys.
     """
     names = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed")
     values = [text(device / name).strip() for name in names]
@@ -204,13 +197,7 @@ def link(device: Path) -> dict[str, Any] | None:
 
 
 def disks(folder: str, device: str, system: Path = _SYSTEM) -> list[dict[str, Any]]:
-    """Returns the disks below the file system of `folder`; none for memory or a network.
-
-    Args:
-        folder: a folder on the file system.
-        device: device from which the file system is mounted.
-        system: /sys, or a copy of it.
-    """
+    """Returns the disks below the file system of `folder`; none for memory or a network."""
     number = os.stat(folder).st_dev
     if (
         os.major(number) == 0 and device.startswith("/dev/") and os.path.exists(device)
@@ -221,7 +208,6 @@ def disks(folder: str, device: str, system: Path = _SYSTEM) -> list[dict[str, An
 
 
 def _physical_disks(device: Path) -> list[Path]:
-    """Returns the disks below a partition, a mapping or an array of disks."""
     below = sorted((device / "slaves").glob("*"))
     if below:
         return list(dict.fromkeys(disk for each in below for disk in _physical_disks(each.resolve())))
@@ -229,7 +215,6 @@ def _physical_disks(device: Path) -> list[Path]:
 
 
 def _disk(device: Path) -> dict[str, Any]:
-    """Returns name, model, rotation and PCIe link of a disk, given its folder in /sys/block."""
     # An NVMe disk's `device` is its controller, whose own `device` is the PCI function with the link.
     controller = (device / "device").resolve()
     model = text(device / "device/model").strip() or None

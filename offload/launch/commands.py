@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from offload.errors import UsageError
 from offload.launch.environment import ONE_MACHINE, PORT, SECRET, SIGNED, exported
 from offload.launch.hosts import Host, select
-from offload.launch.options import LaunchOptions, Machine, allocated_nodes, check_options, launcher_of
+from offload.launch.options import LaunchOptions, LocalMachine, allocated_nodes, check_options, launcher_of
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -65,15 +65,11 @@ class Command:
 
 
 def decide(
-    options: LaunchOptions, hostfile: Sequence[Host] | None, exports: Mapping[str, str], machine: Machine
+    options: LaunchOptions, hostfile: Sequence[Host] | None, exports: Mapping[str, str], machine: LocalMachine
 ) -> list[Command]:
     """Returns what to run: one command in place of this process, or one for each host.
 
-    Args:
-        options: what was asked for.
-        hostfile: the hosts of the hostfile; None if there is none.
-        exports: variables for every rank on every host.
-        machine: this machine.
+    `exports` are variables for every rank on every host.
 
     Raises:
         UsageError: options contradict each other or the hosts, or are not possible here.
@@ -106,8 +102,7 @@ def decide(
     return [_watched(options, hosts, node, exports, machine) for node in range(len(hosts))]
 
 
-def _is_alone(options: LaunchOptions, hosts: Sequence[Host], launcher: str, machine: Machine) -> bool:
-    """Returns True if all ranks are on this machine."""
+def _is_alone(options: LaunchOptions, hosts: Sequence[Host], launcher: str, machine: LocalMachine) -> bool:
     return len(hosts) == 1 and hosts[0].name in machine.names and not options.no_ssh and launcher == "ssh"
 
 
@@ -136,7 +131,7 @@ def _hosts(options: LaunchOptions, every: Sequence[Host]) -> list[Host]:
     return hosts
 
 
-def _without_hostfile(options: LaunchOptions, machine: Machine) -> list[Host]:
+def _without_hostfile(options: LaunchOptions, machine: LocalMachine) -> list[Host]:
     """Returns the nodes of Slurm's job, those that --num-nodes counts, or this machine.
 
     Raises:
@@ -162,7 +157,6 @@ def _without_hostfile(options: LaunchOptions, machine: Machine) -> list[Host]:
 
 
 def _in_place(host: str, arguments: tuple[str, ...], variables: Mapping[str, str]) -> Command:
-    """Returns a command that may run in place of this process."""
     before = [f"{name}={shlex.quote(value)} " for name, value in _settings(variables).items()]
     shown = "".join(before) + shlex.join(arguments) + _names_behind(variables)
     return Command(host=host, arguments=arguments, environment=variables, shown=shown)
@@ -182,7 +176,7 @@ def _names_behind(variables: Mapping[str, str]) -> str:
     return names and f"  # with the variables {names}"
 
 
-def _alone(options: LaunchOptions, host: Host, exports: Mapping[str, str], machine: Machine) -> Command:
+def _alone(options: LaunchOptions, host: Host, exports: Mapping[str, str], machine: LocalMachine) -> Command:
     """Returns the torchrun of this machine alone, whose ranks meet where no other machine reaches them."""
     address = options.master_addr or "127.0.0.1"
     place = f"[{address}]" if ":" in address else address
@@ -192,7 +186,9 @@ def _alone(options: LaunchOptions, host: Host, exports: Mapping[str, str], machi
     return _in_place(host.name, arguments, {**exports, **_devices(host, machine.environ)})
 
 
-def _this_node(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], machine: Machine) -> Command:
+def _this_node(
+    options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], machine: LocalMachine
+) -> Command:
     """Returns the torchrun of this host, one of several on each of which somebody types this command."""
     node = options.node_rank or 0
     if node >= len(hosts):
@@ -202,7 +198,7 @@ def _this_node(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[s
 
 
 def _watched(
-    options: LaunchOptions, hosts: Sequence[Host], node: int, exports: Mapping[str, str], machine: Machine
+    options: LaunchOptions, hosts: Sequence[Host], node: int, exports: Mapping[str, str], machine: LocalMachine
 ) -> Command:
     """Returns the command of one host of several: a shell there that ends torchrun with its own standard input."""
     host = hosts[node]
@@ -233,7 +229,9 @@ def _watched(
     )
 
 
-def _by_srun(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], machine: Machine) -> Command:
+def _by_srun(
+    options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], machine: LocalMachine
+) -> Command:
     """Returns the srun that starts a torchrun on each node, which learns there which node it is.
 
     Raises:
@@ -255,25 +253,18 @@ def _by_srun(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str
 
 
 def module_command(python: str, module: str) -> list[str]:
-    """Returns the command that runs a module of this library, wherever the working folder is.
-
-    Args:
-        python: The interpreter.
-        module: Its name; it is run as by `python -m`.
-    """
+    """Returns the command that runs a module of this library, wherever the working folder is."""
     return [python, "-c", _MODULE, module]
 
 
 def _torchrun_of(
-    options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], node: int, machine: Machine
+    options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], node: int, machine: LocalMachine
 ) -> tuple[str, ...]:
-    """Returns the torchrun of one host of several."""
     start = _torchrun(options, hosts[node], machine)
     return (*start, *_node_options(options, hosts, exports, node), *_script(options))
 
 
-def _torchrun(options: LaunchOptions, host: Host, machine: Machine) -> list[str]:
-    """Returns the beginning of each torchrun."""
+def _torchrun(options: LaunchOptions, host: Host, machine: LocalMachine) -> list[str]:
     logs = [] if options.rank_logs is None else ["--log-dir", options.rank_logs, "--redirects", "3"]
     start = module_command(machine.python, "offload.launch.torchrun")
     return [*start, "--nproc-per-node", str(len(host.slots)), *logs]
@@ -284,7 +275,6 @@ def _restarts(options: LaunchOptions) -> list[str]:
 
 
 def _node_options(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], node: int) -> list[str]:
-    """Returns where the hosts meet, and which of them this is."""
     meeting = _meeting_place(options, hosts, exports)
     if not options.max_restarts:
         return [*meeting, "--node-rank", str(node)]
@@ -331,9 +321,7 @@ def _script(options: LaunchOptions) -> list[str]:
 def _devices(host: Host, environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variable that shows a host's ranks their GPUs, if these are not simply the first ones.
 
-    Args:
-        host: the host.
-        environ: its environment; slots are counted within the GPUs that it shows.
+    Slots are counted within the GPUs that `environ` shows.
 
     Raises:
         UsageError: it shows fewer.

@@ -51,9 +51,6 @@ _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_T
 def ranks_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns RANK, WORLD_SIZE, LOCAL_RANK and the others of torchrun's for a process that srun or mpirun has started.
 
-    Args:
-        environ: the environment of the process.
-
     Returns:
         The variables; none where torchrun has set them, and for a process that was started alone.
 
@@ -91,11 +88,6 @@ def ranks_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def rank_number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
     """Returns a number that a launcher has set, such as that of a rank or of ranks.
 
-    Args:
-        environ: the environment of this process.
-        name: the variable, such as RANK.
-        otherwise: the number without that variable.
-
     Raises:
         ConfigError: if the variable is no number of at least 0.
     """
@@ -109,7 +101,6 @@ def rank_number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
 
 
 def _of_mpi(environ: Mapping[str, str]) -> _Place | None:
-    """Returns the place that mpirun gave this process, if it did. MPI does not say where rank 0 is."""
     for names in _MPI:
         # srun sets some of them too, for programs of MPI.
         if all(name in environ for name in names):
@@ -138,9 +129,7 @@ def _of_slurm(environ: Mapping[str, str]) -> _Place | None:
 def parse_environment_file(text: str, path: str) -> dict[str, str]:
     """Returns the variables of a `.deepspeed_env`.
 
-    Args:
-        text: lines `NAME=value`; empty lines and those that begin with # are left out. A value is taken as it stands.
-        path: where the text comes from, for messages.
+    Lines are `NAME=value`; empty ones and those that begin with # are left out. A value is taken as it stands.
 
     Raises:
         UsageError: a line is something else.
@@ -161,10 +150,6 @@ def parse_environment_file(text: str, path: str) -> dict[str, str]:
 
 
 def exported(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that ranks on other hosts receive of this process's.
-
-    Args:
-        environ: the environment of this process.
-    """
+    """Returns the variables that ranks on other hosts receive of this process's."""
     # A shell there sets them, which knows no other names.
     return {name: value for name, value in environ.items() if name.startswith(_EXPORTED) and _NAME.fullmatch(name)}

@@ -32,9 +32,7 @@ _LINE = re.compile(r"([\w.:%\[][\w.:%@+\[\]-]*)\s+slots=([0-9]+)\s*(?:#.*)?")
 def parse_hostfile(text: str, path: str) -> list[Host]:
     """Returns the hosts of a hostfile, in its order.
 
-    Args:
-        text: lines `host slots=n`; empty lines and those that begin with # are comments.
-        path: where the text comes from, for messages.
+    Empty lines and those that begin with # are comments. `path` is for messages.
 
     Raises:
         UsageError: a line is something else, a host has no slot or two lines, or there is no host.
@@ -116,9 +114,6 @@ _BRACKETS = re.compile(r"\[([^\]]*)\]")
 def expand_nodelist(text: str) -> list[str]:
     """Returns the names in a list of Slurm's, such as `gpu[01-03,7],login`, in its order.
 
-    Args:
-        text: the value of SLURM_JOB_NODELIST.
-
     Raises:
         ValueError: it is no such list, or one of more than 100,000 names.
     """
@@ -135,7 +130,6 @@ def _bounded(values: Iterable[_Value]) -> list[_Value]:
 
 
 def _expand(part: str) -> Iterator[str]:
-    """Yields the names of one pattern, whose brackets contain numbers and ranges of them."""
     pieces = _BRACKETS.split(part)
     # Text and content of brackets take turns; a text stands for itself.
     choices = [_bounded(_numbers(piece)) if index % 2 else [piece] for index, piece in enumerate(pieces)]
@@ -153,9 +147,6 @@ def _numbers(text: str) -> Iterator[str]:
 
 def expand_counts(text: str) -> list[int]:
     """Returns the numbers in a list of Slurm's, such as `2(x3),1`: 2, 2, 2, 1.
-
-    Args:
-        text: the value of SLURM_STEP_TASKS_PER_NODE.
 
     Raises:
         ValueError: it is of more than 100,000 nodes.

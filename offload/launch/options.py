@@ -57,7 +57,7 @@ class LaunchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class LocalMachine:
     """The machine on which the command was typed."""
 
     python: str
@@ -75,10 +75,6 @@ class Machine:
 
 def check_options(options: LaunchOptions, environ: Mapping[str, str]) -> None:
     """Raises an error for options that are wrong whatever the hosts are.
-
-    Args:
-        options: the options.
-        environ: the environment of this process.
 
     Raises:
         UsageError: options contradict each other, or this process is one of several that srun or mpirun has started.
@@ -104,11 +100,6 @@ def check_options(options: LaunchOptions, environ: Mapping[str, str]) -> None:
 def launcher_of(options: LaunchOptions, has_hostfile: bool, environ: Mapping[str, str]) -> str:
     """Returns `ssh` or `slurm`: what was asked for, else srun inside of an allocation of several nodes.
 
-    Args:
-        options: the options.
-        has_hostfile: True if there is a hostfile.
-        environ: the environment of this process.
-
     Raises:
         UsageError: it is another launcher, or slurm without an allocation.
     """
@@ -130,9 +121,6 @@ def launcher_of(options: LaunchOptions, has_hostfile: bool, environ: Mapping[str
 def allocated_nodes(environ: Mapping[str, str]) -> list[str]:
     """Returns the nodes of the job of Slurm's in which this process is.
 
-    Args:
-        environ: the environment of this process.
-
     Raises:
         ConfigError: the variable that Slurm sets is no list of nodes.
     """
@@ -147,11 +135,5 @@ def allocated_nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 def asks_for_gpus(options: LaunchOptions, has_hostfile: bool, environ: Mapping[str, str]) -> bool:
-    """Returns True if only the number of this machine's GPUs says how many ranks there are.
-
-    Args:
-        options: the options.
-        has_hostfile: True if there is a hostfile.
-        environ: the environment of this process.
-    """
+    """Returns True if only the number of this machine's GPUs says how many ranks there are."""
     return not has_hostfile and options.num_gpus is None and len(allocated_nodes(environ)) < 2

@@ -23,10 +23,6 @@ def run_together(commands: Sequence[Command], tell: Callable[[str], None]) -> in
     An exception, such as that of Ctrl-C, ends all of them before it leaves. So does a SIGKILL of this process, whose
     end closes the standard input of each command.
 
-    Args:
-        commands: one for each host.
-        tell: called with a message about the first host that fails.
-
     Returns:
         0, or the exit status of the first that fails; 128 plus the number of a signal that ended it.
     """
@@ -41,20 +37,15 @@ def run_together(commands: Sequence[Command], tell: Callable[[str], None]) -> in
                 start_new_session=True,
             )
         for command in commands:
-            _send(running[command.host], command.first_input)
+            # A process that has ended, as ssh to a host that is not there, says so by its exit status.
+            with contextlib.suppress(BrokenPipeError):
+                file = running[command.host].stdin
+                assert file is not None
+                file.write(os.fsencode(command.first_input))
+                file.flush()
         return _first_failure(running, tell)
     finally:
         _end(running.values())
-
-
-def _send(process: subprocess.Popen[bytes], text: str) -> None:
-    """Writes text to the standard input of a process, which stays open."""
-    assert process.stdin is not None
-    try:
-        process.stdin.write(os.fsencode(text))
-        process.stdin.flush()
-    except BrokenPipeError:
-        pass  # it has ended, as ssh to a host that is not there; its exit status says so
 
 
 def _first_failure(running: Mapping[str, subprocess.Popen[bytes]], tell: Callable[[str], None]) -> int:

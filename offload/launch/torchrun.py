@@ -87,9 +87,7 @@ class _OneMachine(RendezvousHandler):
 class SignedBackend(RendezvousBackend):
     """The state of several hosts in torch's store, where each value begins with its signature.
 
-    Args:
-        inner: torch's own backend, whose user unpickles what it returns.
-        secret: known to the hosts of this run alone.
+    The user of the inner backend unpickles what it returns.
     """
 
     def __init__(self, inner: RendezvousBackend, secret: str) -> None:
@@ -147,10 +145,6 @@ def _listen(address: str, port: int) -> socket.socket:
 def _prepare(options: Any, secret: str) -> None:
     """Registers the rendezvous that the options name, and opens or looks at its port.
 
-    Args:
-        options: torchrun's, parsed.
-        secret: of this run; empty if there is none.
-
     Raises:
         UsageError: the port is taken, or the hosts have no secret.
     """
@@ -182,11 +176,7 @@ def _prepare(options: Any, secret: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs torchrun with the meeting places of this module registered.
-
-    Args:
-        arguments: those of torchrun.
-    """
+    """Runs torchrun with the meeting places of this module registered."""
     try:
         # The ranks have no use for it.
         _prepare(run.parse_args(arguments), os.environ.pop(SECRET, ""))

@@ -35,7 +35,7 @@ from offload.layout.pass_order import LAYER_MAJOR
 from offload.layout.placement import LIBRARIES, beside_arenas
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
-from offload.planner.model_shape import Block, Shape, Use
+from offload.planner.model_shape import RepeatedBlock, Shape, Use
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import State, Tier
 
@@ -114,10 +114,6 @@ def need(shape: Shape, load: Load) -> Need:
     """Returns the bytes of activations in every tier: of one micro-batch, or of all of a step if it is layer-major.
 
     A longer sequence, a larger micro-batch or more of them never need less in any tier.
-
-    Args:
-        shape: the model.
-        load: work of a step.
     """
     blocks = shape.blocks
     staged = min(load.on_disk, STAGED_INPUTS) * max((input_nbytes(shape, load, each) for each in blocks), default=0)
@@ -145,12 +141,12 @@ def moving(shape: Shape, load: Load) -> list[Moving]:
     return [Moving(input_nbytes(shape, load, each), on) for each, on in zip(blocks, tiers, strict=False)] + stay
 
 
-def input_nbytes(shape: Shape, load: Load, block: Block) -> int:
+def input_nbytes(shape: Shape, load: Load, block: RepeatedBlock) -> int:
     """Returns the bytes of a block's input in a micro-batch."""
     return load.batch * shape.uses[block.uses[0]].boundary
 
 
-def recomputed(shape: Shape, load: Load) -> tuple[Block, ...]:
+def recomputed(shape: Shape, load: Load) -> tuple[RepeatedBlock, ...]:
     """Returns the blocks that are computed again in the backward."""
     return shape.blocks[: load.first or None] if load.recompute else ()
 
@@ -174,8 +170,7 @@ def mlp_numel(shape: Shape, use: Use) -> int:
     return round(use.mlp_flops / (2 * shape.sequence))
 
 
-def _on_device(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
-    """Returns the most bytes on the device at a time."""
+def _on_device(shape: Shape, load: Load, blocks: tuple[RepeatedBlock, ...]) -> int:
     first, behind = _outside(blocks, len(shape.uses))
     before = sum(shape.uses[position].saved for position in first)
     # The head and the norm before it have gone when the backward reaches the last block.
@@ -191,7 +186,7 @@ def _on_device(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
 
 
 @functools.lru_cache
-def _outside(blocks: tuple[Block, ...], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _outside(blocks: tuple[RepeatedBlock, ...], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the positions of uses in no block, of `count` uses: those before the last block's end, and the others.
 
     A search for the longest sequence asks hundreds of times about one model.
@@ -222,15 +217,13 @@ def _borders(shape: Shape, load: Load) -> int:
     return (load.alive - 1) * max((input_nbytes(shape, load, block) for block in shape.blocks), default=0)
 
 
-def _inputs(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
-    """Returns the bytes of inputs that are on the device: those that stay, and those on their way."""
+def _inputs(shape: Shape, load: Load, blocks: tuple[RepeatedBlock, ...]) -> int:
     gone = min(load.on_disk + load.on_host, len(blocks))
     sizes = [input_nbytes(shape, load, block) for block in blocks]
     return load.alive * sum(sizes[gone:]) + min(load.alive * gone, IN_FLIGHT) * max(sizes, default=0)
 
 
 def _saved(shape: Shape, load: Load, use: Use) -> int:
-    """Returns the bytes that a block's use saves for the backward of a micro-batch."""
     # A tiled MLP saves its input alone.
     return load.batch * (use.saved - use.mlp_saved + use.boundary if _tiles(shape, load, use) else use.saved)
 
@@ -254,7 +247,6 @@ def _tiles(shape: Shape, load: Load, use: Use) -> bool:
 
 
 def _tail(shape: Shape, load: Load, uses: Sequence[Use]) -> int:
-    """Returns the bytes of the uses after the last block: the head and its loss, or the norm before them."""
     if not uses:
         return 0
     saved = load.batch * sum(use.saved for use in uses[:-1])
@@ -366,7 +358,6 @@ def of_chunks(shape: Shape, load: Load, hardware: Hardware) -> float:
 
 
 def _sum_seconds(numel: int, hardware: Hardware) -> float:
-    """Returns the seconds to add gradients to sums in fp32, which are read and written."""
     return numel * (2 * _FP32 + hardware.itemsize) / hardware.elementwise
 
 
@@ -402,10 +393,7 @@ def wish_of(config: Config) -> Wish:
 def with_host_memory(content: Mapping[str, Any], host: int, inputs: int) -> dict[str, Any]:
     """Returns a config with a host budget for states and, as part of it, for inputs of blocks.
 
-    Args:
-        content: a config in DeepSpeed's form.
-        host: bytes of the host arena.
-        inputs: bytes of host memory for inputs, beside the arena.
+    `inputs` are bytes of host memory beside the host arena, whose bytes are `host`.
     """
     found = copy.deepcopy(dict(content))
     block = found.setdefault("offload", {})
@@ -429,15 +417,8 @@ def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool, most_
     """Returns `load` with the tiers that the inputs of blocks have under a wish. They may need more than `room`.
 
     "auto" keeps inputs on the device while they fit, then in HOST, then on DISK; "cpu" in HOST, then on DISK. The
-    oldest leave first, since the backward needs them last.
-
-    Args:
-        shape: the model.
-        load: work of a step; its own tiers do not matter.
-        wish: the config's wish.
-        room: bytes that each tier has for activations.
-        drives: True if inputs can go to DISK.
-        most_inputs: bytes of the device that "auto" gives to inputs at most; None for no limit but the room.
+    oldest leave first, since the backward needs them last. The tiers that `load` has do not matter. `most_inputs`
+    limits the bytes of the device that "auto" gives to inputs.
     """
     tile = auto_tile(shape) if wish.tiles is None else 0
     load = load._replace(tile=tile, tiles=wish.tiles or 0, on_disk=0, on_host=0, first=wish.first)
@@ -509,13 +490,7 @@ def room_of(
 ) -> Room:
     """Returns the room for activations beside a run's budgets.
 
-    Args:
-        hardware: the machine.
-        memory: the placement and the budgets.
-        wish: the config's keys on activations.
-        shape: the model.
-        load: work of a step.
-        layer_major: True if gradients are summed on the device, a unit at a time.
+    In layer-major order gradients are summed on the device, a unit at a time.
     """
     rest = hardware.ram - memory.host
     if hardware.on_cpu:
@@ -569,14 +544,7 @@ def _most(fitting: Callable[[int], bool]) -> int:
 
 
 def check(shape: Shape, load: Load, wish: Wish, room: Room) -> None:
-    """Raises `BudgetError` if the activations have no room beside the budgets.
-
-    Args:
-        shape: the model.
-        load: work of a step, with the tiers of the blocks' inputs.
-        wish: the config's keys on activations.
-        room: bytes for activations.
-    """
+    """Raises `BudgetError` if the activations have no room beside the budgets."""
     needed = need(shape, load)
     if room.has(needed):
         return

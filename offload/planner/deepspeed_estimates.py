@@ -118,14 +118,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimates(
     layouts: Sequence[UnitLayout], ranks: int, nodes: int, tiers: Sequence[tuple[str, str]]
 ) -> list[Estimate]:
-    """Returns the bytes of each placement, for bf16 and AdamW.
-
-    Args:
-        layouts: one layout per unit of the model.
-        ranks: ranks of one machine.
-        nodes: machines.
-        tiers: placements, each the device of the weights and that of the states: "none", "cpu" or "nvme".
-    """
+    """Returns the bytes of each placement, for bf16 and AdamW."""
     found = []
     for weights, states in tiers:
         # All ranks of a machine have equal shards, so one rank's bytes times `ranks` are the machine's.
@@ -135,13 +128,11 @@ def estimates(
 
 
 def _live(model: nn.Module, ranks: int, nodes: int, tiers: Sequence[tuple[str, str]]) -> list[Estimate]:
-    """Returns the estimates of a model that is given as a module."""
     _check(ranks, nodes)
     return estimates(layouts_of(model, find_units(model), ranks * nodes), ranks, nodes, tiers)
 
 
 def _cold(total: int, largest: int, ranks: int, nodes: int, tiers: Sequence[tuple[str, str]]) -> list[Estimate]:
-    """Returns the estimates of `total` parameters in units of `largest`, the remainder in one smaller unit."""
     _check(ranks, nodes)
     if not 1 <= largest <= total:
         raise ConfigError(f"expected a largest layer of 1 to {total} parameters, got {largest}")

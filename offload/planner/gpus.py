@@ -218,10 +218,6 @@ def products(gpu: Gpu, dtype: str) -> Rate:
     """Returns the rate of matrix products: the one that others reached, else a fraction of the data sheet's.
 
     The fraction is the one that cards of the same generation reached, by the median and at most all of it.
-
-    Args:
-        gpu: the GPU.
-        dtype: bf16, fp16 or fp32.
     """
     found, peak = _of_products(gpu, dtype)
     name = f"matrix products in {dtype}"
@@ -288,12 +284,7 @@ def host_memory(gpu: Gpu, given: float | None) -> Rate:
 
 
 def optimizer(host: Rate, nbytes: int) -> Rate:
-    """Returns the rate of AdamW on the CPU, which the host's memory limits.
-
-    Args:
-        host: the rate of host memory.
-        nbytes: bytes that the update of one parameter reads and writes.
-    """
+    """Returns the rate of AdamW on the CPU, which the host's memory limits."""
     return Rate(
         name="AdamW on the CPU",
         value=HOST_SHARE * host.value / nbytes,

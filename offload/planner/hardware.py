@@ -302,12 +302,7 @@ def probed(
 ) -> Hardware:
     """Returns the machine that `offload probe` measured.
 
-    Args:
-        found: the stored probe.
-        free_host: bytes of RAM that training may take.
-        folders: folders on the drives to use; each drive counts once. The default is the drive that was probed last.
-        dtype: bf16, fp16 or fp32.
-        autocast: True if fp32 weights are multiplied in bf16.
+    Each drive of `folders` counts once; without folders it is the drive that was probed last.
 
     Raises:
         ConfigError: the drive of a folder was not probed.
@@ -350,13 +345,6 @@ def probed(
 
 
 def _of_probe(found: Probed, products: str, dtype: str) -> tuple[Rate, ...]:
-    """Returns the probe's rates.
-
-    Args:
-        found: the stored probe.
-        products: dtype of matrix products.
-        dtype: dtype of the weights.
-    """
     rates, of = found.rates, found.rates.by_dtype[dtype]
     gpu = bool(found.machine["gpu"])
 
@@ -384,7 +372,6 @@ def _of_probe(found: Probed, products: str, dtype: str) -> tuple[Rate, ...]:
 
 
 def _measured(found: Probed, folder: str) -> DriveRates:
-    """Returns the rates of the drive of `folder`."""
     rates = drive_under(found, folder)
     if rates is None:
         raise ConfigError(f"the drive of {folder} was not measured: run `{shell_command('probe', folder)}`")

@@ -46,7 +46,7 @@ class Room(NamedTuple):
     drives: int = 1
 
 
-class Row(NamedTuple):
+class MemoryRow(NamedTuple):
     """One line of the plan's table: bytes of one item in each tier."""
 
     name: str
@@ -74,15 +74,15 @@ class Memory:
         return sum(least_host(self.parts, self.mode, placement_request(self.config), self.machine))
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[MemoryRow, ...]:
         """Returns one row per state, with its tier and its swap files, then one per kind of working memory."""
         return (*_states(self), *_working(self))
 
     @property
-    def total(self) -> Row:
+    def total(self) -> MemoryRow:
         """Returns the sums of all rows."""
         rows = self.rows
-        return Row("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
+        return MemoryRow("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
 
     @property
     def host(self) -> int:
@@ -133,14 +133,6 @@ def settle(
     matrices: Collection[str] = (),
 ) -> Memory:
     """Returns the memory of a run on the first rank, by the same decisions as `initialize`.
-
-    Args:
-        layouts: one layout per unit of the model.
-        content: a config in DeepSpeed's form.
-        room: the machine's free memory and disk.
-        accumulation: micro-batches of a step.
-        world_size: ranks of the run.
-        matrices: names of the parameters that an optimizer with a rule for matrices steps so.
 
     Raises:
         ConfigError: the config is wrong, or the drives have no room for the durability that the config demands.
@@ -222,21 +214,7 @@ def settings(
 ) -> dict[str, Any]:
     """Returns a config in DeepSpeed's form, with AdamW.
 
-    Args:
-        weights: device of the weights: "none", "cpu" or "nvme".
-        states: device of the optimizer states.
-        dtype: bf16, fp16 or fp32.
-        host_memory: bytes of the host budget; None leaves the default.
-        device_memory: bytes of the device budget; None leaves the default.
-        durability: the value of the key "durability".
-        batch: sequences of a micro-batch on each rank.
-        accumulation: micro-batches of a step.
-        paths: folders for swap files; the config contains folders only if something may need them.
-        activations: tier of the inputs of repeated blocks; None keeps all activations.
-        tile_mlp: number of tiles of an MLP, or "auto"; None for no tiles.
-        frozen: block format of frozen matrices; None for the dtype of the weights.
-        moments: form of the optimizer's moments; None for fp32.
-        master: form of the master of a bf16 weight; None for fp32.
+    What is None keeps the default of the config. Folders are in the config only if something may need them.
     """
     block: dict[str, Any] = {"durability": durability}
     # Without paths there is no store, so that "auto" then means that nothing is durable.
@@ -269,8 +247,7 @@ def settings(
     }
 
 
-def _states(memory: Memory) -> list[Row]:
-    """Returns one row per state: bytes in its tier, and bytes of its slots on disk."""
+def _states(memory: Memory) -> list[MemoryRow]:
     parts, placement = memory.parts, memory.placement
     store = placement.store(parts, memory.slots)
     rows = []
@@ -285,20 +262,19 @@ def _states(memory: Memory) -> list[Row]:
         # If the run commits, slots on DISK exist for states of every tier.
         at[Tier.DISK] += store.nbytes_of(state)
         if any(at.values()):
-            rows.append(Row(state.value, at[Tier.DEVICE], at[Tier.HOST], at[Tier.DISK]))
+            rows.append(MemoryRow(state.value, at[Tier.DEVICE], at[Tier.HOST], at[Tier.DISK]))
     return rows
 
 
-def _working(memory: Memory) -> list[Row]:
-    """Returns the rows of working memory, which is no state's tier."""
+def _working(memory: Memory) -> list[MemoryRow]:
     classes, placement, parts = memory.placement.classes, memory.placement, memory.parts
     promoted = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.promoted)
     rows = [
-        Row("tiles of the optimizer", host=classes.tiles),
-        Row("weights on their way", host=classes.weights),
-        Row("weights kept (cache)", host=classes.cache - promoted),
-        Row("gradients on their way", host=classes.gradients + classes.staging),
+        MemoryRow("tiles of the optimizer", host=classes.tiles),
+        MemoryRow("weights on their way", host=classes.weights),
+        MemoryRow("weights kept (cache)", host=classes.cache - promoted),
+        MemoryRow("gradients on their way", host=classes.gradients + classes.staging),
         # States whose tier is DEVICE have rows of their own.
-        Row("layers in use", device=placement.moving_nbytes - tier_nbytes(parts, placement.tiers, Tier.DEVICE)),
+        MemoryRow("layers in use", device=placement.moving_nbytes - tier_nbytes(parts, placement.tiers, Tier.DEVICE)),
     ]
     return [row for row in rows if any(row[1:])]

@@ -57,7 +57,7 @@ class Experts(NamedTuple):
         return count * (1 - (1 - self.per_token / count) ** tokens)
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """The experts of a layer that a router has chosen, in their order."""
 
     units: tuple[int, ...] = ()
@@ -93,11 +93,11 @@ class Use(NamedTuple):
     """Bytes that the block's MLP saves, its input among them; a part of `saved`."""
     mlp_largest: int = 0
     """Bytes of the largest tensor that the block's MLP creates."""
-    choice: Choice = Choice()
+    choice: ExpertChoice = ExpertChoice()
     """The choice of the router that is made before the use."""
 
 
-class Block(NamedTuple):
+class RepeatedBlock(NamedTuple):
     """A repeated block: the consecutive uses that activation checkpointing computes again together."""
 
     name: str
@@ -133,7 +133,7 @@ class Shape(NamedTuple):
         return sum(segment.value_numel for layout in self.layouts for segment in layout.segments)
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[RepeatedBlock, ...]:
         """Returns the repeated blocks in the order of the forward."""
         return _blocks(tuple([None if use.lookup else self.layouts[use.unit].name for use in self.uses]))
 
@@ -170,7 +170,7 @@ class Shape(NamedTuple):
 
 
 @functools.lru_cache
-def _blocks(units: tuple[str | None, ...]) -> tuple[Block, ...]:
+def _blocks(units: tuple[str | None, ...]) -> tuple[RepeatedBlock, ...]:
     """Returns the repeated blocks among uses, given by the names of their units; None for a look-up.
 
     A plan asks a thousand times about few models.
@@ -185,7 +185,7 @@ def _blocks(units: tuple[str | None, ...]) -> tuple[Block, ...]:
     for name, positions in groupby(range(len(units)), name_of):
         first, *others = positions
         if name is not None:
-            found.append(Block(name, range(first, first + 1 + len(others))))
+            found.append(RepeatedBlock(name, range(first, first + 1 + len(others))))
     return tuple(found)
 
 
@@ -202,12 +202,6 @@ class Counter(TorchDispatchMode):
     """A dispatch mode that attributes operations to the unit whose use started last."""
 
     def __init__(self, weights: set[int], sequence: int) -> None:
-        """Starts without a use.
-
-        Args:
-            weights: the storages of the model's parameters.
-            sequence: tokens of the sequence that the model runs on.
-        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights, self._known = weights, set(weights)
         self._rows: list[dict[str, Any]] = []
@@ -267,7 +261,6 @@ class Counter(TorchDispatchMode):
         return out
 
     def _count_products(self, flops: float, attention: bool) -> None:
-        """Adds the operations of a matrix product or of attention to the current use."""
         row = self._rows[-1]
         row["flops"] += flops
         row["attention"] += flops if attention else 0.0
@@ -324,12 +317,7 @@ def _through_one(
 ) -> torch.Tensor:
     """Returns the output of a module of stacked experts if all tokens chose its first one.
 
-    Args:
-        per_token: receives the number of experts of each token.
-        experts: the module, as transformers decorates it.
-        hidden: (tokens, features).
-        chosen: (tokens, n), the experts of each token.
-        scores: of the same shape, their weights.
+    `hidden` is (tokens, features); `chosen` and `scores` are (tokens, n). `per_token` receives n.
     """
     # The work is that of the real choice: as many rows, through weights of the same shape.
     count = per_token[id(experts)] = chosen.shape[-1]
@@ -354,16 +342,13 @@ def _product(experts: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
 def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
     """Returns the shape of a micro-batch that visits as many experts of each layer as expected.
 
-    Args:
-        shape: the model; its uses are those of a micro-batch that visits all of a layer's experts at once.
-        tokens: tokens of the micro-batch.
-        draw: number of the micro-batch, which decides by chance which experts it visits.
+    The number `draw` of the micro-batch decides by chance which experts it visits.
     """
     if not shape.experts:
         return shape
     chance = random.Random(draw)
     choices = {
-        each.units[0]: Choice(tuple(sorted(chance.sample(each.units, round(each.visited(tokens))))), each.units)
+        each.units[0]: ExpertChoice(tuple(sorted(chance.sample(each.units, round(each.visited(tokens))))), each.units)
         for each in shape.experts
     }
     uses = tuple(
@@ -372,8 +357,7 @@ def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
     return shape._replace(uses=uses)
 
 
-def _divided(use: Use, choice: Choice) -> Iterator[Use]:
-    """Yields an equal part of a use for each expert that is chosen."""
+def _divided(use: Use, choice: ExpertChoice) -> Iterator[Use]:
     count = len(choice.units)
     for position, unit in enumerate(choice.units):
         # The first has what an integer division leaves over.
@@ -387,7 +371,7 @@ def _divided(use: Use, choice: Choice) -> Iterator[Use]:
             nbytes=use.nbytes / count,
             attention=use.attention / count,
             mlp_flops=use.mlp_flops / count,
-            choice=choice if position == 0 else Choice(),
+            choice=choice if position == 0 else ExpertChoice(),
             **rest,
         )
 
@@ -412,11 +396,6 @@ _LOSS = {2: 18, 4: 12}
 
 def from_preset(name: str, sequence: int, itemsize: int) -> Shape | None:
     """Returns the shape of a preset in the default division into units; None where only a forward tells.
-
-    Args:
-        name: the name of a model. A forward tells the shape of one that is no preset, or no Llama.
-        sequence: tokens of a sequence.
-        itemsize: bytes of an element of weights and activations, 2 or 4.
 
     Raises:
         ConfigError: the model has fewer positions than the sequence has tokens.
@@ -468,7 +447,6 @@ def _layouts(settings: Mapping[str, Any]) -> Iterator[UnitLayout]:
 
 
 def _layout(unit: str, shapes: Mapping[str, tuple[int, ...]]) -> UnitLayout:
-    """Returns the layout of a unit whose modules have one weight each, by the ends of their names."""
     segments = [
         Segment(f"{unit}{module}.weight", shape, 0, shape[0] * (shape[1] if len(shape) > 1 else 1), True)
         for module, shape in shapes.items()
@@ -477,7 +455,6 @@ def _layout(unit: str, shapes: Mapping[str, tuple[int, ...]]) -> UnitLayout:
 
 
 def _uses(settings: Mapping[str, Any], tokens: int, itemsize: int) -> Iterator[Use]:
-    """Yields the uses of a forward of one sequence; `itemsize` is the bytes of a weight."""
     hidden, layers, vocabulary = (settings[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size"))
     features = hidden // settings["num_attention_heads"]
     boundary = itemsize * tokens * hidden
@@ -513,7 +490,6 @@ def _uses(settings: Mapping[str, Any], tokens: int, itemsize: int) -> Iterator[U
 
 
 def _layer(settings: Mapping[str, Any], tokens: int, itemsize: int) -> Use:
-    """Returns the use of the first layer, without the rotary embeddings that it saves for all."""
     hidden, inner, heads = (settings[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
     features, groups = hidden // heads, settings["num_key_value_heads"]
     keys = features * groups
@@ -561,13 +537,6 @@ def from_name(
 ) -> Shape:
     """Returns the shape of a preset, or of a folder with a config.json.
 
-    Args:
-        name: the preset, or the folder's path.
-        sequence: tokens of a sequence.
-        dtype: dtype of the weights.
-        units: the division into units, or names of units; none for the default.
-        layers: layers to build; None for all of them.
-
     Raises:
         ConfigError: the name or config is invalid, or the model's code does not run on fake tensors.
     """
@@ -610,13 +579,6 @@ def from_adapted(
 ) -> Shape:
     """Returns the shape of a preset or folder of which the adapters alone are trained.
 
-    Args:
-        name: the preset, or the folder's path.
-        adapters: makes the adapters.
-        sequence: tokens of a sequence.
-        dtype: dtype of the weights.
-        units: the division into units, or names of units.
-
     Raises:
         ConfigError: the name or config is invalid, or the model's code does not run on fake tensors.
     """
@@ -639,15 +601,8 @@ def from_training(
 ) -> Shape:
     """Returns the shape of a model that is about to be trained. The model itself stays as it is.
 
-    One forward runs on fake tensors in place of the parameters and buffers.
-
-    Args:
-        model: the model, with gradient checkpointing on or off.
-        sequence: tokens of a sequence.
-        dtype: dtype of the weights during training.
-        units: the division into units, or names of units.
-        always: keyword arguments of each forward, beside the batch.
-        frozen: block format of frozen matrices, as in the config.
+    One forward runs on fake tensors in place of the parameters and buffers. `always` are keyword arguments of each
+    forward beside the batch, `frozen` the block format of frozen matrices.
 
     Raises:
         ConfigError: the model's code needs the values of its tensors.
@@ -705,7 +660,6 @@ def _quantized_as_linear(model: nn.Module) -> Iterator[None]:
 
 
 def _as_linear(module: Any, values: torch.Tensor) -> torch.Tensor:
-    """Computes what a linear layer does whose weight has its values."""
     return torch.nn.functional.linear(values, module.weight, module.bias)
 
 
@@ -792,17 +746,6 @@ def _counted(
     division: Division | Sequence[str],
     frozen: tuple[str | None, torch.dtype] = (None, torch.bfloat16),
 ) -> Shape:
-    """Returns the shape of a causal language model, counted during one call of `forward`.
-
-    Args:
-        model: the model, for its units and layouts.
-        forward: runs the model on fake tensors.
-        weights: the fake tensors that `forward` uses as parameters.
-        name: the shape's name.
-        sequence: tokens of a sequence.
-        division: the division into units, or names of units.
-        frozen: block format of frozen matrices, as in the config, and dtype of the weights.
-    """
     units, stacks, _ = divide(model, division)
     stored = stored_weights(model, *frozen, rows_of(stacks), units.in_fp32)
     ids = torch.zeros(1, sequence, dtype=torch.long)
@@ -858,7 +801,6 @@ def _begin(counter: Counter, needed: Sequence[int]) -> Any:
 
 
 def _in_mlp(counter: Counter, inside: bool) -> Any:
-    """Returns a hook that marks the start or the end of an MLP's forward."""
 
     def mark(*_: Any) -> None:
         counter.in_mlp = inside
@@ -890,11 +832,7 @@ _MLP_SHARE = 8 / 12
 def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -> Shape:
     """Returns the shape of a decoder of equal layers, with an untied embedding and head of 32000 tokens.
 
-    Args:
-        parameters: parameters of the model, embedding and head included.
-        layers: layers between embedding and head.
-        sequence: tokens of a sequence.
-        itemsize: bytes per element of weights and activations; the loss is always in fp32.
+    `itemsize` is that of weights and activations; the loss is always in fp32.
 
     Raises:
         ConfigError: a number is less than 1 or too large, or the parameters are too few for the layers.
@@ -958,12 +896,10 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
 
 
 def _from_count_layout(name: str, numel: int) -> UnitLayout:
-    """Returns the layout of a unit of one parameter, which stands for all those of a layer."""
     return lay_out(name, [(_weight(name), nn.Parameter(torch.empty(numel, device="meta")))], 1)
 
 
 def _weight(name: str) -> str:
-    """Returns the name of the parameter of a unit."""
     return f"{name}.weight"
 
 

@@ -107,7 +107,6 @@ def heading(planned: Planned) -> list[str]:
 
 
 def _describe_experts(planned: Planned) -> list[str]:
-    """Returns a line on the experts that a step visits; none if experts are no units."""
     found = experts_of(planned)
     if found is None:
         return []
@@ -157,7 +156,6 @@ def _of_rates(planned: Planned) -> list[str]:
 
 
 def _measured(planned: Planned) -> list[str]:
-    """Returns a line on the timed model; none if the probe's rates apply."""
     found = planned.hardware.measured
     if found is None:
         return []
@@ -168,7 +166,6 @@ def _measured(planned: Planned) -> list[str]:
 
 
 def _of_memory(planned: Planned, advice: Advice) -> list[str]:
-    """Returns the lines on host budget, activations and disk."""
     memory = planned.memory
     # Two slots alternate between commits, so the last commit survives a kill at any time.
     slots = {0: "no swap files", 1: "one slot, no resume after a kill", 2: "two slots, every step durable"}
@@ -227,7 +224,6 @@ def _describe_inputs(planned: Planned) -> str:
 
 
 def _of_time(planned: Planned) -> list[str]:
-    """Returns the lines on the seconds of a step, its work and its waits."""
     timing = planned.timing
     busy = ", ".join(f"{name} {seconds_text(value)}" for name, value in timing.busy.items() if value)
     waited = ", ".join(f"{name} {seconds_text(value)}" for name, value in timing.waited._asdict().items() if value)
@@ -249,7 +245,6 @@ def _of_time(planned: Planned) -> list[str]:
 
 
 def _of_order(planned: Planned) -> list[str]:
-    """Returns the lines on the order of micro-batches and on updates under the backward."""
     timing, lines_found = planned.timing, []
     if planned.load.accumulation > 1:
         lines_found.append(f"  {_SCHEDULES[planned.choice.schedule]}: {planned.choice.reason}")
@@ -273,7 +268,6 @@ def orders_table(orders: Sequence[Ordered]) -> list[tuple[str, ...]]:
 
 
 def _order_row(each: Ordered) -> tuple[str, ...]:
-    """Returns the row of one order."""
     start = (_SCHEDULES[each.schedule], "both" if each.speculate else "forward")
     if each.planned is None:
         return (*start, "does not fit", "", "", "")
@@ -284,7 +278,6 @@ def _order_row(each: Ordered) -> tuple[str, ...]:
 
 
 def _describe_limit(timing: Timing) -> str:
-    """Returns the limiting resource and its fraction of the step, in words."""
     share = f"{timing.limit_seconds / timing.seconds:.0%} of the step"
     # The budget is no hardware, so its sentence differs.
     if timing.limit == "budget":
@@ -293,7 +286,6 @@ def _describe_limit(timing: Timing) -> str:
 
 
 def _of_drives(planned: Planned, asked: Asked) -> list[str]:
-    """Returns the lines on bytes written, drive life and the length of the training."""
     timing, lines_found = planned.timing, []
     if timing.moved.written:
         # Training day and night.
@@ -313,7 +305,6 @@ def _of_drives(planned: Planned, asked: Asked) -> list[str]:
 
 
 def _no_change(planned: Planned, advice: Advice) -> list[str]:
-    """Returns a line that explains why there is no advice; none if there is some."""
     if advice.changes:
         return []
     if planned.timing.hidden:
@@ -339,7 +330,6 @@ def years(planned: Planned, asked: Asked) -> float | None:
 
 
 def _count(number: int) -> str:
-    """Returns a count in words; large ones have three digits."""
     named = (("billion", 1e9), ("million", 1e6))
     return next((f"{number / size:.3g} {name}" for name, size in named if number >= size), f"{number:,}")
 
@@ -362,15 +352,7 @@ def rounded(value: float | None) -> float | None:
 def as_json(
     planned: Planned, advice: Advice, asked: Asked, reaches: Sequence[Reach] = (), orders: Sequence[Ordered] = ()
 ) -> dict[str, Any]:
-    """Returns the object that `--json` prints, in bytes, seconds, and bytes or tokens per second.
-
-    Args:
-        planned: the plan.
-        advice: what to change.
-        asked: quantities for additional answers.
-        reaches: the ways to keep activations, with the longest sequence and the largest micro-batch of each.
-        orders: the plan's step in each order of micro-batches.
-    """
+    """Returns the object that `--json` prints, in bytes, seconds, and bytes or tokens per second."""
     memory, shape = planned.memory, planned.shape
     return {
         "model": {"name": shape.name, "parameters": shape.parameters, "units": len(shape.layouts)},
@@ -415,7 +397,6 @@ def as_json(
 
 
 def _step_json(planned: Planned) -> dict[str, Any]:
-    """Returns the work and the seconds of a step for `--json`."""
     timing, shape = planned.timing, planned.shape
     return {
         "batch": planned.load.batch,
@@ -452,7 +433,6 @@ def _rate_json(rate: Rate) -> dict[str, Any]:
 
 
 def _order_json(each: Ordered) -> dict[str, Any]:
-    """Returns an order for `--json`; a step that does not fit has no numbers."""
     order = {"schedule": each.schedule, "speculate": each.speculate}
     if each.planned is None:
         return {**order, "seconds": None}
@@ -521,7 +501,6 @@ def longest_json(found: Sequence[Longest]) -> dict[str, Any]:
 
 
 def _longest_json(each: Longest) -> dict[str, Any]:
-    """Returns the JSON object of one way."""
     way = {"way": each.way.words, "sequence": each.sequence, "sequence_chunked": each.sequence_chunked}
     if each.planned is None:
         return way
@@ -552,7 +531,6 @@ def longest_table(found: Sequence[Longest]) -> list[tuple[str, ...]]:
 
 
 def _longest_row(each: Longest) -> tuple[str, ...]:
-    """Returns the row of one way."""
     start = (each.way.words, _tokens(each.sequence), _tokens(each.sequence_chunked))
     if each.planned is None:
         return (*start, "", "", "")

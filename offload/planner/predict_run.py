@@ -36,15 +36,7 @@ def predict(
 ) -> Planned:
     """Returns the plan of a run on one rank. The model is not yet part of an engine, and stays as it is.
 
-    Args:
-        found: the stored probe of this machine.
-        model: the model to train.
-        content: the run's config.
-        sequence: tokens of a sequence.
-        always: keyword arguments of each forward, beside the batch.
-        recompute: True if activations are computed again in the backward.
-        chunked_loss: True if never all logits are in memory.
-        has_files: True if the run has swap files, whose room it takes over, so that free disk space does not matter.
+    A run that has swap files takes their room over, so that free disk space does not matter.
 
     Raises:
         ConfigError: the config has no plan, or the probe is of another device.
@@ -75,7 +67,6 @@ def _schedule(config: Config, recompute: bool) -> str:
 
 
 def _machine(found: Probed, config: Config, has_files: bool) -> Hardware:
-    """Returns the probed machine with the memory that is free now."""
     device = compute_device(config.offload.device)
     if bool(found.machine["gpu"]) != (device.type == "cuda"):
         raise ConfigError(
@@ -94,9 +85,7 @@ def _machine(found: Probed, config: Config, has_files: bool) -> Hardware:
 def as_step(planned: Planned, resident: int) -> dict[str, Any]:
     """Returns the prediction of a steady step, under the keys that the log uses.
 
-    Args:
-        planned: the plan.
-        resident: bytes of RAM that the process uses now.
+    `resident` are the bytes of RAM that the process uses now.
     """
     timing = planned.timing
     step = {

@@ -70,10 +70,7 @@ def ways(hardware: Hardware) -> Iterator[Way]:
 def with_way(content: Mapping[str, Any], way: Way, hardware: Hardware) -> dict[str, Any]:
     """Returns a config with the keys of a way in the place of its own on activations.
 
-    Args:
-        content: a config in DeepSpeed's form.
-        way: the way.
-        hardware: the machine, whose drives the config names if it names none.
+    The config names the drives of `hardware` if it names none.
     """
     found = copy.deepcopy(dict(content))
     found.pop("activation_checkpointing", None)
@@ -112,12 +109,7 @@ def search(
 ) -> list[Longest]:
     """Returns for each way the longest sequence with any of some configs.
 
-    Args:
-        shape: the model, for sequences of any length.
-        hardware: the machine.
-        load: micro-batch and accumulation of a step.
-        contents: configs in DeepSpeed's form, the fastest first; their keys on activations do not matter.
-        chunked: True or False to fix the loss of the plans; None for the one that reaches further.
+    The fastest config comes first. With `chunked` None the loss is the one that reaches further.
 
     Raises:
         ConfigError: no config can be placed on the machine; the error is that of the last one.
@@ -153,7 +145,6 @@ def _longest(
     way: Way,
     chunked: bool | None,
 ) -> Longest:
-    """Returns the longest sequences of one way, and the plan of the longer one."""
     contents = [with_way(content, way, hardware) for content in placed]
     lengths = [
         _lengths(shape, hardware, load, content, settled(shape, hardware, load, content)) for content in contents
@@ -173,7 +164,6 @@ def _longest(
 def _lengths(
     shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any], memory: Memory
 ) -> tuple[int, int]:
-    """Returns the tokens of the longest sequence with all logits in memory, and with the loss in chunks."""
     wish, whole = wish_of(load_config(content)), load._replace(recompute=False)
     plain, chunked = (
         longest_sequence(shape, each, wish, room_of(hardware, memory, wish, shape, each))

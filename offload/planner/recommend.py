@@ -139,17 +139,7 @@ def _timed(
     found: ScheduleChoice,
     before: Planned | None = None,
 ) -> Planned:
-    """Returns the plan with one schedule; `before` if its step is not longer.
-
-    Args:
-        shape: the model.
-        hardware: the machine.
-        load: work of a step.
-        content: a config in DeepSpeed's form.
-        memory: the memory before the first step.
-        found: the schedule.
-        before: a plan with another schedule, or None.
-    """
+    """Returns the plan with one schedule; `before` if its step is not longer."""
     wish = wish_of(memory.config)
     chosen = load._replace(schedule=found.schedule)
     room = room_of(hardware, memory, wish, shape, chosen, chosen.alive > 1)
@@ -167,12 +157,6 @@ def _timed(
 
 def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Memory:
     """Returns the memory of a config on a machine, as it is before the first step.
-
-    Args:
-        shape: the model.
-        hardware: the machine.
-        load: work of a step, of which the accumulation matters.
-        content: a config in DeepSpeed's form.
 
     Raises:
         ConfigError: the config is wrong, or needs a drive that the machine does not have.
@@ -199,7 +183,6 @@ class _Content:
 def _settled(
     layouts: tuple[UnitLayout, ...], asked: _Content, room: Room, accumulation: int, matrices: frozenset[str]
 ) -> Memory:
-    """Returns the memory of a config; see `settle`."""
     return settle(layouts, asked.content, room, accumulation, matrices=matrices)
 
 
@@ -257,12 +240,7 @@ def _budgets(planned: Planned) -> Iterator[int]:
 def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None, **options: Any) -> Planned:
     """Returns the plan with the fastest tiers that fit and the recommended host budget.
 
-    Args:
-        shape: the model.
-        hardware: the machine.
-        load: micro-batch and accumulation of a step.
-        recompute: True or False to fix recomputation of activations; None to try both and to prefer none.
-        options: keyword arguments of `memory.settings`, such as `durability` and `dtype`.
+    With `recompute` None both are tried, and none is preferred. `options` are those of `memory.settings`.
 
     Raises:
         ConfigError: nothing fits; the error is that of the candidate that takes the least memory.
@@ -312,9 +290,7 @@ def _lacks_room(found: Sequence[Planned]) -> bool:
 def _ways(recompute: bool | None, tier: str | None) -> list[tuple[bool, str | None]]:
     """Returns the ways to keep activations that are tried: recomputation by the model itself, tier of blocks' inputs.
 
-    Args:
-        recompute: as the user wants; None to leave the choice.
-        tier: tier of the inputs as the user wants; None to leave the choice.
+    None leaves a choice open.
     """
     if tier is not None or recompute is not None:
         return [(bool(recompute), tier)]
@@ -339,12 +315,7 @@ def _check_device(shape: Shape, hardware: Hardware, load: Load, content: Mapping
 def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, Any], tiers: tuple[str, str]) -> Planned:
     """Returns the plan with the default budgets, or with smaller ones if the activations need the room.
 
-    Args:
-        shape: the model.
-        hardware: the machine.
-        load: work of a step.
-        content: the candidate's config; smaller budgets are written into it.
-        tiers: devices of weights and of optimizer states in `content`.
+    Smaller budgets are written into `content`.
     """
     try:
         planned = plan(shape, hardware, load, content)
@@ -372,14 +343,8 @@ def _with_least_budgets(
     """Returns the plan of a machine whose CPU computes with the least host budget, if need be with both least ones.
 
     The default budgets take a share of the RAM in whole units. They may thus leave less to the activations than those
-    of a smaller machine, so a plan that fits there must not end with them.
-
-    Args:
-        shape: the model.
-        hardware: the machine.
-        load: work of a step.
-        content: the candidate's config, without budgets; those of the plan are written into it.
-        refusal: the error with the default budgets, which is raised if no budgets fit.
+    of a smaller machine, so a plan that fits there must not end with them. The budgets are written into `content`. If
+    none fit, `refusal` is raised.
     """
     memory = settled(shape, hardware, load, content)
     block = content["offload"]
@@ -539,7 +504,6 @@ def _differs(each: Ordered, planned: Planned) -> bool:
 
 
 def _plan(planned: Planned, schedule: str, speculate: bool) -> Planned | None:
-    """Returns the plan with another order; None if its activations do not fit."""
     load = planned.given._replace(schedule=schedule, speculate=speculate)
     try:
         return plan(planned.shape, planned.hardware, load, planned.content)

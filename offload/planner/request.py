@@ -18,9 +18,8 @@ import torch
 from offload.aio import aligned_empty
 from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
-from offload.hardware.probe import kept
-from offload.hardware.probe.measure import Tell
-from offload.hardware.smart import rated_bytes_of
+from offload.hardware.info import rated_bytes_of
+from offload.hardware.probe import Tell, kept
 from offload.layout.memory_plan import Division, division_of
 from offload.layout.modes import DTYPES, MASTERS, MOMENT_DTYPES
 from offload.layout.pass_order import SCHEDULES, makes_early_updates
@@ -76,14 +75,6 @@ def measured(
     tell: Tell = lambda *_: None,
 ) -> Hardware:
     """Returns `hardware` with rates of compute scaled to the timed model. Takes up to a few minutes.
-
-    Args:
-        hardware: this machine, with the probe's rates.
-        shape: the shape of a preset or a model folder, in `dtype` and divided into `units`.
-        load: the micro-batch to run.
-        dtype: dtype of the weights.
-        units: the division into units, or names of units; none for the default.
-        tell: receives the progress.
 
     Raises:
         ConfigError: half of the free memory has no room for one layer, or the model cannot be run.
@@ -147,7 +138,6 @@ def _that_fits(
 
 
 def _of(shape: Shape, layers: int, dtype: torch.dtype, units: Division | Sequence[str]) -> Shape:
-    """Returns the shape of the same model reduced to `layers` layers."""
     try:
         return from_name(shape.name, shape.sequence, dtype, units, layers)
     except ConfigError as error:
@@ -159,11 +149,7 @@ def _of(shape: Shape, layers: int, dtype: torch.dtype, units: Division | Sequenc
 def _layers_within(layers: int, one: float, all_of_them: float, room: float) -> int:
     """Returns the number of equal layers that need at most `room`, at least one.
 
-    Args:
-        layers: layers of the model.
-        one: need of the model with one layer, in bytes or seconds.
-        all_of_them: need of the model with all layers.
-        room: the limit, in the same unit.
+    The needs are in bytes or in seconds.
     """
     # The difference between the two needs is that of `layers - 1` layers: embedding and head are part of both.
     each = (all_of_them - one) / max(layers - 1, 1)
@@ -195,14 +181,6 @@ def _seconds(
     """Returns the mean seconds of several forwards and backwards, after a first one that is not counted.
 
     Each gradient is freed as soon as autograd has accumulated the gradient, as paging would move the gradient away.
-
-    Args:
-        config: the transformers config of the model, which gets random weights.
-        batch: sequences of a micro-batch.
-        sequence: tokens of a sequence.
-        dtype: dtype of the weights.
-        device: device that computes.
-        tell: receives the progress.
     """
     # The caller may be a test or a notebook: its random state must stay as it is.
     with torch.random.fork_rng():
@@ -228,7 +206,6 @@ def _seconds(
 
 
 def _done(taken: Sequence[float]) -> float:
-    """Returns the fraction of all passes that is done, by the limit that is reached first."""
     least = len(taken) / (_PASSES[0] + 1)
     return min(least, max(sum(taken) / _ENOUGH_SECONDS, len(taken) / (_PASSES[-1] + 1)))
 
@@ -307,13 +284,7 @@ def planned(
 ) -> Planned:
     """Returns the plan that the options ask for.
 
-    Args:
-        model: the model.
-        machine: the described machine, or additions to the probed one.
-        step: batch, sequence and the like.
-        file: a config file; None lets the planner choose tiers and budgets.
-        measure: True to scale the rates of compute by running the model.
-        tell: receives the progress of that run.
+    Without a `file` the planner chooses tiers and budgets; `measure` scales the rates of compute by a run of the model.
 
     Raises:
         ConfigError: options or config are wrong.
@@ -413,7 +384,6 @@ def _load(step: Step, on_cpu: bool, chunked_loss: bool, content: Mapping[str, An
 
 
 def _options(machine: Described, on: Hardware, step: Step, dtype: str) -> dict[str, Any]:
-    """Returns the arguments of `memory.settings` that the options give."""
     options: dict[str, Any] = {"dtype": dtype, "durability": step.durability or "auto"}
     # Drives of the probed machine have real folders, which the config can name.
     if machine.gpu is None and on.drives and not machine.drives:
@@ -477,12 +447,6 @@ def _check(step: Step, file: Path | None) -> None:
 def shape(model: Model, sequence: int, dtype: torch.dtype, units: Division | Sequence[str] = ()) -> Shape:
     """Returns the model in numbers.
 
-    Args:
-        model: a name, or parameters and layers; not both.
-        sequence: tokens of a sequence.
-        dtype: dtype of the weights.
-        units: the division into units.
-
     Raises:
         ConfigError: both or none are given, or the model cannot be built.
     """
@@ -501,11 +465,6 @@ def shape(model: Model, sequence: int, dtype: torch.dtype, units: Division | Seq
 
 def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) -> Hardware:
     """Returns the described machine, or the probed one with the given changes.
-
-    Args:
-        machine: the options.
-        dtype: bf16, fp16 or fp32.
-        autocast: True if fp32 weights are multiplied in bf16.
 
     Raises:
         ConfigError: an option does not fit the others, or this machine was not probed.
@@ -539,9 +498,7 @@ def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) ->
 def endurance(on: Hardware, given: str | None) -> int | None:
     """Returns the rated bytes written (TBW) of all drives together, or None if unknown.
 
-    Args:
-        on: the machine with its drives.
-        given: the rating of each drive as text; None to derive the ratings of all drives from SMART.
+    `given` is the rating of each drive as text; without it SMART tells those of all drives.
     """
     if given is not None:
         return parse_tbw(given) * max(len(on.drives), 1)
@@ -607,10 +564,7 @@ def format_exact(nbytes: int) -> int | str:
 def write_config(planned: Planned, path: Path, extra: Mapping[str, Any]) -> None:
     """Writes the config of `ready`, updated by `extra`, to a new file. A failure leaves no file.
 
-    Args:
-        planned: the plan.
-        path: the file; must not exist.
-        extra: top-level keys on learning, such as "optimizer".
+    `extra` are top-level keys on learning, such as "optimizer".
 
     Raises:
         OSError: the file exists or cannot be written; the message names it.

@@ -38,13 +38,18 @@ from offload.planner.activations import (
 )
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
-from offload.planner.model_shape import Choice as ShapeChoice
-from offload.planner.model_shape import Shape, drawn
-from offload.planner.simulation import machine as simulate_machine
-from offload.planner.simulation.inputs import buffer_budgets, staying, update_costs
-from offload.planner.simulation.kept_inputs import Input
-from offload.planner.simulation.machine import Moved, Rates, Waited
-from offload.planner.simulation.simulate import Expected, Simulation, Use, simulate
+from offload.planner.model_shape import ExpertChoice, Shape, drawn
+from offload.planner.simulation.machine import Moved, SimulatedRates, Waited
+from offload.planner.simulation.simulate import (
+    Expected,
+    Input,
+    Simulation,
+    Use,
+    buffer_budgets,
+    simulate,
+    staying,
+    update_costs,
+)
 from offload.planner.simulation.updater import UpdateCost
 from offload.report import phases
 from offload.states import State, Tier
@@ -96,21 +101,11 @@ def least(
     others: Sequence[Sequence[Use]],
     memory: Memory,
     costs: Sequence[UpdateCost | None],
-    rates: Rates,
+    rates: SimulatedRates,
     tile_numel: int,
     speculates: bool = False,
 ) -> float:
-    """Returns the lower bound of a step's seconds.
-
-    Args:
-        first: uses of the step's first forward, in order.
-        others: uses of each other forward and of each backward.
-        memory: the placement and the budgets.
-        costs: one entry per unit; None for a unit without trainable parameters.
-        rates: bytes and elements per second.
-        tile_numel: elements of a tile of the update worker.
-        speculates: True if a unit may be updated as soon as its gradient is complete.
-    """
+    """Returns the lower bound of a step's seconds."""
     costs, used = _as_read(costs, memory), {use.unit for use in first}
     again, buffer_nbytes = _again(memory, used), _buffers_of_updates(memory, speculates)
     # The last tiles of an update may still be written while its unit is used, so `order` must not wait for them.
@@ -169,14 +164,8 @@ def least_moved(
     """Returns the fewest bytes that the drives read and write in a step, but for inputs of blocks.
 
     With all states on disk in bf16 and little memory these are 24 bytes of each parameter for its update, and 2 for
-    each pass but the first, whose weights come from the update.
-
-    Args:
-        memory: the placement and the budgets.
-        costs: one entry per unit; None for a unit without trainable parameters.
-        passes: times that all weights have to be on the device: forwards and backwards, or 2 if layer-major.
-        speculates: True if a unit may be updated as soon as its gradient is complete.
-        used: units that each pass uses; None for all.
+    each pass but the first, whose weights come from the update. Weights have to be on the device `passes` times:
+    forwards and backwards, or 2 if layer-major.
     """
     every = _Updates()
     for cost in _as_read(costs, memory):
@@ -198,21 +187,13 @@ def _buffers_of_updates(memory: Memory, speculates: bool) -> int:
     return buffer_budgets(memory.parts, memory.placement).host + more
 
 
-def _work(compute: float, moved: tuple[int, int], costs: Sequence[UpdateCost | None], rates: Rates) -> float:
-    """Returns the seconds of the busiest resource: the drives, or the processors.
-
-    Args:
-        compute: seconds of the model.
-        moved: bytes that the drives read and write.
-        costs: one entry per unit; None for a unit without trainable parameters.
-        rates: bytes and elements per second.
-    """
+def _work(compute: float, moved: tuple[int, int], costs: Sequence[UpdateCost | None], rates: SimulatedRates) -> float:
     kernel = sum(cost.numel for cost in costs if cost is not None) / rates.kernel
     cores = compute + kernel if rates.on_cpu else max(compute, kernel)
     return max(cores, _drive_seconds(*moved, rates))
 
 
-def _drive_seconds(read: float, written: float, rates: Rates) -> float:
+def _drive_seconds(read: float, written: float, rates: SimulatedRates) -> float:
     """Returns the seconds to read and write these bytes, both at once or one after the other, whichever is faster."""
     if not read + written:
         return 0.0
@@ -261,7 +242,7 @@ class Pass(NamedTuple):
     """Input of the block before, which leaves the device in the forward meanwhile."""
     receives: Moving = Moving()
     """Input of the use's block, which has to be on the device before the backward of the use."""
-    choice: ShapeChoice = ShapeChoice()
+    choice: ExpertChoice = ExpertChoice()
     """The router's choice of experts before the use."""
 
 
@@ -289,7 +270,6 @@ def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] 
 
 
 def _with_inputs(passes: list[Pass], shape: Shape, load: Load) -> list[Pass]:
-    """Returns the uses of a forward with the inputs of blocks that they send and receive."""
     blocks, moves = shape.blocks, moving(shape, load)
     for block, after, each in zip(blocks, blocks[1:], moves, strict=False):
         # An input leaves once the next one has come. In the backward the last use of a block is its first one.
@@ -327,14 +307,6 @@ def backward_seconds(
     """Returns the seconds of the backward of one use, with what its unit's gradient takes.
 
     A gradient is complete with the last use of its unit in the backward, which is the first one in the forward.
-
-    Args:
-        each: the use, in the forward.
-        completes: True if the unit's gradient of the micro-batch is complete then; see `completing`.
-        parts_numel: trainable elements of this rank's partition, per unit.
-        hardware: the machine.
-        recompute: True if the backward computes the forward again.
-        sums: gradients that accumulate on the device.
     """
     seconds = each.backward + (each.seconds if recompute and each.block else 0.0)
     if not completes:
@@ -378,14 +350,8 @@ def step_of(
     """Returns the uses of a step in passes: those up to the end of the first forward, then those of each other pass.
 
     A pass uses each unit at least once for every time that its weights have to come: in layer-major there are two, the
-    forward with the first micro-batch's head, and the rest.
-
-    Args:
-        shape: the model, as one of the micro-batches uses it.
-        firsts: uses of each micro-batch's forward. They may be of other experts, as many of each layer.
-        memory: the placement.
-        hardware: the machine.
-        load: work of a step, with its schedule.
+    forward with the first micro-batch's head, and the rest. The forwards may be of other experts, as many of each
+    layer.
     """
     if load.schedule == LAYER_MAJOR:
         return _with_the_rest(*_layer_major(shape, firsts, memory, hardware, load))
@@ -420,16 +386,7 @@ def backward(
     sums: Sums = NO_SUMS,
     completes: bool = True,
 ) -> list[Use]:
-    """Returns the uses of a micro-batch's backward.
-
-    Args:
-        first: uses of the micro-batch's forward.
-        parts_numel: trainable elements of this rank's partition, per unit.
-        hardware: the machine.
-        recompute: True if the backward computes the forward again.
-        sums: gradients that accumulate on the device.
-        completes: True if the micro-batch is the last one of a step.
-    """
+    """Returns the uses of a micro-batch's backward."""
     found: list[Use] = []
     ends = completing(first)
     for position in reversed(range(len(first))):
@@ -462,7 +419,6 @@ def chain(shape: Shape) -> int:
 def _layer_major(
     shape: Shape, firsts: Sequence[Sequence[Pass]], memory: Memory, hardware: Hardware, load: Load
 ) -> tuple[list[Use], ...]:
-    """Returns the two passes of a layer-major step."""
     *body, tail = segments(shape)
     numels, ends = memory.parts.trainable_numel, [completing(first) for first in firsts]
     totals = {unit: nbytes.get(State.GRAD, 0) for unit, nbytes in enumerate(memory.parts.nbytes)}
@@ -489,7 +445,6 @@ def _layer_major(
 
 
 def _forward(each: Pass) -> Use:
-    """Returns a use of a forward."""
     return Use(each.unit, each.seconds, sends=Input(*each.sends), expects=Expected(*each.choice))
 
 
@@ -571,9 +526,9 @@ class Timing:
         )
 
 
-def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
+def rates_of(memory: Memory, hardware: Hardware) -> SimulatedRates:
     """Returns the rates for `simulate`."""
-    return simulate_machine.Rates(
+    return SimulatedRates(
         hardware.read or math.inf,  # without drives nothing is read or written
         hardware.written or math.inf,
         hardware.mixed or math.inf,
@@ -618,12 +573,6 @@ def _updated(memory: Memory, hardware: Hardware) -> float:
 
 def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Timing:
     """Returns the prediction of a step.
-
-    Args:
-        memory: the placement and the budgets.
-        shape: the model.
-        hardware: the machine.
-        load: work of a step.
 
     Raises:
         BudgetError: units in use at the same time have no room on the device.
@@ -702,7 +651,7 @@ def speculates(memory: Memory, load: Load) -> bool:
     return load.speculate and alone and memory.mode.one_pass and overlap
 
 
-def _miss_seconds(found: Simulation, costs: Sequence[UpdateCost | None], rates: simulate_machine.Rates) -> float:
+def _miss_seconds(found: Simulation, costs: Sequence[UpdateCost | None], rates: SimulatedRates) -> float:
     """Returns the most seconds that a step takes longer if it clips: updates under its backward are made once more."""
     again = [cost for cost in (costs[unit] for unit in found.speculated) if cost is not None]
     read = sum(cost.weight_nbytes + cost.state_nbytes for cost in again)
@@ -713,11 +662,10 @@ def _miss_seconds(found: Simulation, costs: Sequence[UpdateCost | None], rates: 
 def _busy(
     found: Simulation,
     costs: Sequence[UpdateCost | None],
-    rates: simulate_machine.Rates,
+    rates: SimulatedRates,
     compute: float,
     hardware: Hardware,
 ) -> dict[str, float]:
-    """Returns the seconds of work of each resource."""
     on_link: dict[str, float] = defaultdict(float)
     for span in found.spans:
         on_link[span.row] += span.end - max(span.start, 0.0)
@@ -750,7 +698,6 @@ def _limit(found: Simulation, compute: float, on_cpu: bool) -> tuple[str, float]
 
 
 def _costs(memory: Memory, shape: Shape) -> list[UpdateCost | None]:
-    """Returns the cost of each unit's update, with the ends of tiles where these are borders of matrices."""
     costs = update_costs(memory.parts, memory.placement, memory.slots)
     if memory.config.offload.experts == "visited":
         for unit in (unit for each in shape.experts for unit in each.units):
@@ -774,10 +721,9 @@ def _least(
     passes: Sequence[Sequence[Use]],
     memory: Memory,
     costs: Sequence[UpdateCost | None],
-    rates: simulate_machine.Rates,
+    rates: SimulatedRates,
     load: Load,
 ) -> float:
-    """Returns the lower bound of a step of these passes."""
     opening, *others = passes
     return least(opening, others, memory, costs, rates, _tile_numel(memory), speculates(memory, load))
 
@@ -822,15 +768,7 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
 
 
 def choice_of(shape: Shape, hardware: Hardware, load: Load, memory: Memory, wish: Wish) -> ScheduleChoice:
-    """Returns the schedule of a step.
-
-    Args:
-        shape: the model.
-        hardware: the machine.
-        load: work of a step, with the schedule that was asked for.
-        memory: the placement and the budgets before the first step.
-        wish: the config's keys on activations.
-    """
+    """Returns the schedule of a step."""
     room = room_of(hardware, memory, wish, shape, load, layer_major=True)
     tried = within(shape, load._replace(schedule=LAYER_MAJOR), wish, room)
     needed, free = _scarcest(need(shape, tried), room)

@@ -6,16 +6,18 @@ each point covers several steps: the mean, and for a line also the range as a ba
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import jinja2
 from markupsafe import Markup
 
-from offload.report.render import render
 from offload.sizes import count_of
 
 POINTS = 240
@@ -179,7 +181,6 @@ class _Axes:
 
 
 def _steps(first: float, last: float) -> list[int]:
-    """Returns the steps to label below a chart."""
     if last - first < 7:
         return list(range(math.ceil(first), math.floor(last) + 1))
     return [int(each) for each in ticks(first, last, 4) if first <= each <= last and each == int(each)]
@@ -197,15 +198,8 @@ def lines(
 ) -> Markup:
     """Returns a chart of lines; empty if no series contains a value.
 
-    Args:
-        title: the title, without the unit.
-        steps: numbers of the steps, ascending.
-        series: the lines, in base units.
-        unit: selects the unit for the largest magnitude.
-        zero: True to include 0 in the axis.
-        resumed: steps at which another process resumed the run.
-        bounds: names and values of horizontal lines.
-        note: a sentence below the chart; by default about missing values, if any.
+    Series and bounds are in base units; `unit` selects the unit that is shown. Without a note one tells of missing
+    values.
     """
     drawn = [each for each in series if any(value is not None for value in each.values)]
     if not drawn:
@@ -243,7 +237,6 @@ def _range(point: Point, unit: Unit) -> str:
 
 
 def _line(axes: _Axes, series: Series, row: Sequence[Point], unit: Unit) -> list[str]:
-    """Returns the SVG of a series: a band and a line, or a dot for a point without neighbours."""
     style = f'style="--c: var({series.color})"'
     drawn: list[str] = []
     for run in _runs(row):
@@ -282,13 +275,7 @@ def stack(
 ) -> Markup:
     """Returns a chart of stacked columns; empty if no series contains a value other than 0.
 
-    Args:
-        title: the title, without the unit.
-        steps: numbers of the steps, ascending.
-        series: the layers from the bottom up, in base units; None counts as 0.
-        unit: selects the unit for the highest column.
-        resumed: steps at which another process resumed the run.
-        note: a sentence below the chart.
+    The layers come from the bottom up, in base units; None counts as 0.
     """
     drawn = [each for each in series if any(each.values)]
     if not drawn:
@@ -342,18 +329,6 @@ def _figure(
     rows: Sequence[Sequence[str | None]],
     note: str,
 ) -> Markup:
-    """Returns the chart with title, legend, and the numbers that the page's script shows at the pointer.
-
-    Args:
-        title: the title, without the unit.
-        unit: unit of the numbers.
-        series: names and colours for the legend.
-        body: SVG of frame and values.
-        axes: mapping to coordinates.
-        row: the points, for their steps.
-        rows: numbers as text, per series and point.
-        note: a sentence below the chart.
-    """
     heading = f"{title}, {unit.name}" if unit.name else title
     about = {
         "x": [round(axes.x((p.first + p.last) / 2), 1) for p in row],
@@ -376,3 +351,17 @@ def _figure(
         body=Markup(body + cursor),
         note=note,
     )
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=jinja2.select_autoescape(("html",)),
+        undefined=jinja2.StrictUndefined,
+    )
+
+
+def render(name: str, **values: Any) -> Markup:
+    """Returns the template `name` filled with `values`. Text is escaped; `Markup` is inserted unchanged."""
+    return Markup(_templates().get_template(name).render(**values))

@@ -45,12 +45,7 @@ class DriveUse:
 def forecast(path: str, so_far: float, a_step: float, steps_left: int, tbw: float | None) -> DriveUse:
     """Predicts the bytes written to a drive at the end of a run.
 
-    Args:
-        path: folder on the drive.
-        so_far: bytes written so far.
-        a_step: bytes that each further step writes.
-        steps_left: further steps.
-        tbw: rated endurance in terabytes; None if unknown.
+    `tbw` is the rated endurance in terabytes.
     """
     return DriveUse(
         path=path,
@@ -98,11 +93,8 @@ def compare(predicted: Any, steps: Sequence[Mapping[str, Any]]) -> list[dict[str
     """Returns a row for each number that was both predicted and measured.
 
     The measured number of a peak is the maximum over `steps`, that of a phase is the mean, and any other is the median.
-    Phases of `PARTS` that are 0 in the prediction and in the measurement are left out.
-
-    Args:
-        predicted: the predicted numbers by the log's keys; anything but a mapping gives no rows.
-        steps: the measured steps.
+    Phases of `PARTS` that are 0 in the prediction and in the measurement are left out. `predicted` has numbers by the
+    keys of the log; anything but a mapping gives no rows.
     """
     if not isinstance(predicted, Mapping):
         return []
@@ -122,7 +114,6 @@ def compare(predicted: Any, steps: Sequence[Mapping[str, Any]]) -> list[dict[str
 
 
 def _row(name: str, label: str, expected: float, measured: float) -> dict[str, Any]:
-    """Returns a row: key, description, predicted and measured number, and measured divided by predicted."""
     ratio = measured / expected if expected else None
     return {"name": name, "what": label, "predicted": expected, "measured": measured, "ratio": ratio}
 
@@ -134,7 +125,6 @@ def words(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _format(name: str, value: float) -> str:
-    """Returns a number with the unit that belongs to its key."""
     if name.endswith("_bytes"):
         return format_size(round(value))
     return time_of(value) if name == "seconds" or name in PARTS else f"{value:,.0f}"
@@ -177,17 +167,14 @@ def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | 
     """Returns the numbers of a run as a JSON object, in seconds and bytes.
 
     Medians and rates leave out the first step of each process: without a recorded access order, it reads on demand.
-
-    Args:
-        log: the log.
-        plan: a prediction to compare with; by default the one in the log.
-        window: one step of a timeline, for the shares of the links; None without a timeline.
     """
-    steady = _steady(log)
+    first = {log.steps[0]["step"], *log.resumed}
+    steady = [values for values in log.steps if values["step"] not in first] or log.steps
     by = bound(steady)
     about = {name: value for name, value in log.about.items() if name != "predicted"}
     seconds, shares = column(steady, "seconds"), column(steady, "others_share")
     others = statistics.fmean(shares) if shares else None
+    samples = about.get("samples_a_step")
     return {
         "log": str(log.path),
         "about": about,
@@ -208,7 +195,9 @@ def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | 
         "seconds": sum(column(log.steps, "seconds")),
         "step_seconds": _spread(seconds),
         "tokens_per_second": _rate(steady, "tokens"),
-        "samples_per_second": _samples_rate(steady, about),
+        "samples_per_second": samples * len(seconds) / sum(seconds)
+        if isinstance(samples, int) and sum(seconds) > 0
+        else None,
         "bound_by": None if by is None else by.by,
         "bound_words": None if by is None else by.words(),
         "advice": None if by is None else advice(by.by, others),
@@ -227,19 +216,11 @@ def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | 
     }
 
 
-def _steady(log: Log) -> Sequence[Mapping[str, Any]]:
-    """Returns the steps without the first step of each process, or all steps if that leaves none."""
-    first = {log.steps[0]["step"], *log.resumed}
-    return [values for values in log.steps if values["step"] not in first] or log.steps
-
-
 def _ends(values: Sequence[float]) -> dict[str, float] | None:
-    """Returns first, last, least and largest value; None without values."""
     return {"first": values[0], "last": values[-1], "least": min(values), "most": max(values)} if values else None
 
 
 def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Returns median, 95th percentile, least and largest value; None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -255,12 +236,6 @@ def _rate(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return sum(amount for amount, _ in totals) / sum(seconds for _, seconds in totals) if totals else None
 
 
-def _samples_rate(steps: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> float | None:
-    """Returns the samples per second; None if the log does not state the samples of a step."""
-    samples, seconds = about.get("samples_a_step"), column(steps, "seconds")
-    return samples * len(seconds) / sum(seconds) if isinstance(samples, int) and sum(seconds) > 0 else None
-
-
 def _bytes(
     steps: Sequence[Mapping[str, Any]], steady: Sequence[Mapping[str, Any]], name: str
 ) -> dict[str, float] | None:
@@ -270,7 +245,6 @@ def _bytes(
 
 
 def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns for each drive the bytes that all processes of the run have written, and a forecast for the run's end."""
     tbw, ends = about.get("drive_tbw"), about.get("steps")
     rows = [values["drives"] for values in log.steps if values.get("drives")]
     if not rows:

@@ -135,17 +135,13 @@ def _values(line: str) -> dict[str, Any] | None:
 
 
 def _of_step(name: str, value: Any) -> Any:
-    """Returns `value` if its type fits the field `name`, else None."""
     if name == "about":
         return plain(value) if isinstance(value, dict) else None
     if name == "drives":
-        return _of_drives(value) if isinstance(value, dict) else None
+        if not isinstance(value, dict):
+            return None
+        return {path: nbytes for path, nbytes in plain(value).items() if is_number(nbytes)}
     return value if is_number(value) else None
-
-
-def _of_drives(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns the drives whose bytes are valid numbers."""
-    return {path: nbytes for path, nbytes in plain(value).items() if is_number(nbytes)}
 
 
 _LONGEST_LINE = 1 << 22

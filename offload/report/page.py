@@ -20,6 +20,7 @@ from offload.report.charts import (
     format_number,
     lines,
     rate_unit,
+    render,
     seconds_unit,
     stack,
 )
@@ -27,7 +28,6 @@ from offload.report.figures import time_of, words
 from offload.report.links import LINKS
 from offload.report.log import Log, number
 from offload.report.phases import PARTS, parts, verdict
-from offload.report.render import render
 from offload.report.timeline_view import Window, rows
 from offload.sizes import count_of, format_decimal, format_time
 
@@ -46,6 +46,9 @@ _COLORS = {
 }
 
 
+_LEGEND = {"compute": "compute", "loop": "loader and your loop"}
+
+
 class Tile(NamedTuple):
     """A number at the top of the page."""
 
@@ -54,7 +57,7 @@ class Tile(NamedTuple):
     more: str
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of a table. `color` is a CSS variable; if set, the first cell begins with a mark of that colour."""
 
     cells: tuple[str, ...]
@@ -66,39 +69,38 @@ class Table:
     """A table of a section."""
 
     head: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
 
 
-Block = Markup | Table
+PageBlock = Markup | Table
 
 
 class Section(NamedTuple):
     """Charts and tables below a heading; an empty section is left out."""
 
     name: str
-    blocks: Sequence[Block]
+    blocks: Sequence[PageBlock]
 
 
 def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
-    """Returns the HTML document.
-
-    Args:
-        log: the log, for the charts.
-        found: the numbers of `figures`.
-        window: the part of a timeline to draw, which is one step if the timeline has steps; None without a timeline.
-    """
+    """Returns the HTML document."""
+    predicted = Table(
+        head=("", "predicted", "measured", "difference"),
+        rows=tuple(TableRow((row["what"], *words(row))) for row in found["predicted"]),
+    )
     sections = [
         Section("Learning", _learning(log)),
         Section("Where the time goes", _time(log, found)),
-        Section("Predicted and measured", _predicted(found)),
+        Section("Predicted and measured", [predicted] if predicted.rows else []),
         Section("Bytes", _moved(log)),
         Section("Memory and drives", [*_memory(log, found), *_drives(log, found)]),
         Section("One step in detail", [] if window is None else _window(window)),
     ]
+    run = found["about"].get("run")
     document = render(
         "page.html",
         begin=Markup(BEGIN),
-        title=_title(found),
+        title=f"Run {run}" if isinstance(run, str) else "A run",
         subtitle=_subtitle(found),
         verdict=verdict(found),
         tiles=_tiles(found),
@@ -108,12 +110,6 @@ def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
         notes=" ".join(_notes(found)),
     )
     return f"{document}\n"
-
-
-def _title(found: Mapping[str, Any]) -> str:
-    about = found["about"]
-    run = about.get("run")
-    return f"Run {run}" if isinstance(run, str) else "A run"
 
 
 def _subtitle(found: Mapping[str, Any]) -> str:
@@ -135,7 +131,6 @@ def _subtitle(found: Mapping[str, Any]) -> str:
 
 
 def _tiles(found: Mapping[str, Any]) -> list[Tile]:
-    """Returns the numbers at the top of the page."""
     loss, step = found["loss"], found["step_seconds"]
     tiles = [
         Tile("steps", f"{found['first_step']:,} to {found['last_step']:,}", format_time(found["seconds"]) + " in all")
@@ -179,12 +174,7 @@ def _steps(log: Log) -> list[int]:
 def _series(log: Log, name: str, color: str, field: str, over: str | None = None) -> Series:
     """Returns a field of each step as a series.
 
-    Args:
-        log: the log.
-        name: the series' name in the legend.
-        color: a CSS variable.
-        field: key of the log.
-        over: key of a divisor, such as "seconds" for a rate; None to divide by nothing.
+    `over` is the key of a divisor, such as "seconds" for a rate.
     """
     found: list[float | None] = []
     for values in log.steps:
@@ -193,7 +183,7 @@ def _series(log: Log, name: str, color: str, field: str, over: str | None = None
     return Series(name, color, found)
 
 
-def _learning(log: Log) -> list[Block]:
+def _learning(log: Log) -> list[PageBlock]:
     steps, marks = _steps(log), log.resumed
     losses = [_series(log, "training", "--blue", "loss"), _series(log, "evaluation", "--orange", "eval_loss")]
     return [
@@ -206,13 +196,12 @@ def _learning(log: Log) -> list[Block]:
     ]
 
 
-def _time(log: Log, found: Mapping[str, Any]) -> list[Block]:
-    """Returns the table and the charts of a step's phases, and the chart of the update worker."""
+def _time(log: Log, found: Mapping[str, Any]) -> list[PageBlock]:
     steps = _steps(log)
     each = [parts(values) for values in log.steps]
     # A stack needs all phases of a step: steps without measurements give empty columns.
     layers = [
-        Series(_legend(name), color, [row.get(name, 0.0) if row else None for row in each])
+        Series(_LEGEND.get(name, f"waits: {name}"), color, [row.get(name, 0.0) if row else None for row in each])
         for name, color in _COLORS.items()
     ]
     whole = lines(
@@ -236,7 +225,7 @@ def _time(log: Log, found: Mapping[str, Any]) -> list[Block]:
     return [_parts_table(found), parted, whole, _speed(log, found), beside]
 
 
-def _speed(log: Log, found: Mapping[str, Any]) -> Block:
+def _speed(log: Log, found: Mapping[str, Any]) -> PageBlock:
     """Returns the chart of tokens a second, or of samples a second for a log without tokens; empty without both."""
     steps, marks = _steps(log), log.resumed
     tokens = _series(log, "tokens", "--green", "tokens", "seconds")
@@ -250,11 +239,7 @@ def _speed(log: Log, found: Mapping[str, Any]) -> Block:
     return lines("Samples a second", steps, [samples], resumed=marks)
 
 
-def _legend(name: str) -> str:
-    return {"compute": "compute", "loop": "loader and your loop"}.get(name, f"waits: {name}")
-
-
-def _parts_table(found: Mapping[str, Any]) -> Block:
+def _parts_table(found: Mapping[str, Any]) -> PageBlock:
     """Returns the table of a mean step's phases; empty if the log lacks them."""
     spent = found["step_parts_seconds"]
     if not spent:
@@ -263,7 +248,7 @@ def _parts_table(found: Mapping[str, Any]) -> Block:
     unit = seconds_unit(whole)
     whole = whole or 1.0  # steps that took no time: each phase is 0 % of them
     rows = tuple(
-        Row(
+        TableRow(
             (PARTS[name], f"{format_number(spent[name] / unit.size)} {unit.name}", f"{spent[name] / whole:.1%}"),
             _COLORS[name],
         )
@@ -273,12 +258,7 @@ def _parts_table(found: Mapping[str, Any]) -> Block:
     return Table(head=head, rows=rows)
 
 
-def _predicted(found: Mapping[str, Any]) -> list[Block]:
-    rows = tuple(Row((each["what"], *words(each))) for each in found["predicted"])
-    return [Table(head=("", "predicted", "measured", "difference"), rows=rows)] if rows else []
-
-
-def _moved(log: Log) -> list[Block]:
+def _moved(log: Log) -> list[PageBlock]:
     steps, marks = _steps(log), log.resumed
     drive = [
         _series(log, "read", "--orange", "read_bytes"),
@@ -299,7 +279,7 @@ def _moved(log: Log) -> list[Block]:
     ]
 
 
-def _memory(log: Log, found: Mapping[str, Any]) -> list[Block]:
+def _memory(log: Log, found: Mapping[str, Any]) -> list[PageBlock]:
     steps, about = _steps(log), found["about"]
     ram = [("host budget", about["host_budget_bytes"])] if isinstance(about.get("host_budget_bytes"), int) else []
     host = [_series(log, "RAM of the process", "--blue", "host_peak_bytes")]
@@ -311,7 +291,7 @@ def _memory(log: Log, found: Mapping[str, Any]) -> list[Block]:
     ]
 
 
-def _drives(log: Log, found: Mapping[str, Any]) -> list[Block]:
+def _drives(log: Log, found: Mapping[str, Any]) -> list[PageBlock]:
     if not found["drives"]:
         return []
     colors = ("--magenta", "--blue", "--green", "--orange", "--violet", "--yellow", "--gray")
@@ -327,27 +307,27 @@ def _drives(log: Log, found: Mapping[str, Any]) -> list[Block]:
     chart = lines("Written in the life of the run", _steps(log), series, decimal_unit, resumed=log.resumed)
     head = ("drive", "written so far", "a step", "at the last step", "rated life", "used")
     # The chart comes first, so that it shares a row with the charts of memory.
-    return [chart, Table(head=head, rows=tuple(map(_drive_row, found["drives"])))]
+    rows = []
+    for drive in found["drives"]:
+        rated = "unknown: set drive_tbw" if drive["rated_bytes"] is None else format_decimal(drive["rated_bytes"])
+        used = "unknown" if drive["share"] is None else f"{drive['share']:.2%}"
+        known = [drive[key] for key in ("so_far_bytes", "step_bytes", "at_end_bytes")]
+        sizes = ["unknown" if nbytes is None else format_decimal(nbytes) for nbytes in known]
+        rows.append(TableRow((drive["path"], *sizes, rated, used)))
+    return [chart, Table(head=head, rows=tuple(rows))]
 
 
-def _drive_row(each: Mapping[str, Any]) -> Row:
-    rated = "unknown: set drive_tbw" if each["rated_bytes"] is None else format_decimal(each["rated_bytes"])
-    used = "unknown" if each["share"] is None else f"{each['share']:.2%}"
-    known = [each[key] for key in ("so_far_bytes", "step_bytes", "at_end_bytes")]
-    sizes = ["unknown" if nbytes is None else format_decimal(nbytes) for nbytes in known]
-    return Row((each["path"], *sizes, rated, used))
-
-
-def _window(window: Window) -> list[Block]:
-    """Returns the drawing of a timeline's window, and a table of the time in which each row was busy."""
+def _window(window: Window) -> list[PageBlock]:
     # The window counts in microseconds, `Window.seconds` in seconds.
     took = window.end - window.start
     busy = tuple(
-        Row((row, time_of(seconds), f"{seconds * 1e6 / took:.0%}")) for row, seconds in window.seconds().items()
+        TableRow((row, time_of(seconds), f"{seconds * 1e6 / took:.0%}")) for row, seconds in window.seconds().items()
     )
     shares = (window.spans, window.start, window.end)
-    links = tuple(Row((LINKS[link], f"{share:.0%}")) for link, share in links_of.busy(*shares).items())
-    under = tuple(Row((f"under the {phase}", f"{share:.0%}")) for phase, share in links_of.updates(*shares).items())
+    links = tuple(TableRow((LINKS[link], f"{share:.0%}")) for link, share in links_of.busy(*shares).items())
+    under = tuple(
+        TableRow((f"under the {phase}", f"{share:.0%}")) for phase, share in links_of.updates(*shares).items()
+    )
     return [
         rows(window),
         Table(head=("busy with", "time", "share"), rows=busy),
@@ -357,21 +337,15 @@ def _window(window: Window) -> list[Block]:
 
 
 def _notes(found: Mapping[str, Any]) -> list[str]:
-    """Returns sentences on the steps and lines that the numbers leave out, and on where the run resumed."""
     truncated_lines = count_of(found["torn_lines"], "line of the log is", "lines of the log are")
     again = count_of(found["repeated_steps"], "step was", "steps were")
     skipped = count_of(found["skipped_steps"], "step was", "steps were")
+    early, dropped = found["early_updates"], found["early_updates_dropped"]
     return [
         "Times and medians leave out the first step of each process, which reads everything on demand.",
         *([f"Resumed at step {', '.join(map(str, found['resumed_at']))}."] if found["resumed_at"] else []),
         *([f"{truncated_lines} cut short."] if found["torn_lines"] else []),
         *([f"{again} trained again; the later time counts."] if found["repeated_steps"] else []),
         *([f"{skipped} skipped."] if found["skipped_steps"] else []),
-        *([_early_updates(found)] if found["early_updates"] or found["early_updates_dropped"] else []),
+        *([f"Of updates under the backward, {early} held and {dropped} came to nothing."] if early or dropped else []),
     ]
-
-
-def _early_updates(found: Mapping[str, Any]) -> str:
-    """Returns a sentence on updates under the backward."""
-    held, dropped = found["early_updates"], found["early_updates_dropped"]
-    return f"Of updates under the backward, {held} held and {dropped} came to nothing."

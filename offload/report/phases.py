@@ -41,9 +41,7 @@ _BUSY = 0.15
 def advice(by: str, others: float | None = None) -> str:
     """Returns what to change for faster steps.
 
-    Args:
-        by: the phase that limits a step.
-        others: fraction of the cores that other processes used meanwhile; None if unknown.
+    `others` is the fraction of the cores that other processes used meanwhile.
     """
     if by not in _OF_CORES or others is None or others <= _BUSY:
         return ADVICE[by]
@@ -90,11 +88,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(found: Mapping[str, Any]) -> Verdict:
-    """Returns what the run is bound by and what to change, or how to measure it.
-
-    Args:
-        found: the numbers of `figures`.
-    """
+    """Returns what the run is bound by and what to change, or how to measure it."""
     by, spent = found["bound_by"], found["step_parts_seconds"]
     if by is None:
         return Verdict("", "", 'Phases were not measured: set "wall_clock_breakdown" in the config.')
@@ -105,9 +99,6 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
 
 def parts(values: Mapping[str, Any]) -> dict[str, float]:
     """Returns the seconds of each phase of a step, which sum to the step's seconds but for noise of the clock.
-
-    Args:
-        values: a step's measurements, by the log's keys.
 
     Returns:
         Seconds by key of `PARTS`; empty if the phases were not measured.

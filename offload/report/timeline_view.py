@@ -16,11 +16,9 @@ from markupsafe import Markup
 
 from offload.errors import ConfigError
 from offload.records import parse
-from offload.report.charts import format_number, seconds_unit, ticks
-from offload.report.links import BACKWARD, phases
+from offload.report.charts import format_number, render, seconds_unit, ticks
+from offload.report.links import BACKWARD, Span, phases, total, union
 from offload.report.log import is_number, open_to_read, plain
-from offload.report.render import render
-from offload.report.spans import Span, total, union
 from offload.sizes import MIB, format_size
 
 COLORS = {
@@ -187,16 +185,7 @@ def rows(window: Window) -> Markup:
 
 
 def _bar(span: Span, window: Window, scale: float, y: int, color: str, early: bool) -> str:
-    """Returns a span as a rectangle, cut to the window.
-
-    Args:
-        span: the span.
-        window: the window that is drawn.
-        scale: pixels of a microsecond.
-        y: the upper edge of the span's lane.
-        color: name of a color's variable in CSS.
-        early: True for an update that begins under the backward.
-    """
+    """Returns a span as a rectangle, cut to the window."""
     left = _LEFT + max(span.start - window.start, 0) * scale
     right = _LEFT + min(span.end - window.start, window.end - window.start) * scale
     return (
@@ -209,9 +198,7 @@ def _bar(span: Span, window: Window, scale: float, y: int, color: str, early: bo
 def _drawn(spans: Sequence[Span], least: float) -> list[Span]:
     """Returns the spans to draw, with neighbours merged that are too small to be distinguished.
 
-    Args:
-        spans: spans of one lane.
-        least: shortest visible duration in microseconds, half a unit of the drawing.
+    `least` is the shortest visible duration, in microseconds.
     """
     drawn: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
@@ -227,7 +214,6 @@ def _drawn(spans: Sequence[Span], least: float) -> list[Span]:
 
 
 def _describe(span: Span) -> str:
-    """Returns the tooltip of a span, escaped for SVG."""
     took = (span.end - span.start) / 1e6
     unit = seconds_unit(took)
     moved = f", {format_size(span.nbytes)}" if span.nbytes else ""
@@ -237,12 +223,7 @@ def _describe(span: Span) -> str:
 def _ruler(window: Window, unit: str, size: float, scale: float, y: float) -> list[str]:
     """Returns the SVG of grid lines at round times.
 
-    Args:
-        window: the window.
-        unit: name of the unit.
-        size: microseconds of the unit.
-        scale: drawing units per microsecond.
-        y: lower end of the lines.
+    `size` is the microseconds of the unit, `scale` the drawing units of a microsecond.
     """
     parts = []
     for mark in ticks(0, (window.end - window.start) / size, 6):

@@ -52,7 +52,7 @@ class Side(NamedTuple):
         return self.layouts[unit].mode_in(self.mode)
 
 
-class _Chunk(NamedTuple):
+class _ConvertedChunk(NamedTuple):
     """Elements of a new partition: of one state that is copied, or of all states that hold masters, or moments."""
 
     unit: int
@@ -85,16 +85,6 @@ class StateConverter:
     def __init__(
         self, source: StoreSource, before: Side, after: Side, rank: int, store: Store, progress: Callable[[int], None]
     ) -> None:
-        """Stores the arguments.
-
-        Args:
-            source: the run that is converted.
-            before: its layouts and mode.
-            after: those of the new run.
-            rank: the rank whose states are written.
-            store: the new run's store of the rank.
-            progress: called with the number of bytes after each write.
-        """
         self._source, self._before, self._after = source, before, after
         self._rank, self._store, self._progress = rank, store, progress
         self._written: list[dict[State, list[tuple[int, Future]]]] = [{} for _ in after.layouts]
@@ -102,12 +92,15 @@ class StateConverter:
 
     def run(self) -> None:
         """Writes all states to the first slot, which then is the newest of each unit."""
-        flow(flow_buffers(), self._chunks(), self._begin, self._end, self._ended)
+
+        def ended(chunk: _ConvertedChunk, writes: Sequence[Future]) -> None:
+            self._progress(sum(self._nbytes(chunk.unit, state, chunk.numel) for state in chunk.states))
+
+        flow(flow_buffers(), self._chunks(), self._begin, self._end, ended)
         for unit, writes in enumerate(self._written):
             self._store.wrote(unit, 0, writes)
 
-    def _chunks(self) -> Iterator[_Chunk]:
-        """Yields the chunks of each unit, state after state, and all moments together."""
+    def _chunks(self) -> Iterator[_ConvertedChunk]:
         layouts, _, size = self._after
         for unit, layout in enumerate(layouts):
             mode, before = self._after.mode_of(unit), self._before.mode_of(unit)
@@ -130,7 +123,7 @@ class StateConverter:
 
     def _cut(
         self, unit: int, states: tuple[State, ...], sources: tuple[State, ...], start: int, share: range
-    ) -> Iterator[_Chunk]:
+    ) -> Iterator[_ConvertedChunk]:
         """Yields the chunks of a share of a unit that begins at `start` of the partition. Both forms share a buffer."""
         if not states:
             return
@@ -142,9 +135,9 @@ class StateConverter:
         numel = BUFFER_NBYTES // nbytes * step
         for first in range(0, len(share), numel):
             last = min(first + numel, len(share))
-            yield _Chunk(unit, states, sources, start + first, share.start + first, last - first)
+            yield _ConvertedChunk(unit, states, sources, start + first, share.start + first, last - first)
 
-    def _begin(self, chunk: _Chunk, buffer: memoryview) -> Sequence[Pending]:
+    def _begin(self, chunk: _ConvertedChunk, buffer: memoryview) -> Sequence[Pending]:
         """Begins to read what a chunk contains. Padding is zero."""
         new, old = self._regions(chunk, buffer)
         torch.frombuffer(buffer, dtype=torch.uint8).zero_()
@@ -160,8 +153,7 @@ class StateConverter:
                     reads.append(self._source.read(shard.rank, chunk.unit, state, shard.start * itemsize, part))
         return reads
 
-    def _end(self, chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
-        """Converts a chunk, unless it is copied, and begins to write it."""
+    def _end(self, chunk: _ConvertedChunk, buffer: memoryview) -> Sequence[Future]:
         new, old = self._regions(chunk, buffer)
         mode, before = self._after.mode_of(chunk.unit), self._before.mode_of(chunk.unit)
         if old:
@@ -181,7 +173,11 @@ class StateConverter:
         return writes
 
     def _convert_moments(
-        self, chunk: _Chunk, run: _Run, saved: Mapping[State, torch.Tensor], states: Mapping[State, torch.Tensor]
+        self,
+        chunk: _ConvertedChunk,
+        run: _Run,
+        saved: Mapping[State, torch.Tensor],
+        states: Mapping[State, torch.Tensor],
     ) -> None:
         """Converts the moments of a run of elements. Those whose form stays are encoded to the same bits."""
         scales = self._saved.scales(chunk.unit) if self._before.mode.in_blocks else None
@@ -189,11 +185,9 @@ class StateConverter:
         for state in chunk.sources:
             optimizer_states.write(self._after.mode, states, state, run.at, moments.values(state))
 
-    def _ended(self, chunk: _Chunk, writes: Sequence[Future]) -> None:
-        self._progress(sum(self._nbytes(chunk.unit, state, chunk.numel) for state in chunk.states))
-
-    def _regions(self, chunk: _Chunk, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
-        """Returns the memory of each new state, and of each state that is converted; none if they are copied."""
+    def _regions(
+        self, chunk: _ConvertedChunk, buffer: memoryview
+    ) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
         new: dict[State, memoryview] = {}
         old: dict[State, memoryview] = {}
         end = 0
@@ -210,7 +204,7 @@ class StateConverter:
         mode = self._after.mode_of(unit)
         return len(mode.padded_part(state, 0, numel)) * mode.states[state].itemsize
 
-    def _runs(self, chunk: _Chunk) -> Iterator[_Run]:
+    def _runs(self, chunk: _ConvertedChunk) -> Iterator[_Run]:
         """Yields the parameters of a chunk. Both layouts have a unit's parameters in one order."""
         old = self._before.layouts[chunk.unit].segments
         for before, after in zip(old, self._after.layouts[chunk.unit].segments, strict=True):
@@ -261,12 +255,8 @@ class Conversion(NamedTuple):
 def plan(source: StoreSource, run: Path, forms: Mapping[str, str], name: str | None) -> Conversion:
     """Returns the conversion of a run.
 
-    Args:
-        source: the run.
-        run: its folder.
-        forms: forms that change: of the "master" one of `MASTERS`, of the "moments" one of `MOMENT_DTYPES`; one at
-            least.
-        name: name of the new run; None for that of the run with the forms behind it.
+    Of `forms` the "master" is one of `MASTERS`, the "moments" one of `MOMENT_DTYPES`. Without a name the forms follow
+    the name of the run.
 
     Raises:
         StoreError: the run cannot be converted to these forms, or cannot have this name.
@@ -313,11 +303,7 @@ def convert(
 ) -> Converted:
     """Writes the new run and commits it. The run that is converted stays as it is.
 
-    Args:
-        source: the run; stays open.
-        made: made by `plan` for this run.
-        queue: queue for reads and writes; owned by the caller.
-        progress: called with the number of bytes after each write.
+    The source stays open, and the queue is the caller's.
 
     Raises:
         StoreError: if there is a run of the new name, there is not enough room, or the run is damaged.

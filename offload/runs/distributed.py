@@ -65,11 +65,7 @@ def export_distributed(
 ) -> Exported:
     """Writes a folder of torch.distributed.checkpoint, completely or not at all.
 
-    Args:
-        source: The run or checkpoint; stays open.
-        out: Must not exist, or be empty.
-        plan: Made by `plan_states` for this source.
-        progress: Called with the number of bytes after each write.
+    The source stays open; `out` must not exist, or be empty.
 
     Raises:
         StoreError: If `out` cannot be used, there is not enough room, the source does not name the parameters of the
@@ -97,7 +93,6 @@ def export_distributed(
 
 
 def _notices(source: TrainedSource) -> Iterator[str]:
-    """Yields lines about what the folder does not have."""
     yield "random generators and the position in the data are not in the folder: both begin there as the script says"
     if source.progress.facts["loss_scale"] is not None:
         yield "the loss scale is not in the folder: it begins there as the script says"
@@ -169,12 +164,7 @@ def _groups(facts: Mapping[str, Any], plan: StatesPlan) -> list[dict[str, Any]]:
 
 
 class _Writing:
-    """A folder that is being written.
-
-    Args:
-        folder: The folder, which exists.
-        tied: First name of each tied parameter, by its other names.
-    """
+    """A folder that is being written."""
 
     def __init__(self, folder: Path, tied: Mapping[str, str]) -> None:
         self._folder, self._tied = folder, tied
@@ -221,16 +211,6 @@ class _Writing:
             sync(file.fileno(), file.name)
 
     def _enter(self, name: str, path: tuple[Any, ...], value: Any, file: str, start: int, nbytes: int) -> None:
-        """Names a value in the metadata.
-
-        Args:
-            name: Name of the entry.
-            path: Keys that lead to it in the state dict.
-            value: A tensor, or its dtype and shape; or any other value.
-            file: Its file.
-            start: First byte of what `torch.save` has written there.
-            nbytes: Number of bytes.
-        """
         is_tensor = isinstance(value, torch.Tensor | Tensor)
         entry: Any = BytesStorageMetadata()
         offsets = None

@@ -67,9 +67,8 @@ class Exported(NamedTuple):
 def open_source(path: Path, queue: Queue) -> StoreSource | CheckpointSource | WholeSource:
     """Opens the weights in `path`.
 
-    Args:
-        path: Folder of a run, of a checkpoint, or of several checkpoints, whose latest is taken.
-        queue: Queue for the reads; owned by the caller.
+    The folder is a run's, a checkpoint's, or that of several checkpoints, whose latest is taken. The queue is the
+    caller's.
 
     Raises:
         StoreError: If the folder is none of these, or cannot be read.
@@ -157,12 +156,7 @@ def check_target(out: Path) -> None:
 
 
 def note_saved(source: Source, path: Path) -> None:
-    """Notes that the weights of a run that has ended are in other files, so that any start may replace it.
-
-    Args:
-        source: The weights, still open.
-        path: Folder of the run, or of a checkpoint, for which nothing is noted.
-    """
+    """Notes that the weights of a run that has ended are in other files, so that any start may replace it."""
     if isinstance(source, StoreSource):
         # Without the note such a start is refused, as before: a copy of a run may be on a drive that is only read.
         with contextlib.suppress(OSError):

@@ -59,9 +59,7 @@ class Imported(NamedTuple):
 def open_foreign(path: Path, tag: str | None) -> ForeignCheckpoint:
     """Returns a checkpoint of another program, of which all but the tensors has been read.
 
-    Args:
-        path: Folder of checkpoints, or one of them.
-        tag: Tag of the checkpoint; None for the latest, or for `path` itself.
+    Without a tag the latest is opened, or `path` itself.
 
     Raises:
         StoreError: If there is none, or it is incomplete, damaged or not supported.
@@ -99,11 +97,7 @@ def import_checkpoint(
 ) -> Imported:
     """Writes a checkpoint into the folder `out`, under the tag that it has, completely or not at all.
 
-    Args:
-        found: The checkpoint of the other program.
-        out: Folder of checkpoints, created if it does not exist. `latest` names the new one.
-        queue: Queue for reads and writes; owned by the caller.
-        progress: Called with the number of bytes after each write.
+    `out` is created if it does not exist, and its `latest` names the new checkpoint. The queue is the caller's.
 
     Raises:
         StoreError: If bytes are damaged, there is not enough room, or a folder that is no checkpoint has the name.
@@ -133,11 +127,10 @@ def import_checkpoint(
 
 
 def _tensors(found: ForeignCheckpoint) -> dict[str, Tensor]:
-    """Returns the tensors of the new file of states."""
     return tensors_of(found.layouts, found.mode, 0, 1, True)
 
 
-class _Chunk(NamedTuple):
+class _ImportedChunk(NamedTuple):
     """Elements [start, stop) of a unit, of one state."""
 
     unit: int
@@ -152,7 +145,6 @@ class _Chunk(NamedTuple):
 
 
 def _write_states(found: ForeignCheckpoint, path: Path, queue: Queue, progress: Callable[[int], None]) -> Saved:
-    """Writes the file of states and returns its size and the checksum of each tensor."""
     sums: dict[str, int] = {}
     itemsize = torch.float32.itemsize
     with (
@@ -161,7 +153,7 @@ def _write_states(found: ForeignCheckpoint, path: Path, queue: Queue, progress: 
         DirectFile(path) as file,
     ):
 
-        def begin(chunk: _Chunk, buffer: memoryview) -> Iterator[Pending]:
+        def begin(chunk: _ImportedChunk, buffer: memoryview) -> Iterator[Pending]:
             stop = min(chunk.stop, found.parameters[chunk.unit].numel)
             # The rest of the chunk is padding.
             torch.frombuffer(buffer, dtype=torch.float32)[max(0, stop - chunk.start) : chunk.stop - chunk.start].zero_()
@@ -170,12 +162,12 @@ def _write_states(found: ForeignCheckpoint, path: Path, queue: Queue, progress: 
                 memory = buffer[: (stop - chunk.start) * itemsize]
                 yield from reader.read(Run(chunk.start, stop, source), chunk.state, memory, 0)
 
-        def end(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+        def end(chunk: _ImportedChunk, buffer: memoryview) -> Sequence[Future]:
             offset = writer.places[chunk.name].offset + chunk.start * itemsize
             nbytes = (chunk.stop - chunk.start) * itemsize
             return [queue.write(file, offset, buffer[:nbytes], checksum=True)]
 
-        def ended(chunk: _Chunk, writes: Sequence[Future]) -> None:
+        def ended(chunk: _ImportedChunk, writes: Sequence[Future]) -> None:
             nbytes = (chunk.stop - chunk.start) * itemsize
             # Chunks of a tensor end in order, so that their sums can be joined as they come.
             sums[chunk.name] = crc32c_joined(sums.get(chunk.name, 0), writes[0].crc32c(), nbytes)
@@ -185,12 +177,11 @@ def _write_states(found: ForeignCheckpoint, path: Path, queue: Queue, progress: 
         return Saved(writer.nbytes, sums)
 
 
-def _chunks(found: ForeignCheckpoint) -> Iterator[_Chunk]:
-    """Yields the chunks of all tensors, in their order."""
+def _chunks(found: ForeignCheckpoint) -> Iterator[_ImportedChunk]:
     step = BUFFER_NBYTES // torch.float32.itemsize
     for unit, layout in enumerate(found.layouts):
         for state in found.mode.states:
             # Of frozen parameters there is the weight alone.
             numel = layout.numel if state is State.WEIGHT else layout.trainable_stop
             for start in range(0, numel, step):
-                yield _Chunk(unit, state, start, min(start + step, numel))
+                yield _ImportedChunk(unit, state, start, min(start + step, numel))

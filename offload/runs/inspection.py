@@ -45,9 +45,7 @@ from offload.swapper.store.inspection import (
 def inspect(path: Path) -> dict[str, Any]:
     """Returns JSON that describes `path`; sizes are in bytes.
 
-    Args:
-        path: An nvme path with its runs, a run, one rank of a run, a checkpoint, or a folder of checkpoints, as a
-            Trainer's output folder is too.
+    The folder is an nvme path, a run, a rank, a checkpoint, or several checkpoints, as a Trainer's output folder.
 
     Raises:
         StoreError: If the folder does not exist, or contains the swap files of one rank under another name.
@@ -73,7 +71,6 @@ def inspect(path: Path) -> dict[str, Any]:
 
 
 def _contains_run(path: Path) -> bool:
-    """Returns whether `path` is the folder of a run, not one of checkpoints with tags such as "rank0"."""
     ranks = rank_folders(path)
     return is_run(path) and (not ranks or not all(map(is_checkpoint, ranks)))
 
@@ -118,7 +115,6 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _checkpoints(path: Path, saved: Sequence[Path]) -> dict[str, Any]:
-    """Describes the folder `path`, which contains the checkpoints `saved`."""
     latest = path / LATEST
     found = [{**_checkpoint(each), "tag": str(each.relative_to(path))} for each in saved]
     goes, returns = leftovers_of_saves(path)
@@ -134,7 +130,6 @@ def _checkpoints(path: Path, saved: Sequence[Path]) -> dict[str, Any]:
 
 
 def _tag_in(latest: Path) -> str | None:
-    """Returns the tag in the file `latest`; None if there is none that can be read."""
     try:
         return read_text(latest).strip()
     except (OSError, ValueError):
@@ -180,7 +175,6 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _model(layout: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Describes a model: its class, and its numbers of parameters and units."""
     count = trainable = 0
     for unit in layout.get("units", ()):
         for parameter in unit["parameters"]:
@@ -196,8 +190,9 @@ def _model(layout: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any
 
 
 def _rank(found: RankFiles) -> dict[str, Any]:
-    """Describes one rank's folder."""
     manifest = found.manifest
+    # The counters are in the blob of a commit, so a rank without an intact commit has none.
+    written, rated = found.whole[0].written if found.whole else ([], None)
     states: dict[str, None] = {}
     for row in () if manifest is None else manifest.spec.partitions:
         # A dict in place of a set: the order of the states is that of the manifest.
@@ -212,26 +207,24 @@ def _rank(found: RankFiles) -> dict[str, Any]:
         "created": None if manifest is None else manifest.created,
         "states": list(states),
         "commits": [_commit(each, newest=index == 0) for index, each in enumerate(found.commits)],
-        "drives": [] if found.drive else [_drive(folder) for folder in found.folders],
+        "drives": [
+            {
+                "path": str(folder),
+                "states_bytes": states.lstat().st_size if states.is_file() and not states.is_symlink() else None,
+                "allocated_bytes": allocated_nbytes([folder]),
+            }
+            for folder in (() if found.drive else found.folders)
+            for states in [folder / "states"]
+        ],
         "allocated_bytes": allocated_nbytes([found.folder] if found.drive else found.folders),
-        **_written(found),
+        "written_bytes": written,
+        "rated_bytes": rated,
         "other_format": found.other_format,
         "damaged": [wrong._asdict() for wrong in found.wrong],
     }
 
 
-def _written(found: RankFiles) -> dict[str, Any]:
-    """Returns the bytes that a rank has written to each drive, as counted by its newest intact commit.
-
-    `rated_bytes` is the rated endurance of a drive.
-    """
-    # The counters are stored in the blob of a commit, so a rank without an intact commit has none.
-    nbytes, rated = found.whole[0].written if found.whole else ([], None)
-    return {"written_bytes": nbytes, "rated_bytes": rated}
-
-
 def _commit(commit: Commit, newest: bool) -> dict[str, Any]:
-    """Describes one commit; `newest` is True for the newest commit of the rank."""
     record = commit.record
     moment = record.time_ns / 1e9
     # A commit in progress overwrites the blob of the older commit, so only the newest one can be called damaged.
@@ -244,16 +237,6 @@ def _commit(commit: Commit, newest: bool) -> dict[str, Any]:
         "age_seconds": round(max(0.0, time.time() - moment), 1),
         "blob": blob,
         "blob_bytes": record.blob_nbytes,
-    }
-
-
-def _drive(folder: Path) -> dict[str, Any]:
-    """Describes a rank's folder on one drive."""
-    states = folder / "states"
-    return {
-        "path": str(folder),
-        "states_bytes": states.lstat().st_size if states.is_file() and not states.is_symlink() else None,
-        "allocated_bytes": allocated_nbytes([folder]),
     }
 
 

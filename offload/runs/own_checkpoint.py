@@ -14,11 +14,8 @@ from offload.swapper.store import rank_folders
 def find_own(path: Path, tag: str | None = None) -> Path | None:
     """Returns the checkpoint that a folder is, or its latest; None for the folder of a run, or one that holds none.
 
-    A Trainer's output folder holds those of its folders `checkpoint-<step>`.
-
-    Args:
-        path: Folder of a run, of a checkpoint, or of several checkpoints.
-        tag: Tag of the checkpoint; None for the latest, or for `path` itself.
+    A Trainer's output folder holds those of its folders `checkpoint-<step>`. Without a tag it is the latest, or `path`
+    itself.
 
     Raises:
         StoreError: If the checkpoint is of another program, or cannot be found.

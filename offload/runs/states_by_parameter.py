@@ -77,11 +77,6 @@ class StatesPlan(NamedTuple):
 def plan_states(source: TrainedSource, path: Path, kind: str) -> StatesPlan:
     """Returns the plan of an export.
 
-    Args:
-        source: The run or checkpoint.
-        path: Its folder, for messages.
-        kind: What the export writes, for messages.
-
     Raises:
         StoreError: If the other program has no form for its states.
     """
@@ -112,7 +107,7 @@ def plan_states(source: TrainedSource, path: Path, kind: str) -> StatesPlan:
     return StatesPlan(layouts, mode, int(source.description["world_size"]), shapes, trainable)
 
 
-class _Chunk(NamedTuple):
+class _StateChunk(NamedTuple):
     """Elements of a partition that are read together."""
 
     rank: int
@@ -135,11 +130,7 @@ third argument in the place of the tensor."""
 def write_states(source: Source, plan: StatesPlan, place: StateFile, progress: Callable[[int], None]) -> None:
     """Writes masters and moments, chunk by chunk, each file from its first element to its last.
 
-    Args:
-        source: The run or checkpoint; stays open.
-        plan: Made by `plan_states` for this source.
-        place: Says where each file is, in a folder that exists, and what it holds around its tensor.
-        progress: Called with the number of bytes after each write.
+    The source stays open.
 
     Raises:
         StoreError: If the source is damaged.
@@ -147,12 +138,12 @@ def write_states(source: Source, plan: StatesPlan, place: StateFile, progress: C
     """
     files = _StateFiles(place, plan.shapes)
 
-    def begin(chunk: _Chunk, buffer: memoryview) -> Iterator[Pending]:
+    def begin(chunk: _StateChunk, buffer: memoryview) -> Iterator[Pending]:
         for state, memory in _regions(plan, chunk, buffer).items():
             start = chunk.position * plan.mode_of(chunk.unit).states[state].itemsize
             yield source.read(chunk.rank, chunk.unit, state, start, memory)
 
-    def end(chunk: _Chunk, buffer: memoryview) -> tuple[()]:
+    def end(chunk: _StateChunk, buffer: memoryview) -> tuple[()]:
         regions = _regions(plan, chunk, buffer)
         dtypes = plan.mode_of(chunk.unit).states
         states = {state: torch.frombuffer(each, dtype=dtypes[state]) for state, each in regions.items()}
@@ -172,12 +163,10 @@ def write_states(source: Source, plan: StatesPlan, place: StateFile, progress: C
         files.close()
 
 
-def _chunks(plan: StatesPlan, frozen: bool) -> Iterator[_Chunk]:
+def _chunks(plan: StatesPlan, frozen: bool) -> Iterator[_StateChunk]:
     """Yields the chunks of all units: kind after kind, and of each the ranks' partitions in order.
 
-    Args:
-        plan: The plan.
-        frozen: True to read frozen weights too, which have no other states.
+    Frozen weights have no other states.
     """
     size = plan.world_size
     for unit, layout in enumerate(plan.layouts):
@@ -191,16 +180,15 @@ def _chunks(plan: StatesPlan, frozen: bool) -> Iterator[_Chunk]:
 
 def _cut(
     unit: int, name: str, states: tuple[State, ...], shares: Sequence[range], positions: Sequence[int]
-) -> Iterator[_Chunk]:
+) -> Iterator[_StateChunk]:
     """Yields chunks of each rank's share, which begins at its position in the rank's partition."""
     for rank, (share, position) in enumerate(zip(shares, positions, strict=False)):
         for start in range(0, len(share), _CHUNK_NUMEL):
             numel = min(_CHUNK_NUMEL, len(share) - start)
-            yield _Chunk(rank, unit, name, states, share.start + start, position + start, numel)
+            yield _StateChunk(rank, unit, name, states, share.start + start, position + start, numel)
 
 
-def _regions(plan: StatesPlan, chunk: _Chunk, buffer: memoryview) -> dict[State, memoryview]:
-    """Returns the part of a buffer that receives each state of a chunk."""
+def _regions(plan: StatesPlan, chunk: _StateChunk, buffer: memoryview) -> dict[State, memoryview]:
     found: dict[State, memoryview] = {}
     end = 0
     for state in chunk.states:

@@ -42,11 +42,7 @@ def export_universal(
 ) -> Exported:
     """Writes a universal checkpoint into the folder `out`, completely or not at all.
 
-    Args:
-        source: The run or checkpoint; stays open.
-        out: Must not exist, or be empty.
-        plan: Made by `plan_states` for this source.
-        progress: Called with the number of bytes after each write.
+    The source stays open; `out` must not exist, or be empty.
 
     Raises:
         StoreError: If `out` cannot be used, there is not enough room, or the source is damaged.
@@ -56,6 +52,10 @@ def export_universal(
     check_target(out)
     _check_names(plan)
     messages: list[str] = []
+
+    def place(parameter: str, name: str, tensor: Tensor) -> tuple[Path, Any]:
+        return folder / tag / PARAMETERS / parameter / f"{name}.pt", {"param": tensor, "cat_dim": 0}
+
     tag = f"global_step{source.step}"
     with arriving(out, messages.append) as folder:
         check_room(folder, plan.nbytes, out)
@@ -63,7 +63,7 @@ def export_universal(
         # All folders first: the files of experts' rows are open side by side.
         for name in plan.shapes:
             (folder / tag / PARAMETERS / name).mkdir()
-        write_states(source, plan, lambda *key: _state_file(folder / tag / PARAMETERS, *key), progress)
+        write_states(source, plan, place, progress)
         for name, steps in plan.trainable.items():
             write_torch_file(folder / tag / PARAMETERS / name / "step.pt", _count(steps))
         write_torch_file(folder / tag / PARAMETERS / OPTIMIZER_STATE, _optimizer_state(source, plan))
@@ -96,7 +96,6 @@ def _check_names(plan: StatesPlan) -> None:
 
 
 def _notices(source: TrainedSource, plan: StatesPlan) -> Iterator[str]:
-    """Yields lines about what DeepSpeed does not take from a universal checkpoint."""
     if len(plan.trainable) < len(plan.shapes) or source.buffers:
         yield (
             "DeepSpeed loads neither frozen weights nor buffers from a universal checkpoint: build the model with them "
@@ -104,11 +103,6 @@ def _notices(source: TrainedSource, plan: StatesPlan) -> Iterator[str]:
         )
     if source.progress.facts["loss_scale"] is not None:
         yield "the loss scale is not in a universal checkpoint: it begins there as the config says"
-
-
-def _state_file(folder: Path, parameter: str, name: str, tensor: Tensor) -> tuple[Path, Any]:
-    """Returns path and content of a file of states, of which the tensor is still to come."""
-    return folder / parameter / f"{name}.pt", {"param": tensor, "cat_dim": 0}
 
 
 # -- small files --------------------------------------------------------------------------------------
@@ -138,7 +132,6 @@ def _optimizer_state(source: TrainedSource, plan: StatesPlan) -> dict[str, Any]:
 
 
 def _model_states(source: TrainedSource, plan: StatesPlan) -> dict[str, Any]:
-    """Returns the content of a file of model states: counters, schedule, buffers, client state."""
     facts = source.progress.facts
     theirs = from_plain(source.client_state)
     return {

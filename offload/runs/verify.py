@@ -264,9 +264,7 @@ class RunChecking:
 def resumable_step(ranks: Sequence[RankReport], serial: int) -> int | None:
     """Returns the step of commit `serial`, from which a run resumes; None if a rank has no complete commit.
 
-    Args:
-        ranks: the reports of all ranks. A rank that misses the commit was compared with another of its own.
-        serial: number of the newest commit that is complete on all ranks that have one.
+    A rank that misses the commit was compared with another of its own.
     """
     if any(rank.step is None for rank in ranks):
         return None
@@ -276,11 +274,7 @@ def resumable_step(ranks: Sequence[RankReport], serial: int) -> int | None:
 def _check(found: RankFiles, serial: int, queue: Queue, progress: Callable[[int], None]) -> RankReport:
     """Compares one rank's commit `serial` with its checksums.
 
-    Args:
-        found: The rank's folder as inspected.
-        serial: Number of the newest commit that is complete on all ranks; 0 if there is none.
-        queue: Queue for the reads.
-        progress: Called with the number of bytes after each comparison.
+    `serial` is the newest commit that is complete on all ranks; 0 if there is none.
     """
     wrong = list(found.wrong)
     damaged_places: list[Damage] = []
@@ -313,7 +307,8 @@ def _check(found: RankFiles, serial: int, queue: Queue, progress: Callable[[int]
         with found.open_states() as file:
             for damage in _damages(found, commit, file, queue, progress):
                 damaged_places.append(damage)
-                places.append(_places(file, damage))
+                at = file.layout.places(damage.offset, damage.nbytes)
+                places.append(tuple((file.parts()[drive].path, offset, nbytes) for drive, offset, nbytes in at))
             compared = True
             # The line about the commit before is only a hint for the user: damage to that commit does not count.
             other = next((c for c in found.commits if c.record.serial < record.serial), None)
@@ -345,15 +340,6 @@ def _check(found: RankFiles, serial: int, queue: Queue, progress: Callable[[int]
 def _damages(
     found: RankFiles, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]
 ) -> Generator[Damage]:
-    """Yields the damages of a commit.
-
-    Args:
-        found: The rank's folder.
-        commit: The commit to compare.
-        file: The open file of states.
-        queue: Queue for the reads.
-        progress: Called with the number of bytes after each comparison.
-    """
     assert found.manifest is not None
     undo = Undo(found.folder)
     return damages_of_commit(file, queue, found.manifest.spec, commit.record, commit.table, undo, progress)
@@ -364,13 +350,6 @@ def _before(found: RankFiles, commit: Commit, file: StripedFile, queue: Queue, p
 
     The step after the last commit overwrites the slots of the older commit, as intended. Overwritten bytes cannot be
     told apart from damaged ones.
-
-    Args:
-        found: The rank's folder.
-        commit: The older commit.
-        file: The open file of states.
-        queue: Queue for the reads.
-        progress: Called with the number of bytes after each comparison.
     """
     commit_before = f"the commit before, step {commit.record.step},"
     either = "the step after the last commit has begun to overwrite this commit, or this commit is damaged"
@@ -385,15 +364,6 @@ def _before(found: RankFiles, commit: Commit, file: StripedFile, queue: Queue, p
     finally:
         # The first damage is enough. Pending reads must end before the file is closed.
         comparison.close()
-
-
-def _places(file: StripedFile, damage: Damage) -> tuple[tuple[str, int, int], ...]:
-    """Returns the file, the offset and the number of bytes of a damage on each drive."""
-    parts = file.parts()
-    return tuple(
-        (parts[drive].path, offset, nbytes)
-        for drive, offset, nbytes in file.layout.places(damage.offset, damage.nbytes)
-    )
 
 
 def _nbytes(commit: Commit) -> int:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from offload.aio import BACKENDS
 from offload.aio.backend import refusals
-from offload.bench.io import Case, Fio, Row, _of_fio, make_plan, measure
+from offload.bench.io import Case, Fio, IoRow, _of_fio, make_plan, measure
 from offload.bench.io import plot as draw
 from offload.cli.main import app
 from offload.errors import ConfigError
@@ -180,7 +180,7 @@ def test_a_table_for_people(tmp_path: Path) -> None:
 def test_a_plot_is_written(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"plot.{suffix}"
     rows = [
-        Row(
+        IoRow(
             backend=name,
             op=op,
             block_bytes=1 << 20,

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import offload
 from offload import testing
-from offload.bench.drive import Rates, kernel_bytes
-from offload.bench.swap import Plan, Row, Turn, find_limit, in_words, make_plan, make_row
+from offload.bench.measure import DriveSpeeds, kernel_bytes
+from offload.bench.swap import SwapPlan, SwapRow, Turn, find_limit, in_words, make_plan, make_row
 from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.swapper.store import Shortage
@@ -58,7 +58,7 @@ def test_bytes_are_those_of_training(tmp_path: Path) -> None:
     assert 24 * NUMEL <= answer["file_bytes"] < 24.1 * NUMEL
     assert all(answer["drive"][f"{name}_gb_per_s"] > 0 for name in ("read", "write", "mixed"))
     (row,) = answer["rows"]
-    assert set(row) == {each.name for each in fields(Row)}
+    assert set(row) == {each.name for each in fields(SwapRow)}
     assert row["bytes_per_parameter"] == pytest.approx(26, rel=0.04)
     assert row["written_bytes"] == pytest.approx(12 * NUMEL, rel=0.01)
     assert row["read_bytes"] + row["written_bytes"] == pytest.approx(row["bytes_per_parameter"] * NUMEL, rel=0.01)
@@ -174,7 +174,7 @@ def test_bad_input_is_named_before_a_file_is_made(tmp_path: Path) -> None:
 def test_too_little_memory_is_named_before_any_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without room for the copy in memory compute is added up; without room for the budgets nothing is begun."""
 
-    def plan(free: int, **options: Any) -> Plan:
+    def plan(free: int, **options: Any) -> SwapPlan:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
         return make_plan([str(tmp_path)], **options)
 
@@ -233,14 +233,14 @@ def test_a_signal_leaves_no_file(tmp_path: Path, number: signal.Signals, after: 
 
 # -- what the figures mean ----------------------------------------------------------------------------
 
-RATES = Rates(read=2e9, write=4e9, mixed=3e9)
+RATES = DriveSpeeds(read=2e9, write=4e9, mixed=3e9)
 
 
-def _plan(**options: Any) -> Plan:
+def _plan(**options: Any) -> SwapPlan:
     return make_plan([str(Path(__file__).parent)], units=10, unit_bytes=2 << 20, in_memory=False, **options)
 
 
-def _turn(plan: Plan, *seconds: float, weights_read: int = 2) -> Turn:
+def _turn(plan: SwapPlan, *seconds: float, weights_read: int = 2) -> Turn:
     """Steps of everything on disk."""
     return Turn(seconds, (12 + weights_read) * plan.parameters, 12 * plan.parameters, None, None)
 
@@ -255,7 +255,7 @@ def test_what_a_drive_needs_is_the_faster_of_two_ways() -> None:
 def test_exposed_is_what_compute_does_not_explain_and_hidden_is_the_rest() -> None:
     plan = _plan()
     in_memory = [Turn((3.0, 1.0, 2.0), 0, 0, None, None)]
-    rates = Rates(*(26 * plan.parameters / 1.5 for _ in range(3)))  # 1.5 s of I/O
+    rates = DriveSpeeds(*(26 * plan.parameters / 1.5 for _ in range(3)))  # 1.5 s of I/O
     row = make_row(plan, 10, rates, [_turn(plan, 9, 2, 2.5), _turn(plan, 2.4, 2.4)], in_memory)
     assert (row.step_seconds, row.compute_seconds) == (2.4, 2)
     assert row.io_seconds == pytest.approx(1.5) and row.exposed_seconds == pytest.approx(0.4)
@@ -276,7 +276,7 @@ def test_without_a_copy_in_memory_compute_is_added_up() -> None:
 def test_updates_hide_behind_the_first_forward_alone() -> None:
     plan = _plan()
     nbytes = plan.parameters
-    rates = Rates(2 * nbytes, 12 * nbytes, 24 * nbytes)  # updates take a second, weights another
+    rates = DriveSpeeds(2 * nbytes, 12 * nbytes, 24 * nbytes)  # updates take a second, weights another
     row = make_row(plan, 50, rates, [_turn(plan, 3)])
     assert row.order_seconds == pytest.approx(1 + 1), "0.5 s of forward beside 1 s of updates, 1 s of backward"
     assert row.hiding_compute_ms == pytest.approx(100)

@@ -13,17 +13,27 @@ from typer.testing import CliRunner
 
 from bench import train_page
 from offload.bench import child_process
-from offload.bench.drive import Rates
+from offload.bench.measure import DriveSpeeds
 from offload.bench.train import loops
-from offload.bench.train.figures import LOSS_BOUNDS, TITLES, Row, as_json, cells, make_rows, markdown, plot, remarks
+from offload.bench.train.figures import (
+    LOSS_BOUNDS,
+    TITLES,
+    TrainRow,
+    as_json,
+    cells,
+    make_rows,
+    markdown,
+    plot,
+    remarks,
+)
 from offload.bench.train.loops import Result, _use_drive, measure
-from offload.bench.train.plan import CONTENDERS, Job, Plan, make_plan, reason_to_skip
+from offload.bench.train.plan import CONTENDERS, TrainJob, TrainPlan, make_plan, reason_to_skip
 from offload.cli.main import app
 from offload.errors import UsageError
 from offload.sizes import MIB
 from tests.support.processes import warm_process
 
-RATES = Rates(read=1e9, write=1e9, mixed=1e9)
+RATES = DriveSpeeds(read=1e9, write=1e9, mixed=1e9)
 TINY = ("--model gpt2-tiny --seq-len 16 --rounds 1 --steps 1 --threads 1 --dtype fp32").split()
 
 
@@ -41,7 +51,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "_PROBE_BYTES", MIB)
 
 
-def plan(folder: Path, *only: str, **options: Any) -> Plan:
+def plan(folder: Path, *only: str, **options: Any) -> TrainPlan:
     sizes: dict[str, Any] = {"model": "gpt2-tiny", "seq_len": 16, "dtype": "fp32", "threads": 1}
     return make_plan(folder, **{**sizes, "only": only, **options})
 
@@ -151,14 +161,16 @@ def test_the_bound_is_the_larger_of_compute_and_the_drive(tmp_path: Path) -> Non
 
 
 def test_a_chart_is_drawn_of_rows_that_have_figures(tmp_path: Path) -> None:
-    row = Row(name="offload cpu/cpu", turns=1, step_seconds=2.0, least_seconds=1.0, most_seconds=3.0, bound_seconds=1.5)
-    plot([row, Row(name="fsdp2 cpu", refused="ended")], tmp_path / "chart.svg")
+    row = TrainRow(
+        name="offload cpu/cpu", turns=1, step_seconds=2.0, least_seconds=1.0, most_seconds=3.0, bound_seconds=1.5
+    )
+    plot([row, TrainRow(name="fsdp2 cpu", refused="ended")], tmp_path / "chart.svg")
     drawn = (tmp_path / "chart.svg").read_text()
     assert "offload cpu/cpu" in drawn and "fsdp2" not in drawn
 
 
 def test_deepspeed_has_buffers_for_the_largest_parameter_and_its_files_in_the_folder() -> None:
-    job = Job("deepspeed nvme/nvme", "/swap", "", "cpu", "gpt2-tiny", 1, 16, 1, "fp32", 1)
+    job = TrainJob("deepspeed nvme/nvme", "/swap", "", "cpu", "gpt2-tiny", 1, 16, 1, "fp32", 1)
     zero: dict[str, Any] = {key: {"device": "nvme"} for key in ("offload_param", "offload_optimizer")}
     settings: dict[str, Any] = {"zero_optimization": zero}
     _use_drive(settings, job, 1000)

@@ -16,7 +16,7 @@ from offload.cli.main import app
 from offload.finetune import model as language_model
 from offload.finetune.model import adapt, parse_lora
 from offload.hardware import probe
-from offload.hardware.probe.disturb import Others
+from offload.hardware.probe import Others
 from offload.model_io.load import init
 from offload.planner import hardware
 from offload.planner.model_shape import from_name, from_training

@@ -18,8 +18,7 @@ from offload.cli.main import app
 from offload.config import load_config
 from offload.errors import RankError, UsageError
 from offload.hardware import probe
-from offload.hardware.probe.measure import machine_of
-from offload.hardware.probe.rates import DTYPES, DtypeRates
+from offload.hardware.probe import DTYPES, DtypeRates, machine_of
 from offload.planner import request
 from offload.precision import Rates
 from offload.swapper.store import inspection as look

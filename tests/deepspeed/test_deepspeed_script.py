@@ -197,7 +197,7 @@ def test_parameters_are_gathered_between_steps_and_are_there_in_a_forward(tmp_pa
     deepspeed.utils.safe_update_full_grad_vectorized([weight], lambda gradient, _: gradient * 0 + 2)
     assert bool((deepspeed.utils.safe_get_full_grad(weight) == 2).all())
     with (
-        pytest.raises(UsageError, match="was changed inside of gathered.*modifier_rank=0"),
+        pytest.raises(UsageError, match=r"was changed inside of gathered.*modifier_rank=0"),
         deepspeed.zero.GatheredParameters(weight),
     ):
         weight.data.zero_()

@@ -193,7 +193,7 @@ def test_offload_run_itself(tmp_path: Path) -> None:
 
 
 def test_while_the_imports_of_offload_run_take_their_time(tmp_path: Path) -> None:
-    from offload.cli.commands.run import _START
+    from offload.cli.commands.launch import _START
 
     blocked = _START.replace("from offload", f"print('ready', flush=True)\n{FOREVER}forever()\nfrom offload")
     process = subprocess.Popen(

@@ -26,7 +26,7 @@ from offload.errors import UsageError
 from offload.launch import torchrun
 from offload.launch.commands import Command, decide, module_command
 from offload.launch.hosts import Host
-from offload.launch.options import LaunchOptions, Machine
+from offload.launch.options import LaunchOptions, LocalMachine
 from tests import ROOT
 from tests.support.processes import warm_process
 from tests.support.ranks.rank_pool import free_port
@@ -40,7 +40,7 @@ ALONE = "--rdzv-backend offload-one-machine --rdzv-endpoint 127.0.0.1:"
 def commands(
     hosts: list[Host] | None = None, *, gpus: int | None = None, environ: dict[str, str] | None = None, **options: Any
 ) -> list[Command]:
-    machine = Machine(
+    machine = LocalMachine(
         python="python",
         folder="/my work",
         names=frozenset({"localhost"}),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
-from offload.cli.commands.planning import plan as command
+from offload.cli.commands import plan as command
 from offload.finetune.model import allows_chunks
 from offload.planner.gpus import GPUS, find_gpu
 from offload.planner.hardware import described, parse_memory

@@ -6,7 +6,7 @@ import pytest
 
 from offload.cli.console import parse_count
 from offload.errors import ConfigError
-from offload.hardware.smart import rated_bytes
+from offload.hardware.info import rated_bytes
 from offload.planner import request
 from offload.planner.hardware import find_gpu, parse_drive
 from offload.planner.model_shape import Shape, from_count, from_name

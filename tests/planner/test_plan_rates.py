@@ -13,10 +13,10 @@ from offload.errors import BudgetError, ConfigError
 from offload.planner import memory, output, recommend, request
 from offload.planner.activations import Load, beside_weights
 from offload.planner.gpus import GPUS, ORIGINS, Gpu, Rate, find_gpu
-from offload.planner.guide_table import PAGE
 from offload.planner.hardware import described, parse_drive
 from offload.planner.model_shape import from_count
 from offload.sizes import GIB
+from tests.pages.plan_table import PAGE
 
 UNIFIED = [gpu for gpu in GPUS if gpu.unified]
 COUNT = ("plan", "--parameters", "1B", "--layers", "16", "--seq-len", "1024", "--ram", "64GB", "--drive", "7GB/s,5GB/s")

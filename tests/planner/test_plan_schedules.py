@@ -19,7 +19,7 @@ from offload.planner.activations import Load, need
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
 from offload.planner.recommend import compare
-from offload.planner.simulation.inputs import update_costs
+from offload.planner.simulation.simulate import update_costs
 from offload.planner.step_time import chain, least_moved, segments
 from offload.sizes import GIB, MIB
 from offload.states import State

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.hardware import probe
-from offload.hardware.probe import disturb, pace
-from offload.hardware.probe.pace import grown, in_turns
+from offload.hardware.probe import grown, in_turns
 from offload.planner.hardware import probed
 
 SECONDS = 0.3
@@ -28,8 +27,8 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(probe, "probe", functools.partial(probe.probe, seconds=SECONDS))
     # Other tests run beside this one.
-    monkeypatch.setattr(disturb, "FAR", math.inf)
-    monkeypatch.setattr(disturb, "SLOWEST", 0.0)
+    monkeypatch.setattr(probe, "FAR", math.inf)
+    monkeypatch.setattr(probe, "SLOWEST", 0.0)
 
 
 def run(*arguments: str) -> Any:
@@ -157,12 +156,11 @@ def test_rounds_end_with_their_seconds(seconds: float, monkeypatch: pytest.Monke
     machine = Machine(monkeypatch, seconds)
     assert in_turns([machine.call(1.0), machine.call(2.0)], 1.0) == pytest.approx([seconds, 2 * seconds])
     assert machine.now <= max(1.0 + 3 * seconds, 6 * seconds), "two rounds, or as many as fit"
-    assert len(machine.called) <= 2 * (pace._ROUNDS + 1)
+    assert len(machine.called) <= 2 * (probe._ROUNDS + 1)
 
 
 def test_a_slow_drive_has_a_shorter_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from offload.aio.measure import TimedTransfer
-    from offload.hardware.probe import measure
 
     moved: list[int] = []
 
@@ -171,8 +169,8 @@ def test_a_slow_drive_has_a_shorter_file(tmp_path: Path, monkeypatch: pytest.Mon
         time.sleep(0.02)
         return TimedTransfer(len(buffer), len(buffer) / 1e6, 0.0)
 
-    monkeypatch.setattr(measure, "move", move)
-    monkeypatch.setattr(measure, "_REQUEST", 1 << 16)
+    monkeypatch.setattr(probe, "move", move)
+    monkeypatch.setattr(probe, "_REQUEST", 1 << 16)
     found = probe.drive_rates(str(tmp_path), 1 << 22, seconds=0.05)
     assert found.read == found.write == found.mixed == pytest.approx(1e6)
     assert moved == [2 << 16] * 4, "one round of what was written in the seconds of the first write"
@@ -183,9 +181,9 @@ def test_a_slow_drive_has_a_shorter_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_two_figures_that_differ_are_reported_with_the_fix() -> None:
     message = lambda rate: f"{rate:g} GB/s"  # noqa: E731
-    assert disturb.apart("memory", 20.0, 17.0, message) == []
+    assert probe.apart("memory", 20.0, 17.0, message) == []
     for first, last in ((20.0, 10.0), (10.0, 20.0)):
-        (progress,) = disturb.apart("memory", first, last, message)
+        (progress,) = probe.apart("memory", first, last, message)
         assert f"memory: {first:g} GB/s at the beginning" in progress and f"{last:g} GB/s at its end" in progress
         assert "run `offload probe` again while the machine is idle" in progress
 
@@ -194,15 +192,15 @@ def test_cores_that_others_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> 
     clock, busy, mine = [0.0], [0.0], [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(time, "process_time", lambda: mine[0])
-    monkeypatch.setattr(disturb, "_busy", lambda: busy[0])
-    monkeypatch.setattr(disturb, "_cores", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(probe, "_busy", lambda: busy[0])
+    monkeypatch.setattr(probe, "_cores", lambda: {0, 1, 2, 3})
     for of_all, of_mine, progress in ((40.0, 39.0, 0), (40.0, 30.0, 1), (10.0, 1.0, 1), (20.0, 20.0, 0)):
         clock[0] = busy[0] = mine[0] = 0.0
-        others = disturb.Others()
+        others = probe.Others()
         clock[0], busy[0], mine[0] = 10.0, of_all, of_mine
         assert len(others.doubts()) == progress
-    monkeypatch.setattr(disturb, "_busy", lambda: None)
-    assert disturb.Others().doubts() == [], "where nobody can tell"
+    monkeypatch.setattr(probe, "_busy", lambda: None)
+    assert probe.Others().doubts() == [], "where nobody can tell"
 
 
 def test_what_ran_beside_is_kept_and_assumed_by_a_plan(tmp_path: Path) -> None:
@@ -224,8 +222,8 @@ def test_figures_of_no_machine_are_not_kept(wrong: str, tmp_path: Path, monkeypa
     run(str(tmp_path), "--size", "1MiB", "--device", "cpu")
     good = probe.kept()
     assert good is not None
-    monkeypatch.setattr(disturb, "FAR", 10.0)
-    monkeypatch.setattr(disturb, "SLOWEST", 1e8)
+    monkeypatch.setattr(probe, "FAR", 10.0)
+    monkeypatch.setattr(probe, "SLOWEST", 1e8)
     by_dtype = {name: of._replace(matmul=2e11, elementwise=3e9) for name, of in good.rates.by_dtype.items()}
     good = good._replace(rates=good.rates._replace(memory=5e9, by_dtype=by_dtype))
     probe.keep(good)
@@ -284,6 +282,6 @@ def test_in_a_terminal_it_is_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_a_size_is_judged_by_its_shortest_call(taken: list[float], found: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(taken)
-    monkeypatch.setattr(pace, "seconds_of", lambda action, device: next(calls))
+    monkeypatch.setattr(probe, "seconds_of", lambda action, device: next(calls))
     work = {1: 1.0, 2: 10.0 if 6 in taken else 2.0, 3: 3.0}
-    assert pace.grown((1, 2, 3), work.__getitem__, lambda size: lambda: None, 8.0) == found
+    assert probe.grown((1, 2, 3), work.__getitem__, lambda size: lambda: None, 8.0) == found

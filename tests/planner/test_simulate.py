@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 
 from offload.aio import Priority
 from offload.errors import BudgetError
-from offload.planner.simulation.clock import Clock
-from offload.planner.simulation.kept_inputs import Input
-from offload.planner.simulation.machine import Machine, Moved, Rates, Waited
-from offload.planner.simulation.simulate import Budgets, Expected, Use, simulate
+from offload.planner.simulation.machine import Clock, Moved, SimulatedMachine, SimulatedRates, Waited
+from offload.planner.simulation.simulate import Budgets, Expected, Input, Use, simulate
 from offload.planner.simulation.updater import UpdateCost
 from offload.states import Tier
 from offload.swapper.policy import Limits
@@ -63,7 +61,7 @@ def cases(draw: st.DrawFn, tiers: tuple[Tier, ...] = (Tier.DISK, Tier.DISK, Tier
 
 
 rates = st.none() | st.builds(
-    Rates,
+    SimulatedRates,
     *(st.sampled_from((PAGE / 3, 1.0 * PAGE, 10.0 * PAGE, 1e30)) for _ in range(2)),
     st.sampled_from((None, PAGE / 3, 15.0 * PAGE)),
     st.sampled_from((PAGE / 3, 1.0 * PAGE, 10.0 * PAGE, 1e30)),
@@ -76,7 +74,7 @@ rates = st.none() | st.builds(
 @settings(max_examples=examples(300), deadline=None)
 @given(cases(), st.integers(2, 60), st.integers(0, 40), rates, st.booleans(), st.integers(1, 4), st.booleans())
 def test_every_run_ends_within_its_budgets(
-    case: Case, host: int, more: int, rates: Rates | None, overlap: bool, steps: int, speculate: bool
+    case: Case, host: int, more: int, rates: SimulatedRates | None, overlap: bool, steps: int, speculate: bool
 ) -> None:
     """From two pages of leases and room for two units on; nobody waits in a circle."""
     device = sum(case.moving[-2:]) + more * PAGE
@@ -104,9 +102,9 @@ def test_every_run_ends_within_its_budgets(
 @settings(max_examples=examples(150), deadline=None)
 @given(cases(), st.integers(2, 60), st.integers(0, 40), rates, st.booleans(), st.booleans())
 def test_the_thread_that_runs_the_model_computes_or_waits(
-    case: Case, host: int, more: int, rates: Rates | None, overlap: bool, speculate: bool
+    case: Case, host: int, more: int, rates: SimulatedRates | None, overlap: bool, speculate: bool
 ) -> None:
-    rates = (rates or Rates())._replace(on_cpu=False)
+    rates = (rates or SimulatedRates())._replace(on_cpu=False)
     found = case.run(
         host * PAGE, sum(case.moving[-2:]) + more * PAGE, rates=rates, overlap=overlap, speculate=speculate
     )
@@ -172,7 +170,7 @@ def passes(n: int, forward: float, backward: float) -> list[Use]:
 def test_a_step_in_memory_takes_its_compute() -> None:
     n = 5
     found = simulate(
-        [passes(n, 2.0, 4.0)] * 3, [unit(3, Tier.HOST)] * n, [None] * n, Budgets(0, 6 * PAGE), rates=Rates()
+        [passes(n, 2.0, 4.0)] * 3, [unit(3, Tier.HOST)] * n, [None] * n, Budgets(0, 6 * PAGE), rates=SimulatedRates()
     )
     assert found.seconds == n * 6.0 and found.waited == Waited()
     assert {span.row for span in found.spans} == {"model"} and found.spans[-1].end == found.seconds
@@ -181,7 +179,7 @@ def test_a_step_in_memory_takes_its_compute() -> None:
 def test_one_unit_on_disk_is_waited_for() -> None:
     """Read, kernel, then compute beside the write: closed form of one unit and one tile."""
     for compute in (1.0, 100.0):
-        rates = Rates(read=2.0 * PAGE, written=1.0 * PAGE, kernel=2048.0)
+        rates = SimulatedRates(read=2.0 * PAGE, written=1.0 * PAGE, kernel=2048.0)
         found = simulate([[Use(0, compute)]] * 3, [unit(4)], [cost(4)], Budgets(8 * PAGE, 4 * PAGE), rates=rates)
         kept, kernel, write = 20 / 2.0, 4.0, 24.0  # the old weights are in their lease
         assert found.seconds == pytest.approx(kept + kernel + max(compute, write))
@@ -192,7 +190,7 @@ def test_one_unit_on_disk_is_waited_for() -> None:
 def test_an_update_of_states_in_memory_is_not_held_up_by_its_writes() -> None:
     numel, compute = 64, 100.0
     update = UpdateCost(numel, written_nbytes=12 * numel)
-    rates = Rates(written=12 * numel / compute)
+    rates = SimulatedRates(written=12 * numel / compute)
     found = simulate(
         [[Use(0, compute)]] * 2, [unit(1, Tier.HOST)], [update], Budgets(0, PAGE), tile_numel=1, rates=rates
     )
@@ -201,7 +199,7 @@ def test_an_update_of_states_in_memory_is_not_held_up_by_its_writes() -> None:
 
 def test_a_unit_that_comes_from_the_device_waits_for_its_upload() -> None:
     n, pages = 4, 2
-    rates = Rates(upload=PAGE / 2)
+    rates = SimulatedRates(upload=PAGE / 2)
     uses = [Use(u, 1.0) for u in range(n)]
     found = simulate([uses] * 3, [unit(pages, Tier.HOST)] * n, [None] * n, Budgets(0, 2 * pages * PAGE), rates=rates)
     assert found.seconds == pytest.approx(n * 4.0, abs=4.0) and found.waited.upload == pytest.approx(n * 3.0, abs=4.0)
@@ -223,12 +221,12 @@ def test_what_can_be_hidden_of_the_updates(units: list[tuple[int, float]]) -> No
     ]
     kernels = [n * PAGE / 2 / 1024 for n in pages]
     budgets = Budgets(0, sum(pages) * PAGE)
-    found = simulate([uses] * 3, sizes, costs, budgets, rates=Rates(kernel=1024.0))
+    found = simulate([uses] * 3, sizes, costs, budgets, rates=SimulatedRates(kernel=1024.0))
     rest = 2 * sum(compute)
     assert found.seconds == pytest.approx(max(first_pass(kernels, compute) + rest, sum(kernels)))
-    alone = simulate([uses] * 3, sizes, costs, budgets, rates=Rates(kernel=1024.0), overlap=False)
+    alone = simulate([uses] * 3, sizes, costs, budgets, rates=SimulatedRates(kernel=1024.0), overlap=False)
     assert alone.seconds == pytest.approx(sum(kernels) + sum(compute) + rest)
-    shared = simulate([uses] * 3, sizes, costs, budgets, rates=Rates(kernel=1024.0, on_cpu=True))
+    shared = simulate([uses] * 3, sizes, costs, budgets, rates=SimulatedRates(kernel=1024.0, on_cpu=True))
     assert shared.seconds == pytest.approx(alone.seconds), "cores are one resource"
 
 
@@ -244,10 +242,10 @@ def test_what_can_be_hidden_of_the_updates(units: list[tuple[int, float]]) -> No
     ],
 )
 def test_a_drive_that_reads_and_writes(read: float, written: float, mixed: float | None, seconds: float) -> None:
-    rates = Rates(read, written, mixed)
+    rates = SimulatedRates(read, written, mixed)
     assert rates.drive_seconds(6, 6) == pytest.approx(seconds)
     assert rates.drive_seconds(6, 0) == 6 / read and rates.drive_seconds(0, 6) == 6 / written
-    machine = Machine(rates)
+    machine = SimulatedMachine(rates)
     reads = [machine.read("read", "weights_read", 0, 3, Priority.NORMAL) for _ in range(2)]
     write = machine.write("write", "updates_written", 0, 6)
     while machine.clock.advance():
@@ -259,7 +257,7 @@ def test_a_drive_that_reads_and_writes(read: float, written: float, mixed: float
 def test_the_step_of_a_model_on_disk(forward: float) -> None:
     """T_step = max over k (…) + max(compute, weight reads) of the backward, to within a unit at each end of a pass."""
     n, pages, rate = 12, 4, 2.0 * PAGE
-    rates = Rates(read=rate, written=rate)
+    rates = SimulatedRates(read=rate, written=rate)
     budgets = Budgets(3 * pages * PAGE, 3 * pages * PAGE)
     found = simulate([passes(n, forward, 2 * forward)] * 3, [unit(pages)] * n, [cost(pages)] * n, budgets, rates=rates)
     update = (6 + 6) * pages * PAGE / rate
@@ -297,7 +295,7 @@ def test_equal_arguments_give_equal_figures() -> None:
     chance = random.Random(3)
     uses = [Use(chance.randrange(6), chance.random()) for _ in range(30)]
     sizes, costs = [unit(n) for n in (1, 2, 3, 4, 5, 6)], [cost(n) for n in (1, 2, 3, 4, 5, 6)]
-    budgets, rates = Budgets(14 * PAGE, 12 * PAGE), Rates(1e4, 1e4, upload=1e5, kernel=1e4)
+    budgets, rates = Budgets(14 * PAGE, 12 * PAGE), SimulatedRates(1e4, 1e4, upload=1e5, kernel=1e4)
     assert simulate([uses] * 3, sizes, costs, budgets, rates=rates) == simulate(
         [uses] * 3, sizes, costs, budgets, rates=rates
     )

@@ -11,7 +11,7 @@ import torch
 
 from offload import testing
 from offload.aio import IoQueue
-from offload.planner.simulation.machine import Moved, Rates
+from offload.planner.simulation.machine import Moved, SimulatedRates
 from offload.planner.simulation.simulate import Budgets, Simulation, Use
 from offload.planner.simulation.updater import UpdateCost
 from offload.sizes import align_up
@@ -79,7 +79,7 @@ class Recorded(NamedTuple):
     """False if the device has memory of its own, to which other threads than the model's copy as well."""
 
     def simulated(self, steps: int, overlap: bool) -> Simulation:
-        return self.case.run(*self.budgets, rates=Rates(on_cpu=self.on_cpu), overlap=overlap, steps=steps)
+        return self.case.run(*self.budgets, rates=SimulatedRates(on_cpu=self.on_cpu), overlap=overlap, steps=steps)
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.report.figures import figures
-from offload.report.links import BACKWARD, FORWARD, LINKS, busy, phases, updates
+from offload.report.links import BACKWARD, FORWARD, LINKS, Span, both, busy, phases, total, union, updates
 from offload.report.log import read_log
 from offload.report.page import page
-from offload.report.spans import Span, both, total, union
 from offload.report.timeline_view import read_window
 from tests.report.report_log import ABOUT, step, written
 

@@ -82,9 +82,6 @@ _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark, or one part of it; returns the exit code.
 
-    Args:
-        arguments: arguments of the command line; None for those of this process.
-
     Raises:
         ConfigError: there is no GPU, no such model or part, or transformers is not installed. Nothing was written.
     """
@@ -138,11 +135,8 @@ def _device(given: argparse.Namespace) -> torch.device:
 def step_size(given: argparse.Namespace, limit: int | None) -> StepSize:
     """Returns the size of a part's step: the given one, or else the largest that fits into the GPU.
 
-    On a CPU, or if only one of the two sizes is given, the default takes the place of a missing one.
-
-    Args:
-        given: the options of the command.
-        limit: bytes of GPU memory that the part may take; None for all of it.
+    On a CPU, or if only one of the two sizes is given, the default takes the place of a missing one. `limit` are the
+    bytes of GPU memory that the part may take.
     """
     if given.batch_size or given.seq_len or given.device == "cpu":
         usual = DEFAULT_STEP
@@ -197,9 +191,6 @@ def run_here(part: Part, work: Work, save: Save) -> None:
 
 def chosen_parts(only: Sequence[str] | None) -> list[Part]:
     """Returns the parts whose names begin with one of `only`; all if there are none.
-
-    Args:
-        only: beginnings of names.
 
     Raises:
         ConfigError: no part's name begins with one of them.

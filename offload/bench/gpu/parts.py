@@ -20,7 +20,7 @@ import offload
 from offload.bench.configs import ALONE, for_deepspeed
 from offload.bench.gpu.training import PLACEMENTS, Save, Work, config_for, sizes, step, timed, times
 from offload.bench.measure import in_turns, median_ratio, random_ids, seconds_of
-from offload.hardware.probe import Rates, drive_rates, measure_rates
+from offload.hardware.probe import drive_rates, measure_rates
 from offload.presets import require_transformers
 from offload.sizes import GIB
 from offload.swapper.memory.device import Device, open_device
@@ -53,23 +53,15 @@ _FEW_BYTES = {"moments": "int8", "master": "bf24"}
 _LAYERS = {"layers": 4, "accumulation": 1}
 
 
-def _placed(name: str) -> Part:
-    return Part(name, _USUAL.get(name, 75), name)
-
-
-def _limited(name: str) -> Part:
-    return Part(f"{name} in 24 GiB", _USUAL.get(name, 75), name, {"limit": LIMIT})
-
-
 PARTS = (
     Part("bits", 75),
     Part("copies", 25),
     Part("rates", 25),
-    *map(_placed, PLACEMENTS[:3]),
+    *(Part(name, _USUAL.get(name, 75), name) for name in PLACEMENTS[:3]),
     Part("13B layers", 90, "nvme/nvme", _13B | _LAYERS),
     Part("tests", 150),
-    *map(_limited, PLACEMENTS[:3]),
-    *map(_placed, PLACEMENTS[3:]),
+    *(Part(f"{name} in 24 GiB", _USUAL.get(name, 75), name, {"limit": LIMIT}) for name in PLACEMENTS[:3]),
+    *(Part(name, _USUAL.get(name, 75), name) for name in PLACEMENTS[3:]),
     Part("DeepSpeed", 120),
     Part("7B", 240, PLANNED, _13B | {"model": "llama-7b"}),
     Part("13B in few bytes", 300, PLANNED, _13B | _FEW_BYTES),
@@ -279,17 +271,13 @@ _PRODUCTS = 20
 
 def rates(work: Work, save: Save) -> None:
     """Measures matrix products in a plain loop, and all rates of `offload probe` for this device and this drive."""
-    found = {"plain_matmul": plain_matmul(work.device, work.rounds), **_flat(measure_rates(work.device))}
+    measured = measure_rates(work.device)._asdict()
+    # Of the rates by dtype only those of bf16, in which the benchmark trains.
+    measured |= measured.pop("by_dtype")["bf16"]._asdict()
+    found = {"plain_matmul": plain_matmul(work.device, work.rounds), **measured}
     save(found)
     drive = drive_rates(str(work.folder), _OF_A_COPY * work.copy_nbytes)
     save(found | {"drive": {name: value for name, value in drive._asdict().items() if name != "path"}})
-
-
-def _flat(measured: Rates) -> dict[str, Any]:
-    """Returns the rates as one dict; of the rates by dtype only those of bf16, in which the benchmark trains."""
-    found = measured._asdict()
-    by_dtype = found.pop("by_dtype")
-    return {**found, **by_dtype["bf16"]._asdict()}
 
 
 def plain_matmul(device: torch.device, rounds: int) -> float:

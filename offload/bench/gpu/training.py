@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import offload
 from offload.bench.configs import placed
-from offload.bench.measure import peak_resident, random_ids
+from offload.bench.measure import random_ids, resident
 from offload.errors import BudgetError, ConfigError
 from offload.finetune.model import make_ready
 from offload.kernels import cuda
@@ -267,7 +267,10 @@ def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, end: floa
         waits.append(Waits.of(engine.measured))
         after, moved = engine.io_bytes(), len(seconds) * engine.parameter_count
         figures = sizes(work, engine.parameter_count) | times(work, seconds, engine.parameter_count)
-        figures |= _waited(waits) | {
+        figures |= {
+            "exposed_io_seconds": statistics.median(sum(wait) for wait in waits),
+            "read_wait_seconds": statistics.median(wait.reads for wait in waits),
+            "update_wait_seconds": statistics.median(wait.updates + wait.memory for wait in waits),
             "read_bytes_per_parameter": (after.read - before.read) / moved,
             "written_bytes_per_parameter": (after.written - before.written) / moved,
             "host_memory": engine.host_memory,
@@ -321,7 +324,7 @@ def sizes(work: Work, parameters: int) -> dict[str, Any]:
         "tokens_per_step": work.tokens,
         "recompute": work.recompute,
         "limit": work.limit,
-        "peak_host_bytes": peak_resident(),
+        "peak_host_bytes": resident("VmHWM"),
         "peak_device_bytes": torch.cuda.max_memory_allocated(work.device) if work.device.type == "cuda" else None,
     }
 
@@ -339,14 +342,6 @@ def times(work: Work, seconds: Sequence[float], parameters: int) -> dict[str, An
         "tokens_per_second": tokens,
         "teraflops_6n": 6 * parameters * tokens / 1e12,
         "teraflops_8n": 8 * parameters * tokens / 1e12,
-    }
-
-
-def _waited(waits: Sequence[Waits]) -> dict[str, Any]:
-    return {
-        "exposed_io_seconds": statistics.median(sum(wait) for wait in waits),
-        "read_wait_seconds": statistics.median(wait.reads for wait in waits),
-        "update_wait_seconds": statistics.median(wait.updates + wait.memory for wait in waits),
     }
 
 
@@ -403,17 +398,16 @@ def fit(work: Work, room: Room) -> Fitted:
         return Fitted(0, {}, f"not one layer of {work.model} fits: {has}")
     takes = f"take {format_size(found.host)} of RAM and {format_size(found.stored + found.spilled)} of disk; {has}"
     what = "all" if least == whole else f"{least} of"
-    return Fitted(least, _settings(work, room, found), f"{what} {whole} layers of {work.model} {takes}")
+    zero = found.config.zero_optimization
+    content = _config_of(work, (zero.offload_param.device, zero.offload_optimizer.device), room)
+    content["offload"]["device"] = work.device.type
+    return Fitted(least, content, f"{what} {whole} layers of {work.model} {takes}")
 
 
 def largest_step(model: str, memory: int) -> StepSize:
     """Returns the largest size of a step with which weights, states and activations of a model fit on a GPU.
 
     If none fits, returns the smallest. The bytes of none/none decide, so that all placements have the same step.
-
-    Args:
-        model: a preset.
-        memory: bytes of the GPU.
     """
     for size in _STEPS:
         try:
@@ -434,7 +428,6 @@ def room_of(work: Work) -> Room:
 
 
 def _settled(work: Work, room: Room) -> Memory | None:
-    """Returns the memory of a run, or None if it does not fit."""
     with offload.init():
         model = work.build()
     layouts = layouts_of(model, find_units(model))
@@ -459,10 +452,3 @@ def _config_of(work: Work, tiers: tuple[str, str], room: Room) -> dict[str, Any]
         moments=work.moments,
         master=work.master,
     )
-
-
-def _settings(work: Work, room: Room, memory: Memory) -> dict[str, Any]:
-    zero = memory.config.zero_optimization
-    content = _config_of(work, (zero.offload_param.device, zero.offload_optimizer.device), room)
-    content["offload"]["device"] = work.device.type
-    return content

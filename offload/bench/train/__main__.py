@@ -9,9 +9,9 @@ from pathlib import Path
 
 from offload.bench.child_process import write_json
 from offload.bench.train.loops import Trainer, deepspeed, fsdp2, ours, plain, take_turn, torchao
-from offload.bench.train.plan import CONTENDERS, Contender, Job
+from offload.bench.train.plan import CONTENDERS, Contender, TrainJob
 
-_BEGIN: dict[str, Callable[[Job, Contender], Trainer]] = {
+_BEGIN: dict[str, Callable[[TrainJob, Contender], Trainer]] = {
     "plain": plain,
     "offload": ours,
     "deepspeed": deepspeed,
@@ -22,7 +22,7 @@ _BEGIN: dict[str, Callable[[Job, Contender], Trainer]] = {
 
 def main(job_json: str, figures: Path) -> None:
     """Takes a turn and writes its figures, or the error that ended it, which is then raised."""
-    job = Job(**json.loads(job_json))
+    job = TrainJob(**json.loads(job_json))
     contender = next(each for each in CONTENDERS if each.name == job.contender)
     try:
         write_json(figures, take_turn(job, lambda job: _BEGIN[contender.kind](job, contender)))

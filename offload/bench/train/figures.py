@@ -12,11 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.bench import output
-from offload.bench.drive import Rates
-from offload.bench.output import rounded
+from offload.bench.measure import DriveSpeeds, pyplot, rounded
 from offload.bench.train.loops import Result
-from offload.bench.train.plan import PLAIN, Plan
+from offload.bench.train.plan import PLAIN, TrainPlan
 from offload.sizes import count_of, format_size
 
 # -- figures -------------------------------------------------------------------------------------------
@@ -37,7 +35,7 @@ PHASES = ("forward", "backward", "update")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class TrainRow:
     """A contender: medians of all counted steps of all rounds, and the mean of bytes. None where nothing is known."""
 
     name: str
@@ -72,25 +70,25 @@ class Row:
     """True if the difference is within the bound for the dtype."""
 
 
-def make_rows(plan: Plan, result: Result) -> list[Row]:
+def make_rows(plan: TrainPlan, result: Result) -> list[TrainRow]:
     """Returns a row for each contender, in the order of their turns."""
     plain = result.turns.get(PLAIN, [])
     return [_row(plan, name, turns, plain, result) for name, turns in result.turns.items()]
 
 
 def _row(
-    plan: Plan, name: str, turns: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], result: Result
-) -> Row:
+    plan: TrainPlan, name: str, turns: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], result: Result
+) -> TrainRow:
     refused = result.refused.get(name)
     if not turns:
-        return Row(name=name, refused=refused)
+        return TrainRow(name=name, refused=refused)
     seconds = [each for turn in turns for each in turn["seconds"]]
     step = statistics.median(seconds)
     moved = [_mean(turns, f"{way}_bytes") for way in ("read", "written")]
     # Compute is that of plain PyTorch, which moves nothing.
     bound = _bound(result.rates, plain, moved)
     difference = loss_difference(turns, plain)
-    return Row(
+    return TrainRow(
         name=name,
         refused=refused,
         turns=len(turns),
@@ -115,10 +113,6 @@ def _row(
 
 def loss_difference(turns: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> float | None:
     """Returns the largest relative difference between the losses of two contenders; infinite for losses that are NaN.
-
-    Args:
-        turns: figures of a contender's turns.
-        plain: those of plain PyTorch; empty if it did not train.
 
     Returns:
         The difference, or None without losses to compare with.
@@ -147,7 +141,7 @@ def _over(turns: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]
     return statistics.median(ratios)
 
 
-def _bound(rates: Rates, plain: Sequence[Mapping[str, Any]], moved: Sequence[float | None]) -> float | None:
+def _bound(rates: DriveSpeeds, plain: Sequence[Mapping[str, Any]], moved: Sequence[float | None]) -> float | None:
     """Returns the larger one of the step of plain PyTorch and of the seconds of the drive for the bytes of a step."""
     if not plain:
         return None
@@ -166,7 +160,7 @@ def _mean(turns: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return statistics.mean(found) if found else None
 
 
-def as_json(machine: Mapping[str, Any], plan: Plan, result: Result) -> dict[str, Any]:
+def as_json(machine: Mapping[str, Any], plan: TrainPlan, result: Result) -> dict[str, Any]:
     """Returns the content that `--json` prints."""
     names = ("model", "device", "batch_size", "seq_len", "micro_batches", "dtype", "rounds", "steps", "threads")
     return {
@@ -177,7 +171,8 @@ def as_json(machine: Mapping[str, Any], plan: Plan, result: Result) -> dict[str,
         "tokens": plan.tokens,
         "parameters": next((turn["parameters"] for turns in result.turns.values() for turn in turns), None),
         "drive": {
-            f"{name}_gb_per_s": rounded(rate / 1e9) for name, rate in zip(Rates._fields, result.rates, strict=True)
+            f"{name}_gb_per_s": rounded(rate / 1e9)
+            for name, rate in zip(DriveSpeeds._fields, result.rates, strict=True)
         },
         "loss_bound": LOSS_BOUNDS[plan.dtype],
         "rows": [{key: rounded(value) for key, value in asdict(row).items()} for row in make_rows(plan, result)],
@@ -209,7 +204,7 @@ _INK = "#7a7a7a"
 """Colour of text and lines that is readable on white and on dark grey."""
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: TrainRow) -> list[str]:
     """Returns the cells of a row that has figures, one for each of `TITLES`."""
     losses = "" if row.loss_difference is None else f"{row.loss_difference:.0e}" if row.loss_difference else "equal"
     if row.same_losses is False:
@@ -227,7 +222,7 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def heading(plan: Plan, rates: Rates) -> list[str]:
+def heading(plan: TrainPlan, rates: DriveSpeeds) -> list[str]:
     """Returns the lines above the table."""
     micro = f"{count_of(plan.micro_batches, 'micro-batch', 'micro-batches')} of {plan.batch_size} x {plan.seq_len}"
     return [
@@ -239,7 +234,7 @@ def heading(plan: Plan, rates: Rates) -> list[str]:
     ]
 
 
-def remarks(rows: Sequence[Row], dtype: str) -> list[str]:
+def remarks(rows: Sequence[TrainRow], dtype: str) -> list[str]:
     """Returns a line for each contender that did not train, and for each whose losses differ from plain PyTorch's."""
     lines = []
     for row in rows:
@@ -254,7 +249,7 @@ def remarks(rows: Sequence[Row], dtype: str) -> list[str]:
     return lines
 
 
-def markdown(plan: Plan, rates: Rates, rows: Sequence[Row]) -> str:
+def markdown(plan: TrainPlan, rates: DriveSpeeds, rows: Sequence[TrainRow]) -> str:
     """Returns heading, table and remarks as Markdown."""
     table = [TITLES, ["---"] * len(TITLES), *(cells(row) for row in rows if row.turns)]
     lines = [*(f"{line}.  " for line in heading(plan, rates)), ""]
@@ -263,18 +258,14 @@ def markdown(plan: Plan, rates: Rates, rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *([""] if said else []), *(f"* {line}" for line in said)])
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[TrainRow], path: Path) -> None:
     """Draws the seconds of each contender's step with their range, and its bound as a line across the bar.
 
     The background is transparent, and the text readable on a light and on a dark one.
-
-    Args:
-        rows: the rows; those without figures are left out.
-        path: a PNG, SVG or PDF file.
     """
-    pyplot = output.pyplot()
+    plt = pyplot()
     drawn = [row for row in rows if row.step_seconds is not None]  # the table names the others
-    figure, axis = pyplot.subplots(figsize=(8, 1.4 + 0.36 * len(drawn)))
+    figure, axis = plt.subplots(figsize=(8, 1.4 + 0.36 * len(drawn)))
     for place, row in enumerate(drawn):
         color = "tab:blue" if row.name.startswith("offload") else "#a0a0a0"
         axis.barh(place, row.step_seconds, color=color)
@@ -301,7 +292,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         spine.set_color(_INK)
     figure.tight_layout()
     figure.savefig(path, dpi=120, transparent=True)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -20,9 +20,8 @@ from torch import nn
 import offload
 from offload.bench.child_process import run_child
 from offload.bench.configs import ALONE, LEARNING_RATE, WEIGHT_DECAY, for_deepspeed, placed
-from offload.bench.drive import Rates, drive_rates, kernel_bytes, median_rates
-from offload.bench.measure import peak_resident, random_ids
-from offload.bench.train.plan import Contender, Job, Plan, reason_to_skip
+from offload.bench.measure import DriveSpeeds, drive_rates, kernel_bytes, median_rates, random_ids, resident
+from offload.bench.train.plan import Contender, TrainJob, TrainPlan, reason_to_skip
 from offload.launch.commands import module_command
 from offload.presets import build
 from offload.sizes import MIB
@@ -74,7 +73,7 @@ def model_of(name: str) -> nn.Module:
     return model.train()
 
 
-def batches_of(job: Job, vocabulary: int) -> list[Batch]:
+def batches_of(job: TrainJob, vocabulary: int) -> list[Batch]:
     """Returns the micro-batches of every step: the same tokens again, so that a wrong update shows in the next loss."""
     shape = (job.batch_size, job.seq_len)
     ids = [random_ids(shape, vocabulary, seed).to(job.device) for seed in range(job.micro_batches)]
@@ -82,7 +81,7 @@ def batches_of(job: Job, vocabulary: int) -> list[Batch]:
 
 
 def in_phases(
-    job: Job,
+    job: TrainJob,
     batches: Sequence[Batch],
     forward: Callable[[Batch], torch.Tensor],
     backward: Callable[[torch.Tensor], Any],
@@ -90,12 +89,7 @@ def in_phases(
 ) -> Step:
     """Makes a step and returns its loss and times.
 
-    Args:
-        job: the work of the turn.
-        batches: the step's micro-batches.
-        forward: returns the loss of a micro-batch.
-        backward: adds the gradients of a loss.
-        update: ends a micro-batch; receives True for the last one of the step.
+    `update` ends a micro-batch, and receives True for the last one of the step.
     """
     spent, losses = [0.0] * 3, list[torch.Tensor]()
     for index, batch in enumerate(batches):
@@ -116,7 +110,7 @@ def in_phases(
     return Step(mean, seconds, *spent) if job.device == "cpu" else Step(mean, seconds)
 
 
-def take_turn(job: Job, begin: Callable[[Job], Trainer]) -> dict[str, Any]:
+def take_turn(job: TrainJob, begin: Callable[[TrainJob], Trainer]) -> dict[str, Any]:
     """Trains for the steps of a turn and returns the figures.
 
     Bytes are those of the steps after the first, by the contender's own count or else by Linux's.
@@ -134,7 +128,7 @@ def take_turn(job: Job, begin: Callable[[Job], Trainer]) -> dict[str, Any]:
         steps = [trainer.step(batches) for _ in range(counted + job.steps)]
         trainer.settle()
         after = moved()
-        peak = peak_resident()  # before `close`, which allocates too
+        peak = resident("VmHWM")  # before `close`, which allocates too
     finally:
         trainer.close()
     read = written = None
@@ -159,13 +153,13 @@ def take_turn(job: Job, begin: Callable[[Job], Trainer]) -> dict[str, Any]:
 # -- loops ---------------------------------------------------------------------------------------------
 
 
-def config_of(job: Job, contender: Contender) -> dict[str, Any]:
+def config_of(job: TrainJob, contender: Contender) -> dict[str, Any]:
     """Returns the config of a job in a contender's placement, for engines that read DeepSpeed's JSON."""
     device = torch.device(job.device)
     return placed(contender.placement, Path(job.folder), device, job.batch_size, job.dtype, job.micro_batches)
 
 
-def plain(job: Job, contender: Contender) -> Trainer:
+def plain(job: TrainJob, contender: Contender) -> Trainer:
     """Returns plain PyTorch: everything in memory, torch's fused AdamW, in bf16 on fp32 masters."""
     model: Any = model_of(job.model).to(job.device)
     parameters = list(model.parameters())
@@ -204,7 +198,7 @@ def plain(job: Job, contender: Contender) -> Trainer:
     )
 
 
-def ours(job: Job, contender: Contender) -> Trainer:
+def ours(job: TrainJob, contender: Contender) -> Trainer:
     """Returns an engine of this package, in the contender's placement and order."""
     settings = config_of(job, contender)
     settings["offload"] |= {"run": "bench-train", "schedule": contender.schedule}
@@ -246,13 +240,15 @@ _BUFFERS = 8
 """Parameters that DeepSpeed has in buffers at a time."""
 
 
-def deepspeed(job: Job, contender: Contender) -> Trainer:
+def deepspeed(job: TrainJob, contender: Contender) -> Trainer:
     """Returns DeepSpeed's ZeRO-3 in the contender's placement.
 
     The model is built in full and handed over: inside of `deepspeed.zero.Init` the weights would be other ones, and
     losses could not be compared. The peak of memory contains it.
     """
-    os.environ.update(ALONE | {"MASTER_PORT": str(_free_port())})
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        os.environ.update(ALONE | {"MASTER_PORT": str(listener.getsockname()[1])})
     if job.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     # Imported after the environment is set, which DeepSpeed reads when it is imported.
@@ -273,13 +269,10 @@ def deepspeed(job: Job, contender: Contender) -> Trainer:
     )
 
 
-def _use_drive(settings: dict[str, Any], job: Job, largest: int) -> None:
+def _use_drive(settings: dict[str, Any], job: TrainJob, largest: int) -> None:
     """Adds what DeepSpeed needs for tiers on the drive.
 
-    Args:
-        settings: its config.
-        job: the work of the turn.
-        largest: elements of the largest parameter, which one buffer must hold.
+    One buffer must hold the `largest` parameter.
     """
     zero = settings["zero_optimization"]
     for key in ("offload_param", "offload_optimizer"):
@@ -293,7 +286,7 @@ def _use_drive(settings: dict[str, Any], job: Job, largest: int) -> None:
     settings["aio"] = {"block_size": MIB, "queue_depth": 32, "overlap_events": True, "single_submit": False}
 
 
-def fsdp2(job: Job, contender: Contender) -> Trainer:
+def fsdp2(job: TrainJob, contender: Contender) -> Trainer:
     """Returns FSDP2 with weights, gradients and states in RAM, in a process group of one."""
     from torch.distributed import init_process_group
     from torch.distributed.device_mesh import init_device_mesh
@@ -309,15 +302,16 @@ def fsdp2(job: Job, contender: Contender) -> Trainer:
     }
     if job.dtype == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # Blocks before the model, which then owns only what is left.
-    for block in _blocks(model):
+    # Blocks, the children of the longest list, before the model, which then owns only what is left.
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for block in max(lists, key=len, default=nn.ModuleList()):
         fully_shard(block, **options)
     fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), **_ADAMW)
     return _with_optimizer(job, model, parameters, optimizer, _leave_group)
 
 
-def torchao(job: Job, contender: Contender) -> Trainer:
+def torchao(job: TrainJob, contender: Contender) -> Trainer:
     """Returns torchao's CPUOffloadOptimizer: weights on the GPU in fp32, in bf16 by autocast, states in RAM."""
     from torchao.optim import CPUOffloadOptimizer
 
@@ -328,7 +322,7 @@ def torchao(job: Job, contender: Contender) -> Trainer:
 
 
 def _with_optimizer(
-    job: Job,
+    job: TrainJob,
     model: Any,
     parameters: int,
     optimizer: Any,
@@ -337,13 +331,7 @@ def _with_optimizer(
 ) -> Trainer:
     """Returns the ordinary loop over a model and an optimizer.
 
-    Args:
-        job: the work of the turn.
-        model: the model, ready to train.
-        parameters: elements of its parameters.
-        optimizer: an optimizer over them.
-        close: ends what was begun for them.
-        autocast: True if the forward computes in bf16 on weights in fp32.
+    With `autocast` the forward computes in bf16 on weights in fp32.
     """
 
     def forward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -366,21 +354,9 @@ def _with_optimizer(
     )
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of a model, the children of its longest list of modules."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len, default=[]))
-
-
 def _leave_group() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 # -- rounds --------------------------------------------------------------------------------------------
@@ -396,7 +372,7 @@ _LONGEST = 900.0
 class Result(NamedTuple):
     """What the rounds have shown."""
 
-    rates: Rates
+    rates: DriveSpeeds
     """Medians of the drive's rates before, between and after the rounds."""
     turns: dict[str, list[dict[str, Any]]]
     """Figures of each turn by the contender's name; none for one that did not train."""
@@ -404,20 +380,16 @@ class Result(NamedTuple):
     """Contenders that did not train, or failed in a later round, each with the reason."""
 
 
-def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
+def measure(plan: TrainPlan, tell: Callable[[str], None] = lambda _: None) -> Result:
     """Runs all rounds. What is written into the plan's folder is removed afterwards.
 
     Each turn is a process of its own, so no contender holds memory while another is measured. One that fails takes no
     further turns.
 
-    Args:
-        plan: the settings.
-        tell: receives a line about the progress.
-
     Raises:
         OffloadError: the drive fails.
     """
-    rates: list[Rates] = []
+    rates: list[DriveSpeeds] = []
     turns: dict[str, list[dict[str, Any]]] = {each.name: [] for each in plan.contenders}
     refused: dict[str, str] = {}
     for each in plan.contenders:
@@ -426,7 +398,9 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
     with tempfile.TemporaryDirectory(prefix="bench-train-", dir=plan.folder) as name:
         folder = Path(name)
         tell("the weights with which all begin")
-        _write_weights(plan, folder / "model.safetensors")
+        from safetensors.torch import save_model
+
+        save_model(model_of(plan.model), str(folder / "model.safetensors"))
         # Rates drift with time as steps do, so they are measured before, between and after the rounds.
         with drive_rates([folder / "probe"], _PROBE_BYTES) as drive:
             for number in range(plan.rounds):
@@ -445,27 +419,15 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
     return Result(median_rates(rates), turns, refused)
 
 
-def _write_weights(plan: Plan, path: Path) -> None:
-    from safetensors.torch import save_model
-
-    save_model(model_of(plan.model), str(path))
-
-
-def _turn(plan: Plan, contender: Contender, folder: Path) -> dict[str, Any]:
+def _turn(plan: TrainPlan, contender: Contender, folder: Path) -> dict[str, Any]:
     """Runs one turn in a process of its own and returns its figures; of one that failed the "error"."""
     files, written = folder / "swap", folder / "figures.json"
     files.mkdir()
-    job = Job(
+    job = TrainJob(
         contender=contender.name,
         folder=str(files),
         weights=str(folder / "model.safetensors"),
-        device=plan.device,
-        model=plan.model,
-        batch_size=plan.batch_size,
-        seq_len=plan.seq_len,
-        micro_batches=plan.micro_batches,
-        dtype=plan.dtype,
-        steps=plan.steps,
+        **{name: getattr(plan, name) for name in TrainJob._fields[3:]},
     )
     command = [*module_command(sys.executable, "offload.bench.train"), json.dumps(job._asdict()), str(written)]
     threads = str(plan.threads)

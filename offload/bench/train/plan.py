@@ -49,7 +49,7 @@ _PACKAGES = {"deepspeed": "DeepSpeed", "torchao": "torchao"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class TrainPlan:
     """Settings that have been checked."""
 
     folder: Path
@@ -74,7 +74,7 @@ class Plan:
         return self.batch_size * self.seq_len * self.micro_batches
 
 
-class Job(NamedTuple):
+class TrainJob(NamedTuple):
     """The work of one turn, for the process that does it."""
 
     contender: str
@@ -103,7 +103,7 @@ def make_plan(
     steps: int = 3,
     threads: int | None = None,
     only: Sequence[str] = (),
-) -> Plan:
+) -> TrainPlan:
     """Checks settings before anything is measured, and fills in those that depend on the machine.
 
     Args:
@@ -138,7 +138,7 @@ def make_plan(
     with offload.init():  # without memory
         check_positions(build(model).config, seq_len)
     device = compute_device("auto")
-    return Plan(
+    return TrainPlan(
         folder=folder,
         device=device.type,
         model=model,
@@ -163,12 +163,7 @@ def _chosen(only: Sequence[str]) -> list[Contender]:
 
 
 def reason_to_skip(contender: Contender, device: str) -> str | None:
-    """Returns why a contender cannot run on this machine; None if it can, as far as that is known before it starts.
-
-    Args:
-        contender: one of `CONTENDERS`.
-        device: type of the device that computes.
-    """
+    """Returns why a contender cannot run on this machine; None if it can, as far as that is known before it starts."""
     package = _PACKAGES.get(contender.kind)
     # An import would take seconds and start its own log; a look for it does not.
     if package is not None and importlib.util.find_spec(contender.kind) is None:

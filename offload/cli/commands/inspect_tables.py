@@ -40,7 +40,6 @@ def printable_in(value: Any) -> Any:
 
 
 def _runs_table(runs: list[dict[str, Any]]) -> Table:
-    """Returns one row per run of an nvme path."""
     # A narrow terminal must not cut the name of a run short, which `offload rm` asks for.
     run_name, mode = (Column(title, overflow="fold") for title in ("run", "mode"))
     table = Table(run_name, "model", mode, "ranks", "last commit", "on disk", "used by", "", box=None)
@@ -63,7 +62,6 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
 
 
 def _state(run: Mapping[str, Any]) -> str:
-    """Returns remarks on a run: that it is finished, of another format or damaged, or that it has leftovers."""
     words = []
     if run["finished"] is not None:
         # The note is a JSON file that people may edit: absent keys must not fail the command.
@@ -79,7 +77,6 @@ def _state(run: Mapping[str, Any]) -> str:
 
 
 def _run_table(run: Mapping[str, Any]) -> Table:
-    """Returns the facts on one run."""
     table = Table(show_header=False, box=None)
     model = run["model"]
     rows: list[tuple[str, str]] = [("run", run["path"])]
@@ -113,7 +110,6 @@ def _run_table(run: Mapping[str, Any]) -> Table:
 
 
 def _rank_table(rank: Mapping[str, Any]) -> Table:
-    """Returns the facts on one rank of a run."""
     table = Table(show_header=False, box=None, title=f"rank {rank['rank']}", title_justify="left")
     rows = [("used by", rank["holder"] or "nobody")]
     if rank["run_id"]:
@@ -148,7 +144,6 @@ def _filled(table: Table, rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def _age(seconds: float) -> str:
-    """Returns an age in the largest unit of which there are at least two."""
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -180,7 +175,6 @@ def _checkpoints_table(found: Mapping[str, Any]) -> Table:
 
 
 def _checkpoint_table(found: Mapping[str, Any]) -> Table:
-    """Returns the facts on one checkpoint."""
     table = Table(show_header=False, box=None)
     rows = [("checkpoint", found["path"])]
     if found["model"] is not None:

@@ -1,4 +1,4 @@
-"""The command `offload launch`: a script on several GPUs and hosts, by torchrun."""
+"""The commands `offload run` and `offload launch`: a script of DeepSpeed, unmodified; on several hosts, by torchrun."""
 
 from __future__ import annotations
 
@@ -10,24 +10,94 @@ import socket
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from offload.cli.commands.run import with_stand_in
 from offload.cli.console import BAD_INPUT, FAILED, errors
-from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
+from offload.cli.options import Grouped, option, takes_options
 from offload.cli.signals import signals
 from offload.errors import UsageError
 from offload.fileio.inner_files import read_bounded
 from offload.launch.commands import Command, decide
 from offload.launch.environment import SECRET, parse_environment_file
 from offload.launch.hosts import Host, parse_hostfile
-from offload.launch.options import NOT_HERE, LaunchOptions, Machine, asks_for_gpus
+from offload.launch.options import NOT_HERE, LaunchOptions, LocalMachine, asks_for_gpus
 from offload.launch.processes import run_together
 from offload.sizes import MIB
+
+_START = """import os, signal, sys
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"stopped before the script began\\n"), os._exit(130)))
+sys.path[0] = sys.path[1]
+from offload.deepspeed.__main__ import main
+main(sys.argv[1:])"""
+"""Starts the stand-in without the working folder on the path, whose modules would hide Python's and ours.
+
+The imports take seconds, in which a Ctrl-C has nothing to clean up.
+"""
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="The script; with -m a module; or a command that starts scripts.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, as python -m does.")] = False,
+) -> None:
+    """Run a script of DeepSpeed, unmodified: `import deepspeed` means offload.deepspeed in it.
+
+    transformers and accelerate find it too, and so do all processes that a launcher starts: offload run accelerate
+    launch --use_deepspeed train.py. `offload launch` starts several ranks, on several hosts too.
+    Example: offload run train.py --deepspeed ds_config.json
+    """
+    with errors(BAD_INPUT):
+        program = None if module else _program(script)
+    if program is None:
+        command = [sys.executable, "-c", _START, *(["-m"] if module else []), script, *(arguments or [])]
+    else:
+        command = [program, *(arguments or [])]
+    # In the place of this process: signals, exit code and tracebacks are then those of the script alone.
+    sys.stdout.flush()
+    os.execve(command[0], command, {**os.environ, "PYTHONPATH": with_stand_in(os.environ.get("PYTHONPATH"))})
+
+
+def with_stand_in(path: str | None) -> str:
+    """Returns a PYTHONPATH with which processes find offload.deepspeed as `deepspeed`."""
+    from offload.deepspeed.import_hook import STAND_IN
+
+    # In front, as the real package may be installed too. Every process inherits the variable.
+    return os.pathsep.join([str(STAND_IN), *filter(None, [path])])
+
+
+def _program(name: str) -> str | None:
+    """Returns the path of the command to run; None for a script of Python.
+
+    A command is looked for beside this Python first.
+
+    Raises:
+        UsageError: if there is no such file and no such command.
+    """
+    path = Path(name)
+    if path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK)):
+        return None
+    if name == "deepspeed":
+        raise UsageError(
+            "there is no launcher deepspeed here: start one process by `offload run train.py`, more by `offload launch "
+            "--num_gpus 2 train.py`, which takes DeepSpeed's options and hostfile"
+        )
+    # The environment of this Python need not be activated.
+    places = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    found = shutil.which(name, path=places)
+    if found is None:
+        raise UsageError(
+            f"{name} is no file and no command: expected a script of Python, a module behind -m, or a launcher such as "
+            "torchrun"
+        )
+    return found
+
+
+# -- launch --------------------------------------------------------------------------------------------
 
 _HOSTS, _RANKS, _MEETING, _START = "Hosts", "Ranks", "Meeting place", "Start"
 _HOSTFILE = Path("/job/hostfile")
@@ -119,7 +189,7 @@ class _Typed:
     dry_run: Annotated[bool, option(_START, "--dry-run", "Print the commands, and run nothing.")] = False
 
 
-class _Launch(Grouped):
+class Launch(Grouped):
     """The command, which says what to do in place of options of DeepSpeed's launcher that it lacks."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -134,12 +204,6 @@ class _Launch(Grouped):
             with errors(BAD_INPUT):
                 raise UsageError(f"offload launch has no option {name}: {NOT_HERE[name]}") from None
         return parsed
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command to `app`."""
-    # Options behind the script are the script's.
-    app.command(cls=_Launch, context_settings={**UNDERSCORES, "allow_interspersed_args": False})(launch)
 
 
 @takes_options(_Typed)
@@ -165,7 +229,11 @@ def launch(typed: _Typed) -> None:
         sys.stdout.flush()
         only = commands[0]
         with errors(BAD_INPUT):
-            _check_script(typed)
+            # torchrun would say so for each rank.
+            if not (typed.module or typed.no_python or Path(typed.script).is_file()):
+                raise UsageError(
+                    f"there is no script {typed.script} in {Path.cwd()}; for a module of Python add --module"
+                )
         # In the place of this process: signals, exit code and tracebacks are then those of torchrun alone.
         os.execvpe(only.arguments[0], only.arguments, {**os.environ, **only.environment})
     with errors(FAILED), signals():
@@ -173,43 +241,26 @@ def launch(typed: _Typed) -> None:
     raise typer.Exit(status)
 
 
-def _check_script(typed: _Typed) -> None:
-    """Raises `UsageError` if this machine, the only one, lacks the script: torchrun would say so for each rank."""
-    if not (typed.module or typed.no_python or Path(typed.script).is_file()):
-        raise UsageError(f"there is no script {typed.script} in {Path.cwd()}; for a module of Python add --module")
-
-
 def _commands(typed: _Typed, environ: Mapping[str, str]) -> list[Command]:
-    """Reads the files that say what to run where, and returns the commands."""
     if typed.enable_each_rank_log == "":
         raise UsageError("--enable-each-rank-log is empty: give a folder, or leave it out")
-    options = LaunchOptions(
-        script=typed.script,
-        arguments=tuple(typed.arguments or ()),
-        module=typed.module,
-        no_python=typed.no_python,
-        num_gpus=typed.num_gpus,
-        num_nodes=typed.num_nodes,
-        include=typed.include,
-        exclude=typed.exclude,
-        master_addr=typed.master_addr,
-        master_port=typed.master_port,
-        launcher=typed.launcher,
-        launcher_args=typed.launcher_args,
-        ssh_port=typed.ssh_port,
-        no_ssh=typed.no_ssh,
-        node_rank=typed.node_rank,
-        max_restarts=typed.max_restarts,
-        rank_logs=typed.enable_each_rank_log,
-    )
+    names = {field.name for field in fields(LaunchOptions)}
+    given = {name: value for name, value in vars(typed).items() if name in names}
+    given |= {"arguments": tuple(typed.arguments or ()), "rank_logs": typed.enable_each_rank_log}
+    options = LaunchOptions(**given)
     hostfile, exports = _read_hostfile(typed.hostfile), _read_environment(environ)
-    machine = Machine(
+    gpus = None
+    if asks_for_gpus(options, hostfile is not None, environ):
+        import torch  # takes seconds, and nothing else of this command needs it
+
+        gpus = torch.accelerator.device_count()
+    machine = LocalMachine(
         python=sys.executable,
         folder=os.getcwd(),
         names=frozenset({"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}),
         environ=environ,
         secret=environ.get(SECRET) or secrets.token_hex(32),
-        gpus=_count_gpus() if asks_for_gpus(options, hostfile is not None, environ) else None,
+        gpus=gpus,
     )
     path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
     return decide(options, hostfile, {**exports, "PYTHONPATH": with_stand_in(path)}, machine)
@@ -256,13 +307,6 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
             _check_owner(path)
             found |= parse_environment_file(_read(path), str(path))
     return found
-
-
-def _count_gpus() -> int:
-    # torch takes seconds to import, and nothing else of this command needs it.
-    import torch
-
-    return torch.accelerator.device_count()
 
 
 def _check_programs(commands: list[Command]) -> None:

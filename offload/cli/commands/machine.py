@@ -1,4 +1,4 @@
-"""Commands about the machine: `offload info`, `offload tune` and `offload bench`."""
+"""Commands about the machine: `offload info`, `offload tune`, `offload probe` and `offload bench`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.commands.bench import bench
-from offload.cli.console import BAD_INPUT, FAILED, Json, errors, status_line, without_collector
+from offload.cli.console import BAD_INPUT, FAILED, Json, errors, make_table, measuring, status_line, without_collector
 from offload.cli.signals import signals
 from offload.errors import ConfigError
 from offload.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from offload.hardware.probe import DriveRates
-
-
-def register(app: typer.Typer) -> None:
-    """Adds these commands to `app`."""
-    app.command()(info)
-    app.command()(tune)
-    app.add_typer(bench, name="bench")
 
 
 @without_collector()
@@ -40,33 +30,68 @@ def info(
     Example: offload info /mnt/nvme
     """
     from rich.console import Console
-    from rich.table import Table
 
     from offload.hardware import info as about
-    from offload.hardware.probe import drive_line
+    from offload.hardware.probe import drive_line, drive_under, kept
 
-    found = about.facts([*(paths or ()), *(nvme_path or ())])
-    probed = _probed([drive["path"] for drive in found["drives"]])
+    found, before = about.facts([*(paths or ()), *(nvme_path or ())]), kept()
+    folders = [] if before is None else [drive["path"] for drive in found["drives"]]
+    probed = {path: rates for path in folders if before and (rates := drive_under(before, path))}
     if json_output:
         for drive in found["drives"]:
             drive["probed"] = probed[drive["path"]]._asdict() if drive["path"] in probed else None
         print(json.dumps(found))
     else:
-        table = Table(show_header=False, box=None)
-        for name, value in [*about.lines(found), *((path, drive_line(rates)) for path, rates in probed.items())]:
-            table.add_row(name, value)
-        Console(highlight=False, markup=False).print(table)
+        rows = [*about.lines(found), *((path, drive_line(rates)) for path, rates in probed.items())]
+        Console(highlight=False, markup=False).print(make_table((), rows))
     # The facts are printed in any case: they are meant for bug reports about such a drive.
     if any("error" in drive for drive in found["drives"]):
         raise typer.Exit(BAD_INPUT)
 
 
-def _probed(folders: list[str]) -> dict[str, DriveRates]:
-    """Returns the rates that `offload probe` has kept for the drives of `folders`, by folder."""
-    from offload.hardware.probe import drive_under, kept
+def probe(
+    paths: Annotated[
+        list[str] | None, typer.Argument(help="Folders for swap files, one for each drive. [default: .]")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Where training will compute: auto, cpu, cuda, or another accelerator of torch.")
+    ] = "auto",
+    size: Annotated[
+        str, typer.Option(help="Bytes at most of the file that is written and read on each drive.")
+    ] = "256MiB",
+    keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Store the result for `offload plan`.")] = True,
+    json_output: Json = False,
+) -> None:
+    """Measure this machine, in under a minute: drives, memory, copies, matrix products and optimizer in each dtype.
 
-    before = kept()
-    return {} if before is None else {each: rates for each in folders if (rates := drive_under(before, each))}
+    Example: offload probe /mnt/nvme
+    """
+    from rich.console import Console
+
+    from offload.hardware import probe as probing
+
+    console = Console(stderr=json_output, highlight=False)
+    with errors(BAD_INPUT):
+        nbytes = parse_size(size)
+        # All checks precede the measurement, which takes up to a minute.
+        probing.device_of(device)
+        probing.check_size(nbytes)
+        probing.check_folders(paths or ["."])
+        if keep:
+            probing.check_kept()
+    with errors(FAILED), signals(), measuring() as tell:
+        found = probing.probe(paths or ["."], device, nbytes, tell)
+    if json_output:
+        print(json.dumps(probing.as_json(found)), flush=True)
+    else:
+        console.print(make_table((), probing.lines(found)), markup=False)
+    # With --json the console is stderr: stdout contains the JSON object only.
+    for doubt in found.doubts:
+        console.print(f"warning: {doubt}", soft_wrap=True, markup=False)
+    with errors(FAILED):
+        cache = probing.keep(found) if keep else None
+    if not json_output:
+        console.print(f"measured in {found.seconds:.0f} s" + (f", stored in {cache}" if cache else ""), soft_wrap=True)
 
 
 def tune(
@@ -115,13 +140,10 @@ def tune(
 
 
 def _print_tuned(console: Console, found: Any) -> None:
-    """Prints the trials and the chosen `aio` block."""
-    from rich.table import Table
-
-    table = Table("block", "depth", "read GB/s", "write GB/s", box=None)
-    for trial in found.trials:
-        name = format_size(trial.block_bytes)
-        table.add_row(name, str(trial.depth), f"{trial.rate.read / 1e9:.2f}", f"{trial.rate.write / 1e9:.2f}")
-    console.print(table)
+    rows = [
+        (format_size(trial.block_bytes), str(trial.depth), *(f"{rate / 1e9:.2f}" for rate in trial.rate))
+        for trial in found.trials
+    ]
+    console.print(make_table(("block", "depth", "read GB/s", "write GB/s"), rows))
     console.print(f"of the settings as fast as the best, the one with the least in flight ({found.backend}):")
     console.print(json.dumps({"aio": found.aio}, indent=2), markup=False)

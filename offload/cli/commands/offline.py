@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 import typer
 
 from offload.cli.console import FAILED, Json, errors
-from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
+from offload.cli.options import option, takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError, printable
 from offload.sizes import count_of, format_size
@@ -180,12 +180,6 @@ class GenerateOptions(_Placed, _Generated):
     """Options of `offload generate`; the help lists the fields of the last base first."""
 
 
-def register(app: typer.Typer) -> None:
-    """Adds these commands to `app`."""
-    app.command(cls=Grouped, context_settings=UNDERSCORES)(score)
-    app.command(cls=Grouped, context_settings=UNDERSCORES)(generate)
-
-
 @takes_options(ScoreOptions)
 def score(typed: ScoreOptions) -> None:
     """Score records by a model larger than the RAM: log-likelihood and perplexity, or the reward of a classifier.
@@ -316,7 +310,6 @@ def _opened(folder: str, placement: ModelOptions, *, scores: bool, check: Any = 
 
 
 def _check_numbers(**given: int | None) -> None:
-    """Raises `ConfigError` if one of the numbers is below 1."""
     for name, value in given.items():
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is at least 1, not {value}")
@@ -326,9 +319,7 @@ def _check_numbers(**given: int | None) -> None:
 def _lines(output: Path | None, in_one_object: bool) -> Iterator[tuple[Callable[[Any], None], list[Any]]]:
     """Yields a function that writes its argument as a line of JSON, and the list of what goes into one object instead.
 
-    Args:
-        output: a new file for the lines; None for stdout.
-        in_one_object: True to keep the lines that would go to stdout.
+    Without an `output` the lines go to stdout, or into the list if `in_one_object`.
     """
     from offload.fileio.jsonl import json_line
 

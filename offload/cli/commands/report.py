@@ -59,7 +59,12 @@ def report(
         found = figures(steps, None if plan is None else read_plan(plan), window)
     if writes_page:
         with errors(FAILED), signals():
-            _write(target, page(steps, found, window))
+            try:
+                # Atomically: after an error the file that the page would replace is unchanged.
+                atomic_write(target, page(steps, found, window), durable=False)
+            except OSError as error:
+                message = f"cannot write the page {target}: {error.strerror}; give another place with --output"
+                raise OSError(message) from error
     if json_output:
         print(json.dumps(found, allow_nan=False))
     else:
@@ -72,14 +77,6 @@ def report(
             print(by.advice)
         if found["links"]:
             print("busy: " + ", ".join(f"{LINKS[link]} {share:.0%}" for link, share in found["links"].items()))
-
-
-def _write(target: Path, text: str) -> None:
-    """Writes the page atomically: after an error the file that it would replace is unchanged."""
-    try:
-        atomic_write(target, text, durable=False)
-    except OSError as error:
-        raise OSError(f"cannot write the page {target}: {error.strerror}; give another place with --output") from error
 
 
 def _is_foreign(target: Path, named: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from enum import Enum
 from pathlib import Path
@@ -22,7 +22,6 @@ from offload.sizes import count_of, format_size
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from offload.runs.export import Exported, Source
 
 _DAMAGED = 1
 _SHOWN = 20
@@ -42,15 +41,6 @@ Saved = Annotated[
     Path,
     typer.Argument(help="A run's folder, NVME_PATH/RUN; or a checkpoint, or a folder of them: the latest."),
 ]
-
-
-def register(app: typer.Typer) -> None:
-    """Adds these commands to `app`."""
-    app.command()(inspect)
-    app.command()(verify)
-    app.command("import")(import_)
-    for command in (export, convert, rm):
-        app.command()(command)
 
 
 def inspect(
@@ -170,6 +160,7 @@ def export(
         check_target,
         described_names,
         make_plan,
+        note_saved,
         open_source,
         read_nbytes,
         shard_size,
@@ -191,17 +182,23 @@ def export(
         shard_nbytes = shard_size(max_shard_size)
         with IoQueue() as queue, closing(open_source(path, queue)) as source:
             if format != "safetensors":
-                kind, write_all = _resumable(format)
-                states = plan_states(with_states(source, path), path, kind)
+                if format == "dcp":
+                    from offload.runs.distributed import KIND
+                    from offload.runs.distributed import export_distributed as write_all
+                else:
+                    from offload.runs.universal import KIND
+                    from offload.runs.universal import export_universal as write_all
+                trained = with_states(source, path)
+                states = plan_states(trained, path, KIND)
                 with _bar(console, states.nbytes) as progress:
-                    done = write_all(source, out, states, progress)
+                    done = write_all(trained, out, states, progress)
             else:
                 plan = make_plan(
                     source, None if dtype is None else dtype.value, shard_nbytes, saved=described_names(source.about)
                 )
                 with _bar(console, read_nbytes(plan)) as progress:
                     done = write(source, out, plan, queue, progress, tokenizer, _tokenizer_writer(source.client_state))
-            _note_saved(source, path)
+            note_saved(source, path)
     for notice in done.notices:
         echo(notice, err=True)
     if json_output:
@@ -212,13 +209,6 @@ def export(
             f"{done.dtype}, in {done.path}",
             markup=False,
         )
-
-
-def _note_saved(source: Source, path: Path) -> None:
-    """Notes in the folder of a run that its weights are in other files; see `note_saved`."""
-    from offload.runs.export import note_saved
-
-    note_saved(source, path)
 
 
 def _tokenizer_writer(client_state: Mapping[str, Any]) -> Callable[[Path], None] | None:
@@ -233,17 +223,6 @@ def _tokenizer_writer(client_state: Mapping[str, Any]) -> Callable[[Path], None]
         byte_tokenizer().save_pretrained(str(folder))
 
     return save
-
-
-def _resumable(format: str) -> tuple[str, Callable[..., Exported]]:
-    """Returns what an export for another program is called in messages, and the function that writes it."""
-    if format == "dcp":
-        from offload.runs import distributed
-
-        return distributed.KIND, distributed.export_distributed
-    from offload.runs import universal
-
-    return universal.KIND, universal.export_universal
 
 
 def convert(
@@ -338,17 +317,13 @@ def rm(
             names = ", ".join(done.strangers[:_SHOWN])
             echo(f"{path} is kept: it contains files that do not belong to the run: {names}")
         if done.not_found:
-            _tell_not_found(done.not_found)
+            echo(
+                "files of the run are left on its other drives, which were mounted elsewhere, or copied: "
+                f"{', '.join(done.not_found)} was not deleted; delete the run's folder on each such drive: "
+                f"`{shell_command('rm', 'DRIVE/RUN')}`",
+                err=True,
+            )
             raise typer.Exit(FAILED)
-
-
-def _tell_not_found(folders: Sequence[str]) -> None:
-    """Prints the folders of a removed run that may be left on its other drives."""
-    echo(
-        f"files of the run are left on its other drives, which were mounted elsewhere, or copied: {', '.join(folders)} "
-        f"was not deleted; delete the run's folder on each such drive: `{shell_command('rm', 'DRIVE/RUN')}`",
-        err=True,
-    )
 
 
 @contextmanager
@@ -362,7 +337,6 @@ def _refusals() -> Iterator[None]:
 
 
 def _check_folder(path: Path) -> None:
-    """Raises `StoreError` if `path` is not a folder."""
     if not path.is_dir():
         raise StoreError(f"there is no folder {path}")
 

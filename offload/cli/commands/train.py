@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
 from offload.cli.console import BAD_INPUT, Json, errors
-from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
+from offload.cli.options import option, takes_options
 from offload.launch.environment import rank_number
 
 if TYPE_CHECKING:
@@ -363,11 +361,6 @@ class TrainOptions:
         ),
     ] = None
     json_output: Json = False
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command to `app`."""
-    app.command(cls=Grouped, context_settings=UNDERSCORES)(train)
 
 
 @takes_options(TrainOptions)

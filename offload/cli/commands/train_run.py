@@ -22,10 +22,10 @@ import psutil
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
-from offload.cli.console import BAD_INPUT, FAILED
+from offload.cli.console import BAD_INPUT, FAILED, make_table
 from offload.cli.signals import AT_ONCE, ENDING, exit_on_signal, handlers
 from offload.errors import BudgetError, ConfigError, IoError, OffloadError, StoreError, UsageError, printable
 from offload.interrupts import exit_on_next_signal
@@ -37,7 +37,7 @@ from offload.sizes import count_of, format_decimal, format_size
 
 if TYPE_CHECKING:
     from offload.finetune.corpus.chats import Example
-    from offload.hardware.probe.disturb import Others
+    from offload.hardware.probe import Others
 
 
 # -- train progress ------------------------------------------------------------------------------------
@@ -85,13 +85,7 @@ class ProgressLine:
     """A progress line in a terminal; without a terminal a plain line every few seconds."""
 
     def __init__(self, console: Console, job: Any, every: int | None) -> None:
-        """Prepares the line of `job`.
-
-        Args:
-            console: the console to print to.
-            job: the job that runs.
-            every: steps between plain lines, which then appear in a terminal too; None for the default.
-        """
+        """Prepares the line of `job`."""
         self._console, self._job, self._every = console, job, every
         self._process = psutil.Process()
         self._last_printed = 0.0
@@ -149,7 +143,6 @@ class ProgressLine:
         return self._progress is None and (step == self._job.steps or time.monotonic() - self._last_printed > 5)
 
     def _on_gpu(self) -> int:
-        """Returns the bytes of GPU memory that torch has reserved."""
         import torch
 
         device = self._job.engine.device
@@ -169,10 +162,6 @@ def wear(job: Any, reports: Sequence[Any]) -> Iterator[str]:
     """Yields a warning for each drive of which the run will use more than `drive_share` of the rated endurance.
 
     Warnings are computed only after step `_STEADY` of a process, so each appears once.
-
-    Args:
-        job: the job that runs.
-        reports: reports of all steps of this process so far.
     """
     block = job.engine.config["offload"]
     if len(reports) != _STEADY or block["drive_tbw"] is None:
@@ -260,7 +249,6 @@ class Stopped(KeyboardInterrupt):
 
 
 def _quit(error: BaseException, code: int, options: Any) -> NoReturn:
-    """Prints an error in the words of the command line, and exits with `code`."""
     from offload.finetune.options import in_options
 
     print(f"error: {printable(in_options(str(error), options))}", file=sys.stderr)
@@ -386,6 +374,7 @@ class Training:
 
     def go(self, options: Any) -> None:
         """Runs the job. Errors and signals end the process with their message and exit code."""
+        from offload.config import read_json
         from offload.finetune.job import prepare
         from offload.finetune.output import Finished
 
@@ -397,7 +386,8 @@ class Training:
                 # Before the first step nothing needs cleaning up, so a signal may end the process inside native code.
                 try:
                     with exit_on_signal(_NOT_BEGUN):
-                        job = prepare(options, self._read(options.config), self._say)
+                        content = None if options.config is None else read_json(options.config)
+                        job = prepare(options, content, self._say)
                 except (ConfigError, BudgetError, StoreError, UsageError, OSError) as error:
                     closed = isinstance(error, OSError) and error.errno == errno.EPIPE
                     _quit(error, FAILED if closed else BAD_INPUT, options)
@@ -438,25 +428,19 @@ class Training:
         shown = example.encode(encoding, "backslashreplace").decode(encoding)
         self.console.print(f"  {shown}", markup=False, emoji=False)
 
-    def _read(self, path: Path | None) -> dict[str, Any] | None:
-        from offload.config import read_json
-
-        return None if path is None else read_json(path)
-
     def _train(self, job: Any, options: Any, signals: Signals) -> None:
-        """Trains, reports each step, then saves the model and closes the engine."""
         engine = job.engine
         ended = engine.global_steps >= job.steps
         with (
             self._ended_on_error(job, options),
-            StepLog(options.log, self._warn) as log,
+            StepLog(options.log, lambda words: print(words, file=sys.stderr, flush=True)) as log,
             ProgressLine(self.console, job, options.log_every) as line,
         ):
             if ended:
                 line.print(f"already at step {engine.global_steps} of {job.steps}; nothing to do")
             line.print(f"{options.model}: {_count(engine)}")
             from offload.finetune.loop import StepReport, about, steps
-            from offload.hardware.probe.disturb import Others
+            from offload.hardware.probe import Others
 
             # Only the first line of each process contains the facts on the run; `offload report` merges them.
             first = {"about": about(job)}
@@ -495,7 +479,6 @@ class Training:
         return {"others_share": round(share, 3)}
 
     def _between_steps(self, report: Any, log: StepLog, line: ProgressLine) -> None:
-        """Reports an evaluation or a save between two steps."""
         from offload.finetune.corpus.token_stream import EvaluationReport
 
         if isinstance(report, EvaluationReport):
@@ -504,9 +487,6 @@ class Training:
             line.print(f"step {report.step}: evaluation loss {report.loss:.4f}")
         else:
             line.print(f"step {report.step}: saved in {report.folder}")
-
-    def _warn(self, words: str) -> None:
-        print(words, file=sys.stderr, flush=True)
 
     @contextmanager
     def _ended_on_error(self, job: Any, options: Any) -> Iterator[None]:
@@ -521,7 +501,6 @@ class Training:
             raise
 
     def _show(self, job: Any, result: _Result, remove: bool) -> None:
-        """Prints the result after the last step."""
         self._table(result)
         if job.folder and not remove:
             delete = shell_command("rm", job.folder)
@@ -572,15 +551,13 @@ class Training:
         )
 
     def _table(self, result: _Result) -> None:
-        """Prints the numbers of the run as a table; nothing without a step."""
         if not self.reports:
             return
         # The first step records the access order.
         steady = self.reports[1:] or self.reports
         seconds = statistics.median(report.seconds for report in steady)
         read, written = (statistics.median(getattr(r, f"{name}_bytes") for r in steady) for name in ("read", "written"))
-        table = Table(show_header=False, box=None)
-        for name, value in (
+        table = [
             ("steps", f"{self.reports[0].step} to {self.reports[-1].step}"),
             ("loss", f"{self.reports[0].loss:.4f} to {self.reports[-1].loss:.4f}"),
             *self._evaluated(),
@@ -592,9 +569,8 @@ class Training:
                 f"{format_size(result.peak_rss_bytes or 0)}, host budget {format_size(result.host_budget_bytes or 0)}",
             ),
             *rows(self.reports, vars(result)),
-        ):
-            table.add_row(name, value)
-        self.console.print(table)
+        ]
+        self.console.print(make_table((), table))
 
     def _evaluated(self) -> Iterator[tuple[str, str]]:
         if self.evaluations:

@@ -6,13 +6,12 @@ that may wait are coroutines (`Acting`); the others return at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from offload.aio import Priority
 from offload.errors import BudgetError
-from offload.planner.simulation.clock import Work
-from offload.planner.simulation.machine import Acting, Machine, until
+from offload.planner.simulation.machine import Acting, SimulatedMachine, Work, until
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import Tier
 from offload.swapper.memory.allocator import Allocator
@@ -29,10 +28,6 @@ from offload.swapper.policy import (
 )
 from offload.swapper.prefetch import may_upload_elsewhere
 from offload.swapper.table import ARROWS, Residency, UnitSize
-
-# -- entry ---------------------------------------------------------------------------------------------
-#
-# The state of one unit's weights in the simulated pager.
 
 
 @dataclass
@@ -69,46 +64,12 @@ class Entry:
         return self.host_buffer is not None or self.size.tier is not Tier.DISK
 
 
-class Candidates:
-    """Indices of the units of which a decision picks the next in the access order."""
-
-    def __init__(self, entries: Iterable[Entry], streams: Callable[[int], bool]) -> None:
-        """Notes all of `entries`; `streams` returns True for a unit that no host buffer can hold."""
-        self._streams = streams
-        self.to_read: set[int] = set()
-        """Units on DISK that may be read into a host buffer."""
-        self.to_upload: set[int] = set()
-        """Units that are not on the device, and not on their way into its memory from DISK."""
-        for entry in entries:
-            self.note(entry)
-
-    def note(self, entry: Entry) -> None:
-        """Adds or removes a unit whose state has changed."""
-        # A unit on DISK has no host buffer but during an update.
-        reads = entry.residency is Residency.DISK and not entry.updating and not self._streams(entry.index)
-        uploads = entry.residency is not Residency.DEVICE and not entry.reading_in_place
-        for units, belongs in ((self.to_read, reads), (self.to_upload, uploads)):
-            (units.add if belongs else units.discard)(entry.index)
-
-
-# -- pager ---------------------------------------------------------------------------------------------
-
-
 class SimulatedPager:
     """Moves of all units' weights between DISK, HOST and DEVICE."""
 
     def __init__(
-        self, sizes: Sequence[UnitSize], host: Allocator, device: Allocator, limits: Limits, machine: Machine
+        self, sizes: Sequence[UnitSize], host: Allocator, device: Allocator, limits: Limits, machine: SimulatedMachine
     ) -> None:
-        """Starts with every unit in its tier and no access order.
-
-        Args:
-            sizes: bytes and tier of each unit.
-            host: allocator of host buffers of weights.
-            device: allocator of device buffers.
-            limits: limits of the policy.
-            machine: hardware that performs the moves.
-        """
         self.host, self.device, self.machine = host, device, machine
         self.access_order = AccessOrder()
         # `version` counts changes: an actor waits for a version other than the one it has seen.
@@ -120,8 +81,13 @@ class SimulatedPager:
         )
         # Units whose reads have begun and are not delivered, by index. After each event an actor asks which have ended.
         self._reading: dict[int, Entry] = {}
-        self._candidates = Candidates(self.entries, self.streams)
         self._limits = limits
+        self._to_read: set[int] = set()
+        """Units on DISK that may be read into a host buffer."""
+        self._to_upload: set[int] = set()
+        """Units that are not on the device, and not on their way into its memory from DISK."""
+        for entry in self.entries:
+            self._note(entry)
         self._uploads_elsewhere = may_upload_elsewhere(machine.on_cpu, several_ranks=False)
 
     # -- the thread that runs the model -------------------------------------------------------------
@@ -161,11 +127,11 @@ class SimulatedPager:
                 if place is None:
                     yield from self.machine.counted("read", self._wait_for_place(entry))
                 else:
-                    self._start_read_in_place(entry, place, Priority.URGENT)
+                    self._start_read(entry, Residency.UPLOADING, place, Priority.URGENT)
             elif entry.residency is Residency.DISK:
-                host_buffer = yield from self.machine.counted(
-                    "room", self.take_host_buffer(entry.index, self._buffer_nbytes(entry))
-                )
+                half = self.host.nbytes // 2 // PAGE * PAGE
+                nbytes = half if self.streams(entry.index) else entry.size.shard_nbytes
+                host_buffer = yield from self.machine.counted("room", self.take_host_buffer(entry.index, nbytes))
                 if host_buffer is None:
                     yield from self.machine.counted("room", self._wait_for_buffer())
                 elif entry.residency is not Residency.DISK:
@@ -174,7 +140,7 @@ class SimulatedPager:
                 elif self.streams(entry.index):
                     yield from self._stream(entry, host_buffer)
                 else:
-                    self._start_read(entry, host_buffer, Priority.URGENT)
+                    self._start_read(entry, Residency.READING, host_buffer, Priority.URGENT)
             elif entry.residency is Residency.READING or entry.reading_in_place:
                 yield from self.machine.counted("read", self.finish_read(entry))
             else:
@@ -197,9 +163,7 @@ class SimulatedPager:
         reading = [entry for entry in self.entries if entry.residency is Residency.READING]
         # A unit in READING cannot be evicted. The prefetch for the latest use is the best victim once it has ended.
         if reading:
-            yield from self.finish_read(
-                max(reading, key=lambda entry: (self.access_order.distance(entry.index), -entry.index))
-            )
+            yield from self._finish_latest(reading)
             return
         self.waiting_for_buffer += 1
         self.notify()
@@ -211,25 +175,22 @@ class SimulatedPager:
         reading = [each for each in self.entries if each.reading_in_place]
         if not reading:
             raise self._no_room(entry)
-        yield from self.finish_read(
-            max(reading, key=lambda each: (self.access_order.distance(each.index), -each.index))
-        )
+        yield from self._finish_latest(reading)
 
-    def _start_read(self, entry: Entry, host_buffer: UnitBlock, priority: Priority) -> None:
-        """Starts the read of a unit's partition into a host buffer."""
-        entry.host_buffer = host_buffer
-        self._read(entry, priority)
-        self.move(entry, Residency.READING)
+    def _finish_latest(self, reading: list[Entry]) -> Acting[None]:
+        """Waits for the read whose unit is used last, which can then be evicted or dropped."""
+        distance = self.access_order.distance
+        yield from self.finish_read(max(reading, key=lambda entry: (distance(entry.index), -entry.index)))
 
-    def _start_read_in_place(self, entry: Entry, place: UnitBlock, priority: Priority) -> None:
-        """Starts the read of a unit into its device buffer."""
-        entry.device_buffer = place
-        self._read(entry, priority)
-        self.move(entry, Residency.UPLOADING)
-
-    def _read(self, entry: Entry, priority: Priority) -> None:
+    def _start_read(self, entry: Entry, to: Residency, buffer: UnitBlock, priority: Priority) -> None:
+        """Starts a read into a host buffer (READING), or into the unit's device buffer (UPLOADING)."""
+        if to is Residency.READING:
+            entry.host_buffer = buffer
+        else:
+            entry.device_buffer = buffer
         self._reading[entry.index] = entry
         entry.reading = self.machine.read("weight read", "weights_read", entry.index, entry.size.shard_nbytes, priority)
+        self.move(entry, to)
 
     def finish_read(self, entry: Entry) -> Acting[None]:
         """Waits for a unit's read. The first actor to resume delivers it; both actors may wait."""
@@ -253,9 +214,6 @@ class SimulatedPager:
 
     def _reads_in_place(self, entry: Entry) -> bool:
         return self.machine.on_cpu and entry.size.is_whole and self.streams(entry.index)
-
-    def _buffer_nbytes(self, entry: Entry) -> int:
-        return self.host.nbytes // 2 // PAGE * PAGE if self.streams(entry.index) else entry.size.shard_nbytes
 
     def _stream(self, entry: Entry, host_buffer: UnitBlock) -> Acting[None]:
         """Moves a unit from DISK to the device in chunks; each but the last is copied while the next is read."""
@@ -309,7 +267,6 @@ class SimulatedPager:
         return UnitBlock(entry.index, place.offset, entry.size.nbytes)
 
     def _no_room(self, entry: Entry) -> BudgetError:
-        """Returns the error for a unit that has no room on the device."""
         return BudgetError(
             f"unit {entry.size.name} needs {format_size(entry.size.nbytes)} of contiguous device memory, and units in "
             f"use leave no such room in {format_size(self.device.nbytes)}"
@@ -329,18 +286,19 @@ class SimulatedPager:
 
     def deliver(self) -> Acting[None]:
         """Acts as the callbacks of the I/O queue: a read ahead that has ended lets the next step begin."""
+
+        def ended() -> bool:
+            return self._uploads_elsewhere and any(map(Entry.read_ended, self._reading.values()))
+
         while True:
-            yield self._has_ended_read
+            yield ended
             yield from self._finish_ended_reads()
             yield from self.advance()
 
-    def _has_ended_read(self) -> bool:
-        """Returns True if a callback of the I/O queue has work."""
-        return self._uploads_elsewhere and any(map(Entry.read_ended, self._reading.values()))
-
     def _prefetch_uploads(self) -> Acting[None]:
         """Starts copies to the device of the next units in the access order whose weights are in a host buffer."""
-        while (unit := self._next_upload()) is not None:
+        wanted = self._to_upload.__contains__
+        while (unit := next_to_fetch(self.access_order, self._nbytes, wanted, self._limits)) is not None:
             entry = self.entries[unit]
             if entry.read_ended():
                 yield from self.finish_read(entry)
@@ -354,41 +312,32 @@ class SimulatedPager:
             if in_host:
                 yield from self._upload(entry, place)
             else:
-                self._start_read_in_place(entry, place, Priority.NORMAL)
+                self._start_read(entry, Residency.UPLOADING, place, Priority.NORMAL)
 
     def _prefetch_reads(self, wait: bool = True) -> Acting[None]:
-        """Completes reads that have ended, and starts those of the next units while host buffers are available."""
         yield from self._finish_ended_reads()
-        while (unit := self._next_read()) is not None:
+        wanted = self._to_read.__contains__
+        # Most of the time there is nothing to read, which the order need not be asked for.
+        while (
+            self._to_read
+            and (unit := next_to_fetch(self.access_order, self._shard_nbytes, wanted, self._limits)) is not None
+        ):
             nbytes, beyond = self._shard_nbytes(unit), self.access_order.distance(unit)
             host_buffer = yield from self.machine.counted("room", self.take_host_buffer(unit, nbytes, beyond, wait))
             if host_buffer is None:
                 return
-            if unit in self._candidates.to_read:
-                self._start_read(self.entries[unit], host_buffer, Priority.NORMAL)
+            if unit in self._to_read:
+                self._start_read(self.entries[unit], Residency.READING, host_buffer, Priority.NORMAL)
             else:  # another thread has started the read, during a wait for the buffer
                 self.host.give(host_buffer.offset, host_buffer.nbytes)
 
     def _finish_ended_reads(self) -> Acting[None]:
-        """Completes all reads that have ended, in the order of the units."""
         for _, entry in sorted(self._reading.items()):
             if entry.read_ended():
                 yield from self.finish_read(entry)
 
-    def _next_read(self) -> int | None:
-        """Returns the next unit in the access order to read into a host buffer, or None."""
-        wanted = self._candidates.to_read
-        # Most of the time there is none.
-        return (
-            next_to_fetch(self.access_order, self._shard_nbytes, wanted.__contains__, self._limits) if wanted else None
-        )
-
     def _shard_nbytes(self, unit: int) -> int:
         return self.entries[unit].size.shard_nbytes
-
-    def _next_upload(self) -> int | None:
-        """Returns the next unit in the access order to copy to the device, or None."""
-        return next_to_fetch(self.access_order, self._nbytes, self._candidates.to_upload.__contains__, self._limits)
 
     def _nbytes(self, unit: int) -> int:
         return self.entries[unit].size.nbytes
@@ -409,24 +358,19 @@ class SimulatedPager:
 
         Without `wait`, no unit is evicted whose copy to the device is under way.
         """
-        while (going := self._going(nbytes, beyond)) is not None:
-            copying = _copying(going)
+        while True:
+            evictable = [e.host_buffer for e in self.entries if e.host_buffer is not None and self._is_evictable(e)]
+            chosen = victims(self.host, nbytes, evictable, self._distance, beyond)
+            if chosen is None:
+                return None
+            going = [self.entries[victim] for victim in chosen]
+            copying = next((e.copied for e in going if e.copied is not None and not e.copied.done), None)
             if copying is None:
-                return self._take(unit, nbytes, going)
+                break
             if not wait:
                 return None
             # During the wait the update worker may change the victims' states: choose them again.
             yield from until(copying)
-        return None
-
-    def _going(self, nbytes: int, beyond: int) -> list[Entry] | None:
-        """Returns the entries whose host buffers have to go to make room; None without room."""
-        evictable = [e.host_buffer for e in self.entries if e.host_buffer is not None and self._is_evictable(e)]
-        going = victims(self.host, nbytes, evictable, self._distance, beyond)
-        return None if going is None else [self.entries[unit] for unit in going]
-
-    def _take(self, unit: int, nbytes: int, going: Sequence[Entry]) -> UnitBlock:
-        """Allocates a host buffer once those of `going` are freed."""
         for entry in going:
             assert entry.host_buffer is not None
             self.host.give(entry.host_buffer.offset, entry.host_buffer.nbytes)
@@ -448,17 +392,25 @@ class SimulatedPager:
         clean = not entry.unwritten and not entry.in_update
         return clean and entry.residency in (Residency.HOST, Residency.DEVICE)
 
+    def _note(self, entry: Entry) -> None:
+        """Adds a unit whose state has changed to the candidates of reads and uploads, or removes it."""
+        # A unit on DISK has no host buffer but during an update.
+        reads = entry.residency is Residency.DISK and not entry.updating and not self.streams(entry.index)
+        uploads = entry.residency is not Residency.DEVICE and not entry.reading_in_place
+        for units, belongs in ((self._to_read, reads), (self._to_upload, uploads)):
+            (units.add if belongs else units.discard)(entry.index)
+
     def move(self, entry: Entry, to: Residency) -> None:
         """Changes a unit's residency; asserts that the real pager allows the change."""
         assert (entry.residency, to) in ARROWS, f"{entry.size.name}: {entry.residency} to {to}"
         entry.residency = to
-        self._candidates.note(entry)
+        self._note(entry)
         self.notify()
 
     def set_updating(self, entry: Entry, updating: bool) -> None:
         """Marks the begin or the end of a unit's update."""
         entry.updating = updating
-        self._candidates.note(entry)
+        self._note(entry)
 
     def notify(self) -> None:
         """Wakes every actor that waits in `change`."""
@@ -469,78 +421,56 @@ class SimulatedPager:
         since = self.version if seen is None else seen
         yield lambda: self.version != since
 
-
-def _copying(entries: Iterable[Entry]) -> Work | None:
-    """Returns a copy from one of the entries' host buffers that has not ended, or None."""
-    return next((e.copied for e in entries if e.copied is not None and not e.copied.done), None)
-
-
-# -- weight updates ------------------------------------------------------------------------------------
-#
-# Updates of weights in a simulation: the pager's side of the update worker, as the real `swapper.weight_updates`.
-
-
-class SimulatedWeightUpdates:
-    """What the update worker changes of the weights that a simulated pager moves."""
-
-    def __init__(self, pager: SimulatedPager) -> None:
-        """Changes nothing yet; `pager` owns the entries."""
-        self._pager = pager
+    # -- the update worker ------------------------------------------------------------------------
 
     def wanted_update(self) -> int | None:
         """Returns the unit for whose update the model's thread waits, or None."""
-        return next((unit for unit in self._pager.wanted if self._pager.entries[unit].updating), None)
+        return next((unit for unit in self.wanted if self.entries[unit].updating), None)
 
     def begin_updates(self, units: Sequence[int]) -> None:
         """Marks units as being updated, and evicts their outdated weights from the device."""
-        for entry in (self._pager.entries[unit] for unit in units):
-            self._pager.set_updating(entry, True)
+        for entry in (self.entries[unit] for unit in units):
+            self.set_updating(entry, True)
             if entry.reading_in_place:
-                self._pager.stop_reading_in_place(entry)
+                self.stop_reading_in_place(entry)
             if entry.residency is Residency.DEVICE and not entry.size.device_resident:
-                self._pager.drop(entry)
+                self.drop(entry)
 
     def buffer_for_update(self, entry: Entry) -> Acting[bool]:
         """Allocates a host buffer for updated weights if there is room. Returns True if the update may write to one."""
         yield from until(entry.copied)
         while entry.residency is Residency.READING:
-            yield from self._pager.finish_read(entry)
-        if not entry.at_hand and not self._pager.waiting_for_buffer:
-            beyond = -1 if entry.index in self._pager.wanted else self._pager.access_order.distance(entry.index)
-            entry.host_buffer = yield from self._pager.take_host_buffer(entry.index, entry.size.shard_nbytes, beyond)
+            yield from self.finish_read(entry)
+        if not entry.at_hand and not self.waiting_for_buffer:
+            beyond = -1 if entry.index in self.wanted else self.access_order.distance(entry.index)
+            entry.host_buffer = yield from self.take_host_buffer(entry.index, entry.size.shard_nbytes, beyond)
         entry.in_update = entry.at_hand
         return entry.in_update
 
     def delivers(self, unit: int) -> bool:
         """Returns True if an update can leave the new weights in a host buffer."""
-        return self._pager.entries[unit].size.tier is not Tier.DEVICE and not self._pager.streams(unit)
+        return self.entries[unit].size.tier is not Tier.DEVICE and not self.streams(unit)
 
     def holds_weights(self, unit: int) -> bool:
         """Returns True if HOST holds the unit's weights, so that an update need not read them."""
-        return self._pager.entries[unit].residency is Residency.HOST
+        return self.entries[unit].residency is Residency.HOST
 
     def publish(self, unit: int, has_buffer: bool, unwritten: bool) -> None:
-        """Ends a unit's update for the model's thread.
-
-        Args:
-            unit: the unit.
-            has_buffer: True if a host buffer holds the new weights.
-            unwritten: True if writes of the new weights are in flight.
-        """
-        entry = self._pager.entries[unit]
+        """Ends a unit's update for the model's thread."""
+        entry = self.entries[unit]
         if has_buffer:
             entry.unwritten = unwritten
             fresh = Residency.WRITING if unwritten else Residency.HOST
             if entry.residency is not fresh:
-                self._pager.move(entry, fresh)
+                self.move(entry, fresh)
         entry.in_update = False
-        self._pager.set_updating(entry, False)
-        self._pager.notify()
+        self.set_updating(entry, False)
+        self.notify()
 
     def written(self, unit: int) -> None:
         """Marks a unit's new weights as flushed to DISK."""
-        entry = self._pager.entries[unit]
+        entry = self.entries[unit]
         entry.unwritten = False
         if entry.residency is Residency.WRITING:
-            self._pager.move(entry, Residency.HOST)
-        self._pager.notify()
+            self.move(entry, Residency.HOST)
+        self.notify()

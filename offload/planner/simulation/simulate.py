@@ -15,15 +15,29 @@ waits for the end of each use, so a GPU's host never runs ahead of the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offload.planner.simulation.clock import Span
-from offload.planner.simulation.kept_inputs import Input, SimulatedInputs
-from offload.planner.simulation.machine import Acting, Machine, Moved, Rates, Waited, Worked
+from offload.aio import Priority
+from offload.layout.placement import Placement
+from offload.layout.tiers import Partitions, tier_nbytes
+from offload.planner.simulation.machine import (
+    Acting,
+    Moved,
+    SimulatedMachine,
+    SimulatedRates,
+    Span,
+    Waited,
+    Work,
+    Worked,
+    until,
+)
 from offload.planner.simulation.pager import SimulatedPager
 from offload.planner.simulation.updater import SimulatedUpdater, UpdateCost
+from offload.sizes import align_up
+from offload.states import State, Tier
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import Limits
 from offload.swapper.table import UnitSize
@@ -35,6 +49,13 @@ class Expected(NamedTuple):
     units: tuple[int, ...] = ()
     """Empty if nothing is known."""
     group: Collection[int] = ()
+
+
+class Input(NamedTuple):
+    """Bytes of a block's input, and where they wait for the backward."""
+
+    nbytes: int = 0
+    on_disk: bool = False
 
 
 class Use(NamedTuple):
@@ -93,7 +114,7 @@ def simulate(
     updates: Sequence[UpdateCost | None],
     budgets: Budgets,
     limits: Limits | None = None,
-    rates: Rates | None = None,
+    rates: SimulatedRates | None = None,
     overlap: bool = True,
     tile_numel: int | None = None,
     speculate: bool = False,
@@ -119,7 +140,7 @@ def simulate(
     Raises:
         BudgetError: units in use leave no room on the device, as in the real pager.
     """
-    machine = Machine(rates or Rates())
+    machine = SimulatedMachine(rates or SimulatedRates())
     pager = SimulatedPager(sizes, Allocator(budgets.host), Allocator(budgets.device), limits or Limits(), machine)
     updater = SimulatedUpdater(updates, tile_numel, pager, machine, speculate and overlap, tile_buffers)
     loop = _Loop(steps, overlap, pager, updater, machine)
@@ -168,7 +189,7 @@ class _Loop:
         overlap: bool,
         pager: SimulatedPager,
         updater: SimulatedUpdater,
-        machine: Machine,
+        machine: SimulatedMachine,
     ) -> None:
         self._steps, self._overlap = steps, overlap
         self._pager, self._updater, self._machine = pager, updater, machine
@@ -240,7 +261,6 @@ class _Loop:
         self._computing = False
 
     def _step(self) -> Acting[None]:
-        """Acts as `step()`: waits for the last step's updates and enqueues those of this step."""
         yield from self._machine.counted("update", self._updater.finish())
         # The recorded order of this step determines the updates and prefetches of the next one.
         self._pager.access_order.finish()
@@ -259,3 +279,165 @@ def _completed(uses: Sequence[Use]) -> dict[int, tuple[int, ...]]:
         if unit not in named:
             found[position] = (*found.get(position, ()), unit)
     return found
+
+
+# -- inputs of blocks ----------------------------------------------------------------------------------
+#
+# They leave the device in the forward and return for the backward:
+#
+#     forward     device ──download──► host ──write──► drive     from the start of the next block on
+#     backward    device ◄──upload─── host ◄──read──── drive     one block ahead, reads two more
+#
+# An input waits for the download of the one before, and for a buffer if it goes to a drive. A CPU makes no copies: its
+# device memory is host memory.
+
+_BUFFERS = 4
+"""Inputs that may be on their way to a drive at a time."""
+_READ_AHEAD = 2
+"""Inputs that are read before the backward needs them, beside the one that is uploaded."""
+
+
+class _Leaving(NamedTuple):
+    """An input on its way to a drive."""
+
+    unit: int
+    nbytes: int
+    copied: Work | None
+    """Copy to the host buffer; None if there is none to make."""
+
+
+class SimulatedInputs:
+    """Moves of the inputs, in the order of the uses of one step."""
+
+    def __init__(self, uses: Sequence[tuple[int, Input, Input]], machine: SimulatedMachine) -> None:
+        self._uses, self._machine = uses, machine
+        self._next = _following(uses)
+        self._reads: dict[int, Work] = {}
+        self._uploads: dict[int, Work] = {}
+        """Reads and copies that were started, by the position of the use that needs them."""
+        self._download: Work | None = None
+        self._unwritten: deque[_Leaving] = deque()
+        self._writes: deque[Work] = deque()
+
+    def before(self, position: int) -> Acting[None]:
+        """Starts the moves that begin with a use, and waits for those that it needs."""
+        unit, sends, receives = self._uses[position]
+        self._write_copied()
+        if sends.nbytes:
+            yield from self._send(unit, sends)
+        if receives.nbytes:
+            yield from self._receive(position)
+
+    def _send(self, unit: int, input_: Input) -> Acting[None]:
+        """Starts the move of an input from the device, once there is room for it."""
+        if not self._machine.on_cpu:
+            yield from self._machine.counted("upload", until(self._download))
+            self._download = self._machine.download("input download", unit, input_.nbytes)
+        if input_.on_disk:
+            self._unwritten.append(_Leaving(unit, input_.nbytes, self._download))
+            self._write_copied()
+            while len(self._writes) >= _BUFFERS:
+                yield from self._machine.counted("read", until(self._writes.popleft()))
+
+    def _write_copied(self) -> None:
+        while self._unwritten and (self._unwritten[0].copied is None or self._unwritten[0].copied.done):
+            each = self._unwritten.popleft()
+            self._writes.append(self._machine.write("input write", "inputs_written", each.unit, each.nbytes))
+        while self._writes and self._writes[0].done:
+            self._writes.popleft()
+
+    def _receive(self, position: int) -> Acting[None]:
+        if position not in self._uploads:
+            self._read(position)
+            yield from self._machine.counted("read", until(self._reads.get(position)))
+            self._upload(position)
+        ahead: int | None = position
+        for count in range(1 + _READ_AHEAD):
+            ahead = self._next.get(ahead) if ahead is not None else None
+            if ahead is not None:
+                self._read(ahead)
+                work = self._reads.get(ahead)
+                if count == 0 and (work is None or work.done):
+                    self._upload(ahead)
+        yield from self._machine.counted("upload", until(self._uploads.pop(position)))
+        self._reads.pop(position, None)
+
+    def _read(self, position: int) -> None:
+        """Starts to read an input that waits on a drive, unless it is read already."""
+        unit, _, input_ = self._uses[position]
+        if input_.on_disk and position not in self._reads:
+            self._reads[position] = self._machine.read(
+                "input read", "inputs_read", unit, input_.nbytes, Priority.NORMAL
+            )
+
+    def _upload(self, position: int) -> None:
+        """Starts to copy an input to the device, unless it is on its way already. A CPU has nothing to copy."""
+        unit, _, input_ = self._uses[position]
+        if position not in self._uploads:
+            nbytes = 0 if self._machine.on_cpu else input_.nbytes
+            self._uploads[position] = self._machine.upload(unit, nbytes, "input upload")
+
+
+def _following(uses: Sequence[tuple[int, Input, Input]]) -> dict[int, int]:
+    """Returns for each use that needs an input the next one of the same backward."""
+    found: dict[int, int] = {}
+    before: int | None = None
+    for position, (_, sends, receives) in enumerate(uses):
+        if sends.nbytes:  # another forward, whose inputs do not exist yet
+            before = None
+        if receives.nbytes:
+            if before is not None:
+                found[before] = position
+            before = position
+    return found
+
+
+# -- placement -----------------------------------------------------------------------------------------
+#
+# Arguments of a simulation, derived from a placement.
+
+
+def update_costs(parts: Partitions, placement: Placement, slots: int) -> list[UpdateCost | None]:
+    """Returns the cost of each unit's update; None for units without trainable parameters."""
+    stored = placement.stored(parts, slots) or ({},) * len(parts.nbytes)
+    frozen = parts.frozen or (0,) * len(parts.nbytes)
+    rows = zip(parts.nbytes, placement.tiers, stored, frozen, parts.trainable_numel, strict=True)
+    return [_update_cost(*row, slots) if row[-1] else None for row in rows]
+
+
+def _update_cost(
+    nbytes: Mapping[State, int],
+    tiers: Mapping[State, Tier],
+    stored: Mapping[State, int],
+    frozen: int,
+    numel: int,
+    slots: int,
+) -> UpdateCost:
+    """Returns the cost of one unit's update. `stored` contains the states that a commit writes."""
+    on_disk = all(tier is Tier.DISK for state, tier in tiers.items() if state is not State.GRAD)
+    weight = nbytes[State.WEIGHT] - frozen if State.WEIGHT in stored else 0
+    beside = {state: each for state, each in stored.items() if state is not State.WEIGHT}
+    return UpdateCost(
+        numel,
+        weight,
+        sum(each for state, each in beside.items() if tiers[state] is Tier.DISK),
+        weight + sum(beside.values()),
+        nbytes[State.GRAD] if tiers[State.GRAD] is Tier.DISK else 0,
+        # States in memory are updated in place, and so are those of a store with one slot. A gradient on DISK would
+        # have to be written and read first.
+        revocable=on_disk and slots == 2 and tiers[State.GRAD] is not Tier.DISK,
+    )
+
+
+def buffer_budgets(parts: Partitions, placement: Placement) -> Budgets:
+    """Returns the bytes for host buffers of weights, and for units that move to the device and are evicted."""
+    promoted = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.promoted)
+    return Budgets(
+        placement.classes.weights + placement.classes.cache - promoted,
+        placement.moving_nbytes - tier_nbytes(parts, placement.tiers, Tier.DEVICE),
+    )
+
+
+def staying(parts: Partitions, placement: Placement) -> frozenset[int]:
+    """Returns the units whose parameters keep their memory on the device."""
+    return frozenset(unit for unit, row in enumerate(placement.tiers) if parts.device_resident(unit, row))

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload.aio import Priority
-from offload.planner.simulation.clock import Work
-from offload.planner.simulation.machine import Acting, Machine
-from offload.planner.simulation.pager import SimulatedPager, SimulatedWeightUpdates
+from offload.planner.simulation.machine import Acting, SimulatedMachine, Work
+from offload.planner.simulation.pager import SimulatedPager
 from offload.states import Tier
 from offload.swapper.memory.host_arena import TILE_BUFFERS
 
@@ -40,7 +39,7 @@ class UpdateCost(NamedTuple):
     """True if a step that does not use the unit does not update it either."""
 
 
-class _Job:
+class _Update:
     """A unit's update in progress."""
 
     def __init__(
@@ -58,7 +57,7 @@ class _Job:
 
 
 class _Tile(NamedTuple):
-    job: _Job
+    job: _Update
     start: int
     stop: int
     reads: list[Work]
@@ -78,22 +77,12 @@ class SimulatedUpdater:
         costs: Sequence[UpdateCost | None],
         tile_numel: int | None,
         pager: SimulatedPager,
-        machine: Machine,
+        machine: SimulatedMachine,
         speculate: bool,
         tile_buffers: int | None = None,
     ) -> None:
-        """Starts idle.
-
-        Args:
-            costs: cost of each unit's update; None for a unit without trainable parameters.
-            tile_numel: elements of a tile; None for an entire unit.
-            pager: the pager, which shares host buffers with the updates.
-            machine: hardware that performs the work.
-            speculate: True to update a unit as soon as its gradient is complete, where the update is revocable.
-            tile_buffers: most tiles in flight; None for those of optimizers that step element by element.
-        """
         self._costs, self._tile_numel, self._pager, self._machine = costs, tile_numel, pager, machine
-        self._weights, self._speculate = SimulatedWeightUpdates(pager), speculate
+        self._speculate = speculate
         self.undelivered = 0
         self.speculated: list[int] = []
         """Units of all updates that began before their step(), in order."""
@@ -104,7 +93,7 @@ class SimulatedUpdater:
         self._gradients: dict[int, Work] = {}
         """Writes of spilled gradients, by unit."""
         self._queue: deque[int] = deque()
-        self._job: _Job | None = None
+        self._job: _Update | None = None
         self._reading: deque[_Tile] = deque()
         self._writing: deque[_Tile] = deque()
         self._free = TILE_BUFFERS if tile_buffers is None else tile_buffers
@@ -133,7 +122,7 @@ class SimulatedUpdater:
         units.sort(key=lambda unit: (first_use.get(unit, len(order)), unit))
         self._complete.clear()
         self._begun.clear()
-        self._weights.begin_updates(units)
+        self._pager.begin_updates(units)
         self._queue.extend(units)
         self._busy = True
         self._pager.notify()
@@ -150,7 +139,7 @@ class SimulatedUpdater:
         """Runs the worker: read the next tiles, compute one, retire written ones. The coroutine never returns."""
         while True:
             # The model's thread may have waited for the work just done, and runs first.
-            yield _at_once
+            yield lambda: True
             # Taken before the worker looks at any state, so that no change between the look and the wait is missed.
             seen = self._pager.version
             yield from self._retire()
@@ -176,7 +165,12 @@ class SimulatedUpdater:
             self._free += job.buffered
             job.unwritten_tiles -= 1
             if job.computed and job.unwritten_tiles == 0:
-                yield from self._written(job)
+                if not job.delivered:
+                    # Weights without a host buffer become available only now.
+                    self._pager.publish(job.unit, False, False)
+                    yield from self._pager.advance()
+                self._pager.written(job.unit)
+                yield from self._pager.advance()
 
     def _next_tile(self) -> Acting[_Tile | None]:
         """Starts the reads of the next tile and returns the tile; None if there is no room, or no update can start."""
@@ -200,7 +194,7 @@ class SimulatedUpdater:
         reads = yield from self._read_tile(job, start, stop)
         return _Tile(job, start, stop, reads, [])
 
-    def _next_job(self) -> Acting[_Job | None]:
+    def _next_job(self) -> Acting[_Update | None]:
         """Starts the next update: that of the unit that the model's thread waits for, else the first in the queue.
 
         Returns None if the update should wait for a host buffer: without one the new weights go to DISK only and are
@@ -210,18 +204,18 @@ class SimulatedUpdater:
         if not self._queue:
             return (yield from self._next_speculative_job())
         # The model's thread stands still until this unit is updated, so it comes first.
-        wanted = self._weights.wanted_update()
+        wanted = self._pager.wanted_update()
         unit = wanted if wanted is not None and wanted in self._queue else self._queue[0]
         has_buffer = False
-        if self._weights.delivers(unit):
-            has_buffer = yield from self._weights.buffer_for_update(self._pager.entries[unit])
-            must_start = self._flushing or self._pager.waiting_for_buffer or self._weights.wanted_update() is not None
+        if self._pager.delivers(unit):
+            has_buffer = yield from self._pager.buffer_for_update(self._pager.entries[unit])
+            must_start = self._flushing or self._pager.waiting_for_buffer or self._pager.wanted_update() is not None
             if not has_buffer and (self._reading or self._writing or not must_start):
                 return None
         self._queue.remove(unit)
         return self._job_of(unit, has_buffer, Priority.NORMAL)
 
-    def _next_speculative_job(self) -> Acting[_Job | None]:
+    def _next_speculative_job(self) -> Acting[_Update | None]:
         """Starts the update of a unit whose gradient is complete; None before the last step's updates are written.
 
         The order is that of the backward. Without a free host buffer the update starts all the same: its weights are
@@ -235,27 +229,26 @@ class SimulatedUpdater:
         # Taken before the wait for a buffer, during which step() may enqueue all units that have not begun.
         self._complete.remove(unit)
         self._begun.add(unit)
-        self._weights.begin_updates([unit])
+        self._pager.begin_updates([unit])
         has_buffer = False
-        if self._weights.delivers(unit):
-            has_buffer = yield from self._weights.buffer_for_update(self._pager.entries[unit])
+        if self._pager.delivers(unit):
+            has_buffer = yield from self._pager.buffer_for_update(self._pager.entries[unit])
         self.speculated.append(unit)
         # The backward waits for weights and inputs, and nobody for this update: its reads come last.
         return self._job_of(unit, has_buffer, Priority.BACKGROUND)
 
-    def _job_of(self, unit: int, has_buffer: bool, priority: Priority) -> _Job:
+    def _job_of(self, unit: int, has_buffer: bool, priority: Priority) -> _Update:
         """Returns the job of an update that begins; `has_buffer` is True if a host buffer receives the weights."""
         entry, cost = self._pager.entries[unit], self._costs[unit]
         assert cost is not None
         delivered = has_buffer or entry.size.tier is Tier.DEVICE
         self.undelivered += not delivered
-        return _Job(unit, entry.size.tier, cost, has_buffer, delivered, priority)
+        return _Update(unit, entry.size.tier, cost, has_buffer, delivered, priority)
 
-    def _read_tile(self, job: _Job, start: int, stop: int) -> Acting[list[Work]]:
-        """Starts the reads of elements [start, stop): states, weights that no host buffer holds, spilled gradients."""
+    def _read_tile(self, job: _Update, start: int, stop: int) -> Acting[list[Work]]:
         entry, cost = self._pager.entries[job.unit], job.cost
         nbytes = _share(cost.state_nbytes, start, stop, cost.numel)
-        if entry.size.tier is Tier.DISK and not (job.has_buffer and self._weights.holds_weights(job.unit)):
+        if entry.size.tier is Tier.DISK and not (job.has_buffer and self._pager.holds_weights(job.unit)):
             nbytes += _share(cost.weight_nbytes, start, stop, cost.numel)
             # A host buffer needs all weights, frozen ones too.
             if job.has_buffer and start == 0:
@@ -283,20 +276,8 @@ class SimulatedUpdater:
             # The model may use the new weights before they are written to DISK.
             if job.delivered:
                 unwritten = any(t.job is job and t.writes for t in self._writing)
-                self._weights.publish(job.unit, job.has_buffer, unwritten)
+                self._pager.publish(job.unit, job.has_buffer, unwritten)
                 yield from self._pager.advance()
-
-    def _written(self, job: _Job) -> Acting[None]:
-        """Ends an update whose tiles are all written; weights without a host buffer become available only now."""
-        if not job.delivered:
-            self._weights.publish(job.unit, False, False)
-            yield from self._pager.advance()
-        self._weights.written(job.unit)
-        yield from self._pager.advance()
-
-
-def _at_once() -> bool:
-    return True
 
 
 def _share(nbytes: int, start: int, stop: int, numel: int) -> int:

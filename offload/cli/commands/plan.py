@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from offload.cli.commands.planning.plan_options import PlanOptions
-from offload.cli.console import BAD_INPUT, FAILED, errors, parse_count, status_line, without_collector
-from offload.cli.options import takes_options
-from offload.cli.progress import measuring
+from offload.cli.console import (
+    BAD_INPUT,
+    FAILED,
+    Json,
+    errors,
+    make_table,
+    measuring,
+    parse_count,
+    status_line,
+    without_collector,
+)
+from offload.cli.options import option, takes_options
 from offload.cli.signals import exit_on_signal
 from offload.errors import ConfigError
 
@@ -22,6 +31,158 @@ if TYPE_CHECKING:
     from offload.planner.output import Asked
     from offload.planner.recommend import Planned
     from offload.planner.request import Described, Model, Step
+
+_MODEL, _MACHINE, _STEP, _OUTPUT = "Model", "Machine", "Step", "Output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of `offload plan` as they are typed. None stands for an option that was not given."""
+
+    model: Annotated[
+        str | None,
+        option(
+            _MODEL, "--model", "A preset, such as llama-7b, or a folder with a config.json.", "--model-name-or-path"
+        ),
+    ] = None
+    parameters: Annotated[
+        str | None, option(_MODEL, "--parameters", "Instead of a model: number of parameters, as 13B or 350M.")
+    ] = None
+    layers: Annotated[int | None, option(_MODEL, "--layers", "With --parameters: number of layers.")] = None
+    lora: Annotated[
+        str | None,
+        option(_MODEL, "--lora", "Train adapters alone, as `offload train --lora`.", metavar="r=N[,…]"),
+    ] = None
+    load_in_4bit: Annotated[
+        bool, option(_MODEL, "--load-in-4bit", "With --lora: store the frozen matrices in 4 bits (nf4).")
+    ] = False
+    load_in_8bit: Annotated[bool, option(_MODEL, "--load-in-8bit", "The same in 8 bits (int8).")] = False
+    gpu: Annotated[
+        str | None,
+        option(
+            _MACHINE,
+            "--gpu",
+            "Describe a machine: 12GB, or a name as 'RTX 4090', 'A100 80GB', H200. [default: as probed]",
+        ),
+    ] = None
+    ram: Annotated[str | None, option(_MACHINE, "--ram", "RAM of the machine, as 64GB. [described: 64GB]")] = None
+    drive: Annotated[
+        list[str] | None,
+        option(
+            _MACHINE,
+            "--drive",
+            "A drive, as 7GB/s,4GB/s or 7GB/s,4GB/s,2TB; may repeat.",
+            metavar="READ,WRITE[,FREE]",
+        ),
+    ] = None
+    memory_bandwidth: Annotated[
+        str | None, option(_MACHINE, "--memory-bandwidth", "Bandwidth of a described machine's RAM, as 80GB/s.")
+    ] = None
+    pcie: Annotated[str | None, option(_MACHINE, "--pcie", "Bandwidth of copies to a described GPU, as 25GB/s.")] = None
+    nvme_path: Annotated[
+        list[str] | None,
+        option(_MACHINE, "--nvme-path", "Folders on probed drives; may repeat. [default: the last]", metavar="PATH"),
+    ] = None
+    config: Annotated[
+        Path | None,
+        option(_STEP, "--config", "DeepSpeed JSON file to plan for. [default: tiers that fit]", "--deepspeed"),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        option(_STEP, "--dtype", "auto, bf16, fp16 or fp32; auto: as train, bf16 where described. [default: auto]"),
+    ] = None
+    moments: Annotated[
+        str | None, option(_STEP, "--moments", "Form of the optimizer's moments: fp32, bf16 or int8. [default: fp32]")
+    ] = None
+    master: Annotated[
+        str | None, option(_STEP, "--master", "Form of the master of a bf16 weight: fp32 or bf24. [default: fp32]")
+    ] = None
+    durability: Annotated[str | None, option(_STEP, "--durability", "auto, step or none. [default: auto]")] = None
+    batch_size: Annotated[
+        int | None,
+        option(_STEP, "--batch-size", "Sequences of a micro-batch. [default: 1]", "--per-device-train-batch-size"),
+    ] = None
+    seq_len: Annotated[int, option(_STEP, "--seq-len", "Tokens of a sequence.", "--max-length", "--max-seq-length")] = (
+        1024
+    )
+    accumulation: Annotated[
+        int | None,
+        option(_STEP, "--accumulation", "Micro-batches of a step. [default: 1]", "--gradient-accumulation-steps"),
+    ] = None
+    recompute: Annotated[
+        bool | None,
+        option(
+            _STEP,
+            "--gradient-checkpointing/--no-gradient-checkpointing",
+            "Recompute activations in backward. [default: if they do not fit]",
+            "--recompute/--no-recompute",
+            "--activation-checkpointing/--no-activation-checkpointing",
+        ),
+    ] = None
+    activations: Annotated[
+        str | None,
+        option(
+            _STEP,
+            "--activations",
+            "Recompute blocks, and keep their inputs on: device, cpu, nvme or auto. [default: if they do not fit]",
+        ),
+    ] = None
+    chunked_loss: Annotated[
+        bool | None,
+        option(
+            _STEP,
+            "--chunked-loss/--no-chunked-loss",
+            "Compute the loss for chunks of tokens, or from all logits. [default: as train, in chunks where the model "
+            "allows it]",
+        ),
+    ] = None
+    tile_mlp: Annotated[
+        str | None,
+        option(_STEP, "--tile-mlp", "Compute MLPs in tiles of the sequence: auto, off or their number. [default: off]"),
+    ] = None
+    schedule: Annotated[
+        str | None,
+        option(
+            _STEP,
+            "--schedule",
+            "auto, layer_major (all micro-batches pass a block before the next) or micro_batch_major. [default: auto]",
+        ),
+    ] = None
+    speculate: Annotated[
+        bool | None,
+        option(
+            _STEP, "--speculate/--no-speculate", "Update layers under the backward. [default: where states are on disk]"
+        ),
+    ] = None
+    longest_sequence: Annotated[
+        bool,
+        option(_OUTPUT, "--longest-sequence", "Search the longest sequence for each way to keep activations, instead."),
+    ] = False
+    measure: Annotated[
+        bool,
+        option(_OUTPUT, "--measure", "Run the model, or some layers, on this machine first: a better prediction."),
+    ] = False
+    tokens: Annotated[str | None, option(_OUTPUT, "--tokens", "Tokens to train on, as 1B: predicts the time.")] = None
+    steps: Annotated[
+        int | None,
+        option(_OUTPUT, "--steps", "Instead of --tokens: steps to train, as 200: predicts the time.", "--max-steps"),
+    ] = None
+    tbw: Annotated[
+        str | None,
+        option(_OUTPUT, "--tbw", "Rated endurance of each drive, as 1200TB. [default: by SMART]"),
+    ] = None
+    write: Annotated[
+        Path | None,
+        option(
+            _OUTPUT,
+            "--write",
+            "Write a config to train with, with the defaults of `offload train`.",
+            "--output",
+            metavar="FILE",
+        ),
+    ] = None
+    json_output: Json = False
+
 
 _REACH = ("inputs of blocks", "all logits", "in chunks", "micro-batch", "step")
 _ORDERS = ("order", "updates under", "step", "read", "written", "if it clips")
@@ -39,7 +200,6 @@ def plan(typed: PlanOptions) -> None:
 
     with _working("loading torch"):
         from offload.planner import output
-        from offload.planner.output import as_json
         from offload.planner.reach import reach
         from offload.planner.recommend import advise, compare
         from offload.planner.request import write_config
@@ -70,19 +230,19 @@ def plan(typed: PlanOptions) -> None:
                 planned, typed.write, recipe(Start.of(folder, typed.lora is not None)) if typed.config is None else {}
             )
     if typed.json_output:
-        print(json.dumps(as_json(planned, advice, wanted, ways, orders)), flush=True)
+        print(json.dumps(output.as_json(planned, advice, wanted, ways, orders)), flush=True)
         return
     console.print(output.verdict(planned, advice, wanted), soft_wrap=True)
     for line in output.heading(planned):
         console.print(line, soft_wrap=True)
-    _print_table(console, ("", "device", "host", "disk"), output.table(planned))
+    console.print(make_table(("", "device", "host", "disk"), output.table(planned), right=1))
     for line in output.lines(planned, advice, wanted):
         console.print(line, soft_wrap=True)
     if orders:
         console.print(output.orders_heading(planned), soft_wrap=True)
-        _print_table(console, _ORDERS, output.orders_table(orders))
+        console.print(make_table(_ORDERS, output.orders_table(orders), right=1))
     console.print(output.reach_heading(planned), soft_wrap=True)
-    _print_table(console, _REACH, output.reach_table(planned, ways))
+    console.print(make_table(_REACH, output.reach_table(planned, ways), right=1))
     for line in output.without_room(ways):
         console.print(line, soft_wrap=True)
     if typed.write is not None:
@@ -91,11 +251,7 @@ def plan(typed: PlanOptions) -> None:
 
 @contextmanager
 def _working(first: str) -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows what is being computed as a status line on stderr, if that is a terminal.
-
-    Args:
-        first: what is being computed first.
-    """
+    """Yields a function that shows what is being computed as a status line on stderr, if that is a terminal."""
     from rich.console import Console
 
     with status_line(Console(stderr=True, highlight=False, markup=False)) as show:
@@ -104,7 +260,6 @@ def _working(first: str) -> Iterator[Callable[[str], None]]:
 
 
 def _asked(typed: PlanOptions, planned: Planned) -> Asked:
-    """Returns the quantities for additional answers. Steps count as their tokens."""
     from offload.planner.output import Asked
     from offload.planner.request import endurance
 
@@ -119,20 +274,7 @@ def _asked(typed: PlanOptions, planned: Planned) -> Asked:
     return Asked(tokens, endurance(planned.hardware, typed.tbw))
 
 
-def _print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table whose first column is text and whose others are numbers."""
-    from rich.table import Table
-
-    table = Table(box=None)
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
 def _print_longest(typed: PlanOptions, console: Console) -> None:
-    """Prints the longest sequence for each way to keep activations, and the config of the longest."""
     from offload.planner import output, request
 
     with errors(BAD_INPUT):
@@ -144,13 +286,12 @@ def _print_longest(typed: PlanOptions, console: Console) -> None:
         print(json.dumps(output.longest_json(found)), flush=True)
         return
     console.print(output.longest_heading(found), soft_wrap=True)
-    _print_table(console, _LONGEST, output.longest_table(found))
+    console.print(make_table(_LONGEST, output.longest_table(found), right=1))
     for line in output.longest_lines(found):
         console.print(line, soft_wrap=True)
 
 
 def _planned(typed: PlanOptions) -> Planned:
-    """Returns the plan that the options ask for. With `--measure` the model is timed first, which may take minutes."""
     from offload.planner import request
     from offload.planner.request import check_target
 
@@ -167,23 +308,21 @@ def _planned(typed: PlanOptions) -> Planned:
 
 
 def _model(typed: PlanOptions) -> Model:
-    """Returns the options that describe the model."""
     from offload.planner.request import Model
 
+    # A count is that of a Llama, whose loss may be computed in chunks.
+    chunks = typed.model is None or typed.chunked_loss is False
+    if typed.model is not None and not chunks:
+        from offload.finetune.model import allows_chunks
+
+        chunks = allows_chunks(typed.model)
     return Model(
         name=typed.model,
         parameters=None if typed.parameters is None else parse_count(typed.parameters),
         layers=typed.layers,
         adapters=_adapters(typed),
-        # A count is that of a Llama, whose loss may be computed in chunks.
-        chunks=typed.model is None or typed.chunked_loss is False or _allows_chunks(typed.model),
+        chunks=chunks,
     )
-
-
-def _allows_chunks(name: str) -> bool:
-    from offload.finetune.model import allows_chunks
-
-    return allows_chunks(name)
 
 
 def _adapters(typed: PlanOptions) -> Adapters | None:
@@ -211,7 +350,6 @@ def _adapters(typed: PlanOptions) -> Adapters | None:
 
 
 def _machine(typed: PlanOptions) -> Described:
-    """Returns the options that describe the machine."""
     from offload.planner.request import Described
 
     return Described(
@@ -225,7 +363,6 @@ def _machine(typed: PlanOptions) -> Described:
 
 
 def _step(typed: PlanOptions) -> Step:
-    """Returns the options that describe a step."""
     from offload.planner.request import Step
 
     return Step(

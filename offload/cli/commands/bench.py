@@ -1,26 +1,49 @@
-"""Subcommands of `offload bench` that measure components: I/O, the AdamW step, paging, a GPU."""
+"""`offload bench`: speed of the components and of training, each compared with a bound or a peer in the same run.
+
+The benchmarks import torch, so each command imports its own on use: `offload --help` must stay fast.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from offload.cli.commands.bench.group import bench, check_plot
-from offload.cli.console import BAD_INPUT, FAILED, Json, errors, parse_count, status_line
+from offload.cli.console import BAD_INPUT, FAILED, Json, errors, make_table, parse_count, status_line
 from offload.cli.options import takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError
 from offload.sizes import format_size, parse_size
 
-if TYPE_CHECKING:
-    from rich.table import Table
+bench = typer.Typer(
+    help="Measure components and training, each against a bound or a peer in the same run.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+def check_plot(path: Path | None) -> None:
+    """Raises `ConfigError` if a plot cannot be written to `path`, before minutes of measuring."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'offload[bench]'")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"expected a file that ends in .png, .svg or .pdf, got {path}")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    # Access is checked now, so that minutes of measuring are not lost.
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{path} cannot be written")
 
 
 @bench.command("io")
@@ -74,13 +97,28 @@ def bench_io(
     if json_output:
         print(json.dumps(io.as_json(machine(), plan, rows)), flush=True)
     else:
-        console.print(_rows_table(rows))
+        titles = ("op", "backend", "block", "depth", "GB/s", "of fio", "CPU s/GB", "p50 ms", "p99 ms")
+        console.print(make_table(titles, map(_io_cells, rows)))
         # `make_plan` turns fio off if fio is not installed.
         if fio and not plan.with_fio:
             console.print("fio is not installed, so there is no ratio to it (Debian: apt install fio)")
     with errors(FAILED):
         if plot is not None:
             io.plot(rows, plot)
+
+
+def _io_cells(row: Any) -> list[str]:
+    return [
+        row.op,
+        row.backend,
+        format_size(row.block_bytes),
+        str(row.depth),
+        f"{row.gb_per_s:.2f}",
+        "" if row.of_fio is None else f"{row.of_fio:.2f}",
+        f"{row.cpu_s_per_gb:.4f}",
+        # Not every backend measures latencies.
+        *("" if value is None else f"{value / 1e3:.2f}" for value in (row.p50_us, row.p99_us)),
+    ]
 
 
 @bench.command("adam")
@@ -112,17 +150,25 @@ def bench_adam(
     with errors(BAD_INPUT):
         check_plot(plot)
         count = parse_count(numel)
-        wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or (), moments or ())
+        cases = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or (), moments or ())
     with errors(FAILED), signals(), status_line(console) as tell:
         # Arguments are checked by now: the user's input is not the cause of a later failure.
-        found = adam.measure(count, wanted, rounds, tell)
+        rows = adam.measure(count, cases, rounds, tell)
     if json_output:
-        print(json.dumps(adam.as_json(machine(), found)), flush=True)
+        print(json.dumps(adam.as_json(machine(), rows)), flush=True)
     else:
-        console.print(_adam_table(found))
+        titles = ("", "weight", "grad", "moment", "threads", "isa", "ms", "GB/s", "of probe", "Mparam/s")
+        console.print(make_table(titles, map(_adam_cells, rows)))
     with errors(FAILED):
         if plot is not None:
-            adam.plot(found, plot)
+            adam.plot(rows, plot)
+
+
+def _adam_cells(row: Any) -> list[str]:
+    kind = [row.name, row.weight_dtype, row.grad_dtype, row.moment_dtype, str(row.threads), row.isa]
+    rates = [f"{row.ms:.1f}", f"{row.gb_per_s:.1f}", f"{row.of_probe:.2f}"]
+    # Parameters per millisecond / 1e3 are millions of parameters per second.
+    return [*kind, *rates, f"{row.numel / row.ms / 1e3:.0f}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +213,13 @@ class SwapOptions:
     json_output: Json = False
 
 
+_SWAP_FIELDS = (
+    *("units", "steps", "rounds", "accumulation", "weights", "states", "durability"),
+    *("overlap", "busy", "in_memory", "backend", "depth"),
+)
+"""Options that are fields of the benchmark's plan as they are typed."""
+
+
 @bench.command("swap")
 @takes_options(SwapOptions)
 def bench_swap(typed: SwapOptions) -> None:
@@ -177,44 +230,44 @@ def bench_swap(typed: SwapOptions) -> None:
     from rich.console import Console
 
     from offload.bench import swap
-    from offload.bench import swap as swap_figures
-    from offload.bench import swap as swap_plan
     from offload.hardware.info import machine
 
     console = Console(stderr=typed.json_output, highlight=False)
     with errors(BAD_INPUT):
-        plan = swap_plan.make_plan(
+        plan = swap.make_plan(
             typed.paths,
-            units=typed.units,
             unit_bytes=parse_size(typed.unit_size),
             compute_ms=typed.compute_ms or (),
-            steps=typed.steps,
-            rounds=typed.rounds,
-            accumulation=typed.accumulation,
-            weights=typed.weights,
-            states=typed.states,
-            durability=typed.durability,
-            host_memory=None if typed.host_memory is None else parse_size(typed.host_memory),
-            device_memory=None if typed.device_memory is None else parse_size(typed.device_memory),
-            overlap=typed.overlap,
-            busy=typed.busy,
-            in_memory=typed.in_memory,
-            backend=typed.backend,
-            block_bytes=None if typed.block_size is None else parse_size(typed.block_size),
-            depth=typed.depth,
+            host_memory=_size(typed.host_memory),
+            device_memory=_size(typed.device_memory),
+            block_bytes=_size(typed.block_size),
             probe_bytes=parse_size(typed.probe_size),
+            **{name: getattr(typed, name) for name in _SWAP_FIELDS},
         )
     with errors(FAILED), signals(), status_line(console) as tell, _engines_silent():
         # A benchmark creates swap files: signals raise, so that the files are removed.
         result = swap.measure(plan, tell)
     if typed.json_output:
-        print(json.dumps(swap_figures.as_json(machine(), plan, result)), flush=True)
+        print(json.dumps(swap.as_json(machine(), plan, result)), flush=True)
         return
-    for line in swap_figures.heading(plan, result):
+    for line in swap.heading(plan, result):
         console.print(line, soft_wrap=True)
-    console.print(_swap_table(result.rows))
+    titles = ("ms/unit", "step", "compute", "I/O", "exposed", "hidden", "hidden %", "efficiency", "B/param")
+    console.print(make_table(titles, map(_swap_cells, result.rows), right=0))
     for row in result.rows:
-        console.print(swap_figures.in_words(plan, row), soft_wrap=True)
+        console.print(swap.in_words(plan, row), soft_wrap=True)
+
+
+def _size(text: str | None) -> int | None:
+    return None if text is None else parse_size(text)
+
+
+def _swap_cells(row: Any) -> list[str]:
+    seconds = (row.step_seconds, row.compute_seconds, row.io_seconds, row.exposed_seconds, row.hidden_seconds)
+    # Without I/O nothing can be hidden.
+    percent = "" if row.hidden_percent is None else f"{row.hidden_percent:.0f}"
+    cells = [f"{row.compute_ms:g}", *(f"{value:.2f}" for value in seconds), percent]
+    return [*cells, f"{row.efficiency:.2f}", f"{row.bytes_per_parameter:.1f}"]
 
 
 @contextlib.contextmanager
@@ -296,63 +349,70 @@ def _check_gpu_options(typed: GpuOptions) -> None:
     parse_size(typed.nbytes)
 
 
-def _rows_table(rows: list[Any]) -> Table:
-    """Returns the table of `offload bench io`."""
-    from rich.table import Table
-
-    table = Table("op", "backend", "block", "depth", "GB/s", "of fio", "CPU s/GB", "p50 ms", "p99 ms", box=None)
-    for row in rows:
-        table.add_row(
-            row.op,
-            row.backend,
-            format_size(row.block_bytes),
-            str(row.depth),
-            f"{row.gb_per_s:.2f}",
-            "" if row.of_fio is None else f"{row.of_fio:.2f}",
-            f"{row.cpu_s_per_gb:.4f}",
-            # Not every backend measures latencies.
-            *("" if value is None else f"{value / 1e3:.2f}" for value in (row.p50_us, row.p99_us)),
-        )
-    return table
+_LEAST_WIDTH = 180
+"""Columns that the table may take."""
 
 
-def _adam_table(rows: list[Any]) -> Table:
-    """Returns the table of `offload bench adam`."""
-    from rich.table import Table
+@dataclass(frozen=True, kw_only=True)
+class TrainBenchOptions:
+    """Options of `offload bench train` as they are typed. None stands for an option that was not given."""
 
-    table = Table("", "weight", "grad", "moment", "threads", "isa", "ms", "GB/s", "of probe", "Mparam/s", box=None)
-    for row in rows:
-        table.add_row(
-            row.name,
-            row.weight_dtype,
-            row.grad_dtype,
-            row.moment_dtype,
-            str(row.threads),
-            row.isa,
-            f"{row.ms:.1f}",
-            f"{row.gb_per_s:.1f}",
-            f"{row.of_probe:.2f}",
-            # Parameters per millisecond / 1e3 are millions of parameters per second.
-            f"{row.numel / row.ms / 1e3:.0f}",
-        )
-    return table
+    folder: Annotated[Path, typer.Argument(help="Folder for swap files, on the drive to measure.")]
+    model: Annotated[str, typer.Option(help="Preset that is trained.")] = "gpt2-small"
+    batch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256
+    micro_batches: Annotated[
+        int, typer.Option(help="Micro-batches of a step; with more than one layer-major order is measured too.")
+    ] = 1
+    dtype: Annotated[str, typer.Option(help="bf16, fp32; auto: the one that suits this machine.")] = "auto"
+    rounds: Annotated[int, typer.Option(help="Rounds; each runs all contenders in turns.")] = 5
+    steps: Annotated[int, typer.Option(help="Steps of a turn that count; two before them do not.")] = 3
+    threads: Annotated[int | None, typer.Option(help="Threads of each contender. [default: all cores]")] = None
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Only contenders whose names begin with this, and plain; may repeat. [default: all]"),
+    ] = None
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result: .png, .svg or .pdf.")] = None
+    json_output: Json = False
 
 
-def _swap_table(rows: Sequence[Any]) -> Table:
-    """Returns the table of `offload bench swap`, in seconds unless a column says otherwise."""
-    from rich.table import Table
+@bench.command("train")
+@takes_options(TrainBenchOptions)
+def bench_train(typed: TrainBenchOptions) -> None:
+    """Measure training: plain PyTorch, offload in its placements, DeepSpeed, FSDP2 and torchao, in turns.
 
-    table = Table(box=None)
-    for name in ("ms/unit", "step", "compute", "I/O", "exposed", "hidden", "hidden %", "efficiency", "B/param"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        seconds = (row.step_seconds, row.compute_seconds, row.io_seconds, row.exposed_seconds, row.hidden_seconds)
-        table.add_row(
-            f"{row.compute_ms:g}",
-            *(f"{each:.2f}" for each in seconds),
-            # Without I/O nothing can be hidden.
-            "" if row.hidden_percent is None else f"{row.hidden_percent:.0f}",
-            f"{row.efficiency:.2f}",
-            f"{row.bytes_per_parameter:.1f}",
-        )
-    return table
+    Contenders: plain; offload none/none, cpu/cpu, cpu/nvme, nvme/nvme (weights/states); deepspeed cpu/cpu, cpu/nvme,
+    nvme/nvme; fsdp2 cpu; torchao cpu. All train the same model on the same tokens, and losses are compared. Needs
+    transformers: pip install 'offload[bench]'.
+
+    Example: offload bench train /mnt/nvme --model gpt2-small --only offload --only deepspeed
+    """
+    from rich.console import Console
+
+    from offload.bench.train import figures, loops, plan
+    from offload.hardware.info import machine
+
+    console = Console(stderr=typed.json_output, highlight=False)
+    with errors(BAD_INPUT):
+        check_plot(typed.plot)
+        names = ("model", "batch_size", "seq_len", "micro_batches", "dtype", "rounds", "steps", "threads")
+        options = {name: getattr(typed, name) for name in names}
+        checked = plan.make_plan(typed.folder, **options, only=typed.only or ())
+    with errors(FAILED), signals(), status_line(console) as tell:
+        # Swap files are created: signals raise, so that the files are removed and the running contender ends.
+        result = loops.measure(checked, tell)
+    rows = figures.make_rows(checked, result)
+    if typed.json_output:
+        print(json.dumps(figures.as_json(machine(), checked, result)), flush=True)
+    else:
+        for line in figures.heading(checked, result.rates):
+            console.print(line, soft_wrap=True)
+        # A pipe would be taken for 80 columns, and a table that is too wide loses the ends of its cells.
+        console.width = max(console.width, _LEAST_WIDTH)
+        cells = [figures.cells(row) for row in rows if row.turns]
+        console.print(make_table(figures.TITLES, cells, right=1, no_wrap=True))
+        for line in figures.remarks(rows, checked.dtype):
+            console.print(line, soft_wrap=True)
+    with errors(FAILED):
+        if typed.plot is not None:
+            figures.plot(rows, typed.plot)

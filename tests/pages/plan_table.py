@@ -1,4 +1,4 @@
-"""Generator of the predictions in the guides: `python -m offload.planner.guide_table`.
+"""Generator of the predictions in the guides: `python -m tests.pages.plan_table`.
 
 The command writes all of docs/reference/plan-table.md: three models on three GPUs, two models on smaller cards, the
 rates of all GPUs with their origins, 13B on other machines, and predictions beside steps that others measured. In
@@ -80,7 +80,7 @@ _NAMES = (
 _COLUMNS = f"| {' | '.join(_NAMES)} |\n|{'---|' * len(_NAMES)}\n"
 _HEAD = f"""# Three models on three GPUs
 
-Predictions of `offload plan`, made by `python -m offload.planner.guide_table`; **no step of this package here was
+Predictions of `offload plan`, made by `python -m tests.pages.plan_table`; **no step of this package here was
 measured**. One GPU, {_RAM // GIB} GiB of RAM, drives that read 7 and write 5 GB/s, have 4 TB each and are rated for
 {_RATED} written. bf16, AdamW, every step durable where there are swap files. A step has {_ACCUMULATION} micro-batches,
 each of the power of two of sequences of {_SEQUENCE} tokens that is fastest, up to {_BATCHES[0]}, with the loss in
@@ -224,7 +224,6 @@ def document() -> str:
 
 
 def _rates(gpu: Gpu) -> tuple[Rate, Rate, Rate, Rate]:
-    """Returns the rates of products in bf16 and fp32, of other work and of copies."""
     products, work, copies, *_ = described(gpu.name).rates
     return products, described(gpu.name, dtype="fp32").rates[0], work, copies
 
@@ -232,9 +231,7 @@ def _rates(gpu: Gpu) -> tuple[Rate, Rate, Rate, Rate]:
 def rates_row(gpu: Gpu, sources: Sequence[str]) -> str:
     """Returns the row of a GPU's rates.
 
-    Args:
-        gpu: the GPU.
-        sources: all published sources; a cell refers to its source by the position in this list, from 1.
+    A cell refers to its source by the position in `sources`, from 1.
     """
 
     def cell(rate: Rate) -> str:
@@ -279,12 +276,7 @@ def small_row(model: tuple[int, int], gpu: str) -> str:
 def row(model: tuple[int, int], gpu: str, bandwidth: float | None, drives: int, ram: int = _RAM) -> str:
     """Returns one row of the table.
 
-    Args:
-        model: billions of parameters, and layers.
-        gpu: a name of `GPUS`.
-        bandwidth: bytes per second of host memory; None for the value that a plan assumes.
-        drives: number of drives.
-        ram: bytes of RAM.
+    A model is billions of parameters, and layers; None is the bandwidth that a plan assumes.
     """
     billions, layers = model
     planned = _fastest(billions, layers, machine(gpu, bandwidth, drives, ram))
@@ -308,7 +300,6 @@ def row(model: tuple[int, int], gpu: str, bandwidth: float | None, drives: int, 
 
 
 def _limit(planned: Planned) -> str:
-    """Returns the name of the resource that takes most of the step's seconds, and the fraction of these seconds."""
     timing = planned.timing
     return f"{timing.limit} {timing.limit_seconds / timing.seconds:.0%}"
 

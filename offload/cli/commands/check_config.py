@@ -41,10 +41,14 @@ def check_config(
     if json_output:
         print(json.dumps({"config": str(config), **found}))
     else:
-        print(f"{config}: {', '.join(_counts(found))}")
+        named = {kind: re.split("[,:]", heading)[0] for kind, heading in _KINDS.items()}
+        counts = [f"{len(found[kind])} {name}" for kind, name in named.items() if found[kind]] or ["no keys"]
+        print(f"{config}: {', '.join(counts)}")
         for kind in _KINDS:
             if found[kind]:
-                print(f"{_KINDS[kind]}:", *(f"  {_with_reason(name, found['why'])}" for name in found[kind]), sep="\n")
+                why = found["why"]
+                lines = (f"  {name}: {why[name]}" if name in why else f"  {name}" for name in found[kind])
+                print(f"{_KINDS[kind]}:", *lines, sep="\n")
     if found["errors"]:
         raise typer.Exit(BAD_INPUT)
 
@@ -94,13 +98,7 @@ def _is_in(content: Any, name: str) -> bool:
 
 
 def _is_missing(name: str, message: str) -> bool:
-    """Returns True if a message says that a key has no value."""
     return message.startswith(f"{name} is required")
-
-
-def _with_reason(name: str, why: Mapping[str, str]) -> str:
-    """Returns a key, followed by the reason if there is one."""
-    return f"{name}: {why[name]}" if name in why else name
 
 
 def batch_errors(content: Mapping[str, Any]) -> list[str]:
@@ -117,9 +115,3 @@ def batch_errors(content: Mapping[str, Any]) -> list[str]:
 def _is_wrong(name: str, messages: Sequence[str]) -> bool:
     """Returns True if a message is about the value of a key, or about a part of it."""
     return any(message.startswith(f"{name} ") or f"{name}." in message for message in messages)
-
-
-def _counts(found: Mapping[str, Any]) -> list[str]:
-    """Returns the number of keys of each kind that there is, in words."""
-    named = {kind: re.split("[,:]", heading)[0] for kind, heading in _KINDS.items()}
-    return [f"{len(found[kind])} {name}" for kind, name in named.items() if found[kind]] or ["no keys"]

@@ -1,1 +1,0 @@
-"""`python -m bench.gpu`: another name of `offload bench gpu`, for a checkout."""

@@ -1,1 +1,0 @@
-"""Optimizers against each other: `python -m bench.optimizers bytes FOLDER`, and `... learning`."""
