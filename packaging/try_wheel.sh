@@ -8,7 +8,7 @@ trap 'PATH=/usr/bin:/bin rm -rf "$place"' EXIT
 "$place/venv/bin/python" "$root/scripts/install.py" torch
 "$place/venv/bin/python" "$root/scripts/install.py" "offload[hf] @ file://$wheel"
 mkdir "$place/bin"
-ln -s "$place/venv/bin/offload" "$place/venv/bin/python" "$place/bin"
+ln -s "$place/venv/bin/offload" "$place/bin"
 # Another folder, so that nothing of the checkout is imported; no other programs, so that nothing can be compiled.
 cd "$place"
 cp "$root/examples/trainer.py" .
@@ -18,4 +18,4 @@ offload bench io . --size 64MiB --rounds 1 --op read --block-size 1MiB --depth 8
 offload train --run demo --steps 6 --batch-size 2 --seq-len 64 --keep
 offload verify swap/demo
 offload export swap/demo exported
-python trainer.py
+"$place/venv/bin/python" trainer.py
