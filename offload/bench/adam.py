@@ -55,7 +55,7 @@ class Row:
     isa: str
     ms: float
     gb_per_s: float
-    """The probe's bytes divided by the contender's time; lower than the true rate of one that moves more bytes."""
+    """The probe's bytes divided by the contender's time. One that moves more bytes has a higher rate in truth."""
     of_probe: float
     """The probe's time divided by the contender's, as the median over the rounds."""
 
@@ -72,7 +72,7 @@ def cases(
     Args:
         dtypes: dtypes of the weights; empty for bf16.
         grad_dtypes: dtypes of the gradients; empty for those of the weights.
-        threads: numbers of threads; empty for one and for all that the process may use.
+        threads: numbers of threads; empty for two cases, one thread and all threads that the process may use.
         isas: instruction sets; empty for the best one.
         moments: dtypes of the moments; empty for fp32.
 
@@ -146,7 +146,7 @@ def _rows(
 ) -> Iterable[Row]:
     """Yields the rows of one case."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    # In turns: memory bandwidth of a shared machine drifts, and each ratio compares times of the same round.
+    # In turns: the bandwidth of a shared machine drifts, so each ratio must compare two times of one round.
     for turn in range(rounds + 1):
         for name, action in contenders.items():
             tell(f"{name}, {count_of(case.threads, 'thread')}, round {turn} of {rounds}")
@@ -154,8 +154,9 @@ def _rows(
             action()
             seconds[name].append(time.perf_counter() - start)
     for name, taken in seconds.items():
-        mine, bound = taken[1:], seconds["probe"][1:]  # the first round touches memory and selects kernels
-        median = statistics.median(mine)
+        # Without the first round, which touches memory and selects kernels.
+        times, probe_times = taken[1:], seconds["probe"][1:]
+        median = statistics.median(times)
         yield Row(
             name=name,
             numel=arrays.weight.numel(),
@@ -166,20 +167,20 @@ def _rows(
             isa=case.isa,
             ms=median * 1e3,
             gb_per_s=arrays.weight.numel() * arrays.bytes_per_parameter / median / 1e9,
-            of_probe=statistics.median(p / m for p, m in zip(bound, mine, strict=True)),
+            of_probe=statistics.median(bound / own for bound, own in zip(probe_times, times, strict=True)),
         )
 
 
 def _contenders(arrays: Arrays) -> dict[str, Callable[[], object]]:
-    """Returns the functions to measure by name; each performs one step."""
+    """Returns each contender's name, with the function to measure, which performs one step."""
     numel = arrays.weight.numel()
-    found: dict[str, Callable[[], object]] = {
+    contenders: dict[str, Callable[[], object]] = {
         "probe": lambda: kernels.probe(arrays.partition),
         "offload": lambda: kernels.update(arrays.partition, [Segment(0, numel, STEP, _NOISE)]),
     }
     if arrays.exp_avg.dtype is not torch.float32:
-        return found  # no other contender rounds its moments
-    return {**found, "torch fused": _torch_fused(arrays), **_deepspeed(arrays)}
+        return contenders  # no other contender rounds its moments
+    return {**contenders, "torch fused": _torch_fused(arrays), **_deepspeed(arrays)}
 
 
 def _torch_fused(arrays: Arrays) -> Callable[[], object]:
