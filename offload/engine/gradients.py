@@ -263,7 +263,8 @@ class HostGradients:
             add: the slower way, which serves every gradient: for one that must be prepared or cut, or that must wait.
             lock: the accumulator's lock.
             reading: units whose gradients an update reads.
-            squares: for each unit, sums of squares by chunk. A chunk with a sum is stored; the function adds others.
+            squares: for each unit, sums of squares by chunk. A chunk with a sum is stored already, so the function adds
+                to it. It enters the new sum.
         """
         whole = self._whole.get((unit, segment))
         return add if whole is None else DirectAdd(whole.take, add, lock, reading, squares, unit, segment).add

@@ -240,7 +240,7 @@ def schedule(content: Mapping[str, Any], options: Options, steps: int) -> tuple[
     """Returns a merged config with its learning-rate schedule, and a line if an option overrides the file's schedule.
 
     Either of --schedule and --warmup replaces the file's schedule completely; otherwise it stays. A file for a Trainer
-    has no schedule, since the Trainer creates one. The default is a cosine after a warm-up of 3 %.
+    may have no schedule: the Trainer creates it. The default is a cosine after a warm-up of 3 %.
 
     Raises:
         ConfigError: the warm-up is longer than the training.
