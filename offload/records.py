@@ -1,7 +1,7 @@
-"""Records of JSON that anybody may have written: bounded in depth, and of the fields, types and ranges expected.
+"""Records in JSON, which anybody may have written: a reader that checks depth, fields, types and ranges.
 
-A check is a function of a value and of its name in messages, which raises `ValueError`. The functions of this module
-make checks of simpler ones:
+A check receives a value, and the name that messages give the value. It raises `ValueError` if it refuses the value. The
+functions of this module build checks from simpler checks:
 
     check = fields({"step": whole(), "created": text()}, {"files": table(whole())})
     content = read(data, check)
@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 DEEPEST = 320
-"""Most levels of lists and objects. A state of the user may have 100, and each takes three levels of JSON.
+"""Most levels of lists and objects. A user's state may have 100 levels, each of which takes three levels of JSON.
 
-Functions that walk through the value in Python recurse so far, too.
+Functions in Python that walk through such a value recurse as deep.
 """
 MOST = 2**63 - 1
 """Largest whole number of a record, which offsets and sizes of files do not exceed."""
@@ -43,11 +43,11 @@ def parse(data: bytes | str) -> Any:
 
 
 def _depth_exceeds(data: bytes, most: int) -> bool:
-    """Returns True if JSON is nested more than `most` levels deep. The parser itself recurses, on the stack of C."""
-    # Brackets in strings do not count. Behind this every second part of the text between quotes is a string.
+    """Returns True if JSON is nested more than `most` levels deep. The parser would recurse as deep, in C."""
+    # Brackets in strings do not count. Once escapes are gone, the parts between quotes alternate: outside, inside.
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     brackets = b"".join(plain.split(b'"')[::2]).translate(None, _NO_BRACKETS)
-    # Innermost pairs cancel each other, level by level. What never cancels is no JSON, which the parser reports.
+    # Each turn removes the innermost pairs, one level. Brackets without a partner stay: the parser reports them.
     for _ in range(most):
         fewer = brackets.replace(b"[]", b"").replace(b"{}", b"")
         if len(fewer) == len(brackets):
@@ -71,7 +71,7 @@ def read(data: bytes | str, check: Check, name: str = "") -> Any:
 
 
 def expected(what: str, name: str, value: Any) -> ValueError:
-    """Returns the error for a value of another kind than `what`."""
+    """Returns the error for a value that is not `what`, such as "a list"."""
     try:
         got = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -87,7 +87,7 @@ def anything(value: Any, name: str) -> None:
 
 
 def whole(least: int = 0, most: int = MOST) -> Check:
-    """Returns a check for a whole number from `least` to `most`; a bool is none, nor is 1.0."""
+    """Returns a check for a whole number from `least` to `most`. The check refuses a bool, and 1.0."""
 
     def check(value: Any, name: str) -> None:
         if type(value) is not int or not least <= value <= most:
@@ -158,7 +158,7 @@ def table(of: Check) -> Check:
 
 
 def fields(required: Mapping[str, Check], optional: Mapping[str, Check] = {}) -> Check:
-    """Returns a check for an object with fields; others are accepted, as a later version may add some."""
+    """Returns a check for an object with fields. It accepts further fields, since a later version may add some."""
 
     def check(value: Any, name: str) -> None:
         if not isinstance(value, dict):

@@ -55,7 +55,7 @@ class AdamRow:
     isa: str
     ms: float
     gb_per_s: float
-    """The probe's bytes divided by the contender's time; lower than the true rate of one that moves more bytes."""
+    """The probe's bytes divided by the contender's time. One that moves more bytes has a higher rate in truth."""
     of_probe: float
     """The probe's time divided by the contender's, as the median over the rounds."""
 
@@ -72,7 +72,7 @@ def cases(
     Args:
         dtypes: dtypes of the weights; empty for bf16.
         grad_dtypes: dtypes of the gradients; empty for those of the weights.
-        threads: numbers of threads; empty for one and for all that the process may use.
+        threads: numbers of threads; empty for two cases, one thread and all threads that the process may use.
         isas: instruction sets; empty for the best one.
         moments: dtypes of the moments; empty for fp32.
 
@@ -143,7 +143,7 @@ def _rows(
     tell: Callable[[str], None],
 ) -> Iterable[AdamRow]:
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    # In turns: memory bandwidth of a shared machine drifts, and each ratio compares times of the same round.
+    # In turns: the bandwidth of a shared machine drifts, so each ratio must compare two times of one round.
     for turn in range(rounds + 1):
         for name, action in contenders.items():
             tell(f"{name}, {count_of(case.threads, 'thread')}, round {turn} of {rounds}")

@@ -1,7 +1,7 @@
 """Reads the files that DeepSpeed's ranks save in ZeRO stages 1, 2 and 3.
 
     mp_rank_00_model_states.pt                        stages 1 and 2: names, counters, buffers, 16-bit weights
-    zero_pp_rank_<r>_mp_rank_00_model_states.pt       stage 3: the same of each rank, with its part of frozen weights
+    zero_pp_rank_<r>_mp_rank_00_model_states.pt       stage 3: the same from rank r, and its part of frozen weights
     [bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt    masters and moments of rank r, in flat tensors
 
 In stages 1 and 2 a group of parameters is one flat tensor that is cut at any element, and a table lists each rank's
@@ -58,13 +58,13 @@ def contents_of(
     """Returns the contents of a checkpoint of DeepSpeed.
 
     Args:
-        parameters: All parameters, but other names of tied ones.
+        parameters: All parameters; a tied one by its first name only.
     """
     steps, config = int(model.get("global_steps") or 0), model.get("ds_config")
     config = config if isinstance(config, dict) else {}
     accumulation = config.get("gradient_accumulation_steps")
     scaler = attributes(loss_scaler)
-    # A fixed scale is the config's in both programs.
+    # Only a dynamic scale is saved: both programs read a fixed one from the config.
     dynamic = bool(scaler.get("dynamic")) and "cur_iter" in scaler
     loss_scale = (
         {
@@ -106,7 +106,7 @@ _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_model_states\.pt")
 _PIPELINE, _EXPERTS = re.compile(r"layer_\d+-model_.*"), re.compile(r".*(expert_\d+|expp_rank)_.*")
 _NAMED = 32
-"""Most ranks in a line."""
+"""Most missing ranks that an error names."""
 OFFLOADED = "offloaded_tensors"
 """Folder of the swap files that DeepSpeed copies next to its own files."""
 
@@ -154,15 +154,15 @@ def read_zero(folder: Path, states: bool) -> SavedContents:
             f"{folder} contains no file of a rank's optimizer states, such as zero_pp_rank_0_mp_rank_00_optim_states.pt"
             ": fetch all files of the checkpoint, or, if it was saved without ZeRO, save it with a stage of ZeRO"
         )
-    # Every file names its tensors' places alone, so that those of hundreds of ranks fit in memory.
+    # This reads where tensors are in their files, not their values: so the files of hundreds of ranks fit in memory.
     ranks = [read_torch_file(files[rank])["optimizer_state_dict"] for rank in sorted(files)]
-    # That of bf16 without a partitioned gradient says none.
+    # DeepSpeed's optimizer for bf16 without partitioned gradients saves no stage, and files like those of stage 1.
     stage = int(plain(ranks[0].get("zero_stage", 1)))
     size = _check_ranks(folder, files, ranks[0], model, models if stage == 3 else None)
     optimizer = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     if stage == 3:
         parameters = _stage_3(folder, model, ranks, states)
-        # Other ranks' model states differ from the first one's by their parts of frozen weights alone.
+        # The model states of the other ranks are needed only for their parts of frozen weights. All else is equal.
         others = range(1, size) if model.get("frozen_param_shapes") else ()
         models_of_all = [model, *(read_torch_file(models[rank]) for rank in others)]
         parameters |= _frozen_3(model, models_of_all)
@@ -183,7 +183,7 @@ def read_zero(folder: Path, states: bool) -> SavedContents:
         tied=dict(model.get("shared_params") or {}),
         buffers=buffers_of(model),
         groups=ranks[0][optimizer]["param_groups"],
-        # States with an element for each one of a parameter.
+        # All states but the count of steps: each has as many elements as its parameter.
         moments=frozenset(
             key
             for state in ranks[0][optimizer]["state"].values()
@@ -207,12 +207,12 @@ def _check_ranks(
     Args:
         models: Files of model states by rank, if each rank has one.
     """
-    # In stages 1 and 2 each group has a count of its own, which differ where experts are divided.
+    # In stages 1 and 2 each group has its own count. Counts differ if experts are divided among ranks.
     count = first["partition_count"]
     size = max(count) if isinstance(count, list) else int(count)
-    for what, there in (("optimizer", files), ("model", models)):
-        # The count may be anything.
-        ranks = (rank for rank in range(size) if there is not None and rank not in there)
+    for what, paths in (("optimizer", files), ("model", models)):
+        # One by one: a damaged file may name any number of ranks.
+        ranks = (rank for rank in range(size) if paths is not None and rank not in paths)
         missing = [*itertools.islice(ranks, _NAMED)]
         if missing:
             more = ", …" if len(missing) == _NAMED else ""
@@ -248,7 +248,7 @@ def _stages_1_and_2(
             count = count_of_steps(group_state.get("step"), count_of_steps(base["param_groups"][group].get("step")))
             flat = {State.WEIGHT: saved["single_partition_of_fp32_groups"][group]}
             flat |= _moments(group_state) if states else {}
-            # The table has the place in this rank's tensor. That in the parameter follows from the ranks before.
+            # The table has a fragment's place in this rank's tensor. In the parameter it follows those of ranks before.
             for name, place in mapping.items():
                 start, numel = (int(attributes(place)[key]) for key in ("start", "numel"))
                 for state, tensor in flat.items():
@@ -269,7 +269,7 @@ def _moments(group_state: Mapping[str, Any]) -> dict[State, Any]:
 def _stage_3(
     folder: Path, model: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], states: bool
 ) -> dict[str, SavedParameter]:
-    """Returns the trained parameters: of each, every rank has an equal part in the flat tensor of its group."""
+    """Returns the trained parameters. Each rank has an equal part of each, in the flat tensor of its group."""
     if (folder / OFFLOADED).is_dir():
         raise StoreError(
             f"{folder} was saved with the optimizer on NVMe, of which DeepSpeed copies swap files without a table of "
@@ -287,7 +287,7 @@ def _stage_3(
         for name, shape in shapes.items():
             parameter = SavedParameter(shape_of(shape), True, {state: [] for state in flats[0]}, steps)
             part = -(-parameter.numel // len(ranks))
-            # Small parameters end before the last ranks, whose parts are padding from the first element on.
+            # A small parameter may end before the last ranks: all elements of their parts are padding.
             for rank, flat in enumerate(flats):
                 numel = max(0, min(part, parameter.numel - rank * part))
                 for state, parts in parameter.states.items():
@@ -299,7 +299,7 @@ def _stage_3(
 
 
 def _frozen_3(model: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, SavedParameter]]:
-    """Yields the frozen parameters by name; each rank has an equal part of each, flat."""
+    """Yields each frozen parameter with its name. Each rank has an equal part of it, flat."""
     for name, shape in (model.get("frozen_param_shapes") or {}).items():
         parameter = SavedParameter(shape_of(shape), False, {})
         part = -(-parameter.numel // len(models))
@@ -317,7 +317,7 @@ def _frozen_3(model: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> 
 # Reads universal checkpoints of DeepSpeed, which have a folder for each parameter.
 #
 # zero/<name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    a parameter's master and moments, in one piece
-# zero/<name>/step.pt                               its number of updates, of stages 1 and 2
+# zero/<name>/step.pt                               its number of updates, from stages 1 and 2
 # zero/optimizer_state.pt                           numbers of the optimizer's groups, loss scale
 # *_model_states.pt                                 as DeepSpeed's ranks have saved them
 
@@ -357,7 +357,7 @@ def read_universal(folder: Path, states: bool) -> SavedContents:
         # DeepSpeed writes the buffers of stages 1 and 2 there too, as if they were weights.
         if path.is_dir() and path.name not in buffers
     }
-    # The tied names have files of their own where DeepSpeed took them from the model's state dict.
+    # DeepSpeed may have written files for all tied names, if it took the names from the model's state dict.
     tied = {name: first for name, first in (model.get("shared_params") or {}).items() if first in parameters}
     lost = [name for name in shapes if name not in parameters]
     if lost:
@@ -389,7 +389,7 @@ def _parameter(folder: Path, shapes: Mapping[str, tuple[int, ...]], states: bool
 
     Args:
         shapes: Shapes of the parameters that train; those of stage 3 are stored flat.
-        steps: Number of updates, of parameters that do not say theirs.
+        steps: Number of updates, for a folder that does not contain it.
     """
     tensors: dict[State, Any] = {}
     for name, state in _STATES.items():

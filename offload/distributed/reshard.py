@@ -3,12 +3,12 @@
     rank 0 locks the run's folders ─► all compare every byte with its checksum ─► each writes new-rank<r>, its first
     commit ─► rank 0 switches (`switch`) ─► the start resumes the run as one of this number of ranks
 
-The states are found by the names of their parameters, as those of a checkpoint are. Nothing of the run changes before
-the new folders are complete on every rank, so an error or a kill leaves a run that the former number of ranks resumes.
+As in a checkpoint, the names of parameters identify states. No file of the run changes before the new folders are
+complete on every rank. So after an error or a kill the former number of ranks resumes the run.
 
-Each column of a grid is a run of its own, and does this by itself, from the last commit that all columns have. The new
-commit has the number of that one. So after a kill between the switches of two columns either number of ranks resumes:
-the columns that have another one are divided again, from the same commit.
+In a grid each column is a run of its own. Each column reshards itself from the last commit that all columns have, and
+gives its new commit the same number. After a kill between the switches of two columns, a start with either number of
+ranks works: it reshards the columns that have the other number, from that same commit.
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ class FormerRun:
 
     source: StoreSource
     specs: Sequence[StoreSpec]
-    """Contents of the store of each rank of its first replica."""
+    """What each rank's store contains; the ranks of the first replica only."""
     layouts: tuple[UnitLayout, ...]
     mode: Mode
     saved: Mapping[str, tuple[int, Segment]]
+    """For each parameter its unit and its segment in `layouts`."""
     written: Sequence[bytes | None]
     """Packed counts of the bytes that each rank of the run has written."""
 
@@ -193,7 +194,7 @@ def carry_out(folders: Sequence[Path], change: Switch) -> None:
 
 
 def finish(folders: Sequence[Path]) -> None:
-    """Ends a step that a kill has interrupted after its note, and deletes what one before its note has left.
+    """Finishes a switch that a kill has interrupted, if its note exists. Deletes the folders that are not the run.
 
     Raises:
         StoreError: if a process uses the run, or a folder of the new ranks is missing.
@@ -203,7 +204,7 @@ def finish(folders: Sequence[Path]) -> None:
     with contextlib.ExitStack() as locks:
         for folder in (*rank_folders(folders[0]), *folders_aside(folders[0])):
             locks.enter_context(Lock(folder))
-        # Read again: until the locks were held, another process may have ended the step.
+        # Read again: before this process held the locks, another one may have finished the switch.
         change = _read_note(folders[0])
         if change is not None:
             _check_complete(folders, change)
@@ -251,13 +252,13 @@ def _rename(folders: Sequence[Path], change: Switch) -> None:
         for rank in range(max(len(change.before), len(change.after))):
             place = folder / f"rank{rank}"
             new = change.after[rank] if rank < len(change.after) else None
-            # A place that no new rank takes is cleared only of this run: another run's leftovers stay.
+            # Without a new rank for this place, only a folder of this run is moved. One of another run stays.
             leaves = new is not None or store_id(place) == change.before[rank]
             if place.exists() and leaves and store_id(place) != new:
                 _move(folder, place.name, f"{REPLACED}rank{rank}")
             if new is not None and store_id(place) != new:
                 _move(folder, f"{STAGED}rank{rank}", place.name)
-        # The names must be durable before the note goes: without the note nobody looks for other names.
+        # Names first, then the note: without the note, no start would finish renames that a power cut has undone.
         sync_folder(folder)
     unlink(folders[0] / RESHARDED)
     sync_folder(folders[0])
@@ -325,7 +326,7 @@ def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> s
     ranks, began = new.ranks, time.monotonic()
     before, at = _found(new)
     changes = before is not None and before != new.mesh
-    # A column that stays as it is waits for the others: all of them change, or none.
+    # All columns call `settle`, also one that keeps its arrangement: if any column changes, it waits for that column.
     if not any(new.everyone.settle(lambda: changes)):
         return None
     with contextlib.ExitStack() as opened:
@@ -346,9 +347,9 @@ def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> s
 
 
 def _found(new: NewRanks) -> tuple[Mesh | None, int | None]:
-    """Returns the arrangement of the ranks of the run, None without one; and of a grid the last commit of all columns.
+    """Returns how the run's ranks are arranged, None without a run; and in a grid the last commit of all columns.
 
-    Nothing is locked yet. A commit that another process has replaced meanwhile is missed later, which is an error.
+    Nothing is locked yet. If another process replaces that commit before the locks are taken, `_open` raises an error.
 
     Raises:
         StoreError: if the columns are of two runs.
@@ -357,7 +358,7 @@ def _found(new: NewRanks) -> tuple[Mesh | None, int | None]:
     known: list[int] | None = new.ranks.by_first(lambda: _mesh_of(run))  # as JSON has it
     if new.everyone.size == 1:
         return (None if known is None else Mesh(*known)), None
-    # By the first of each column: the others may not see all folders.
+    # Rank 0 of each column looks: the others may not see all folders.
     own = new.ranks.by_first(lambda: _last_commit(run))
     answers = new.everyone.settle(lambda: [str(run / "rank0"), *own])
     check_one_run([(folder, run_id) for folder, _, run_id in answers])
@@ -379,20 +380,20 @@ def _prepare(
     check: Callable[[Snapshot], None],
     opened: contextlib.ExitStack,
 ) -> list[_Written]:
-    """Writes all ranks' folders next to those of the run. Collective.
+    """Writes a new folder for every rank, next to the folders of the run. Collective.
 
     `at` is the number of the commit, None for the last one; `opened` closes the files and releases the locks.
     """
     ranks, run = new.ranks, new.folders[0]
     _check_visible(new, before)
     looked: list[RankFiles] = []
-    # Rank 0 holds the locks for all, and takes them first: a run in use would change under the others.
+    # Rank 0 locks for all ranks, before any other rank reads: a process that uses the run would change it meanwhile.
     ranks.by_first(lambda: looked.extend(lock_and_look(run, opened, "train")))
     ranks.settle(lambda: looked.extend(_look(run) if ranks.rank else ()))
     opened_run: list[FormerRun] = []
     ranks.settle(lambda: opened_run.append(_open(new, before, at, looked, queue, check, opened)))
     blob = opened_run[0].source.commits[0].record.blob_nbytes
-    # Each commit reserves a quarter more than it needs, for two blobs.
+    # Room for two blobs: each commit reserves a blob and a quarter.
     need = sum(ranks.settle(lambda: new.spec.nbytes + 5 * blob // 2))
 
     def check_room() -> None:
@@ -428,7 +429,7 @@ def _prepare(
 
 
 def _mesh_of(run: Path) -> Mesh | None:
-    """Returns the arrangement of the ranks of the run; None if no manifest names it, or nothing could be committed."""
+    """Returns how the run's ranks are arranged; None if no manifest says so, or if the run makes no commits."""
     manifests = (look(folder).manifest for folder in rank_folders(run) if is_rank(folder))
     known = next((manifest for manifest in manifests if manifest is not None), None)
     if known is None or known.spec.slots < 2:
@@ -438,7 +439,7 @@ def _mesh_of(run: Path) -> Mesh | None:
 
 
 def _check_visible(new: NewRanks, before: Mesh) -> None:
-    """Raises `StoreError` on all ranks if one of them does not see the folder of each rank of the first replica."""
+    """Raises `StoreError` on all ranks if a rank does not see every folder of the first replica."""
     run = new.folders[0]
     folders = [run / f"rank{rank}" for rank in range(before.shards)]
     everyone = new.ranks.settle(lambda: [store_id(folder) for folder in folders])
@@ -470,13 +471,13 @@ def _open(
 ) -> FormerRun:
     """Opens a commit of the run and compares it with this model. Changes nothing.
 
-    Replicas have equal states, and the first is read. `looked` are the run's folders on their first drive.
+    Replicas have equal states, so only the first is read. `looked` are the run's folders on their first drive.
     """
     run = new.folders[0]
     sources = [_on_drives(rank_files, new) for rank_files in ranks_of(run, looked)]
     source = opened.enter_context(contextlib.closing(StoreSource(run, queue, sources, at)))
     keep_flags = {segment.name: segment.kept for layout in new.layouts for segment in layout.segments}
-    # This model as that many ranks would store it: a difference is told as in any other resume.
+    # What the former ranks would store of this model. `compare` reports a difference as any other resume does.
     expected = placed_for(new.layouts, new.mode, len(sources))
     expected = tuple(with_kept(layout, keep_flags, len(sources)) for layout in expected)
     specs = store_specs(expected, new.mode, before.shards, replicas=before.replicas)
@@ -488,7 +489,7 @@ def _open(
     for rank in range(new.ranks.size):
         check_startable([folder / f"rank{rank}" for folder in new.folders], over=True)
     layouts = described_layouts(source.description, part=True)
-    # Of other replicas the counts alone are taken, from their newest commits.
+    # The newest commits of other replicas give only their counts of written bytes.
     replicas = [
         rank_files.whole[0]
         for rank_files in looked
@@ -505,13 +506,13 @@ def _open(
 
 
 def _on_drives(rank_files: RankFiles, new: NewRanks) -> RankFiles:
-    """Returns the same rank on the drives of this start, which may be mounted elsewhere than when it was made.
+    """Returns the same rank with the paths of this start: the drives may be mounted elsewhere than in the run.
 
     Raises:
-        StoreError: if these are other drives.
+        StoreError: if the drives of this start are not those of the run.
     """
     if rank_files.manifest is None:
-        return rank_files  # it has no commit either, which is reported
+        return rank_files  # has no commit either: `StoreSource` reports that
     folders = [folder / rank_files.folder.name for folder in new.folders]
     check_drives(folders, rank_files.manifest, rank_files.commits[0].record.step if rank_files.commits else 0)
     drives = tuple(str(folder.parent) for folder in new.folders)
@@ -529,8 +530,8 @@ def _write(new: NewRanks, source_run: FormerRun, queue: Queue, opened: contextli
     store.create(run_id=source_run.source.run_id)
     shards = StoredShards(mode=new.mode, layouts=new.layouts, shares=new.shares, store=store)
     CheckpointRestorer(source_run, shards, EVERYTHING, queue, new.mesh.shard_of(rank)).run()
-    # The drives have taken the writes of all ranks before. One rank goes on with their sum.
+    # Rank 0 continues the count of written bytes from the sum over all former ranks: the drives are the same.
     store.written.go_on(*(source_run.written if rank == 0 else ()))
-    # As with a checkpoint: no saved progress belongs to this rank, so every rank continues with that of rank 0.
+    # No saved progress belongs to this rank. As after a load of a checkpoint, every rank continues with rank 0's.
     store.commit(commits[0].record.step, commits[0].contents)
     return _Written(str(store_id(store.folders[0])), sum(sum(row.values()) for row in new.spec.partitions))

@@ -395,7 +395,9 @@ class DeviceToHost:
         """Queues a copy, once the bytes in flight leave room for it."""
         with self._changed.lock:
             while self._sent and not self._ended and self._nbytes + sent.source.nbytes > self._most:
-                self._changed.wait()  # costs no speed: the device is busy with the bytes in flight
+                # sending thread: the wait ends. The receiving thread removes entries as copies end, and sets `_ended`
+                # if an error stops it. The wait costs no speed: the device is busy with the bytes in flight.
+                self._changed.wait()
             if not self._ended:
                 self._sent.append(sent)
                 self._changed.notify_all()
@@ -411,6 +413,7 @@ class DeviceToHost:
         self.flush()
         with self._changed.lock:
             self._changed.notify_all()
+            # calling thread: the wait ends, as in `_send`. The receiving thread needs nothing of this one.
             while self._sent and not self._ended:
                 self._changed.wait()
         if self._ended:
@@ -440,6 +443,7 @@ class DeviceToHost:
         with self._changed.lock:
             self._closing = True
             self._changed.notify_all()
+        # calling thread: the join ends. The receiving thread waits for device and drives alone, until `_sent` is empty.
         self._thread.join()
 
     # -- the receiving thread -------------------------------------------------------------------------
@@ -464,6 +468,7 @@ class DeviceToHost:
             self._receive()
             return True
         with self._changed.lock:
+            # receiving thread: sleeps until `_send` or `close` notifies.
             if not self._sent and not self._closing:
                 self._changed.wait()
             return bool(self._sent) or not self._closing

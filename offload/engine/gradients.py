@@ -3,12 +3,14 @@
     compute stream ─► squares summed there ─► `downloads` ─┬► the unit's host buffer, for the first gradient of a step
                                                            └► a staging buffer ─► added into the host buffer
 
-A unit's host buffer is its own, or a window of a gradient on DISK (`DiskSpill`). Gradients of a unit that is stored on
-the device are added there and stay. Those of other units are summed on the device over the micro-batches, as far as
-memory allows, and copied to the host with the last (`DeviceTotals`). The squares of values that are stored as they
-arrive are summed on the device before the copy; those of sums on the host, on the host. So the norm reads no gradient
-again, and its bits are the same everywhere. On a GPU without our kernels the host sums all squares, and all gradients
-pass through staging buffers. If the host can address device memory, all of this is one pass, in the backward's thread.
+A unit has a host buffer of its own, or a window of a gradient on DISK (`DiskSpill`). The device adds up and keeps the
+gradients of units that are stored there. For other units it adds up micro-batches as far as memory allows, and copies
+the total to the host with the last one (`DeviceTotals`).
+
+The norm reads no gradient a second time: whoever stores values also sums their squares. The device sums the squares of
+values that it copies into an empty buffer; the host sums those of values that it adds up. The bits are the same
+everywhere. On a GPU without our kernels the host sums all squares, and all gradients pass through staging buffers. If
+the host can address device memory, all of this is one pass, in the backward's thread.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from offload.timeline import OFF, Phase, Row, Timeline
 #
 # The moment when the gradients of a unit are complete, which is a guess until `step()`.
 #
-# A unit is taken for complete when the last micro-batch of the step has given as many gradients of each parameter as
+# In the last micro-batch of a step, a unit counts as complete once each of its parameters has as many gradients as in
 # the backward before. A model that branches, a second loss, or a tied weight of another unit can make this wrong: then
 # a gradient arrives later, and its arrival is reported.
 #
@@ -85,7 +87,7 @@ class UnitCompletion:
             self.unit_complete(unit)
 
     def told(self, add: Callable[[torch.Tensor], None], unit: int, segment: int) -> Callable[[torch.Tensor], None]:
-        """Returns `add`, after which a gradient has `arrived`."""
+        """Returns a function that calls `add`, and then `arrived`."""
 
         @uninterrupted
         def add_and_tell(gradient: torch.Tensor) -> None:
@@ -105,7 +107,7 @@ class UnitCompletion:
             self._callbacks.gradients_changed(unit)
 
     def end_backward(self) -> None:
-        """Ends a backward, whose gradients are what the next one is expected to give."""
+        """Ends a backward. The next one is expected to bring as many gradients."""
         self._expected |= self._arrived
         self._arrived, self._missing = {}, {}
 
@@ -176,7 +178,7 @@ class DeviceTotals:
     def add(self, unit: int, segment_range: SegmentRange, start: int, values: torch.Tensor) -> None:
         """Stores or adds `values`, (n,) on the device, at position `start` of the unit's gradient.
 
-        Without memory for the unit, `values` become the total, which later calls change: they belong to this object.
+        Without memory for the unit, `values` itself becomes the total: this object owns it, and later calls change it.
         """
         here = self._here.setdefault(unit, {})
         if segment_range in here:
@@ -258,10 +260,11 @@ class HostGradients:
         Args:
             unit: the unit.
             segment: the parameter.
-            add: does so in any case; what the function does where a gradient must be prepared, cut or wait.
+            add: the slower way, which serves every gradient: for one that must be prepared or cut, or that must wait.
             lock: the accumulator's lock.
             reading: units whose gradients an update reads.
-            squares: sums of squares of each unit, which say what was stored, and receive those of new values.
+            squares: for each unit, sums of squares by chunk. A chunk with a sum is stored already, so the function adds
+                to it. It enters the new sum.
         """
         whole = self._whole.get((unit, segment))
         return add if whole is None else DirectAdd(whole.take, add, lock, reading, squares, unit, segment).add
@@ -433,7 +436,7 @@ class GradientAccumulator:
         return {unit: memory.view(torch.uint8) for unit, memory in self.totals.leave(units).items()}
 
     def adder(self, unit: int, segment: int) -> Callable[[torch.Tensor], None]:
-        """Returns `add` for one parameter; for a small one in host memory a shorter way with the same result."""
+        """Returns `add` for one parameter. For a small one in host memory it is faster, with the same result."""
         if self._recorded:
             return functools.partial(self.add, unit, segment)
         prepare = functools.partial(self._add, unit, segment)
@@ -457,7 +460,7 @@ class GradientAccumulator:
 
     @uninterrupted
     def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
-        """Stores or adds a gradient of this process; on several ranks overridden to collect a unit first."""
+        """Stores or adds a gradient of this process. `ReduceScatterAccumulator` first collects a unit."""
         if self._layouts[unit].segments[segment].numel:
             self.put(unit, segment, 0, flat(gradient))
 
@@ -497,7 +500,8 @@ class GradientAccumulator:
         if values.dtype not in SUMMED:
             values = values.to(self.dtype)
         if unit in self._reading:
-            self._callbacks.await_updates()  # a graph older than step() that needs no weights, such as an embedding's
+            # backward's thread: its graph is older than step(). If it needs no weights, nothing has made it wait.
+            self._callbacks.await_updates()
         if unit in self._on_device:
             self._keep(unit, segment, first, values)
         elif self.downloads is None:
@@ -513,7 +517,7 @@ class GradientAccumulator:
         return (segment, first) not in self._squares[unit]
 
     def _leaves(self, unit: int) -> bool:
-        """Returns True if no further gradient of `unit` is added up on the device in this step, or in its turns."""
+        """Returns True if the device adds no more to the total of `unit`, in this step or in the turns at its block."""
         if self._callbacks.is_last_micro_batch():
             return True
         return not self.totals.takes(unit) and self._schedule.leaves_block
@@ -548,11 +552,11 @@ class GradientAccumulator:
             def receive(position: int, some: torch.Tensor) -> None:
                 self._accumulate(unit, segment, first + position, some, new, summed)
 
-        # Never joined if the unit spills: small gradients that arrive late would read back windows already written.
+        # None if the unit spills: a joined gradient arrives late, and would read back a window that is written already.
         place = None if self._host.spills(unit) else (unit, segment, first)
         downloads.collect(self._titles[unit], place, values, target, receive)
-        # backward's thread: records after the send, whose wait may raise. Sums that the receiving thread has recorded
-        # by then stay.
+        # backward's thread: records after `collect`, which may raise while it waits. By now the receiving thread may
+        # have recorded sums of its own: they count, and are not overwritten.
         for chunk, value in zip(chunks, squares, strict=True):
             if summed:
                 self._squares[unit][segment, first + chunk] = value
@@ -686,7 +690,7 @@ class GradientAccumulator:
     ) -> tuple[torch.Tensor, Sequence[Future]]:
         """Returns elements [start, stop) for the update of `unit`, valid once the futures are done; see also `stays`.
 
-        A gradient on DISK is read into `room` from byte `offset` on. One that changes meanwhile drops its update.
+        A gradient on DISK is read into `room` from byte `offset` on. A change meanwhile drops the update.
         """
         assert unit in self._reading or self.completion is not None
         if unit in self._on_device:
@@ -717,11 +721,11 @@ class GradientAccumulator:
             self.totals.forget(unit)
 
     def forget(self) -> None:
-        """Drops every gradient that no update has taken; of several ranks, together."""
+        """Drops every gradient that no update has taken, on all ranks together."""
         self.clear()
 
     def clear(self) -> None:
-        """Drops every gradient that no update has taken, on this rank."""
+        """Drops every gradient that no update has taken, on this rank alone."""
         self._receive_all()
         for unit in range(len(self._layouts)):
             if unit not in self._reading:

@@ -485,7 +485,7 @@ class Offers:
     def offer(self, update: UnitUpdate) -> None:
         """Lets a promised update begin, unless it was withdrawn meanwhile."""
         with self._lock:
-            # copying thread: the gradient arrives late, and another one may have changed the unit since the promise.
+            # receiving thread: the gradient arrives late, and another one may have changed the unit since the promise.
             if self._promised.get(update.unit) is update:
                 self._offered[update.unit] = self._promised.pop(update.unit)
                 self._wake()
@@ -765,6 +765,7 @@ class UpdateWorker(Updates):
         with self._pager.lock:
             self._closing = True
             self._wake()
+        # calling thread: the join ends. With `_closing` the worker waits for no host buffer, and ends once it is idle.
         self._thread.join()
 
     def _wake(self) -> None:

@@ -107,7 +107,7 @@ class Options:
 
 
 FLAGS = {"nf4": "--load-in-4bit", "int8": "--load-in-8bit"}
-"""Options of the command that choose the form of frozen weights, which go by other names than their key."""
+"""The option of the command that sets each value of the field `frozen`: its name does not follow from the field's."""
 
 KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("offload_param", ("zero_optimization", "offload_param", "device"), "nvme"),
@@ -135,13 +135,15 @@ def merge(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns a config file's content merged with the options, and a line for each key that an option overrides.
 
-    Without a file, the command's defaults apply. With a file, an absent key means the same as in DeepSpeed, with these
-    exceptions: the learning rate may be "auto" or absent, and so may the optimizer's type (AdamW), the ZeRO stage (3),
-    the batch size (8) and the swap folder (./swap); bf16.enabled "auto" means --dtype auto; `schedule` sets an absent
-    schedule once the number of steps is known.
+    Without a file, the command's defaults apply. With a file, an absent key means the same as in DeepSpeed, except:
 
-    `start` determines the default learning rate. By `world_size` a line tells a total batch size that changes from one
-    that stays.
+    * The learning rate may be "auto" or absent. `start` determines its default.
+    * The optimizer's type (AdamW), the ZeRO stage (3), the batch size (8) and the swap folder (./swap) have defaults.
+    * "auto" for bf16.enabled means --dtype auto.
+    * An absent schedule is set by `schedule`, once the number of steps is known.
+
+    Args:
+        world_size: number of ranks. With it the lines mention train_batch_size only if the options change its value.
     """
     # A deep copy of plain JSON: the caller's content must not change.
     merged: dict[str, Any] = json.loads(json.dumps(dict(file or {})))
@@ -183,7 +185,7 @@ def _merge_paths(merged: dict[str, Any], typed: list[str], lines: list[str]) -> 
     named = {path: value for path in _PATHS if (value := _get(merged, path)) not in (None, "auto", [])}
     if typed:
         for path, value in named.items():
-            # A single folder may be a string in the file and is a list of one item here; both mean the same.
+            # The file may name a single folder by a string. The option gives a list of one item, which means the same.
             if value not in (typed, *(typed if len(typed) == 1 else ())):
                 lines.append(f"--nvme-path {' '.join(typed)} overrules {'.'.join(path)} {_format(value)}")
             _get(merged, path[:-1]).pop("nvme_path")
@@ -208,7 +210,7 @@ def chooses_dtype(merged: Mapping[str, Any]) -> bool:
 
 
 def _merge_batch(merged: dict[str, Any], options: Options, world_size: int, lines: list[str]) -> None:
-    """Merges --batch-size, sequences of a micro-batch per rank, and --accumulation, micro-batches of a step.
+    """Merges --batch-size (sequences in a rank's micro-batch) and --accumulation (micro-batches in a step).
 
     If an option was given and both keys now have a value, the file's train_batch_size follows from them and is removed.
     Otherwise train_batch_size stays.
@@ -222,9 +224,10 @@ def _merge_batch(merged: dict[str, Any], options: Options, world_size: int, line
             _overrule(merged, (key,), value, flag, lines)
     micro, accumulation, total = (merged.get(key) not in (None, "auto") for key in (*typed, "train_batch_size"))
     if total and micro and accumulation and (flags := [flag for flag, value in typed.values() if value is not None]):
-        before, (each, count) = merged.pop("train_batch_size"), (merged[key] for key in typed)
-        numbers = isinstance(each, int | float) and isinstance(count, int | float)  # else `load_config` refuses them
-        if not numbers or each * count * world_size != before:
+        before, (batch_size, count) = merged.pop("train_batch_size"), (merged[key] for key in typed)
+        # `load_config` refuses values that are no numbers.
+        numbers = isinstance(batch_size, int | float) and isinstance(count, int | float)
+        if not numbers or batch_size * count * world_size != before:
             lines.append(f"{' and '.join(flags)} {_overrules(flags)} train_batch_size {_format(before)}")
     if not total and not micro:
         merged["train_micro_batch_size_per_gpu"] = DEFAULT_BATCH_SIZE
@@ -236,8 +239,8 @@ def _merge_batch(merged: dict[str, Any], options: Options, world_size: int, line
 def schedule(content: Mapping[str, Any], options: Options, steps: int) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns a merged config with its learning-rate schedule, and a line if an option overrides the file's schedule.
 
-    A file's schedule stays unless --schedule or --warmup is given; either replaces the file's schedule completely. A
-    file for a Trainer that creates its own schedule has none. The default is a cosine after a warm-up of 3 %.
+    Either of --schedule and --warmup replaces the file's schedule completely; otherwise it stays. A file for a Trainer
+    may have no schedule: the Trainer creates it. The default is a cosine after a warm-up of 3 %.
 
     Raises:
         ConfigError: the warm-up is longer than the training.
@@ -293,7 +296,7 @@ _OF_LEARNING = (
 
 
 def settings_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of learning in a merged config, without the schedule, by dotted key."""
+    """Returns the settings of a merged config that change the results, by dotted key, without the schedule."""
     blocks = {name: content[name] for name in _OF_LEARNING if name in content}
     ours = {f"offload.{name}": _get(content, ("offload", name)) for name in ("seed", "frozen")}
     return dict(_flat(blocks)) | ours | {"offload.seed": ours["offload.seed"] or 0}
@@ -308,10 +311,10 @@ def _flat(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 def _merge_line(merged: dict[str, Any], lines: list[str]) -> None:
-    """Turns off the engine's own line per step, since the command shows a progress line; adds a line if it was on."""
+    """Turns off the engine's print of each step: the command shows progress itself. Adds to `lines` if it was on."""
     keys_set = [key for key in ("wall_clock_breakdown", "memory_breakdown") if merged.get(key) is True]
     every = merged.get("steps_per_print")
-    # The key may be absent or infinite, which DeepSpeed users write to turn the line off.
+    # The key may be absent, or infinite: so DeepSpeed's users turn the engine's line off.
     if keys_set or isinstance(every, int | float):
         if isinstance(every, int | float) and 0 < every < math.inf:
             keys_set.insert(0, "steps_per_print")
@@ -393,7 +396,7 @@ _WITHOUT_NAME = ("frozen",)
 _VALUE = r'(?::\s*(?:"(?P<word>[^"]*)"|\{"every":\s*(?P<every>\d+)\}|(?P<number>[0-9.]+)))?'
 _PLACE = r'(?: in (?:the |its )?(?:block )?"offload"(?: block)?| in "offload"| of the config)?'
 _ASIDE = re.compile(r"(?: there)? \(offload train: [^)]*\)")
-"""What messages add for the command line, which is not needed beside the names of options."""
+"""A note for users of the command in an error message. Once the message names options itself, the note is cut."""
 
 
 def in_options(message: str, options: Options) -> str:
@@ -434,7 +437,7 @@ def _spelled(flag: str, match: re.Match[str]) -> str:
 
 
 _LARGEST = 2**31 - 1
-"""Largest number of steps, sequences or tokens: what numpy and torch index must not overflow."""
+"""Largest number of steps, sequences or tokens. A larger one could overflow an index of numpy or torch."""
 
 
 def check(options: Options) -> None:
@@ -481,7 +484,7 @@ def check(options: Options) -> None:
 
 
 def batch_of(config: Config, seq_len: int, world_size: int) -> Batch:
-    """Returns the batch sizes of a run, whose token ids of a step fit into the free memory.
+    """Returns the batch sizes of a run, after a check that the token ids of a step fit into the free memory.
 
     Raises:
         ConfigError: the sizes contradict each other, or the ids alone do not fit.

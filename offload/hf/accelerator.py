@@ -109,7 +109,7 @@ class Accelerator(accelerate.Accelerator):
                     f"gradient_accumulation_steps is {accumulation} in the engine's config and "
                     f"{self.gradient_accumulation_steps} in the Accelerator; make them equal"
                 )
-            # The wrapper of an engine that was prepared before is in the user's loop, and must stay.
+            # If the engine was prepared before, the user's loop has its wrapper: a second one must not replace it.
             if self.engine is None:
                 self.use(engines[0])
             return
@@ -142,8 +142,8 @@ class Accelerator(accelerate.Accelerator):
     def use(self, engine: Engine) -> None:
         """Trains by an engine from now on."""
         self.engine = engine
-        # A frozen engine has an optimizer without parameters, which nothing can step.
-        # Of several groups the first may be empty: a Trainer puts what decays there, and norms and biases do not.
+        # The optimizer of a frozen engine has no parameters, and nothing can step it. All groups are asked: a Trainer's
+        # first group, the weights that decay, may be empty while its second has norms and biases.
         trains = any(group["params"] for group in engine.optimizer.param_groups)
         self._optimizer = EngineOptimizer(engine) if trains else None
 
@@ -161,13 +161,13 @@ class Accelerator(accelerate.Accelerator):
         taken = sum(engine.device_memory for engine in self.references)
         if budget is None or not taken:
             return content
-        leftover = parse_size(budget) - taken
-        if leftover <= 0:
+        left_bytes = parse_size(budget) - taken
+        if left_bytes <= 0:
             raise BudgetError(
                 f'"device_memory" is {format_size(parse_size(budget))}, of which the models that do not train take '
                 f'{format_size(taken)}; raise it, or move "offload_param" from the device to cpu or nvme'
             )
-        content["offload"] = {**content["offload"], "device_memory": leftover}
+        content["offload"] = {**content["offload"], "device_memory": left_bytes}
         return content
 
     def prepare_model(
@@ -186,7 +186,6 @@ class Accelerator(accelerate.Accelerator):
                 engine takes all of the device memory that is left.
         """
         if evaluation_mode and self.offload_config is not None and not self._is_paged(model):
-            # A frozen engine of its own.
             config = self._config(None)
             if self.engine is not None and value_of(config, "offload.device_memory") is not None:
                 raise UsageError(
@@ -203,13 +202,13 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Returns the wrapper of the engine's optimizer, for this one or the optimizer from which the engine was built.
+        """Returns the wrapper of the engine's optimizer, for that optimizer or for the one that the engine replaced.
 
         Raises:
             UsageError: if the optimizer belongs to an engine that was not prepared here.
         """
         wrapper = self._optimizer
-        # Accelerate's own wrapper of the one that the engine replaced would copy all states to RAM, and know no norm.
+        # Accelerate would wrap the optimizer that the engine replaced, copy all its states to RAM, and know no norm.
         if wrapper is not None and optimizer in (wrapper.optimizer, wrapper.optimizer.replaced):
             setattr(wrapper, _PREPARED, True)
             optimizer = wrapper
@@ -223,13 +222,13 @@ class Accelerator(accelerate.Accelerator):
         """Returns Accelerate's wrapper of a schedule, which becomes part of the engine's commits and checkpoints."""
         known = scheduler in self._schedulers
         prepared = super().prepare_scheduler(scheduler)
-        # `save_state` of Accelerate saves schedules too. The engine saves its own, and steps it.
+        # Accelerate's `save_state` would save the schedule, and the engine does so instead. It knows its own already.
         if self.engine is None or known or scheduler is self.engine.lr_scheduler:
             return prepared
         try:
             self.engine.register_for_checkpointing(prepared)
         except UsageError as error:
-            # Training needs no state of the schedule; only a load does, which a loop may never make.
+            # Only a load of a checkpoint needs the state of the schedule, and a loop may never load: no error.
             name = type(scheduler).__name__
             logger.warning("checkpoints will not contain the state of %s, the schedule: %s", name, error)
         return prepared
@@ -276,7 +275,7 @@ class Accelerator(accelerate.Accelerator):
         if self.engine is None:
             super().backward(loss, **kwargs)
             return
-        # Accelerate decides which micro-batch ends a step, also at the end of a loader, so the engine's count must not.
+        # Accelerate decides which micro-batch ends a step, also at the end of a loader. The engine must not count.
         self.engine.set_gradient_accumulation_boundary(bool(self.sync_gradients))
         # The division is done here, as in Accelerate, so the engine must not divide again.
         self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
@@ -300,11 +299,11 @@ class Accelerator(accelerate.Accelerator):
         if norm_type != 2:
             raise UsageError(f"the engine clips the 2-norm, got norm_type={norm_type}")
         clipped = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-        leftover = sum(p.requires_grad and id(p) not in clipped for p in self.engine.module.parameters())
-        if leftover:
+        missing = sum(p.requires_grad and id(p) not in clipped for p in self.engine.module.parameters())
+        if missing:
             raise UsageError(
                 f"the engine clips the norm of all parameters that train, and "
-                f"{count_of(leftover, 'of them was', 'of them were')} not given to "
+                f"{count_of(missing, 'of them was', 'of them were')} not given to "
                 f"clip_grad_norm_; give model.parameters()"
             )
         self._log_clipping(max_norm)
@@ -324,7 +323,7 @@ class Accelerator(accelerate.Accelerator):
         self._clipping_logged = True
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clips as Accelerate does if no engine trains. An engine holds the gradients and clips only their norm.
+        """Does what Accelerate does if no engine trains. An engine holds the gradients, and clips only their norm.
 
         Raises:
             UsageError: if an engine trains.
@@ -337,7 +336,7 @@ class Accelerator(accelerate.Accelerator):
     # -- checkpoints --------------------------------------------------------------------------------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Saves, and returns, as Accelerate does if no engine trains. An engine saves checkpoints of its own.
+        """Does what Accelerate does if no engine trains. An engine saves checkpoints of its own.
 
         Raises:
             UsageError: if an engine trains.
@@ -350,7 +349,7 @@ class Accelerator(accelerate.Accelerator):
         )
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads, and returns, as Accelerate does if no engine trains. An engine loads checkpoints of its own.
+        """Does what Accelerate does if no engine trains. An engine loads checkpoints of its own.
 
         Raises:
             UsageError: if an engine trains.

@@ -1,4 +1,4 @@
-"""What `offload launch` is asked for, and the checks that need no host."""
+"""Options of `offload launch`, and their checks that connect to no host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OTHER_LAUNCHERS = {
         "start the ranks by MPI's own command, as mpirun -np 8 offload run train.py, or leave --launcher out for ssh",
     ),
 }
-"""DeepSpeed's launchers that there are not here, and what to do."""
+"""DeepSpeed's launchers that `offload` lacks, each with advice for its users."""
 
 NOT_HERE = {
     "--autotuning": "offload plan says what fits and how long a step takes, offload tune measures a drive",
@@ -30,12 +30,12 @@ NOT_HERE = {
     "--comment": "give it to sbatch, or to srun by --launcher-args",
     "--account": "give it to sbatch, or to srun by --launcher-args",
 }
-"""Options of DeepSpeed's launcher that there are not here, and what to do."""
+"""Options of DeepSpeed's launcher that `offload` lacks, each with advice for its users."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What `offload launch` was asked for. None stands for an option that was not given."""
+    """Options of one call of `offload launch`. None stands for an option that was not given."""
 
     script: str
     arguments: tuple[str, ...] = ()
@@ -68,25 +68,25 @@ class LocalMachine:
     """Names under which a hostfile may mean this machine."""
     environ: Mapping[str, str]
     gpus: int | None = None
-    """Number of its GPUs, where `asks_for_gpus`; else None."""
+    """Number of this machine's GPUs; None if `asks_for_gpus` says that nobody needs the number."""
     secret: str = field(default="", repr=False)
-    """What the hosts of this run alone know; of a run that is started on each by hand, from the environment."""
+    """A secret that only the hosts of this run know. A user who starts each host by hand sets it in the environment."""
 
 
 def check_options(options: LaunchOptions, environ: Mapping[str, str]) -> None:
-    """Raises an error for options that are wrong whatever the hosts are.
+    """Raises an error for options that are wrong on any hosts.
 
     Raises:
         UsageError: options contradict each other, or this process is one of several that srun or mpirun has started.
     """
-    # The address is of no interest here, and may be unknown.
+    # `ranks_environment` asks for an address, which this check does not use and which may be unknown.
     if ranks_environment({"MASTER_ADDR": "", **environ}):
         raise UsageError(
             "srun or mpirun has started several of this command, and each would start all ranks: start it once, from "
             "the job's script; or leave it out, as srun offload run train.py"
         )
-    counted = options.num_nodes is not None or options.num_gpus is not None
-    if counted and (options.include or options.exclude):
+    limits_hosts = options.num_nodes is not None or options.num_gpus is not None
+    if limits_hosts and (options.include or options.exclude):
         raise UsageError("--num-nodes and --num-gpus cannot be combined with --include and --exclude: give either")
     if options.module and options.no_python:
         raise UsageError("--module and --no-python cannot be combined: Python runs a module")
@@ -98,7 +98,7 @@ def check_options(options: LaunchOptions, environ: Mapping[str, str]) -> None:
 
 
 def launcher_of(options: LaunchOptions, has_hostfile: bool, environ: Mapping[str, str]) -> str:
-    """Returns `ssh` or `slurm`: what was asked for, else srun inside of an allocation of several nodes.
+    """Returns "ssh" or "slurm": the launcher of the options, else "slurm" inside a Slurm job of several nodes.
 
     Raises:
         UsageError: it is another launcher, or slurm without an allocation.
@@ -119,7 +119,7 @@ def launcher_of(options: LaunchOptions, has_hostfile: bool, environ: Mapping[str
 
 
 def allocated_nodes(environ: Mapping[str, str]) -> list[str]:
-    """Returns the nodes of the job of Slurm's in which this process is.
+    """Returns the nodes of the Slurm job that this process belongs to; none outside of a job.
 
     Raises:
         ConfigError: the variable that Slurm sets is no list of nodes.

@@ -82,58 +82,62 @@ class Section(NamedTuple):
     blocks: Sequence[PageBlock]
 
 
-def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
+def page(log: Log, figures: Mapping[str, Any], window: Window | None) -> str:
     """Returns the HTML document."""
     predicted = Table(
         head=("", "predicted", "measured", "difference"),
-        rows=tuple(TableRow((row["what"], *words(row))) for row in found["predicted"]),
+        rows=tuple(TableRow((row["what"], *words(row))) for row in figures["predicted"]),
     )
     sections = [
         Section("Learning", _learning(log)),
-        Section("Where the time goes", _time(log, found)),
+        Section("Where the time goes", _time(log, figures)),
         Section("Predicted and measured", [predicted] if predicted.rows else []),
         Section("Bytes", _moved(log)),
-        Section("Memory and drives", [*_memory(log, found), *_drives(log, found)]),
+        Section("Memory and drives", [*_memory(log, figures), *_drives(log, figures)]),
         Section("One step in detail", [] if window is None else _window(window)),
     ]
-    run = found["about"].get("run")
+    run = figures["about"].get("run")
     document = render(
         "page.html",
         begin=Markup(BEGIN),
         title=f"Run {run}" if isinstance(run, str) else "A run",
-        subtitle=_subtitle(found),
-        verdict=verdict(found),
-        tiles=_tiles(found),
-        steps_a_point=f"{found['steps'] / POINTS:,.0f}" if found["steps"] > POINTS else "",
+        subtitle=_subtitle(figures),
+        verdict=verdict(figures),
+        tiles=_tiles(figures),
+        steps_a_point=f"{figures['steps'] / POINTS:,.0f}" if figures["steps"] > POINTS else "",
         # Charts without values are empty markup and are left out here.
         sections=[Section(name, [block for block in blocks if block]) for name, blocks in sections],
-        notes=" ".join(_notes(found)),
+        notes=" ".join(_notes(figures)),
     )
     return f"{document}\n"
 
 
-def _subtitle(found: Mapping[str, Any]) -> str:
-    about, words = found["about"], []
+def _subtitle(figures: Mapping[str, Any]) -> str:
+    about, facts = figures["about"], []
     if about.get("model"):
-        words.append(f"{about['model']}")
+        facts.append(f"{about['model']}")
     if isinstance(about.get("parameters"), int):
-        words.append(count_of(about["parameters"], "parameter"))
-    words += [str(about[name]) for name in ("dtype", "device") if about.get(name)]
+        facts.append(count_of(about["parameters"], "parameter"))
+    facts += [str(about[name]) for name in ("dtype", "device") if about.get(name)]
     if about.get("moments") not in (None, "fp32"):
-        words.append(f"moments in {about['moments']}")
+        facts.append(f"moments in {about['moments']}")
     if about.get("master") not in (None, "fp32"):
-        words.append(f"masters in {about['master']}")
+        facts.append(f"masters in {about['master']}")
     # The facts come from a file, so any type may occur.
     if isinstance(about.get("ranks"), int) and about["ranks"] > 1:
-        words.append(f"{about['ranks']} ranks")
-    words.append(f"log {found['log']}")
-    return ", ".join(words)
+        facts.append(f"{about['ranks']} ranks")
+    facts.append(f"log {figures['log']}")
+    return ", ".join(facts)
 
 
-def _tiles(found: Mapping[str, Any]) -> list[Tile]:
-    loss, step = found["loss"], found["step_seconds"]
+def _tiles(figures: Mapping[str, Any]) -> list[Tile]:
+    loss, step = figures["loss"], figures["step_seconds"]
     tiles = [
-        Tile("steps", f"{found['first_step']:,} to {found['last_step']:,}", format_time(found["seconds"]) + " in all")
+        Tile(
+            "steps",
+            f"{figures['first_step']:,} to {figures['last_step']:,}",
+            format_time(figures["seconds"]) + " in all",
+        )
     ]
     if loss is not None:
         tiles.append(
@@ -143,7 +147,7 @@ def _tiles(found: Mapping[str, Any]) -> list[Tile]:
                 f"from {format_number(loss['first'])}, least {format_number(loss['least'])}",
             )
         )
-    if (held_out := found["eval_loss"]) is not None:
+    if (held_out := figures["eval_loss"]) is not None:
         more = f"from {format_number(held_out['first'])}, least {format_number(held_out['least'])}"
         tiles.append(Tile("evaluation loss", format_number(held_out["last"]), more))
     if step is not None:
@@ -152,14 +156,14 @@ def _tiles(found: Mapping[str, Any]) -> list[Tile]:
         tiles.append(Tile("median step", f"{format_number(step['median'] / unit.size)} {unit.name}", slow))
     for name in ("tokens", "samples"):
         # Logs of `offload train` contain tokens; those of other loops only samples.
-        if found[f"{name}_per_second"]:
-            tiles.append(Tile("speed", f"{found[f'{name}_per_second']:,.4g} {name}/s", ""))
+        if figures[f"{name}_per_second"]:
+            tiles.append(Tile("speed", f"{figures[f'{name}_per_second']:,.4g} {name}/s", ""))
             break
-    if found["drives"]:
-        total = sum(each["so_far_bytes"] for each in found["drives"])
+    if figures["drives"]:
+        total = sum(drive["so_far_bytes"] for drive in figures["drives"])
         # The worst drive counts: it fails first.
-        rated = [each["share"] for each in found["drives"] if each["share"] is not None]
-        more = f"{max(rated):.2%} of rated life at the end" if rated else "drive_tbw is not set"
+        shares = [drive["share"] for drive in figures["drives"] if drive["share"] is not None]
+        more = f"{max(shares):.2%} of rated life at the end" if shares else "drive_tbw is not set"
         tiles.append(Tile("written to drives", format_decimal(total), more))
     return tiles
 
@@ -176,11 +180,11 @@ def _series(log: Log, name: str, color: str, field: str, over: str | None = None
 
     `over` is the key of a divisor, such as "seconds" for a rate.
     """
-    found: list[float | None] = []
-    for values in log.steps:
-        value, by = number(values, field), 1.0 if over is None else number(values, over)
-        found.append(value / by if value is not None and by else None)
-    return Series(name, color, found)
+    points: list[float | None] = []
+    for step in log.steps:
+        value, divisor = number(step, field), 1.0 if over is None else number(step, over)
+        points.append(value / divisor if value is not None and divisor else None)
+    return Series(name, color, points)
 
 
 def _learning(log: Log) -> list[PageBlock]:
@@ -196,7 +200,7 @@ def _learning(log: Log) -> list[PageBlock]:
     ]
 
 
-def _time(log: Log, found: Mapping[str, Any]) -> list[PageBlock]:
+def _time(log: Log, figures: Mapping[str, Any]) -> list[PageBlock]:
     steps = _steps(log)
     each = [parts(values) for values in log.steps]
     # A stack needs all phases of a step: steps without measurements give empty columns.
@@ -222,16 +226,16 @@ def _time(log: Log, found: Mapping[str, Any]) -> list[PageBlock]:
         log.resumed,
         "The worker costs time only while the model waits for it.",
     )
-    return [_parts_table(found), parted, whole, _speed(log, found), beside]
+    return [_parts_table(figures), parted, whole, _speed(log, figures), beside]
 
 
-def _speed(log: Log, found: Mapping[str, Any]) -> PageBlock:
+def _speed(log: Log, figures: Mapping[str, Any]) -> PageBlock:
     """Returns the chart of tokens a second, or of samples a second for a log without tokens; empty without both."""
     steps, marks = _steps(log), log.resumed
     tokens = _series(log, "tokens", "--green", "tokens", "seconds")
     if any(value is not None for value in tokens.values):
         return lines("Tokens a second", steps, [tokens], resumed=marks)
-    size = found["about"].get("samples_a_step")
+    size = figures["about"].get("samples_a_step")
     if not isinstance(size, int):
         return Markup()
     seconds = [number(values, "seconds") for values in log.steps]
@@ -239,9 +243,9 @@ def _speed(log: Log, found: Mapping[str, Any]) -> PageBlock:
     return lines("Samples a second", steps, [samples], resumed=marks)
 
 
-def _parts_table(found: Mapping[str, Any]) -> PageBlock:
+def _parts_table(figures: Mapping[str, Any]) -> PageBlock:
     """Returns the table of a mean step's phases; empty if the log lacks them."""
-    spent = found["step_parts_seconds"]
+    spent = figures["step_parts_seconds"]
     if not spent:
         return Markup()
     whole = sum(spent.values())
@@ -279,8 +283,8 @@ def _moved(log: Log) -> list[PageBlock]:
     ]
 
 
-def _memory(log: Log, found: Mapping[str, Any]) -> list[PageBlock]:
-    steps, about = _steps(log), found["about"]
+def _memory(log: Log, figures: Mapping[str, Any]) -> list[PageBlock]:
+    steps, about = _steps(log), figures["about"]
     ram = [("host budget", about["host_budget_bytes"])] if isinstance(about.get("host_budget_bytes"), int) else []
     host = [_series(log, "RAM of the process", "--blue", "host_peak_bytes")]
     device = [_series(log, "allocated on the device", "--blue", "device_peak_bytes")]
@@ -291,8 +295,8 @@ def _memory(log: Log, found: Mapping[str, Any]) -> list[PageBlock]:
     ]
 
 
-def _drives(log: Log, found: Mapping[str, Any]) -> list[PageBlock]:
-    if not found["drives"]:
+def _drives(log: Log, figures: Mapping[str, Any]) -> list[PageBlock]:
+    if not figures["drives"]:
         return []
     colors = ("--magenta", "--blue", "--green", "--orange", "--violet", "--yellow", "--gray")
     series = [
@@ -302,13 +306,13 @@ def _drives(log: Log, found: Mapping[str, Any]) -> list[PageBlock]:
             # A resumed run may have other drives, so a step need not contain each path.
             [(row.get("drives") or {}).get(each["path"]) for row in log.steps],
         )
-        for index, each in enumerate(found["drives"])
+        for index, each in enumerate(figures["drives"])
     ]
     chart = lines("Written in the life of the run", _steps(log), series, decimal_unit, resumed=log.resumed)
     head = ("drive", "written so far", "a step", "at the last step", "rated life", "used")
     # The chart comes first, so that it shares a row with the charts of memory.
     rows = []
-    for drive in found["drives"]:
+    for drive in figures["drives"]:
         rated = "unknown: set drive_tbw" if drive["rated_bytes"] is None else format_decimal(drive["rated_bytes"])
         used = "unknown" if drive["share"] is None else f"{drive['share']:.2%}"
         known = [drive[key] for key in ("so_far_bytes", "step_bytes", "at_end_bytes")]
@@ -336,16 +340,16 @@ def _window(window: Window) -> list[PageBlock]:
     ]
 
 
-def _notes(found: Mapping[str, Any]) -> list[str]:
-    truncated_lines = count_of(found["torn_lines"], "line of the log is", "lines of the log are")
-    again = count_of(found["repeated_steps"], "step was", "steps were")
-    skipped = count_of(found["skipped_steps"], "step was", "steps were")
-    early, dropped = found["early_updates"], found["early_updates_dropped"]
+def _notes(figures: Mapping[str, Any]) -> list[str]:
+    truncated_lines = count_of(figures["torn_lines"], "line of the log is", "lines of the log are")
+    again = count_of(figures["repeated_steps"], "step was", "steps were")
+    skipped = count_of(figures["skipped_steps"], "step was", "steps were")
+    early, dropped = figures["early_updates"], figures["early_updates_dropped"]
     return [
         "Times and medians leave out the first step of each process, which reads everything on demand.",
-        *([f"Resumed at step {', '.join(map(str, found['resumed_at']))}."] if found["resumed_at"] else []),
-        *([f"{truncated_lines} cut short."] if found["torn_lines"] else []),
-        *([f"{again} trained again; the later time counts."] if found["repeated_steps"] else []),
-        *([f"{skipped} skipped."] if found["skipped_steps"] else []),
+        *([f"Resumed at step {', '.join(map(str, figures['resumed_at']))}."] if figures["resumed_at"] else []),
+        *([f"{truncated_lines} cut short."] if figures["torn_lines"] else []),
+        *([f"{again} trained again; the later time counts."] if figures["repeated_steps"] else []),
+        *([f"{skipped} skipped."] if figures["skipped_steps"] else []),
         *([f"Of updates under the backward, {early} held and {dropped} came to nothing."] if early or dropped else []),
     ]

@@ -498,6 +498,7 @@ class HostCache:
         self.waiting_for_buffer += 1
         self._table.notify()
         try:
+            # calling thread: the wait ends. Writes and updates hold the buffers, and need nothing of this thread.
             self._table.wait(f"waits for a host buffer for {entry.size.title}")
         finally:
             self.waiting_for_buffer -= 1
@@ -630,6 +631,7 @@ class HostCache:
                 if self._is_evictable(entry):
                     self._evict(entry)
             if self._host.weights.space.used_bytes:
+                # The wait ends: only a write, an update or a stream can hold a buffer now. Each notifies at its end.
                 self._table.wait("waits for a streamed unit")
         if not self._table.failure:
             self._host.drop_cache()

@@ -326,6 +326,7 @@ class SpeculativeWeights:
             with self._lock:
                 while any(entry.copying for entry in self._entries):
                     self._table.check()
+                    # calling thread: the wait ends. `copy` on the update worker waits for an upload at most.
                     self._table.wait("waits for a copy of weights")
             yield
         finally:

@@ -62,7 +62,7 @@ Places = Sequence[Mapping[State, Sequence[Extents]]]
 
 
 def check_startable(folders: Sequence[Path], over: bool) -> None:
-    """Raises `StoreError` if a folder holds a run that did not end, or a drive of another store: both may be needed.
+    """Raises `StoreError` if a folder may be needed: it holds a run that did not end, or a drive of another store.
 
     Args:
         over: True if commits of this run may be deleted.
@@ -77,14 +77,14 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
         )
     place = _place_of(first)[0]
     for drive, folder in enumerate(folders):
-        its, number, at = _place_of(folder)
-        if its is not None and number and (number != drive or its != place):
-            # A run that ended may have left this drive, if its removal was interrupted. Otherwise its first drive may
-            # be missing.
+        store_id, number, first_drive = _place_of(folder)
+        if store_id is not None and number and (number != drive or store_id != place):
+            # If this run ended, an interrupted removal has left these files. Otherwise their run may need them: its
+            # first drive may just not be mounted.
             if not (ended and number == drive):
                 raise StoreError(
-                    f"{folder} holds drive {number} of a run whose first drive is {at}: mount that drive and give the "
-                    "drives in their former order, or choose another run name, or delete these files with "
+                    f"{folder} holds drive {number} of a run whose first drive is {first_drive}: mount that drive and "
+                    "give the drives in their former order, or choose another run name, or delete these files with "
                     f"`{shell_command('rm', folder.parent)}`"
                 )
         elif was_committed(folder) and not (over and not drive) and read_finished(folder.parent) is None:
@@ -98,10 +98,10 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
 def check_one_run(folders: Sequence[tuple[str | Path, str | None]]) -> None:
     """Raises `StoreError` if the folders of ranks belong to two runs.
 
-    Folders of two runs of one model look alike: every checksum is right, and the weights would be those of neither.
+    Folders of two runs of one model look alike. Every checksum would be right, and the weights a mixture of both runs.
 
     Args:
-        folders: For each rank its folder, and the id of its run. None is unknown, and goes with any.
+        folders: For each rank its folder and the id of its run. An id of None is unknown, and matches every id.
     """
     known = [(folder, run_id) for folder, run_id in folders if run_id is not None]
     for folder, run_id in known:
@@ -134,7 +134,7 @@ def find_newest(
     doubtful: bool,
     find_damage: Callable[[CommitRecord, Blob], Damage | None],
 ) -> tuple[CommitRecord, str | None]:
-    """Returns the newest commit that can be opened, and a line for the user if doubts made a comparison necessary.
+    """Returns the newest commit that can be opened, and a line for the user if its data had to be compared.
 
     Args:
         doubtful: True if a page is damaged, or damage was seen before. Then no commit is taken without `find_damage`.
@@ -142,7 +142,7 @@ def find_newest(
 
     Raises:
         StoreError: If there is no record, if a record is of another model, or if every commit is damaged.
-        IoError: If a blob cannot be read, which is no damage: the next start may be able to.
+        IoError: If a blob cannot be read. That is no damage: the next start may read it.
     """
     records = file_records.valid
     if not records:
@@ -206,8 +206,8 @@ def check_drives(folders: Sequence[Path], copy: StoreManifest, step: int) -> tup
     """Compares the manifest on each drive with the copy that a commit holds.
 
     Returns:
-        A line for each drive whose manifest is missing or damaged; the copy must then be written to all drives. And the
-        places of the drives that each of the other manifests names.
+        Two lists. The first has a line for each drive whose manifest is missing or damaged; if there is any, the caller
+        writes the copy to all drives. The second has the drives' paths as each intact manifest names them.
 
     Raises:
         StoreError: If the number of drives differs, or if a drive belongs to another store or has another index.
@@ -225,7 +225,7 @@ def check_drives(folders: Sequence[Path], copy: StoreManifest, step: int) -> tup
         try:
             manifest = read_manifest(folder / "manifest.json")
         except StoreError as error:
-            notices.append(f"{error}; the file is written anew from the copy in step {step} holds")
+            notices.append(f"{error}; the file is written anew from the copy that step {step} holds")
             continue
         if (manifest.id, number) != (copy.id, drive):
             raise StoreError(
@@ -278,8 +278,8 @@ def damages_of_commit(
 ) -> Generator[Damage]:
     """Reads every slot that a record names, and yields each checksum range that is damaged; takes 32 MiB of memory.
 
-    Complete copies of `undo` count in the place of their slots. Close the generator, or exhaust it, before the file is
-    closed: reads are in flight between two results.
+    If `undo` has a complete copy of a slot, the copy is read in its place. Close or exhaust the generator before the
+    file is closed: reads are in flight between two results.
 
     Args:
         progress: Called with the bytes of each chunk that was compared.
@@ -295,7 +295,7 @@ def damages_of_commit(
         offset = place_of(key).offset(start)
         return Damage(state.value, spec.title(unit), "AB"[record.slots[unit]], file.path, offset, nbytes, reason)
 
-    # Checksums of bytes that the store has not are compared with nothing, and bytes without a checksum are reported.
+    # A slot is reported if its checksums cover too few bytes or too many. With too many nothing is compared.
     compared: dict[Key, Slot] = {}
     for unit, row in enumerate(places):
         for state in row:
@@ -307,8 +307,8 @@ def damages_of_commit(
             if covered != nbytes:
                 yield damage(key, 0, nbytes, f"checksums cover {covered} bytes only")
 
-    # One range after the other, each in chunks. Only complete ranges have a stored checksum, so those of chunks are
-    # joined until the range is complete. A damaged range is reported once.
+    # Ranges are read in order, in chunks. The store has a checksum of the whole range, so the checksums of chunks are
+    # joined until the range ends. A damaged range is reported once.
     chunks = (
         (key, checksum_range, range(start, min(start + _CHUNK_NBYTES, checksum_range.start + checksum_range.nbytes)))
         for key, slot in compared.items()
@@ -347,8 +347,8 @@ def damages_of_commit(
                     yield from compare()
                 # The buffers are used in turn. The oldest chunk was finished above, so its buffer is free.
                 buffer = buffers[count % _CHUNKS][: len(chunk)]
-                of, at = bytes_of(file, place_of(key), chunk.start, len(chunk), copied.get(key))
-                reading.append((key, checksum_range, chunk, queue.read(of, at, buffer, checksum=True)))
+                source, offset = bytes_of(file, place_of(key), chunk.start, len(chunk), copied.get(key))
+                reading.append((key, checksum_range, chunk, queue.read(source, offset, buffer, checksum=True)))
             while reading:
                 yield from compare()
         finally:
@@ -368,16 +368,16 @@ def first_damage(
 
 # -- slots that an edit overwrites ---------------------------------------------------------------------
 #
-# A process of a grid edits weights without the others. The slot that it writes is named by the commit before its last
-# one, from which all resume if another process is lost before it has made the last one too. So the slot is copied
-# first:
+# A process of a grid edits weights without the others. It writes the slot that its last commit does not name, but the
+# commit before may name that slot. If another process is lost before it makes the last commit too, all processes resume
+# from the commit before. So the slot is copied first:
 #
 #     file    entries, one for each state of an edited unit
 #     entry   a page of JSON with its CRC-32C in the last 4 bytes ► the bytes of the slot
 #
-# All entries of a unit are durable before its slot is written. So a copy that a kill or a power cut has interrupted is
-# one of a slot that is whole. Only the checksums of the commit show whether a copy is complete: a page may be durable
-# before its bytes.
+# All entries of a unit are durable before its slot is written. So if a kill or a power cut interrupts a copy, the slot
+# itself is whole. Only the checksums of the commit show whether a copy is complete: a page may be durable before the
+# bytes that follow it.
 
 
 _CRC = struct.Struct("<I")
@@ -449,7 +449,7 @@ class Undo:
         try:
             with writing_in_place(self.path) as write:
                 for state, nbytes in sizes.items():
-                    # In any order: only the sync at the end of the block counts, and nothing is overwritten before.
+                    # These writes may end in any order: the block ends with a sync, and the edit waits for that.
                     write(_UndoEntry((named_by.serial, named_by.time_ns), unit, state, nbytes).pack(), at)
                     for start in range(0, nbytes, len(buffer)):
                         part = buffer[: min(len(buffer), nbytes - start)]
@@ -457,7 +457,7 @@ class Undo:
                         write(part, at + PAGE + start)
                     at += PAGE + nbytes
         except BaseException:
-            # Only gives room back, which others may need now: a reader passes over what is incomplete.
+            # Others may need the room now. Otherwise the rest could stay: a reader ignores an incomplete entry.
             with contextlib.suppress(OSError):
                 cut_short(self.path, self._nbytes)
             raise
@@ -467,10 +467,10 @@ class Undo:
     def _copies(
         self, record: CommitRecord, places: Places, table: Mapping[Key, Slot]
     ) -> tuple[Mapping[Key, Extent], bool]:
-        """Returns where the file has complete copies of slots that `record` names, whose checksums are `table`.
+        """Returns the places in the file of complete copies of slots that `record` names. `table` has their checksums.
 
-        The second result is False if the file contains anything else: what a kill has left of a copy, copies for
-        another record, or damage.
+        The second result is False if the file contains anything else: a part of a copy, which a kill has left, copies
+        for another record, or damage.
         """
         if not is_there(self.path):
             return {}, True
@@ -482,7 +482,7 @@ class Undo:
                 extent, at = Extent(at + PAGE, entry.nbytes), at + PAGE + entry.nbytes
                 key = (entry.unit, entry.state)
                 slots = places[entry.unit].get(entry.state) if 0 <= entry.unit < len(places) else None
-                # A page that is whole may be in another file's or another version's place: all of it is compared.
+                # The page is intact, but may come from another store or version: each of its values is compared.
                 right = entry.commit == (record.serial, record.time_ns) and at <= size
                 if right and slots and own_nbytes(slots) == entry.nbytes and _fits(file, extent, table.get(key, ())):
                     extents[key] = extent
@@ -502,8 +502,8 @@ class Undo:
         """Writes the copies of slots that `record` names to their places, durably. May be repeated.
 
         Args:
-            find_damage: compares all data of the commit, and returns the first damage; None if there is no later
-                commit, beside which an edit could have written over a slot of this one.
+            find_damage: compares all data of the commit, and returns the first damage. None if there is no later
+                commit: an edit overwrites slots of this commit only after a later one.
 
         Raises:
             IoError: if something cannot be read or written.
@@ -516,7 +516,7 @@ class Undo:
                     for offset, chunk in _chunks_of(file, extent):
                         write(unit, state, record.slots[unit], offset, chunk).wait()
             sync()
-        # A kill may have interrupted a copy, whose slot is then whole. After damage of a copy it is not.
+        # If a kill has interrupted a copy, its slot is whole. If a copy was damaged later, its slot may be lost.
         if not undamaged and find_damage is not None and (damage := find_damage()) is not None:
             raise StoreError(
                 f"{self.path} is damaged: it has the copies of slots that an edit of weights has overwritten, and step "
@@ -527,7 +527,7 @@ class Undo:
     def slots(
         self, states: File, record: CommitRecord, places: Places, table: Mapping[Key, Slot]
     ) -> Iterator[Mapping[Key, File]]:
-        """Yields each slot of `record` that has a copy, with its bytes from there, as a file of its own.
+        """Yields a file for each slot of `record` that has a copy: with the copy's bytes in place of the slot's.
 
         Raises:
             IoError: if the file cannot be read.
@@ -547,13 +547,13 @@ class Undo:
             yield files
 
     def remove(self) -> None:
-        """Deletes the file, if there is one. If a power cut takes that back, the copies' record has gone."""
+        """Deletes the file, if there is one. If a power cut undoes that, no record names the slots of its copies."""
         unlink(self.path)
         self._nbytes = 0
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        """Yields a descriptor for reads. An error of a read of the block names the file."""
+        """Yields a descriptor for reads. An error of such a read becomes an `IoError` that names the file."""
         try:
             file = open_inner(self.path, 3)
             try:
@@ -570,7 +570,7 @@ class Undo:
 
 
 def _fits(descriptor: int, extent: Extent, slot: Slot) -> bool:
-    """Returns True if bytes of the file are the first ones of a slot with these checksums."""
+    """Returns True if the bytes of the extent have the checksums of the first bytes of a slot."""
     crc = 0
     for _, chunk in _chunks_of(descriptor, extent):
         crc = crc32c(chunk, crc)
@@ -578,7 +578,7 @@ def _fits(descriptor: int, extent: Extent, slot: Slot) -> bool:
 
 
 def _chunks_of(descriptor: int, extent: Extent) -> Iterator[tuple[int, memoryview]]:
-    """Yields the bytes of an extent, each chunk with its offset there, in memory that the next one reuses."""
+    """Yields the bytes of an extent in chunks, each with its offset in the extent. The next chunk reuses the memory."""
     buffer = aligned_empty(min(_CHUNK_NBYTES, extent.nbytes))
     for offset in range(0, extent.nbytes, len(buffer)):
         chunk = buffer[: min(len(buffer), extent.nbytes - offset)]
