@@ -96,13 +96,14 @@ class FormerRun:
             IoError: if bytes are damaged or cannot be read.
         """
 
-        def begin(chunk: _PartitionChunk, buffer: memoryview) -> Sequence[Pending]:
-            read = self.source.read(chunk.rank, chunk.unit, chunk.state, chunk.start, buffer[: chunk.nbytes])
-            return [read]
+        def begin(chunk: tuple[int, int, State, range], buffer: memoryview) -> Sequence[Pending]:
+            store_index, unit, state, part = chunk
+            return [self.source.read(store_index, unit, state, part.start, buffer[: len(part)])]
 
         flow(flow_buffers(), self._chunks(rank, size), begin, lambda *_: (), lambda *_: None)
 
-    def _chunks(self, rank: int, size: int) -> Iterator[_PartitionChunk]:
+    def _chunks(self, rank: int, size: int) -> Iterator[tuple[int, int, State, range]]:
+        """Yields chunks as index of the store, unit, state, and bytes of the partition."""
         partitions = [
             (store_index, unit, state, nbytes)
             for store_index, spec in enumerate(self.specs)
@@ -112,15 +113,7 @@ class FormerRun:
         # In the order of the bytes, as `StoreSource` compares them.
         for index, unit, state, nbytes in partitions[rank::size]:
             for start in range(0, nbytes, BUFFER_NBYTES):
-                yield _PartitionChunk(index, unit, state, start, min(BUFFER_NBYTES, nbytes - start))
-
-
-class _PartitionChunk(NamedTuple):
-    rank: int
-    unit: int
-    state: State
-    start: int
-    nbytes: int
+                yield index, unit, state, range(start, min(start + BUFFER_NBYTES, nbytes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
