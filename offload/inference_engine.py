@@ -37,7 +37,7 @@ from offload.layout.modes import DTYPES, Mode, dtype_name
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.metrics.meter import cause_of
 from offload.model_io.folder import CONFIG, FileBytes, Stored, StoredRun, stored_tensors
-from offload.model_io.load import Converted, load_pretrained
+from offload.model_io.load import ConvertedParameter, load_pretrained
 from offload.notices import Remark, announce
 from offload.presets import read_config
 from offload.quantized.paged_tensor import PagedTensor
@@ -292,7 +292,7 @@ class TensorPlaces:
     def _runs(self, segment: Segment) -> list[StoredRun]:
         """Returns the elements of the files that make up a parameter, or an expert's row of one."""
         origin = origin_of(self._model.get_parameter(segment.parameter))
-        assert isinstance(origin, Stored | Converted)
+        assert isinstance(origin, Stored | ConvertedParameter)
         return origin.runs(range(segment.first, segment.first + segment.numel))
 
     def why_not(self, segment: Segment, dtype: torch.dtype) -> str | None:
@@ -326,7 +326,7 @@ def _inner_tensors(model: nn.Module, name: str) -> dict[str, Stored]:
 
 def _tensors_of(origin: Any) -> Sequence[Stored]:
     """Returns the tensors of the files that are read for an origin."""
-    if isinstance(origin, Converted):
+    if isinstance(origin, ConvertedParameter):
         return [stored for stored, _ in origin.conversion.parts]
     return [origin] if isinstance(origin, Stored) else []
 

@@ -90,7 +90,7 @@ class _Call:
         self.began = time.perf_counter()
 
 
-class _Local(threading.local):
+class _OpenCalls(threading.local):
     """State of one thread."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class UnitCheckpoints(ActivationPolicy):
         # One thread at a time runs a model, so no lock is needed.
         self._forward_seconds: dict[str, float] = defaultdict(float)
         self._recomputation_seconds: dict[str, float] = defaultdict(float)
-        self._local = _Local()
+        self._local = _OpenCalls()
         self._removers: list[Callable[[], None]] = []
 
     def install(self, modules: Mapping[str, nn.Module]) -> None:

@@ -170,7 +170,7 @@ class DiskSlots:
 
 
 @dataclass(eq=False)
-class Block:
+class HostBlock:
     """Memory of one input."""
 
     buffer: HostBuffer
@@ -188,11 +188,11 @@ class _Slab:
 
     def __init__(self, arena: HostArena, nbytes: int, count: int) -> None:
         self.arena, self.count = arena, count
-        self.free: list[Block] = []
+        self.free: list[HostBlock] = []
         for _ in range(count):
             buffer = arena.take_copied(nbytes)
             assert buffer is not None, "the slab was sized for its blocks"
-            self.free.append(Block(buffer, self))
+            self.free.append(HostBlock(buffer, self))
 
 
 class HostBlocks:
@@ -231,7 +231,7 @@ class HostBlocks:
             return self.nbytes + int(FREE_SHARE * free_host_memory())
         return max(self._room, STAGED_INPUTS * align_up(nbytes))
 
-    def take(self, nbytes: int) -> Block | None:
+    def take(self, nbytes: int) -> HostBlock | None:
         """Returns a block of at least `nbytes`; None if the budget has no room for one more."""
         size = align_up(nbytes)
         # A larger block serves too: steps of ever new lengths then take no more memory than the longest of them.
@@ -242,12 +242,12 @@ class HostBlocks:
         self._close_idle(size)
         return self._grow(size)
 
-    def give(self, block: Block) -> None:
+    def give(self, block: HostBlock) -> None:
         """Returns a block. Its next owner waits for `block.after`."""
         block.after = tuple(event for event in block.after if not event.done())
         block.slab.free.append(block)
 
-    def _grow(self, size: int) -> Block | None:
+    def _grow(self, size: int) -> HostBlock | None:
         """Adds a slab and returns one of its blocks; None if there is no room for a single block."""
         slabs = self._slabs.setdefault(size, [])
         have = sum(slab.count for slab in slabs)
@@ -317,12 +317,12 @@ LEAST_NBYTES = PAGE
 
 
 @dataclass(eq=False, slots=True)
-class Memory:
+class InputMemory:
     """All memory of one input; None where there is none of a kind. At least one of the first three has the bytes."""
 
     tensor: torch.Tensor | None = None
     """The tensor of the forward, until compute is ordered after its download."""
-    block: Block | None = None
+    block: HostBlock | None = None
     """Host memory that has the bytes after `downloaded` and `reading`."""
     slot: Slot | None = None
     """Room on disk that has the bytes after `writing`."""
@@ -362,7 +362,9 @@ class KeptInput:
         *("position", "released", "stays", "version", "wanted"),
     )
 
-    def __init__(self, tensor: torch.Tensor, position: int, wanted: tuple[int, ...], released: deque[Memory]) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, position: int, wanted: tuple[int, ...], released: deque[InputMemory]
+    ) -> None:
         """Keeps `tensor`, detached: the graph must not refer to itself.
 
         Args:
@@ -371,7 +373,7 @@ class KeptInput:
             wanted: sorts inputs in the expected order of the backward's requests.
             released: receives the memory in the end.
         """
-        self.memory = Memory(tensor=tensor.detach())
+        self.memory = InputMemory(tensor=tensor.detach())
         self.version = tensor._version
         self.form = Form.of(tensor)
         self.nbytes = tensor.numel() * tensor.element_size()
@@ -483,7 +485,7 @@ class Staging:
             timeline: records waits.
         """
         self._blocks, self._slots, self._timeline = blocks, slots, timeline
-        self._ending: list[Memory] = []
+        self._ending: list[InputMemory] = []
         """Memory of dropped inputs that a read or write still uses."""
         self.closed = False
 
@@ -516,7 +518,7 @@ class Staging:
                 return
             self._write(kept_input)
 
-    def take_block(self, nbytes: int, inputs: Sequence[KeptInput]) -> Block | None:
+    def take_block(self, nbytes: int, inputs: Sequence[KeptInput]) -> HostBlock | None:
         """Returns a block; the oldest of `inputs` goes to DISK if necessary. Returns None if there is no room.
 
         Raises:
@@ -566,7 +568,7 @@ class Staging:
             raise
         memory.slot = slot
 
-    def _end_write(self, memory: Memory) -> None:
+    def _end_write(self, memory: InputMemory) -> None:
         """Waits for the write of an input. After an error the block alone has the bytes."""
         if memory.writing is None:
             return
@@ -593,7 +595,7 @@ class Staging:
         self._read(kept_input, block)
         return True
 
-    def to_block(self, kept_input: KeptInput, inputs: Sequence[KeptInput]) -> Block:
+    def to_block(self, kept_input: KeptInput, inputs: Sequence[KeptInput]) -> HostBlock:
         """Returns the block of an input after the read of its bytes; for `inputs` see `take_block`.
 
         Raises:
@@ -614,7 +616,7 @@ class Staging:
         assert memory.block is not None
         return memory.block
 
-    def _read(self, kept_input: KeptInput, block: Block) -> None:
+    def _read(self, kept_input: KeptInput, block: HostBlock) -> None:
         memory = kept_input.memory
         assert memory.slot is not None, "an input is in a block or on DISK"
         try:
@@ -626,7 +628,7 @@ class Staging:
             raise
         memory.block = block
 
-    def _end_read(self, memory: Memory) -> None:
+    def _end_read(self, memory: InputMemory) -> None:
         """Waits for the read of an input. After an error DISK alone has the bytes."""
         if memory.reading is None:
             return
@@ -643,14 +645,14 @@ class Staging:
 
     # -- the end of an input ------------------------------------------------------------------------
 
-    def recover(self, dropped: Sequence[Memory]) -> None:
+    def recover(self, dropped: Sequence[InputMemory]) -> None:
         """Takes back the memory of dropped inputs, as soon as no read or write uses it."""
         self._ending += dropped
         for memory in [done for done in self._ending if done.transfers_done]:
             self.give_back(memory)
             self._ending.remove(memory)  # afterwards: a Ctrl-C may end the call before
 
-    def give_back(self, memory: Memory) -> None:
+    def give_back(self, memory: InputMemory) -> None:
         """Waits for the transfer of a dropped input, whose error no longer matters, and frees block and slot."""
         memory.settle()
         self.check_open()
@@ -660,7 +662,7 @@ class Staging:
             self._blocks.give(memory.block)
         memory.slot = memory.block = None
 
-    def close(self, memories: Sequence[Memory]) -> None:
+    def close(self, memories: Sequence[InputMemory]) -> None:
         """Waits for the transfers of `memories` and of dropped inputs, and frees host memory and files. Idempotent."""
         self.closed = True
         for memory in (*memories, *self._ending):
@@ -675,12 +677,12 @@ class Staging:
             raise UsageError("this engine was destroyed, and with it the activations of its graphs")
 
 
-def _has_block(memory: Memory) -> bool:
+def _has_block(memory: InputMemory) -> bool:
     """Returns True if an input has a block that it could give: its tensor has left the device."""
     return memory.block is not None and memory.tensor is None
 
 
-def _cost_of_block(memory: Memory, nbytes: int) -> tuple[bool, bool]:
+def _cost_of_block(memory: InputMemory, nbytes: int) -> tuple[bool, bool]:
     """Returns a key that orders blocks which a request for `nbytes` may take: the least one first."""
     assert memory.block is not None
     return memory.block.buffer.nbytes < nbytes, memory.arriving is not None or memory.reading is not None
@@ -697,7 +699,7 @@ _MOST_SHARED = 64
 """Entries of dropped inputs, in the list and in the table of shared ones, that do no harm."""
 
 
-class _Order:
+class _RequestOrder:
     """The expected order of a backward's requests for inputs: newest first.
 
     Where micro-batches take turns at each unit, their backwards do so too, in the order of the micro-batches.
@@ -747,11 +749,11 @@ class KeptInputs(UnitCheckpoints):
             timeline: records copies and waits.
         """
         super().__init__(blocks, config, device)
-        self._order = _Order(schedule)
+        self._order = _RequestOrder(schedule)
         self._staging = staging
         self._device_limit, self._timeline = device_limit, timeline
         self._lock = threading.RLock()
-        self._released: deque[Memory] = deque()
+        self._released: deque[InputMemory] = deque()
         self._kept: list[weakref.ref[KeptInput]] = []
         """The inputs in the order of the forward; a position is an index. Dropped ones go when they are many."""
         self._leaving: list[KeptInput] = []

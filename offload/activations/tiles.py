@@ -115,7 +115,7 @@ Chunk = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Work:
+class _TiledCall:
     """One call of a tiled module."""
 
     module: nn.Module
@@ -153,7 +153,7 @@ def in_chunks(
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if torch.is_grad_enabled():
         _refuse_hooks(module, trained)
-    work = _Work(
+    work = _TiledCall(
         module=module,
         run=run,
         dim=dim,
@@ -176,7 +176,7 @@ def _versions(module: nn.Module) -> dict[str, int]:
     return versions
 
 
-def _refuse_changes(work: _Work) -> None:
+def _refuse_changes(work: _TiledCall) -> None:
     """Raises `UsageError` if weights have changed since the forward: the chunks would be computed from others."""
     for name, version in _versions(work.module).items():
         if version != work.versions[name]:
@@ -218,7 +218,7 @@ class _Chunks(torch.autograd.Function):
     """The output of a module, computed chunk by chunk, whose graph holds the input alone."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Work, hidden: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, work: _TiledCall, hidden: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
         before = generators(hidden)
         output: torch.Tensor | None = None
         with _weights_held(work.module), autocast(work.casts):
@@ -242,7 +242,7 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        work: _Work = ctx.work
+        work: _TiledCall = ctx.work
         (hidden,) = (work.source or ctx).saved_tensors
         _refuse_changes(work)
         trained = [work.module.get_parameter(name) for name in work.names]
@@ -268,7 +268,7 @@ class _Chunks(torch.autograd.Function):
         return None, slope_of_input, *rounded
 
 
-def _refuse_shape(work: _Work, hidden: torch.Tensor, part: Any, positions: int) -> None:
+def _refuse_shape(work: _TiledCall, hidden: torch.Tensor, part: Any, positions: int) -> None:
     """Raises `UsageError` unless the module returned one tensor with as many positions as a chunk has."""
     tensor = isinstance(part, torch.Tensor)
     if not tensor or part.ndim != hidden.ndim or part.shape[work.dim] != positions:
@@ -293,7 +293,7 @@ def _add(sums: list[torch.Tensor | None], gradients: list[torch.Tensor | None]) 
             total.add_(gradient)
 
 
-def _refuse_others(work: _Work, output: torch.Tensor, known: Sequence[torch.Tensor]) -> None:
+def _refuse_others(work: _TiledCall, output: torch.Tensor, known: Sequence[torch.Tensor]) -> None:
     """Raises `UsageError` if a chunk depends on a tensor that would receive no gradient from here."""
     known_ids, seen, nodes = {id(tensor) for tensor in known}, set[Any](), [output.grad_fn]
     while nodes:

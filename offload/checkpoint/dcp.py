@@ -76,7 +76,7 @@ class _Entry(NamedTuple):
         return self.about.name.endswith(_TENSOR)
 
 
-class _Folder:
+class _DcpFolder:
     """The entries of a folder, and their values."""
 
     def __init__(self, folder: Path) -> None:
@@ -197,7 +197,7 @@ class _Optimizer(NamedTuple):
         return frozenset(name for group in self.members for name in group) | self.states.keys()
 
 
-def _optimizer(folder: _Folder) -> _Optimizer:
+def _optimizer(folder: _DcpFolder) -> _Optimizer:
     """Returns the entries of the optimizer; none if only a model was saved."""
     states: dict[str, dict[str, _Entry]] = {}
     groups: dict[Any, dict[str, Any]] = {}
@@ -232,7 +232,7 @@ def _optimizer(folder: _Folder) -> _Optimizer:
     return _Optimizer(states, numbers, members, frozenset(names))
 
 
-def _model(folder: _Folder, optimizer: _Optimizer, where: Path) -> dict[str, _Entry]:
+def _model(folder: _DcpFolder, optimizer: _Optimizer, where: Path) -> dict[str, _Entry]:
     """Returns the model's tensors by name.
 
     Raises:
@@ -273,7 +273,7 @@ def read_dcp(where: Path, states: bool) -> SavedContents:
     Raises:
         StoreError: If files are missing or damaged, or the checkpoint is of a kind that is not supported.
     """
-    folder = _Folder(where)
+    folder = _DcpFolder(where)
     optimizer = _optimizer(folder)
     trained = optimizer.trained
     parameters: dict[str, SavedParameter] = {}

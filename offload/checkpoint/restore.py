@@ -26,7 +26,7 @@ _BY_THEMSELVES = ((State.PACKED,), (State.SCALES,))
 """States whose chunks are counted in their own values, not in elements of the parameters."""
 
 
-class _Work(NamedTuple):
+class _RestoreChunk(NamedTuple):
     """Elements [start, stop) of a partition, of one state or of several that are converted together."""
 
     unit: int
@@ -91,7 +91,7 @@ class CheckpointRestorer:
         if not self._keeps_commit:
             return
         work = [
-            _Work(unit, (state,), (state,), start, min(start + numel, last), 0, kept=True)
+            _RestoreChunk(unit, (state,), (state,), start, min(start + numel, last), 0, kept=True)
             for unit, unit_runs in enumerate(self._runs)
             if any(run.saved is None for run in unit_runs)
             for state, nbytes in shards.states(unit).items()
@@ -101,7 +101,7 @@ class CheckpointRestorer:
             for start in range(0, last, numel)
         ]
 
-        def begin(chunk: _Work, buffer: memoryview) -> Sequence[Future]:
+        def begin(chunk: _RestoreChunk, buffer: memoryview) -> Sequence[Future]:
             nbytes = (chunk.stop - chunk.start) * shards.mode_of(chunk.unit).states[chunk.targets[0]].itemsize
             return self._read_now(chunk, chunk.targets[0], buffer[:nbytes], 0, None)
 
@@ -128,14 +128,14 @@ class CheckpointRestorer:
         other_form = any(saved.get(state, own[state]) != own[state] for state in targets)
         return self._makes_masters(unit, targets) or other_form
 
-    def _frozen_work(self, unit: int, room: int = BUFFER_NBYTES) -> list[_Work]:
+    def _frozen_work(self, unit: int, room: int = BUFFER_NBYTES) -> list[_RestoreChunk]:
         """Returns the chunks of a unit's frozen weights, or [] if the checkpoint contains none of them."""
         trainable, frozen = self._shards.shares[unit]
         work = list(self._cut(unit, (State.WEIGHT,), len(trainable), frozen, room))
         return work if any(run.saved for chunk in work for run in self._overlaps(chunk)) else []
 
     def _end(
-        self, chunk: _Work, buffer: memoryview, written: Sequence[dict[State, list[tuple[int, Future]]]]
+        self, chunk: _RestoreChunk, buffer: memoryview, written: Sequence[dict[State, list[tuple[int, Future]]]]
     ) -> Sequence[Future]:
         """Converts a chunk, copies it to its tiers in memory, and begins to write it to the store.
 
@@ -161,7 +161,7 @@ class CheckpointRestorer:
             written[chunk.unit].setdefault(state, []).append((start, futures[-1]))
         return futures
 
-    def _trainable_work(self, unit: int, share: range) -> Iterator[_Work]:
+    def _trainable_work(self, unit: int, share: range) -> Iterator[_RestoreChunk]:
         """Yields the chunks of all states of a unit's trainable elements.
 
         States that are not loaded are included if they must move to another slot.
@@ -196,7 +196,7 @@ class CheckpointRestorer:
 
     def _cut(
         self, unit: int, targets: tuple[State, ...], start: int, share: range, room: int = BUFFER_NBYTES
-    ) -> Iterator[_Work]:
+    ) -> Iterator[_RestoreChunk]:
         """Cuts `share` into chunks that fit into a buffer, and yields them.
 
         Args:
@@ -223,12 +223,14 @@ class CheckpointRestorer:
         numel = room // step_nbytes * step
         for first in range(0, len(share), numel):
             last = min(first + numel, len(share))
-            yield _Work(unit, targets, sources, start + first, start + last, share.start + first)
+            yield _RestoreChunk(unit, targets, sources, start + first, start + last, share.start + first)
 
-    def _part(self, chunk: _Work, state: State, start: int, stop: int) -> range:
+    def _part(self, chunk: _RestoreChunk, state: State, start: int, stop: int) -> range:
         return range(start, stop) if chunk.targets in _BY_THEMSELVES else self._shards.mode.part(state, start, stop)
 
-    def _regions(self, chunk: _Work, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
+    def _regions(
+        self, chunk: _RestoreChunk, buffer: memoryview
+    ) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
         """Returns the part of `buffer` for each state: first in the checkpoint's mode, then in the engine's.
 
         Both are the same dict if nothing is converted.
@@ -250,7 +252,7 @@ class CheckpointRestorer:
             sides.append(side)
         return sides[1], sides[0]
 
-    def _overlaps(self, chunk: _Work) -> list[Run]:
+    def _overlaps(self, chunk: _RestoreChunk) -> list[Run]:
         """Returns the runs of a chunk, in elements of its unit. Those of PACKED and SCALES are in their own values."""
         last = chunk.first + chunk.stop - chunk.start
         if chunk.targets == (State.SCALES,):
@@ -261,7 +263,7 @@ class CheckpointRestorer:
         unit_runs = self._packed_runs if chunk.targets == (State.PACKED,) else self._runs
         return overlaps(unit_runs[chunk.unit], chunk.first, last)
 
-    def _begin(self, chunk: _Work, buffer: memoryview) -> Sequence[Pending]:
+    def _begin(self, chunk: _RestoreChunk, buffer: memoryview) -> Sequence[Pending]:
         """Begins to read a chunk from the checkpoint. Elements that it does not contain are read from the engine.
 
         Padding becomes zero, and so do the other states of weights that were frozen in the checkpoint.
@@ -292,7 +294,9 @@ class CheckpointRestorer:
                     futures += self._saved.read(run, state, memory, start)
         return futures
 
-    def _read_now(self, chunk: _Work, state: State, memory: memoryview, start: int, numel: int | None) -> list[Future]:
+    def _read_now(
+        self, chunk: _RestoreChunk, state: State, memory: memoryview, start: int, numel: int | None
+    ) -> list[Future]:
         """Begins to read the engine's own values of a chunk.
 
         Args:
@@ -305,7 +309,7 @@ class CheckpointRestorer:
         at = self._part(chunk, state, chunk.start + start, chunk.stop).start * itemsize
         return self._shards.read(chunk.unit, state, at, memory[here.start * itemsize : stop])
 
-    def _convert(self, chunk: _Work, buffer: memoryview) -> None:
+    def _convert(self, chunk: _RestoreChunk, buffer: memoryview) -> None:
         sources, targets = self._regions(chunk, buffer)
         if sources is targets or chunk.kept:
             return
@@ -348,11 +352,11 @@ class CheckpointRestorer:
             return set(units)
         differ: set[int] = set()
 
-        def begin(chunk: _Work, buffer: memoryview) -> Sequence[Pending]:
+        def begin(chunk: _RestoreChunk, buffer: memoryview) -> Sequence[Pending]:
             now = self._regions(chunk, buffer[half:])[1][State.WEIGHT]
             return [*self._begin(chunk, buffer[:half]), *self._read_now(chunk, State.WEIGHT, now, 0, None)]
 
-        def end(chunk: _Work, buffer: memoryview) -> Sequence[Future]:
+        def end(chunk: _RestoreChunk, buffer: memoryview) -> Sequence[Future]:
             self._convert(chunk, buffer[:half])
             saved, now = (self._regions(chunk, part)[1][State.WEIGHT] for part in (buffer[:half], buffer[half:]))
             if not torch.equal(torch.frombuffer(saved, dtype=torch.uint8), torch.frombuffer(now, dtype=torch.uint8)):

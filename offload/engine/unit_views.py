@@ -38,7 +38,7 @@ from offload.swapper.pager import Pager
 from offload.torch_internals import outside_of_modes
 
 
-class _Unit:
+class _ViewState:
     """State of one unit: its parameters, and why they are materialized."""
 
     def __init__(self, places: ViewPlaces, name: str, handles: Sequence[ParamHandle], stays: bool) -> None:
@@ -81,12 +81,12 @@ class UnitViews:
             outer = [handle for segment, handle in zip(layout.segments, unit_handles, strict=True) if not segment.inner]
             places = view_places(layout, dtype)
             self._units.append(
-                _Unit(known.setdefault(places, places), layout.name, outer, pager.device_resident(index))
+                _ViewState(known.setdefault(places, places), layout.name, outer, pager.device_resident(index))
             )
             ParamHandle.release(outer)
         self.shown: set[int] = set()  # units that stay, and whose parameters are ordinary ones now; others only read it
         self.outdated = 0  # changes of units that stay; others only read it
-        self._kept: list[_Unit] = []  # see `keep`; oldest first
+        self._kept: list[_ViewState] = []  # see `keep`; oldest first
         self._live: list[Binding] = []
         """Every binding that still owns a pin of the pager, oldest first."""
         self.bindings: dict[int, Binding] = {}
@@ -291,7 +291,7 @@ class UnitViews:
             self._materialize(unit, frozen=False)
 
     @staticmethod
-    def _materialize(unit: _Unit, frozen: bool) -> None:
+    def _materialize(unit: _ViewState, frozen: bool) -> None:
         """Materializes the frozen parameters of a unit, or those that train."""
         assert unit.binding is not None
         pairs = zip(unit.handles, unit.binding.memory.views, strict=True)
@@ -357,13 +357,13 @@ class UnitViews:
             return True
         return False
 
-    def _end_keep(self, unit: _Unit) -> None:
+    def _end_keep(self, unit: _ViewState) -> None:
         """Ends `keep` of a unit, and releases what is not used. Raises `UsageError` as `_unbind` does."""
         self._kept.remove(unit)
         unit.kept = False
         self._unbind_idle(unit)
 
-    def _unbind_idle(self, unit: _Unit) -> None:
+    def _unbind_idle(self, unit: _ViewState) -> None:
         """Releases a unit that is neither used nor kept, or the frozen parameters of one that is kept without them."""
         if unit.uses:
             return
@@ -374,7 +374,7 @@ class UnitViews:
             unit.whole = False
             self._refuse(ParamHandle.release(unit.frozen), [handle for handle in unit.frozen if handle.thawed])
 
-    def _unbind(self, unit: _Unit) -> None:
+    def _unbind(self, unit: _ViewState) -> None:
         """Makes a unit's parameters placeholders, and gives up the storage.
 
         Raises:

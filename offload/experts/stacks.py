@@ -28,7 +28,7 @@ from offload.torch_internals import outside_of_compiled_code, plain_tensors
 # -- rows ----------------------------------------------------------------------------------------------
 
 
-class Rows(StorageForm):
+class StackedRows(StorageForm):
     """The form of a stacked parameter: each of its rows is a parameter of its own, in a unit of its own."""
 
     def __init__(self, rows: Sequence[ParamHandle], experts: Collection[int]) -> None:
@@ -159,7 +159,7 @@ def stack_handles(
         ParamHandle(
             parameter=model.get_parameter(name),
             name=name,
-            form=Rows(row_handles, units),
+            form=StackedRows(row_handles, units),
             unit=-1,
             position=-1,
             dtype=row_handles[0].dtype,

@@ -267,7 +267,7 @@ class _Part(io.RawIOBase):
         return len(data)
 
 
-class _Place(NamedTuple):
+class _ArchiveRecord(NamedTuple):
     """A record of an archive."""
 
     info: zipfile.ZipInfo
@@ -279,7 +279,7 @@ class _Place(NamedTuple):
         return self.info.file_size
 
 
-def _records(archive: zipfile.ZipFile) -> dict[str, _Place]:
+def _records(archive: zipfile.ZipFile) -> dict[str, _ArchiveRecord]:
     """Returns the records of a file by name, without the name of the folder that they all are in.
 
     Raises:
@@ -287,7 +287,7 @@ def _records(archive: zipfile.ZipFile) -> dict[str, _Place]:
     """
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
     ends = [*(info.header_offset for info in infos[1:]), archive.start_dir]
-    places: dict[str, _Place] = {}
+    places: dict[str, _ArchiveRecord] = {}
     for info, end in zip(infos, ends, strict=True):
         name = info.filename.partition("/")[2]
         # Records that share bytes would come to more than the file has.
@@ -295,14 +295,14 @@ def _records(archive: zipfile.ZipFile) -> dict[str, _Place]:
             raise ValueError(f"the record {name[:99]!r} reaches beyond its place")
         if info.compress_type != zipfile.ZIP_STORED or name in places:
             raise ValueError(f"the record {name[:99]!r} is compressed, or there are two of this name")
-        places[name] = _Place(info, end)
+        places[name] = _ArchiveRecord(info, end)
     return places
 
 
 class _Storages:
     """The storages of a file, whose records have places by name."""
 
-    def __init__(self, path: Path, file: _Part, records: dict[str, _Place]) -> None:
+    def __init__(self, path: Path, file: _Part, records: dict[str, _ArchiveRecord]) -> None:
         self._path, self._file, self._records = path, file, records
         self._found: dict[str, Storage] = {}
 
@@ -458,7 +458,7 @@ class _Program:
         del self._stack[at:]
         return values
 
-    def _stored(self, name: Any) -> _Typed:
+    def _stored(self, name: Any) -> _TypedStorage:
         """Returns the storage that a tensor names, and the dtype of its values."""
         kind, made_by, key, _, numel = name
         dtype = _STORAGES.get(made_by.name) if kind == "storage" and isinstance(made_by, Global) else None
@@ -469,7 +469,7 @@ class _Program:
         storage = self._storage(key)
         if storage.nbytes != numel * dtype.itemsize:
             raise ValueError(f"storage {key[:99]!r} has {storage.nbytes} bytes, expected {numel * dtype.itemsize}")
-        return _Typed(storage, dtype)
+        return _TypedStorage(storage, dtype)
 
     def _made(self, made_by: Any, arguments: Any) -> Any:
         """Returns what a call would make, which is made here for the containers and tensors of torch.save alone."""
@@ -503,7 +503,7 @@ class _Program:
         return (set if name == "builtins.set" else frozenset)(map(_key, values))
 
 
-class _Typed(NamedTuple):
+class _TypedStorage(NamedTuple):
     """A storage, and the dtype of its values."""
 
     storage: Storage
@@ -554,7 +554,7 @@ def _size(value: Any) -> int:
 
 def _tensor(place: Any, start: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
     """Returns a tensor by the storage, first element, shape and strides that a pickle names."""
-    if not isinstance(place, _Typed) or not len(shape) == len(stride) <= _MOST_DIMENSIONS:
+    if not isinstance(place, _TypedStorage) or not len(shape) == len(stride) <= _MOST_DIMENSIONS:
         raise ValueError("a tensor without storage, or with a stride for none of its dimensions")
     storage, dtype = place
     start, shape, stride = _size(start), tuple(map(_size, shape)), tuple(map(_size, stride))

@@ -248,7 +248,7 @@ _STATE = ".quant_state.bitsandbytes__"
 
 
 class FileBytes:
-    """A tensor in a file, as the source of paged tensors; implements `Source`."""
+    """A tensor in a file, as the source of paged tensors; implements `PagedBytes`."""
 
     def __init__(self, stored: Stored) -> None:
         self.name, self.device, self.stored = stored.name, torch.device("cpu"), stored

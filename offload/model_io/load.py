@@ -145,7 +145,7 @@ class NamedSource(NamedTuple):
     """Dtypes of the tensors that are read."""
 
 
-class Conversion:
+class TensorConversion:
     """Tensors of a folder that an operation of transformers makes one or several parameters of a model from.
 
     One run of the operation makes all results. Those that will be requested stay in memory until then, because
@@ -223,10 +223,10 @@ class Conversion:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-class Converted(NamedTuple):
+class ConvertedParameter(NamedTuple):
     """One parameter of a conversion; implements `Origin`."""
 
-    conversion: Conversion
+    conversion: TensorConversion
     name: str
     shape: tuple[int, ...]
 
@@ -271,7 +271,7 @@ def name_tensors(
         return own, [name for name in stored if name not in expected]
     sources: dict[str, NamedSource] = {}
     unexpected: list[str] = []
-    groups: dict[str, Conversion] = {}
+    groups: dict[str, TensorConversion] = {}
     # The order of transformers: experts are stacked in the order that they are added, 2 before 10.
     for key in sorted(stored, key=rules.order):
         name, converter, pattern = rules.rename(key, expected)
@@ -279,7 +279,7 @@ def name_tensors(
             unexpected.append(name)
         elif converter is not None:
             # All tensors that map to one name are inputs of one conversion.
-            group = groups.setdefault(name, Conversion(model, converter, name, []))
+            group = groups.setdefault(name, TensorConversion(model, converter, name, []))
             group.parts = [*group.parts, (stored[key], pattern)]
         else:
             _add(sources, name, NamedSource(stored[key], (stored[key].dtype,)))
@@ -288,7 +288,7 @@ def name_tensors(
         for name, shape in group.shapes().items():
             if name in expected:
                 group.wanted.add(name)
-                _add(sources, name, NamedSource(Converted(group, name, shape), dtypes))
+                _add(sources, name, NamedSource(ConvertedParameter(group, name, shape), dtypes))
             else:
                 unexpected.append(name)
     return sources, unexpected

@@ -334,7 +334,7 @@ _END = 0.5
 """The border after a block, in blocks after the border before it."""
 
 
-class _Local(threading.local):
+class _ThreadPosition(threading.local):
     """State of one thread."""
 
     def __init__(self) -> None:
@@ -357,7 +357,7 @@ class LayerMajor(PassSchedule):
         """
         self._blocks, self._device, self._wanted = blocks, device, wanted
         self._modules: Mapping[str, nn.Module] = {}
-        self._local = _Local()
+        self._local = _ThreadPosition()
         self._owner: threading.Thread | None = None
         """The thread that runs the step under way."""
         self._waiting: list[MicroBatch[Any]] = []

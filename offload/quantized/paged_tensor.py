@@ -26,7 +26,7 @@ _OURS = ("source", "geometry")
 """Attributes of a paged tensor; others are those of the parameter that it replaces."""
 
 
-class Source(Protocol):
+class PagedBytes(Protocol):
     """The bytes of paged tensors."""
 
     @property
@@ -44,7 +44,7 @@ class Source(Protocol):
 class PagedTensor(torch.Tensor):
     """A tensor whose bytes are those of a frozen parameter, or some of them."""
 
-    source: Source
+    source: PagedBytes
     geometry: torch.Tensor
     """Shape, strides, dtype and offset in the unit, as a tensor on meta."""
     original: type[nn.Parameter] | None = None
@@ -122,7 +122,7 @@ class PagedTensor(torch.Tensor):
         return values if self.original is None else make_subclass(self.original, values, False)
 
 
-def paged(kind: type[PagedTensor], source: Source, geometry: torch.Tensor) -> PagedTensor:
+def paged(kind: type[PagedTensor], source: PagedBytes, geometry: torch.Tensor) -> PagedTensor:
     """Returns a paged tensor.
 
     Args:

@@ -21,7 +21,7 @@ from offload.torch_internals import inner_tensors
 
 
 class ParameterBytes:
-    """The bytes of one frozen parameter in a unit; implements `Source`."""
+    """The bytes of one frozen parameter in a unit; implements `PagedBytes`."""
 
     def __init__(self, name: str, unit: int, start: int, device: torch.device) -> None:
         """Describes the bytes; they can be read once `owner` is set.

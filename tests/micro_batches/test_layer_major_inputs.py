@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from offload import testing
-from offload.activations.kept_inputs import KeptInputs, _Order
+from offload.activations.kept_inputs import KeptInputs, _RequestOrder
 from tests.support import models
 from tests.support.oracle import accumulated_step, start
 
@@ -18,7 +18,7 @@ JOB = models.GPT2._replace(accumulation=3, steps=3)
 
 def test_the_order_is_newest_first_and_within_a_unit_by_micro_batch() -> None:
     schedule = mock.Mock(interleaves=False, micro_batch=0)
-    order = _Order(schedule)
+    order = _RequestOrder(schedule)
     alone = [order.next() for _ in range(3)]
     assert sorted(alone) == alone[::-1]
     schedule.interleaves, places = True, {}
