@@ -45,7 +45,7 @@ from offload.quantized.tensors import with_adopted_buffers
 from offload.sizes import count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.device import compute_device, let_segments_grow, open_device
-from offload.swapper.store.model_files import FileRange, ModelFiles, UnitImage, image_of
+from offload.swapper.store.model_files import FileRange, InPlaceLayout, ModelFiles, arrange_in_place
 from offload.swapper.store.requests import DriveSpans
 from offload.swapper.table import WeightSource
 from offload.timeline import Phase, Row, now
@@ -260,19 +260,20 @@ class TensorPlaces:
         for stored in all_stored:
             self.stamps[os.path.realpath(stored.path)] = stored.stamp
 
-    def images(self, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[UnitImage | None, ...]:
+    def in_place_layouts(self, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[InPlaceLayout | None, ...]:
         """Returns each unit as it lies in the files; None for a unit that is not read there."""
         sizes = {path: stamp.nbytes for path, stamp in self.stamps.items()}
-        images: list[UnitImage | None] = []
+        in_place_layouts: list[InPlaceLayout | None] = []
         for layout in layouts:
             dtype, segments = layout.mode_in(mode).weight_dtype, layout.segments
-            image = None
+            in_place_layout = None
             small = layout.device_numel <= self._small_numel
             if not small and all(self.why_not(segment, dtype) is None for segment in segments):
                 tensors = [place for segment in segments for place in self._ranges(segment, dtype.itemsize)]
-                image = image_of(tensors, sizes)
-            images.append(image if image is not None and image.nbytes else None)  # empty parameters need no file
-        return tuple(images)
+                in_place_layout = arrange_in_place(tensors, sizes)
+            # Empty parameters need no file.
+            in_place_layouts.append(in_place_layout if in_place_layout and in_place_layout.nbytes else None)
+        return tuple(in_place_layouts)
 
     def _ranges(self, segment: Segment, itemsize: int) -> Iterator[tuple[FileRange, int]]:
         """Yields the bytes in the files that make up a parameter, each with their first byte in the unit."""
@@ -389,8 +390,10 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
         with STARTING, with_adopted_buffers(model):
             optimizer = build_optimizer.choose(None, model, None, None)
             places = TensorPlaces(model, loaded.zero_optimization.stage3_param_persistence_threshold)
-            find_images = places.images if in_place else None
-            plan = decide(loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule, {}, None, find_images)
+            find_in_place_layouts = places.in_place_layouts if in_place else None
+            plan = decide(
+                loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule, {}, None, find_in_place_layouts
+            )
             # Before the parameters lose their origins.
             lines = _lines(plan, places) if in_place else ()
             meter = PassMeter()
@@ -399,7 +402,9 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
                 return InferenceEngine(core, (*notices, *lines), meter)
 
             def open_source(queue: Queue, spans: DriveSpans, files: contextlib.ExitStack) -> WeightSource:
-                return files.enter_context(contextlib.closing(ModelFiles(plan.images, places.stamps, queue, spans)))
+                return files.enter_context(
+                    contextlib.closing(ModelFiles(plan.in_place_layouts, places.stamps, queue, spans))
+                )
 
             source = open_source if plan.in_place else None
             engine = assemble(plan, model, optimizer, make, open_source=source, listener=meter)
@@ -514,11 +519,11 @@ def _most_bytes(tensors: Iterable[tuple[torch.dtype, int]]) -> str:
 
 def _lines(plan: Plan, places: TensorPlaces) -> Sequence[str]:
     """Returns lines on the units that are read in place, and on those that are not and why."""
-    units = [image for image in plan.images if image is not None]
+    units = [layout for layout in plan.in_place_layouts if layout is not None]
     lines = []
     if units:
         read = f"{count_of(len(units), 'unit')} of {len(plan.layouts)} ({format_size(sum(u.nbytes for u in units))})"
-        files = len({extent.path for image in units for extent in image.extents})
+        files = len({extent.path for layout in units for extent in layout.extents})
         lines.append(f"{read} are read from {count_of(files, 'file')} of the model at each use; nothing is written")
     host_units = [unit for unit, tiers in enumerate(plan.placement.tiers) if tiers[State.WEIGHT] is Tier.HOST]
     segments = (

@@ -576,7 +576,7 @@ def _pager(
     timeline: Timeline,
 ) -> Pager:
     # The pager receives sizes and limits only; it knows neither modules nor parameters.
-    sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode, plan.images)
+    sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode, plan.in_place_layouts)
     # Where each rank has whole weights, a use needs no other rank: they meet when they reduce gradients, and at step().
     peers = agreement if isinstance(agreement, Rounds) and plan.world.ranks.mesh.shards > 1 else None
     return Pager(

@@ -78,7 +78,7 @@ from offload.swapper.store import (
 from offload.swapper.store.folder import CLOSED
 from offload.swapper.store.format import layout_difference
 from offload.swapper.store.inspection import look
-from offload.swapper.store.model_files import UnitImage
+from offload.swapper.store.model_files import InPlaceLayout
 from offload.torch_internals import inner_tensors
 
 # -- plan ----------------------------------------------------------------------------------------------
@@ -116,13 +116,13 @@ class Plan:
     notices: tuple[str, ...]
     sites: tuple[Site, ...] = ()
     """The modules that compute with DTensors."""
-    images: tuple[UnitImage | None, ...] = ()
+    in_place_layouts: tuple[InPlaceLayout | None, ...] = ()
     """Each unit as it lies in the model's own files, None for one that is not read there. Empty if none is."""
 
     @property
     def in_place(self) -> frozenset[int]:
         """Units that are read from the model's own files."""
-        return frozenset(unit for unit, image in enumerate(self.images) if image is not None)
+        return frozenset(unit for unit, layout in enumerate(self.in_place_layouts) if layout is not None)
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -150,7 +150,7 @@ def decide(
     rule: Rule,
     kept_states: Mapping[str, tuple[StateField, ...]],
     matrices: Collection[str] | None,
-    find_images: Callable[[Sequence[UnitLayout], Mode], tuple[UnitImage | None, ...]] | None = None,
+    find_in_place_layouts: Callable[[Sequence[UnitLayout], Mode], tuple[InPlaceLayout | None, ...]] | None = None,
 ) -> Plan:
     """Returns the plan of this rank. Collective. Changes nothing; disks are only inspected.
 
@@ -163,7 +163,7 @@ def decide(
         rule: The optimizer's rule.
         kept_states: States that an optimizer of torch keeps of each parameter.
         matrices: Names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
-        find_images: Returns `Plan.images`; None if the weights have the tier of the config.
+        find_in_place_layouts: Returns `Plan.in_place_layouts`; None if the weights have the tier of the config.
 
     Raises:
         ConfigError: If model and config do not fit each other.
@@ -187,13 +187,13 @@ def decide(
 
     # The tiers of the states, by the memory that is free: the ranks of one machine divide it evenly.
     device_kernels, why_not = _device_kernels(device)
-    images = () if find_images is None else find_images(layouts, mode)
+    in_place_layouts = () if find_in_place_layouts is None else find_in_place_layouts(layouts, mode)
     machine = MachineMemory(
         free_host=free_host_memory() // everyone.here,
         free_device=device.free_bytes(),
         host_addressable=device.host_addressable,
         # Units that are not read from the model's files stay in host memory: without swap files there is no store.
-        drives=bool(config.drives) and not images,
+        drives=bool(config.drives) and not in_place_layouts,
         other_engines=process_memory().needed_bytes,
         device_kernels=device_kernels,
     )
@@ -207,13 +207,13 @@ def decide(
             rank=world.ranks.shard,
             world_size=mesh.shards,
             replicas=mesh.replicas,
-            images=images,
+            in_place_layouts=in_place_layouts,
         )
     )
 
     # The run on the drives. Tiers may differ between ranks with different free memory, but either all have a store or
     # none. One rank's drive may be empty, if a kill interrupted the first start: `assemble` decides by the commits.
-    on_disk = any(everyone.share(placed.placement.on_disk and not images))
+    on_disk = any(everyone.share(placed.placement.on_disk and not in_place_layouts))
     resumes_here, replaced = _resume(config, on_disk)
     resume = any(everyone.share(resumes_here))
     # Room is measured only if it can change the result.
@@ -246,7 +246,7 @@ def decide(
         tiled_mlps=tiled_mlps,
         schedule=schedule,
         notices=(*notices, *frozen, *experts, *tiles, *schedule_notices),
-        images=images,
+        in_place_layouts=in_place_layouts,
     )
 
 

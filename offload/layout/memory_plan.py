@@ -37,7 +37,7 @@ from offload.layout.tiers import (
 from offload.layout.units import Stack, Units, find_units, parameters_in_fp32
 from offload.states import State, Tier
 from offload.swapper.policy import Limits
-from offload.swapper.store.model_files import UnitImage
+from offload.swapper.store.model_files import InPlaceLayout
 from offload.swapper.table import UnitSize, pieces_of
 
 # -- config request ------------------------------------------------------------------------------------
@@ -221,8 +221,8 @@ class MemoryRequest:
     """Number of shards."""
     replicas: int = 1
     """Number of replicas, each divided into shards."""
-    images: tuple[UnitImage | None, ...] = ()
-    """Each unit as it lies in the model's own files; see `Partitions.images`."""
+    in_place_layouts: tuple[InPlaceLayout | None, ...] = ()
+    """Each unit as it lies in the model's own files; see `Partitions.in_place_nbytes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,17 +278,17 @@ def place_states(request: MemoryRequest) -> PlacedStates:
     config, accumulation = request.config, request.accumulation
     mode = mode_of(config, request.optimizer)
     dtype = gradient_dtype(config, mode, accumulation, request.layouts)
-    images = [None if image is None else image.nbytes for image in request.images]
+    in_place_nbytes = [None if layout is None else layout.nbytes for layout in request.in_place_layouts]
     parts = partitions(
         request.layouts,
         mode,
         dtype,
         request.rank,
         request.world_size,
-        images,
+        in_place_nbytes,
         replicas=request.replicas,
         reduction=reduction_of(config, mode, accumulation, request.layouts, request.world_size, request.replicas),
-        coded=coded_gathers(config, () if images else request.layouts, mode.weight_dtype, request.world_size),
+        coded=coded_gathers(config, () if in_place_nbytes else request.layouts, mode.weight_dtype, request.world_size),
         node=node_shards_of(config, request.layouts, mode, request.world_size),
     )
     placement = place(parts, mode, placement_request(config, accumulation), request.machine)
@@ -305,7 +305,7 @@ def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -
     Raises:
         ConfigError: the config asks for a store but names no drive for it.
     """
-    if placed.request.images:
+    if placed.request.in_place_layouts:
         return WantedSlots(count=0, must=True)
     config, trains = placed.request.config, any(placed.parts.trainable_numel)
     # Without durability, or if nothing trains, a store exists only for partitions whose tier is DISK.
@@ -355,21 +355,22 @@ def unit_sizes(
     placement: Placement,
     shares: Sequence[tuple[range, range]],
     mode: Mode,
-    images: Sequence[UnitImage | None] = (),
+    in_place_layouts: Sequence[InPlaceLayout | None] = (),
 ) -> list[UnitSize]:
     """Returns the facts that the pager needs about each unit.
 
     Args:
-        images: each unit as it lies in the model's own files; empty if no unit is read there.
+        in_place_layouts: each unit as it lies in the model's own files; empty if no unit is read there.
     """
     sizes: list[UnitSize] = []
-    unit_images = images or [None] * len(layouts)
-    for layout, tiers, parts, image in zip(layouts, placement.tiers, shares, unit_images, strict=True):
+    for layout, tiers, parts, in_place_layout in zip(
+        layouts, placement.tiers, shares, in_place_layouts or [None] * len(layouts), strict=True
+    ):
         itemsize = layout.mode_in(mode).weight_dtype.itemsize
         share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
         shard_nbytes, pieces = sum(map(len, share)), pieces_of(share)
-        if image is not None:
-            shard_nbytes, pieces = image.nbytes, image.pieces
+        if in_place_layout is not None:
+            shard_nbytes, pieces = in_place_layout.nbytes, in_place_layout.pieces
         expanded = (layout.device_numel - layout.numel) * itemsize
         nbytes = layout.device_numel * itemsize
         sizes.append(UnitSize(layout.name, nbytes, tiers[State.WEIGHT], shard_nbytes, pieces, expanded))

@@ -256,7 +256,7 @@ class Partitions:
     """Sizes of what a step needs as a whole, for optimizers that need it."""
     frozen: tuple[int, ...] = ()
     """Bytes at the end of each WEIGHT partition that no update writes; may be empty if they are 0 for all units."""
-    images: tuple[int | None, ...] = ()
+    in_place_nbytes: tuple[int | None, ...] = ()
     """Bytes of each unit as it lies in the model's own files, None for units that cannot be read there. Empty if the
     weights have the tier of the config."""
     reduction: Reduction | None = None
@@ -353,7 +353,7 @@ def partitions(
     gradient_dtype: torch.dtype,
     rank: int,
     world_size: int,
-    images: Sequence[int | None] = (),
+    in_place_nbytes: Sequence[int | None] = (),
     *,
     replicas: int = 1,
     reduction: Reduction | None = None,
@@ -382,7 +382,7 @@ def partitions(
         rows.append(row)
     rows = [
         row if nbytes is None else {State.WEIGHT: nbytes}
-        for row, nbytes in zip(rows, images or [None] * len(rows), strict=True)
+        for row, nbytes in zip(rows, in_place_nbytes or [None] * len(rows), strict=True)
     ]
     wholes = [layout.trainable_stop for layout in layouts]
     reduction = reduction if any(trainable) else None
@@ -397,7 +397,7 @@ def partitions(
         frozen=tuple(
             len(layout.frozen(rank, world_size)) * itemsize for layout, itemsize in zip(layouts, itemsizes, strict=True)
         ),
-        images=tuple(images),
+        in_place_nbytes=tuple(in_place_nbytes),
         reduction=reduction,
         coded=coded,
         node=node,
@@ -423,8 +423,8 @@ def configured(parts: Partitions, request: PlacementRequest, weight_itemsize: in
         passed += numel
         tiers = dict.fromkeys(row, states)
         weights = request.weights
-        if parts.images:  # where the model's files are not read in place, their values are kept in host memory
-            weights = Tier.HOST if parts.images[unit] is None else Tier.DISK
+        if parts.in_place_nbytes:  # where the model's files are not read in place, their values are kept in host memory
+            weights = Tier.HOST if parts.in_place_nbytes[unit] is None else Tier.DISK
         tiers[State.WEIGHT] = Tier.DEVICE if small else weights
         # Later decisions may move gradients from HOST to the device or to disk.
         if State.GRAD in row:

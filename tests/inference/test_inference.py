@@ -21,7 +21,7 @@ from offload.fileio.safetensors_stream import SafetensorsWriter, Tensor
 from offload.inference_engine import InferenceEngine
 from offload.losses import chunk_loss_of
 from offload.sizes import MIB, PAGE
-from offload.swapper.store.model_files import FileRange, image_of
+from offload.swapper.store.model_files import FileRange, arrange_in_place
 from tests.support.processes.process_measures import DiskBytes, peak_memory, peak_rss
 
 IDS = torch.arange(24).view(3, 8) * 7 % 251
@@ -206,7 +206,7 @@ def test_a_layer_larger_than_the_host_budget_is_read_in_chunks(tmp_path: Path) -
         assert engine.host_memory < 2 * 2048 * 2600 * 4
 
 
-def test_an_image_has_every_byte_of_its_tensors_in_whole_pages() -> None:
+def test_an_in_place_layout_has_every_byte_of_its_tensors_in_whole_pages() -> None:
     draw = random.Random(0)
     for _ in range(50):
         files = {name: draw.randbytes(draw.randint(6, 6 * PAGE)) for name in ("a", "b")}
@@ -214,16 +214,18 @@ def test_an_image_has_every_byte_of_its_tensors_in_whole_pages() -> None:
         pairs = [(name, *pair) for name in files for pair in itertools.pairwise(cuts[name]) if draw.random() < 0.7]
         ranges = [FileRange(name, start, stop - start) for name, start, stop in draw.sample(pairs, k=len(pairs))]
         starts = list(itertools.accumulate([each.nbytes for each in ranges], initial=0))
-        image = image_of(list(zip(ranges, starts, strict=False)), {name: len(files[name]) for name in files})
-        content = b"".join(files[each.path][each.start : each.stop] for each in image.extents)
+        in_place_layout = arrange_in_place(
+            list(zip(ranges, starts, strict=False)), {name: len(files[name]) for name in files}
+        )
+        content = b"".join(files[each.path][each.start : each.stop] for each in in_place_layout.extents)
         unit = bytearray(starts[-1])
-        for start, target in image.pieces:
+        for start, target in in_place_layout.pieces:
             unit[target.start : target.stop] = content[start : start + len(target)]
         assert unit == b"".join(files[each.path][each.start : each.stop] for each in ranges)
-        pages = [(each.path, page) for each in image.extents for page in range(each.start, each.stop, PAGE)]
+        pages = [(each.path, page) for each in in_place_layout.extents for page in range(each.start, each.stop, PAGE)]
         assert len(pages) == len(set(pages)), "no page is read twice"
-        assert all(each.start % PAGE == 0 for each in image.extents)
-        assert all(each.stop % PAGE == 0 or each.stop == len(files[each.path]) for each in image.extents)
+        assert all(each.start % PAGE == 0 for each in in_place_layout.extents)
+        assert all(each.stop % PAGE == 0 or each.stop == len(files[each.path]) for each in in_place_layout.extents)
 
 
 def test_bad_input_leaves_the_model_as_it_was(tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from offload.swapper.store.requests import NO_SPANS, DriveSpans, Joined, Verifie
 from offload.swapper.table import UploadPiece
 from offload.timeline import Row, now
 
-# -- image ---------------------------------------------------------------------------------------------
+# -- in-place layout -----------------------------------------------------------------------------------
 #
-# The image of a unit: its tensors as they lie in the files of a model, in whole pages.
+# The in-place layout of a unit: its tensors as they lie in the files of a model, in whole pages.
 #
-#     file     | header | … | b  c  a | …          tensors begin anywhere
-#     image          [ pages of b  c  a ]          what one read puts into a host buffer
-#     unit              [ a | b | c ]              each tensor is copied to its own place on the device
+#     file            | header | … | b  c  a | …   tensors begin anywhere
+#     in-place layout        [ pages of b  c  a ]   what one read puts into a host buffer
+#     unit                      [ a | b | c ]       each tensor is copied to its own place on the device
 #
 # Direct I/O moves whole pages from a page's border to a page's border. So a host buffer receives pages as they are in
 # the file, and the copy to the device, which is made anyway, puts each tensor where the unit has it.
@@ -44,22 +44,22 @@ class FileRange(NamedTuple):
         return self.start + self.nbytes
 
 
-class UnitImage(NamedTuple):
+class InPlaceLayout(NamedTuple):
     """The pages that contain the tensors of a unit, and the place of each tensor in them."""
 
     extents: tuple[FileRange, ...]
-    """The pages, one range after the other in the image."""
+    """The pages, one range after the other in the layout."""
     pieces: tuple[UploadPiece, ...]
-    """The tensors, in the order of the image."""
+    """The tensors, in the order of the layout."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the image."""
+        """Bytes of the pages."""
         return sum(extent.nbytes for extent in self.extents)
 
 
-def image_of(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str, int]) -> UnitImage:
-    """Returns the image of a unit.
+def arrange_in_place(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str, int]) -> InPlaceLayout:
+    """Returns the in-place layout of a unit.
 
     Args:
         tensors: bytes of each tensor in its file, and the first byte of the tensor in the unit.
@@ -87,7 +87,7 @@ def image_of(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str,
             candidate for candidate in extents if candidate.path == path and candidate.start <= start < candidate.stop
         )
         pieces.append(UploadPiece(begins[extent] + start - extent.start, range(target, target + nbytes)))
-    return UnitImage(tuple(extents), tuple(sorted(pieces, key=lambda piece: piece.start)))
+    return InPlaceLayout(tuple(extents), tuple(sorted(pieces, key=lambda piece: piece.start)))
 
 
 # -- model files ---------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class ModelFiles:
 
     def __init__(
         self,
-        images: Sequence[UnitImage | None],
+        in_place_layouts: Sequence[InPlaceLayout | None],
         stamps: Mapping[str, Stamp],
         queue: Queue,
         spans: DriveSpans = NO_SPANS,
@@ -111,7 +111,7 @@ class ModelFiles:
         """Opens the files.
 
         Args:
-            images: image of each unit; None for a unit that is not read from here.
+            in_place_layouts: layout of each unit; None for a unit that is not read from here.
             queue: reads the files; it belongs to the caller.
 
         Raises:
@@ -120,7 +120,9 @@ class ModelFiles:
         self._queue, self._spans, self._stamps = queue, spans, stamps
         self._files: dict[str, DirectFile] = {}
         try:
-            for path in dict.fromkeys(extent.path for image in images if image for extent in image.extents):
+            for path in dict.fromkeys(
+                extent.path for layout in in_place_layouts if layout for extent in layout.extents
+            ):
                 # Read only: a model's folder may belong to another user, and nothing of ours is ever in it.
                 self._files[path] = DirectFile(path, writable=False)
                 self._check([path])
@@ -129,12 +131,12 @@ class ModelFiles:
             raise
         # One request moves all extents of a unit, so that the drive sees them at once.
         self._units = [
-            Joined([(self._files[path], Extent(start, nbytes)) for path, start, nbytes in image.extents])
-            for image in (image or UnitImage((), ()) for image in images)
+            Joined([(self._files[path], Extent(start, nbytes)) for path, start, nbytes in layout.extents])
+            for layout in (layout or InPlaceLayout((), ()) for layout in in_place_layouts)
         ]
 
     def start_read(self, unit: int, start: int, buffer: memoryview, priority: Priority) -> Future:
-        """Submits a read that fills `buffer` from the image of a unit; see `WeightSource`.
+        """Submits a read that fills `buffer` from the pages of a unit; see `WeightSource`.
 
         The `wait` of the request raises `IoError` (ESTALE) if a file has changed.
         """
