@@ -86,7 +86,7 @@ class UnitCompletion:
         if not missing and self.guesses and unit not in self._complete and self._callbacks.is_last_micro_batch():
             self.unit_complete(unit)
 
-    def told(self, add: Callable[[torch.Tensor], None], unit: int, segment: int) -> Callable[[torch.Tensor], None]:
+    def reporting(self, add: Callable[[torch.Tensor], None], unit: int, segment: int) -> Callable[[torch.Tensor], None]:
         """Returns a function that calls `add`, and then `arrived`."""
 
         @uninterrupted
@@ -441,7 +441,7 @@ class GradientAccumulator:
             return functools.partial(self.add, unit, segment)
         prepare = functools.partial(self._add, unit, segment)
         add = self._host.adder(unit, segment, prepare, self._lock, self._reading, self._squares)
-        return add if self.completion is None else self.completion.told(add, unit, segment)
+        return add if self.completion is None else self.completion.reporting(add, unit, segment)
 
     @uninterrupted
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
