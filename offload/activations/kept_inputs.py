@@ -170,7 +170,7 @@ class DiskSlots:
 
 
 @dataclass(eq=False)
-class HostBlock:
+class InputBlock:
     """Memory of one input."""
 
     buffer: HostBuffer
@@ -188,11 +188,11 @@ class _Slab:
 
     def __init__(self, arena: HostArena, nbytes: int, count: int) -> None:
         self.arena, self.count = arena, count
-        self.free: list[HostBlock] = []
+        self.free: list[InputBlock] = []
         for _ in range(count):
             buffer = arena.take_copied(nbytes)
             assert buffer is not None, "the slab was sized for its blocks"
-            self.free.append(HostBlock(buffer, self))
+            self.free.append(InputBlock(buffer, self))
 
 
 class HostBlocks:
@@ -231,7 +231,7 @@ class HostBlocks:
             return self.nbytes + int(FREE_SHARE * free_host_memory())
         return max(self._room, STAGED_INPUTS * align_up(nbytes))
 
-    def take(self, nbytes: int) -> HostBlock | None:
+    def take(self, nbytes: int) -> InputBlock | None:
         """Returns a block of at least `nbytes`; None if the budget has no room for one more."""
         size = align_up(nbytes)
         # A larger block serves too: steps of ever new lengths then take no more memory than the longest of them.
@@ -242,12 +242,12 @@ class HostBlocks:
         self._close_idle(size)
         return self._grow(size)
 
-    def give(self, block: HostBlock) -> None:
+    def give(self, block: InputBlock) -> None:
         """Returns a block. Its next owner waits for `block.after`."""
         block.after = tuple(event for event in block.after if not event.done())
         block.slab.free.append(block)
 
-    def _grow(self, size: int) -> HostBlock | None:
+    def _grow(self, size: int) -> InputBlock | None:
         """Adds a slab and returns one of its blocks; None if there is no room for a single block."""
         slabs = self._slabs.setdefault(size, [])
         have = sum(slab.count for slab in slabs)
@@ -322,7 +322,7 @@ class InputMemory:
 
     tensor: torch.Tensor | None = None
     """The tensor of the forward, until compute is ordered after its download."""
-    block: HostBlock | None = None
+    block: InputBlock | None = None
     """Host memory that has the bytes after `downloaded` and `reading`."""
     slot: Slot | None = None
     """Room on disk that has the bytes after `writing`."""
@@ -518,7 +518,7 @@ class Staging:
                 return
             self._write(kept_input)
 
-    def take_block(self, nbytes: int, inputs: Sequence[KeptInput]) -> HostBlock | None:
+    def take_block(self, nbytes: int, inputs: Sequence[KeptInput]) -> InputBlock | None:
         """Returns a block; the oldest of `inputs` goes to DISK if necessary. Returns None if there is no room.
 
         Raises:
@@ -595,7 +595,7 @@ class Staging:
         self._read(kept_input, block)
         return True
 
-    def to_block(self, kept_input: KeptInput, inputs: Sequence[KeptInput]) -> HostBlock:
+    def to_block(self, kept_input: KeptInput, inputs: Sequence[KeptInput]) -> InputBlock:
         """Returns the block of an input after the read of its bytes; for `inputs` see `take_block`.
 
         Raises:
@@ -616,7 +616,7 @@ class Staging:
         assert memory.block is not None
         return memory.block
 
-    def _read(self, kept_input: KeptInput, block: HostBlock) -> None:
+    def _read(self, kept_input: KeptInput, block: InputBlock) -> None:
         memory = kept_input.memory
         assert memory.slot is not None, "an input is in a block or on DISK"
         try:
