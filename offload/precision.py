@@ -46,7 +46,7 @@ _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Rates(NamedTuple):
+class ProductRates(NamedTuple):
     """Floating-point operations a second of matrix products in one thread."""
 
     half: float
@@ -66,7 +66,7 @@ class Choice(NamedTuple):
     line: str | None = None
 
 
-def decide(measured: Rates) -> str:
+def decide(measured: ProductRates) -> str:
     """Returns "bf16" if its products are at least as fast as those in fp32, else "fp32"."""
     return "bf16" if measured.half >= measured.fp32 else "fp32"
 
@@ -94,7 +94,7 @@ def choose(device: torch.device) -> Choice:
     return Choice("fp32", f"fp32: this processor multiplies it {figures('bf16', measured)}")
 
 
-def figures(half: str, measured: Rates) -> str:
+def figures(half: str, measured: ProductRates) -> str:
     """Returns the ratio of fp32 to the 16-bit dtype, in words that follow a verb."""
     return (
         f"{measured.slower:.1f} times as fast as {half} ({measured.fp32 / 1e9:.0f} and "
@@ -124,7 +124,7 @@ def has_products_in_bf16(cpuinfo: str, environ: Mapping[str, str]) -> bool:
 # -- measured -----------------------------------------------------------------------------------------
 
 
-def measure(half: str) -> Rates:
+def measure(half: str) -> ProductRates:
     """Measures the rates of "bf16" or "fp16" and of fp32: a forward's product and the two of its backward.
 
     One thread computes, and its processor time counts: on a busy machine several threads would wait for each other.
@@ -144,7 +144,7 @@ def measure(half: str) -> Rates:
                 break
     finally:
         torch.set_num_threads(before)
-    return Rates(*(6 * _TOKENS * _WIDTH * _WIDTH / seconds for seconds in best))
+    return ProductRates(*(6 * _TOKENS * _WIDTH * _WIDTH / seconds for seconds in best))
 
 
 def _products(dtype: torch.dtype) -> Callable[[], object]:
@@ -169,7 +169,7 @@ def _seconds(work: Callable[[], object]) -> float:
 # -- kept ---------------------------------------------------------------------------------------------
 
 
-def rates(half: str) -> Rates:
+def rates(half: str) -> ProductRates:
     """Returns the rates of this processor, from the cache if possible.
 
     The cache keeps the choice the same from run to run. Measures if the cache has no rates for this processor, number
@@ -190,11 +190,12 @@ _VALID_RATES = (1e6, 1e16)
 """Range of rates that a thread of a processor can reach. A cached number outside of it is damaged."""
 
 
-def _parse_rates(cached: Any) -> Rates | None:
+def _parse_rates(cached: Any) -> ProductRates | None:
     """Returns the rates that `_write_cache` wrote, or None if `cached` is anything else."""
     if not (isinstance(cached, list) and len(cached) == 2 and all(type(rate) in (int, float) for rate in cached)):
         return None
-    return Rates(*map(float, cached)) if all(_VALID_RATES[0] <= rate <= _VALID_RATES[1] for rate in cached) else None
+    valid = all(_VALID_RATES[0] <= rate <= _VALID_RATES[1] for rate in cached)
+    return ProductRates(*map(float, cached)) if valid else None
 
 
 def cache_path() -> Path:

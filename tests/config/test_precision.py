@@ -20,7 +20,7 @@ from offload.errors import RankError, UsageError
 from offload.hardware import probe
 from offload.hardware.probe import DTYPES, DtypeRates, machine_of
 from offload.planner import request
-from offload.precision import Rates
+from offload.precision import ProductRates
 from offload.swapper.store import inspection as look
 from tests.support import models
 from tests.support.oracle import Job, config, start, train_step
@@ -29,11 +29,11 @@ from tests.support.ranks.rank_pool import rank_and_size, shared_pool
 
 __all__ = ["isolated_cache", "run_folder"]  # fixtures
 
-FAST, SLOW = Rates(2e11, 1e11), Rates(7e9, 5e10)
+FAST, SLOW = ProductRates(2e11, 1e11), ProductRates(7e9, 5e10)
 OPEN = {"train_batch_size": 1, "bf16": {"enabled": "auto"}, "offload": {"device": "cpu"}}
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, found: Rates) -> None:
+def machine(monkeypatch: pytest.MonkeyPatch, found: ProductRates) -> None:
     """From here on the processor is of that speed, and nobody was warned of it."""
     monkeypatch.setattr(precision, "rates", lambda half: found)
     testing.replace(monkeypatch, "dtype.warned", set())
@@ -43,9 +43,10 @@ def machine(monkeypatch: pytest.MonkeyPatch, found: Rates) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "dtype"), [(FAST, "bf16"), (Rates(1e11, 1e11), "bf16"), (Rates(0.99e11, 1e11), "fp32"), (SLOW, "fp32")]
+    ("found", "dtype"),
+    [(FAST, "bf16"), (ProductRates(1e11, 1e11), "bf16"), (ProductRates(0.99e11, 1e11), "fp32"), (SLOW, "fp32")],
 )
-def test_bf16_is_chosen_where_it_is_at_least_as_fast(found: Rates, dtype: str) -> None:
+def test_bf16_is_chosen_where_it_is_at_least_as_fast(found: ProductRates, dtype: str) -> None:
     assert precision.decide(found) == dtype
 
 
@@ -87,18 +88,18 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.delenv(limit, raising=False)
     done: list[str] = []
 
-    def measure(half: str) -> Rates:
+    def measure(half: str) -> ProductRates:
         done.append(half)
-        return Rates(1e9 * len(done), 1e9)
+        return ProductRates(1e9 * len(done), 1e9)
 
     monkeypatch.setattr(precision, "measure", measure)
     return done
 
 
 def test_it_is_measured_once(measured: list[str]) -> None:
-    assert precision.rates("bf16") == precision.rates("bf16") == Rates(1e9, 1e9)
-    assert precision.rates("fp16") == precision.rates("fp16") == Rates(2e9, 1e9)
-    assert precision.rates("bf16") == Rates(1e9, 1e9) and measured == ["bf16", "fp16"]
+    assert precision.rates("bf16") == precision.rates("bf16") == ProductRates(1e9, 1e9)
+    assert precision.rates("fp16") == precision.rates("fp16") == ProductRates(2e9, 1e9)
+    assert precision.rates("bf16") == ProductRates(1e9, 1e9) and measured == ["bf16", "fp16"]
     assert precision.cache_path().is_file() and precision.cache_path().parent == probe.cache_path().parent
 
 
@@ -110,18 +111,18 @@ def test_what_cannot_have_been_measured_is_measured_anew(found: Any, measured: l
     content = json.loads(precision.cache_path().read_text())
     content["products"] = dict.fromkeys(content["products"], found)
     precision.cache_path().write_text(json.dumps(content))
-    assert precision.rates("bf16") == Rates(2e9, 1e9) != expected and measured == ["bf16", "bf16"]
-    assert precision.rates("bf16") == Rates(2e9, 1e9), "it is kept again"
+    assert precision.rates("bf16") == ProductRates(2e9, 1e9) != expected and measured == ["bf16", "bf16"]
+    assert precision.rates("bf16") == ProductRates(2e9, 1e9), "it is kept again"
 
 
 def test_a_file_that_is_no_json_and_one_that_cannot_be_replaced(measured: list[str]) -> None:
     precision.cache_path().parent.mkdir(parents=True, exist_ok=True)
     precision.cache_path().unlink(missing_ok=True)
     precision.cache_path().write_text("[" * 200_000)
-    assert precision.rates("bf16") == Rates(1e9, 1e9)
+    assert precision.rates("bf16") == ProductRates(1e9, 1e9)
     precision.cache_path().unlink()
     precision.cache_path().mkdir()
-    assert precision.rates("bf16") == Rates(2e9, 1e9)
+    assert precision.rates("bf16") == ProductRates(2e9, 1e9)
     assert [path.name for path in precision.cache_path().parent.iterdir()] == [precision.cache_path().name]
     precision.cache_path().rmdir()
 
@@ -160,7 +161,7 @@ def test_what_is_damaged_is_measured_anew(content: str, measured: list[str]) -> 
     kept = json.loads(precision.cache_path().read_text())
     broken = {"version": 1, "products": {key: [0, "x"] for key in kept["products"]}}
     precision.cache_path().write_text(json.dumps(broken) if content == "KEY" else content)
-    assert precision.rates("bf16") == precision.rates("bf16") == Rates(2e9, 1e9)
+    assert precision.rates("bf16") == precision.rates("bf16") == ProductRates(2e9, 1e9)
 
 
 def test_where_nothing_can_be_kept_each_asks_the_machine(measured: list[str], tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ def test_where_nothing_can_be_kept_each_asks_the_machine(measured: list[str], tm
     ],
 )
 def test_an_open_config_gets_what_the_machine_is_fast_in(
-    given: dict[str, Any], found: Rates, dtype: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], found: ProductRates, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, found)
     content = {"offload": {"device": "cpu"}, **given}
@@ -235,7 +236,7 @@ def test_a_run_and_a_checkpoint_keep_the_dtype_that_they_have(
 def _on_its_own_machine(fail: bool) -> Any:
     rank, _ = rank_and_size()
 
-    def rates(half: str) -> Rates:
+    def rates(half: str) -> ProductRates:
         if fail and rank == 0:
             raise OSError("no such processor")
         return (FAST, SLOW)[rank]
@@ -297,9 +298,9 @@ def test_autocast_is_warned_of_too(
     assert 'leave the block "torch_autocast" out' in output
 
 
-@pytest.mark.parametrize("found", [FAST, Rates(1e11, 1.4e11)])
+@pytest.mark.parametrize("found", [FAST, ProductRates(1e11, 1.4e11)])
 def test_a_dtype_that_is_fast_enough_is_not(
-    found: Rates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    found: ProductRates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine(monkeypatch, found)
     begin(tmp_path, "bf16")
@@ -349,7 +350,11 @@ def test_train_keeps_the_dtype_of_options_and_files(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("there", "here", "dtype"), [(FAST, SLOW, "bf16"), (SLOW, FAST, "fp32")])
 def test_a_run_that_goes_on_elsewhere_stays_as_it_is(
-    there: Rates, here: Rates, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    there: ProductRates,
+    here: ProductRates,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     machine(monkeypatch, there)
     train("--steps", "2", "--keep", "--resume", "auto")
@@ -366,7 +371,7 @@ def test_a_run_that_goes_on_elsewhere_stays_as_it_is(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("found", "dtype"), [(FAST, "bf16"), (SLOW, "fp32")])
 def test_a_plan_of_this_machine_is_of_what_train_would_take(
-    found: Rates, dtype: str, monkeypatch: pytest.MonkeyPatch
+    found: ProductRates, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, found)
     drive = probe.DriveRates(".", "/dev/some", 2e9, 1e9, 1.5e9)
