@@ -30,7 +30,7 @@ from offload.checkpoint.files import (
     tensors_of,
     wrong_files,
 )
-from offload.checkpoint.resharding import Run, Source, all_places, as_rows, places, shards_of_scales
+from offload.checkpoint.resharding import Run, SavedElement, all_places, as_rows, places, shards_of_scales
 from offload.engine.snapshot import Snapshot
 from offload.errors import IoError, StoreError
 from offload.fileio import inner_opener, read_inner
@@ -397,7 +397,7 @@ def buffers_among_weights(checkpoint: FoundCheckpoint, names: Collection[str], q
         with contextlib.closing(checkpoint.open(queue)) as reader:
             for name, (unit, segment) in among.items():
                 memory = aligned_empty(segment.numel * torch.float32.itemsize)
-                run = Run(0, segment.numel, Source(unit, segment.start, segment.trainable))
+                run = Run(0, segment.numel, SavedElement(unit, segment.start, segment.trainable))
                 for read in list(reader.read(run, State.WEIGHT, memory, 0)):
                     read.wait()
                 tensors[name] = torch.frombuffer(memory, dtype=torch.float32).view(segment.shape).clone()

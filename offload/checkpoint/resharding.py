@@ -16,11 +16,11 @@ class Run(NamedTuple):
 
     start: int
     stop: int
-    saved: Source | None
+    saved: SavedElement | None
     """None for elements that the checkpoint does not contain; they keep their values."""
 
 
-class Source(NamedTuple):
+class SavedElement(NamedTuple):
     """Position in the checkpoint of the first element of a run: the unit, and the element in this unit."""
 
     unit: int
@@ -151,7 +151,7 @@ def _runs_of(segment: Segment, saved: Mapping[str, tuple[int, Segment]]) -> Iter
     """Yields the run of a segment; of a whole parameter that the checkpoint has by rows, a run for each."""
     start = segment.start
     for unit, place in all_places(segment, saved):
-        yield Run(start, start + place.numel, Source(unit, place.start, place.trainable))
+        yield Run(start, start + place.numel, SavedElement(unit, place.start, place.trainable))
         start += place.numel
     if start == segment.start:
         yield Run(segment.start, segment.stop, None)
@@ -166,7 +166,7 @@ def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]], ra
         has = place is not None and place[1].kept == segment.kept
         source = None
         if place is not None and has:
-            source = Source(place[0], place[1].packed.start, True, place[1].packed_rank)
+            source = SavedElement(place[0], place[1].packed.start, True, place[1].packed_rank)
         packed.append(Run(segment.packed.start, segment.packed.stop, source))
     return packed
 

@@ -19,8 +19,7 @@ from offload.aio.protocols import Pending, Queue
 from offload.checkpoint.directory import check_parts, described_part
 from offload.checkpoint.files import read_manifest, states_file
 from offload.checkpoint.load import SavedStates, StateReader, compare_bytes, look
-from offload.checkpoint.resharding import Run
-from offload.checkpoint.resharding import Source as PartSource
+from offload.checkpoint.resharding import Run, SavedElement
 from offload.distributed.process_group import Ranks
 from offload.engine.components import EngineComponents
 from offload.engine.snapshot import persistent_buffers
@@ -300,7 +299,7 @@ class WholeSource:
                     # One long read in place of one for each row, whose parts are put where they belong afterwards.
                     memory = aligned_empty(nbytes)
                     joined.copies.append(_RowCopy(memory, out[strip.at * size :], strip.rows, sum(widths) * size))
-                source = PartSource(piece.unit, piece.segment.start + strip.start, piece.segment.trainable)
+                source = SavedElement(piece.unit, piece.segment.start + strip.start, piece.segment.trainable)
                 run = Run(0, strip.stop - strip.start, source)
                 joined.reads += self._parts[piece.part].states.read(run, state, memory, 0)
         return joined

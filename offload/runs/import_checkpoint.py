@@ -32,7 +32,7 @@ from offload.checkpoint.files import (
 )
 from offload.checkpoint.foreign import ForeignCheckpoint, is_foreign, look_foreign
 from offload.checkpoint.load import EVERYTHING
-from offload.checkpoint.resharding import Run, Source
+from offload.checkpoint.resharding import Run, SavedElement
 from offload.errors import StoreError
 from offload.fileio import real_path
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
@@ -158,7 +158,7 @@ def _write_states(found: ForeignCheckpoint, path: Path, queue: Queue, progress: 
             # The rest of the chunk is padding.
             torch.frombuffer(buffer, dtype=torch.float32)[max(0, stop - chunk.start) : chunk.stop - chunk.start].zero_()
             if chunk.start < stop:
-                source = Source(chunk.unit, chunk.start, found.parameters[chunk.unit].trainable)
+                source = SavedElement(chunk.unit, chunk.start, found.parameters[chunk.unit].trainable)
                 memory = buffer[: (stop - chunk.start) * itemsize]
                 yield from reader.read(Run(chunk.start, stop, source), chunk.state, memory, 0)
 
