@@ -32,7 +32,7 @@ from offload.engine.plan import Plan, decide
 from offload.errors import ConfigError, UsageError
 from offload.fileio.cache_file import Stamp
 from offload.layout.flat_layout import Segment, UnitLayout
-from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, opaque_parameters
+from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, quantized_by_other_library
 from offload.layout.modes import DTYPES, Mode, dtype_name
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.metrics.meter import cause_of
@@ -255,7 +255,7 @@ class TensorPlaces:
         self.stamps: dict[str, Stamp] = {}
         """Stamp of each file as its header was read, by path without links."""
         all_stored = [stored for parameter in model.parameters() for stored in _tensors_of(origin_of(parameter))]
-        for name in opaque_parameters(model):
+        for name in quantized_by_other_library(model):
             all_stored += _inner_tensors(model, name).values()
         for stored in all_stored:
             self.stamps[os.path.realpath(stored.path)] = stored.stamp

@@ -28,11 +28,11 @@ from offload.provenance import is_class_of
 from offload.sizes import align_up, count_of, format_size
 from offload.torch_internals import inner_tensors
 
-# -- opaque --------------------------------------------------------------------------------------------
+# -- quantized by another library ----------------------------------------------------------------------
 #
 # Frozen parameters that are stored as the bytes they consist of: weights that another library has quantized.
 #
-# **The rule.** A parameter is opaque if it is frozen and
+# **The rule.** A parameter counts as quantized by another library if it is frozen and
 #
 # * its class is one of bitsandbytes (`Params4bit`, `Int8Params`), or
 # * its class wraps other tensors, as the tensor subclasses of torchao do (`__tensor_flatten__`), or
@@ -60,15 +60,17 @@ A Linear8bitLt leaves the outliers of its last input in the first two; a tensor 
 """
 
 
-def opaque_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def quantized_by_other_library(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters that are stored as the bytes they consist of, by their first names."""
     ids: set[int] = set()
     for module in model.modules():
         own = [parameter for parameter in module.parameters(recurse=False) if not parameter.requires_grad]
-        opaque_ids = {id(weight) for weight in own if is_of_bitsandbytes(weight) or inner_tensors(weight) is not None}
+        quantized_ids = {
+            id(weight) for weight in own if is_of_bitsandbytes(weight) or inner_tensors(weight) is not None
+        }
         # Codes of a plain dtype mean nothing without their scales, whose bits must stay too.
-        codes = any(weight.dtype not in _VALUES for weight in own if id(weight) not in opaque_ids)
-        ids |= {id(weight) for weight in own} if codes else opaque_ids
+        codes = any(weight.dtype not in _VALUES for weight in own if id(weight) not in quantized_ids)
+        ids |= {id(weight) for weight in own} if codes else quantized_ids
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ids}
 
 
@@ -94,7 +96,7 @@ def is_packed(parameter: nn.Parameter) -> bool:
 
 
 def inner_tensors_of(parameter: nn.Parameter, owner: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the inner tensors of an opaque parameter, by names that say where they are; some may be the same one.
+    """Returns the inner tensors of a parameter, by names that say where they are; some may be the same one.
 
     Args:
         owner: the module that owns it. The one of `Int8Params` keeps tensors of the parameter once it has run.
@@ -163,9 +165,9 @@ def inner_starts(inner: Sequence[StateField]) -> dict[str, int]:
 
 
 def stored_as_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, FrozenStorage]:
-    """Returns how each opaque parameter is stored, by its first name."""
+    """Returns how each parameter that another library has quantized is stored, by its first name."""
     storage: dict[str, FrozenStorage] = {}
-    for name, parameter in opaque_parameters(model).items():
+    for name, parameter in quantized_by_other_library(model).items():
         tensors = inner_tensors_of(parameter, model.get_submodule(name.rpartition(".")[0]))
         inner = tuple(
             StateField(own, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -238,7 +240,7 @@ def stored_as_blocks(
 
 def _chosen(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     modules = dict(model.named_modules())
-    excluded = _kept(model, modules) | {id(parameter) for parameter in opaque_parameters(model).values()}
+    excluded = _kept(model, modules) | {id(parameter) for parameter in quantized_by_other_library(model).values()}
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)

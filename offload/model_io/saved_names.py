@@ -21,7 +21,7 @@ from offload.engine.saved_state import SavedPart, saved_state
 from offload.engine.snapshot import all_persistent_buffers
 from offload.errors import ConfigError
 from offload.layout.fingerprint import about
-from offload.layout.frozen import opaque_parameters
+from offload.layout.frozen import quantized_by_other_library
 from offload.torch_internals import storage_key
 
 _SAVED = "saved"
@@ -94,7 +94,7 @@ def described_names(said: Mapping[str, Any]) -> SavedNames | None:
 
 def saved_names(model: nn.Module, conversions: bool = True) -> SavedNames | None:
     """Returns what a model's class makes of its weights in files; None if all have their own names alone."""
-    if opaque_parameters(model):
+    if quantized_by_other_library(model):
         return None  # no file has the values of such weights
     library = _is_of_transformers(model)
     ignored: set[str] = set(getattr(model, "_keys_to_ignore_on_save", None) or ()) if library else set()

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from offload.errors import ConfigError
 from offload.layout.experts import find_stacks, rows_of
 from offload.layout.flat_layout import Segment, UnitLayout, arrange, lay_out, layouts_of
-from offload.layout.frozen import opaque_parameters, stored_weights
+from offload.layout.frozen import quantized_by_other_library, stored_weights
 from offload.layout.memory_plan import Division, divide
 from offload.layout.optimizer_states import matrices_of
 from offload.presets import (
@@ -625,7 +625,7 @@ def _stand_ins(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Returns a fake tensor for each parameter, in `dtype`, and for each buffer. Tied parameters stay tied."""
     made: dict[int, torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
-    quantized = opaque_parameters(model)
+    quantized = quantized_by_other_library(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in made:
             # Created inside `fake_tensors`, so nothing is allocated.
@@ -648,7 +648,7 @@ def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
 @contextlib.contextmanager
 def _quantized_as_linear(model: nn.Module) -> Iterator[None]:
     """Lets layers with quantized weights compute as linear ones inside the context: their own code needs values."""
-    owners = {name.rpartition(".")[0]: None for name in opaque_parameters(model)}
+    owners = {name.rpartition(".")[0]: None for name in quantized_by_other_library(model)}
     layers = [layer for name in owners if _linear_shape(layer := model.get_submodule(name))]
     for layer in layers:
         vars(layer)["forward"] = functools.partial(_as_linear, layer)
