@@ -31,7 +31,7 @@ from offload.engine.engine import EngineCore, ModelEngine
 from offload.engine.plan import Plan, decide
 from offload.errors import ConfigError, UsageError
 from offload.fileio.cache_file import Stamp
-from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.flat_layout import ParameterSegment, UnitLayout
 from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, quantized_by_other_library
 from offload.layout.modes import DTYPES, Mode, dtype_name
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
@@ -275,7 +275,7 @@ class TensorPlaces:
             in_place_layouts.append(in_place_layout if in_place_layout and in_place_layout.nbytes else None)
         return tuple(in_place_layouts)
 
-    def _ranges(self, segment: Segment, itemsize: int) -> Iterator[tuple[FileRange, int]]:
+    def _ranges(self, segment: ParameterSegment, itemsize: int) -> Iterator[tuple[FileRange, int]]:
         """Yields the bytes in the files that make up a parameter, each with their first byte in the unit."""
         target = segment.start * itemsize
         if segment.inner:
@@ -290,13 +290,13 @@ class TensorPlaces:
             yield FileRange(os.path.realpath(stored.path), stored.place.offset + start * itemsize, nbytes), target
             target += nbytes
 
-    def _runs(self, segment: Segment) -> list[StoredRun]:
+    def _runs(self, segment: ParameterSegment) -> list[StoredRun]:
         """Returns the elements of the files that make up a parameter, or an expert's row of one."""
         origin = origin_of(self._model.get_parameter(segment.parameter))
         assert isinstance(origin, Stored | ConvertedParameter)
         return origin.runs(range(segment.first, segment.first + segment.numel))
 
-    def why_not(self, segment: Segment, dtype: torch.dtype) -> str | None:
+    def why_not(self, segment: ParameterSegment, dtype: torch.dtype) -> str | None:
         """Returns the reason, a clause after the parameter's name, why it cannot be read in place; None if it can."""
         if segment.form:
             return "is quantized"

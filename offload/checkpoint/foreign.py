@@ -31,7 +31,7 @@ from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.plain_json import to_plain
 from offload.fileio.torch_file import Storage
 from offload.layout.fingerprint import describe
-from offload.layout.flat_layout import Segment, arrange
+from offload.layout.flat_layout import ParameterSegment, arrange
 from offload.layout.modes import ADAM, LAMB, RULE_LAYOUTS, Mode, make_mode
 from offload.states import State
 
@@ -163,7 +163,7 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
         contents = read_contents(folder, states)
         mode = _mode(contents, folder, states)
         layouts = tuple(
-            arrange(name, [Segment(name, parameter.shape, 0, parameter.numel, parameter.trainable)], 1)
+            arrange(name, [ParameterSegment(name, parameter.shape, 0, parameter.numel, parameter.trainable)], 1)
             for name, parameter in contents.parameters.items()
         )
         progress = snapshot(contents)

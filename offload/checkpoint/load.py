@@ -38,7 +38,7 @@ from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import TensorLocation, read_header
 from offload.layout import optimizer_states
 from offload.layout.fingerprint import described_layouts, described_mode
-from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
+from offload.layout.flat_layout import ParameterSegment, SegmentShard, UnitLayout, segment_shards
 from offload.layout.modes import MOMENT_BLOCK, Mode, moments_name
 from offload.layout.optimizer_states import KEPT, join, split
 from offload.records import fields, parse, read
@@ -61,7 +61,7 @@ class FoundStates(Protocol):
         ...
 
     @property
-    def saved(self) -> Mapping[str, tuple[int, Segment]]:
+    def saved(self) -> Mapping[str, tuple[int, ParameterSegment]]:
         """Unit and segment of each parameter, by name."""
         ...
 
@@ -162,7 +162,7 @@ class SavedStates:
         assert source is not None
         itemsize = self._layouts[source.unit].mode_in(self._mode).states[state].itemsize
         # `segment_shards` finds the partitions of a segment's elements. This segment is made up, with those of the run.
-        segment = Segment("", (), source.start, run.stop - run.start, source.trainable)
+        segment = ParameterSegment("", (), source.start, run.stop - run.start, source.trainable)
         layout = self._layouts[source.unit]
         if state is State.PACKED:  # of one rank, the home of the parameter
             shards = iter([SegmentShard(source.rank, 0, source.start, segment.numel)])
@@ -243,7 +243,7 @@ class FoundCheckpoint:
     manifest: Manifest
     layouts: tuple[UnitLayout, ...]
     mode: Mode
-    saved: Mapping[str, tuple[int, Segment]]
+    saved: Mapping[str, tuple[int, ParameterSegment]]
     places: Sequence[Mapping[str, TensorLocation]]
     """Location of each tensor in the file of states of each rank."""
     progress: Snapshot
@@ -378,8 +378,8 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
 
 
 def with_first_names(
-    saved: Mapping[str, tuple[int, Segment]], tied_here: Mapping[str, str]
-) -> dict[str, tuple[int, Segment]]:
+    saved: Mapping[str, tuple[int, ParameterSegment]], tied_here: Mapping[str, str]
+) -> dict[str, tuple[int, ParameterSegment]]:
     """Returns the parameters of a checkpoint by name, and under the names that come first in this model.
 
     The checkpoint may have saved a tied parameter under a name that is not the first one here.

@@ -36,7 +36,7 @@ from offload.engine.state import TrainingState
 from offload.errors import StoreError, UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from offload.layout.fingerprint import about, describe
-from offload.layout.flat_layout import Segment, StateField, UnitLayout
+from offload.layout.flat_layout import ParameterSegment, StateField, UnitLayout
 from offload.layout.modes import MOMENT_BLOCK, Mode
 from offload.layout.optimizer_states import states_of
 from offload.model_io.saved_names import about_saved
@@ -160,14 +160,14 @@ def _check_blocks(checkpoint: FoundCheckpoint, shards: LocalShards, what: str) -
             )
 
 
-def _form(segment: Segment, mode: Mode) -> str:
+def _form(segment: ParameterSegment, mode: Mode) -> str:
     if segment.inner:
         inner = (f"{field.name} {field.kind} {list(field.shape)}" for field in segment.inner)
         return f"{segment.kind} of {', '.join(inner)}"
     return f"{segment.form} of a model in {mode.precision}" if segment.form else mode.precision
 
 
-def _fields(mode: Mode, layout: UnitLayout, segment: Segment) -> Mapping[str, StateField | None]:
+def _fields(mode: Mode, layout: UnitLayout, segment: ParameterSegment) -> Mapping[str, StateField | None]:
     """Returns the states of a parameter by name, with their form where an optimizer of torch chooses it."""
     return dict.fromkeys(states_of(mode, layout, segment)) | {field.name: field for field in segment.kept}
 

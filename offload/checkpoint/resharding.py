@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from offload.errors import StoreError
-from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
+from offload.layout.flat_layout import ParameterSegment, SegmentShard, UnitLayout, segment_shards
 from offload.layout.modes import MOMENT_BLOCK, Mode
 from offload.states import State
 
@@ -77,7 +77,9 @@ def difference(
     )
 
 
-def places(layouts: Sequence[UnitLayout], tied: Mapping[str, str], frozen: bool) -> dict[str, tuple[int, Segment]]:
+def places(
+    layouts: Sequence[UnitLayout], tied: Mapping[str, str], frozen: bool
+) -> dict[str, tuple[int, ParameterSegment]]:
     """Returns unit and segment of each parameter that a checkpoint contains, by all its names.
 
     Args:
@@ -94,13 +96,15 @@ def places(layouts: Sequence[UnitLayout], tied: Mapping[str, str], frozen: bool)
     return by_name | {name: by_name[first] for name, first in tied.items() if first in by_name}
 
 
-def as_rows(saved: Mapping[str, tuple[int, Segment]], layouts: Sequence[UnitLayout]) -> dict[str, tuple[int, Segment]]:
+def as_rows(
+    saved: Mapping[str, tuple[int, ParameterSegment]], layouts: Sequence[UnitLayout]
+) -> dict[str, tuple[int, ParameterSegment]]:
     """Returns the places in a checkpoint of the rows that are units here, and whole parameters there."""
     wanted = (segment for layout in layouts for segment in layout.segments if segment.stack and segment.stack in saved)
     return {segment.name: _row_of(saved[segment.stack], segment) for segment in wanted}
 
 
-def _row_of(place: tuple[int, Segment], row: Segment) -> tuple[int, Segment]:
+def _row_of(place: tuple[int, ParameterSegment], row: ParameterSegment) -> tuple[int, ParameterSegment]:
     """Returns the place of one row of a whole parameter, whose blocks are as large in each row."""
     unit, whole = place
     if whole.shape[1:] != row.shape or row.row >= whole.shape[0]:
@@ -110,7 +114,9 @@ def _row_of(place: tuple[int, Segment], row: Segment) -> tuple[int, Segment]:
     return unit, whole._replace(shape=row.shape, start=start, numel=numel, stack=row.stack, row=row.row)
 
 
-def all_places(segment: Segment, saved: Mapping[str, tuple[int, Segment]]) -> list[tuple[int, Segment]]:
+def all_places(
+    segment: ParameterSegment, saved: Mapping[str, tuple[int, ParameterSegment]]
+) -> list[tuple[int, ParameterSegment]]:
     """Returns where a checkpoint has a segment: in one place, in none, or each row of a whole parameter in its own."""
     if segment.name in saved:
         return [saved[segment.name]]
@@ -120,7 +126,7 @@ def all_places(segment: Segment, saved: Mapping[str, tuple[int, Segment]]) -> li
     return [row for row in rows if row is not None] if None not in rows else []
 
 
-def parameter_shapes(named: Iterable[tuple[str, Segment]]) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(named: Iterable[tuple[str, ParameterSegment]]) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each parameter, by the names of segments; rows are joined, under the parameter's name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, segment in named:
@@ -132,7 +138,7 @@ def parameter_shapes(named: Iterable[tuple[str, Segment]]) -> dict[str, tuple[in
     return shapes
 
 
-def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[Run]:
+def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, ParameterSegment]]) -> list[Run]:
     """Returns the segments of a unit, in order, as runs.
 
     Segments that are neighbours both in this unit and in the checkpoint become one run, together with the padding
@@ -147,7 +153,7 @@ def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[R
     return joined
 
 
-def _runs_of(segment: Segment, saved: Mapping[str, tuple[int, Segment]]) -> Iterator[Run]:
+def _runs_of(segment: ParameterSegment, saved: Mapping[str, tuple[int, ParameterSegment]]) -> Iterator[Run]:
     """Yields the run of a segment; of a whole parameter that the checkpoint has by rows, a run for each."""
     start = segment.start
     for unit, place in all_places(segment, saved):
@@ -157,7 +163,7 @@ def _runs_of(segment: Segment, saved: Mapping[str, tuple[int, Segment]]) -> Iter
         yield Run(segment.start, segment.stop, None)
 
 
-def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]], rank: int) -> list[Run]:
+def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, ParameterSegment]], rank: int) -> list[Run]:
     """Returns the runs of a torch optimizer's states, in words of the PACKED partitions, one for each parameter."""
     packed: list[Run] = []
     for segment in (segment for segment in layout.segments if segment.packed_rank == rank):
@@ -171,7 +177,7 @@ def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]], ra
     return packed
 
 
-def scale_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]], mode: Mode) -> list[Run]:
+def scale_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, ParameterSegment]], mode: Mode) -> list[Run]:
     """Returns the runs of the scales of moments in 8 bits, in scales of a unit, one for each trainable parameter."""
     scales: list[Run] = []
     for segment in (candidate for candidate in layout.segments if candidate.trainable and mode.in_blocks):
@@ -182,7 +188,9 @@ def scale_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]], mod
     return scales
 
 
-def shards_of_scales(layout: UnitLayout, world_size: int, segment: Segment, mode: Mode) -> Iterator[SegmentShard]:
+def shards_of_scales(
+    layout: UnitLayout, world_size: int, segment: ParameterSegment, mode: Mode
+) -> Iterator[SegmentShard]:
     """Yields the runs of scales, each on one rank, that make up a segment of scales of a unit, in order.
 
     Args:

@@ -34,7 +34,7 @@ from offload.errors import IoError, StoreError
 from offload.fileio import inner_folder, sync_folder
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout.fingerprint import described_layouts, store_specs
-from offload.layout.flat_layout import Segment, UnitLayout, placed_for, with_kept
+from offload.layout.flat_layout import ParameterSegment, UnitLayout, placed_for, with_kept
 from offload.layout.modes import Mode
 from offload.model_io.source import StoreSource, known_run_id, lock_and_look, ranks_of
 from offload.notices import shell_command
@@ -71,7 +71,7 @@ class FormerRun:
     """What each rank's store contains; the ranks of the first replica only."""
     layouts: tuple[UnitLayout, ...]
     mode: Mode
-    saved: Mapping[str, tuple[int, Segment]]
+    saved: Mapping[str, tuple[int, ParameterSegment]]
     """For each parameter its unit and its segment in `layouts`."""
     written: Sequence[bytes | None]
     """Packed counts of the bytes that each rank of the run has written."""

@@ -28,7 +28,7 @@ from offload.engine.keywords import refuse
 from offload.engine.params import ParamHandle, handle_of
 from offload.errors import BudgetError, UsageError
 from offload.layout import optimizer_states
-from offload.layout.flat_layout import Segment, SegmentShard, segment_shards, unpack
+from offload.layout.flat_layout import ParameterSegment, SegmentShard, segment_shards, unpack
 from offload.layout.optimizer_states import join, master_sources, states_of, weights_of
 from offload.layout.placement import CHUNK
 from offload.layout.units import external_parameters, set_external_parameters
@@ -437,7 +437,7 @@ class ParamAccess:
         layout = self._components.layouts[handle.unit]
         return list(segment_shards(layout, self._components.world.ranks.mesh.shards, layout.segments[handle.position]))
 
-    def _segment(self, handle: ParamHandle) -> Segment:
+    def _segment(self, handle: ParamHandle) -> ParameterSegment:
         return self._components.layouts[handle.unit].segments[handle.position]
 
     def _own_shard(self, handle: ParamHandle) -> SegmentShard:

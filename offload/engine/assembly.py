@@ -63,7 +63,7 @@ from offload.experts.stacks import StackedExperts, ZeroGradients, stack_handles
 from offload.hardware.probe import kept_window
 from offload.launch.environment import rank_number
 from offload.layout.fingerprint import describe
-from offload.layout.flat_layout import Segment
+from offload.layout.flat_layout import ParameterSegment
 from offload.layout.frozen import expander
 from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.pass_order import LAYER_MAJOR, makes_early_updates
@@ -618,7 +618,7 @@ def _forms(plan: Plan) -> list[list[Values]]:
     """Returns how the weights of each segment are stored, unit by unit."""
     itemsize, device = plan.mode.weight_dtype.itemsize, plan.device.torch
 
-    def form(unit: int, segment: Segment) -> Values:
+    def form(unit: int, segment: ParameterSegment) -> Values:
         if segment.inner:
             return QuantizedTensors(segment, ParameterBytes(segment.name, unit, segment.start * itemsize, device))
         return Codes(segment) if segment.form else Values(segment)
@@ -672,7 +672,7 @@ def _handles(plan: Plan, model: nn.Module, forms: Sequence[Sequence[StorageForm]
     """Returns a handle for each parameter, unit by unit; for an expert's rows, of parameters made here."""
     device = plan.device.torch
 
-    def parameter(segment: Segment) -> nn.Parameter:
+    def parameter(segment: ParameterSegment) -> nn.Parameter:
         of_model = model.get_parameter(segment.parameter)
         if segment.stack:
             return nn.Parameter(torch.empty(0, dtype=plan.mode.weight_dtype, device=device), of_model.requires_grad)

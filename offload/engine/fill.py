@@ -15,7 +15,7 @@ from offload.engine.deferred import DeferredParameter, Draw, forget, materialize
 from offload.engine.params import StorageForm
 from offload.engine.shards import LocalShards, ResidentShard
 from offload.errors import ConfigError
-from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.flat_layout import ParameterSegment, UnitLayout
 from offload.layout.frozen import write_blocks
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import split
@@ -137,7 +137,7 @@ def _sources(model: nn.Module, names: Sequence[str]) -> Mapping[str, str]:
 class Values(StorageForm):
     """The form of weights that are stored as they are computed with, in the dtype of the mode."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: ParameterSegment) -> None:
         self.segment = segment
 
     def fill(self, model: nn.Module, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
@@ -191,7 +191,7 @@ class Values(StorageForm):
 class Codes(Values):
     """The form of a frozen weight that `"frozen"` of the config stores as blocks of codes."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: ParameterSegment) -> None:
         super().__init__(segment)
         self.content = segment.form
 

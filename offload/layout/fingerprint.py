@@ -17,7 +17,7 @@ from torch import nn
 
 from offload.errors import StoreError
 from offload.kernels.blocks import BLOCK_FORMATS
-from offload.layout.flat_layout import Segment, StateField, UnitLayout, is_kind, with_kept
+from offload.layout.flat_layout import ParameterSegment, StateField, UnitLayout, is_kind, with_kept
 from offload.layout.modes import MODES, Mode
 from offload.layout.tiers import partitions
 from offload.states import State
@@ -69,7 +69,7 @@ def store_specs(
     return specs
 
 
-def _described(segment: Segment) -> dict[str, Any]:
+def _described(segment: ParameterSegment) -> dict[str, Any]:
     entry = {
         "name": segment.name,
         "shape": list(segment.shape),
@@ -195,7 +195,7 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
     return UnitLayout(
         unit["name"],
         tuple(
-            Segment(
+            ParameterSegment(
                 parameter["name"],
                 tuple(parameter["shape"]),
                 parameter["start"],

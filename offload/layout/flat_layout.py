@@ -189,7 +189,7 @@ class FrozenStorage(NamedTuple):
     """Class of a parameter with inner tensors, and what else decides how its bytes are read."""
 
 
-class Segment(NamedTuple):
+class ParameterSegment(NamedTuple):
     """Position of one parameter in its unit, in elements."""
 
     name: str
@@ -254,7 +254,7 @@ class UnitLayout(NamedTuple):
     """
 
     name: str
-    segments: tuple[Segment, ...]
+    segments: tuple[ParameterSegment, ...]
     numel: int
     """Elements in the partitions of all ranks."""
     trainable_stop: int
@@ -273,7 +273,7 @@ class UnitLayout(NamedTuple):
         """End of the trainable elements that are in no matrix."""
         return self.trainable_stop if self.matrices_start is None else self.matrices_start
 
-    def is_matrix(self, segment: Segment) -> bool:
+    def is_matrix(self, segment: ParameterSegment) -> bool:
         """Returns True if the optimizer's rule for matrices steps the parameter."""
         return segment.trainable and segment.start >= self.rest_stop
 
@@ -356,7 +356,7 @@ def lay_out(
         storage = FrozenStorage("", math.prod(shape))
         if not parameter.requires_grad:
             storage = stored.get(parameter_name, storage)
-        segment = Segment(
+        segment = ParameterSegment(
             parameter_name,
             shape,
             0,
@@ -374,7 +374,7 @@ def lay_out(
 
 def arrange(
     name: str,
-    segments: Sequence[Segment],
+    segments: Sequence[ParameterSegment],
     world_size: int,
     matrices: Collection[str] | None = None,
     mode: Mode | None = None,
@@ -390,7 +390,7 @@ def arrange(
     step = world_size * page_step
     end = 0
 
-    def place(chosen: Iterable[Segment], alignment: int = ALIGNMENT) -> list[Segment]:
+    def place(chosen: Iterable[ParameterSegment], alignment: int = ALIGNMENT) -> list[ParameterSegment]:
         nonlocal end
         placed = []
         for segment in chosen:
@@ -420,7 +420,7 @@ def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]], wo
     Args:
         kept: the states by parameter name; a parameter that is missing keeps none.
     """
-    segments: list[Segment] = []
+    segments: list[ParameterSegment] = []
     ends = [0] * world_size
     for segment in layout.segments:
         rank = home(layout, world_size, segment) if segment.trainable else 0
@@ -462,7 +462,7 @@ class SegmentShard(NamedTuple):
 
 
 def segment_shards(
-    layout: UnitLayout, world_size: int, segment: Segment, start: int = 0, stop: int | None = None
+    layout: UnitLayout, world_size: int, segment: ParameterSegment, start: int = 0, stop: int | None = None
 ) -> Iterator[SegmentShard]:
     """Yields the runs of elements, each on one rank, that make up elements [start, stop) of a parameter, in order.
 
@@ -483,7 +483,7 @@ def segment_shards(
         first += numel
 
 
-def home(layout: UnitLayout, world_size: int, segment: Segment) -> int:
+def home(layout: UnitLayout, world_size: int, segment: ParameterSegment) -> int:
     """Returns the rank where a trainable parameter is stepped, if its step needs the whole of it.
 
     That is the rank with the most of its elements; of several, one that follows from its name, so that they share the

@@ -22,7 +22,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.kernels.blocks import BLOCK_FORMATS, dequantize, quantize
-from offload.layout.flat_layout import OPAQUE_ALIGNMENT, FrozenStorage, Segment, StateField, UnitLayout
+from offload.layout.flat_layout import OPAQUE_ALIGNMENT, FrozenStorage, ParameterSegment, StateField, UnitLayout
 from offload.notices import Remark
 from offload.provenance import is_class_of
 from offload.sizes import align_up, count_of, format_size
@@ -313,7 +313,7 @@ def expander(layouts: Sequence[UnitLayout], dtype: torch.dtype) -> Callable[[int
     return expand
 
 
-def values_of(segment: Segment, memory: torch.Tensor, values: torch.Tensor) -> None:
+def values_of(segment: ParameterSegment, memory: torch.Tensor, values: torch.Tensor) -> None:
     """Writes the values of a parameter into `values`.
 
     Args:

@@ -24,7 +24,7 @@ from offload import kernels
 from offload.errors import ConfigError
 from offload.kernels.update import decode_moments, encode_moments
 from offload.layout.flat_layout import (
-    Segment,
+    ParameterSegment,
     StateField,
     UnitLayout,
     arrange,
@@ -129,7 +129,7 @@ def whole_sizes(layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size
     )
 
 
-def _stepped_whole(layout: UnitLayout, mode: Mode) -> Iterator[tuple[int, Segment]]:
+def _stepped_whole(layout: UnitLayout, mode: Mode) -> Iterator[tuple[int, ParameterSegment]]:
     for index, segment in enumerate(layout.segments):
         if (
             segment.trainable
@@ -285,7 +285,7 @@ def checked_mark(mark: Any, name: str, shape: Sequence[int]) -> bool:
     return bool(mark)
 
 
-def states_of(mode: Mode, layout: UnitLayout, segment: Segment) -> dict[str, State]:
+def states_of(mode: Mode, layout: UnitLayout, segment: ParameterSegment) -> dict[str, State]:
     """Returns the moments that a kernel of ours keeps of a parameter, by the names that torch gives them."""
     if not (mode.matrix_rule and layout.is_matrix(segment)):
         return {state.value: state for state in mode.moments if state is not State.PACKED}

@@ -26,7 +26,7 @@ from offload.engine.snapshot import persistent_buffers
 from offload.errors import IoError, StoreError
 from offload.fileio.safetensors_stream import TensorLocation
 from offload.layout.fingerprint import about, describe, described_layouts, described_mode
-from offload.layout.flat_layout import Segment, UnitLayout, arrange
+from offload.layout.flat_layout import ParameterSegment, UnitLayout, arrange
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import KEPT
 from offload.model_io.source import Source
@@ -71,13 +71,13 @@ class PieceOf(NamedTuple):
 
     part: int
     unit: int
-    segment: Segment
+    segment: ParameterSegment
 
 
 class WholeParameter(NamedTuple):
     """A parameter of the whole model."""
 
-    segment: Segment
+    segment: ParameterSegment
     dim: int | None
     """The dimension along which the pieces are cut; None for one piece that is all."""
     pieces: tuple[PieceOf, ...]
@@ -148,7 +148,7 @@ def _names(parts: Sequence[tuple[PartLayout, Sequence[str]]]) -> dict[tuple[int,
     return {(position, name): name for position, name, _ in own}
 
 
-def _parameter(name: str, segment: Segment, row: Sequence[int], parts: Sequence[PartLayout]) -> WholeParameter:
+def _parameter(name: str, segment: ParameterSegment, row: Sequence[int], parts: Sequence[PartLayout]) -> WholeParameter:
     about = parts[row[0]].about
     if segment.form or segment.inner:
         raise StoreError(
@@ -173,7 +173,7 @@ def _parameter(name: str, segment: Segment, row: Sequence[int], parts: Sequence[
     if dim is not None:
         shape[dim] = sum(piece.segment.shape[dim] for piece in pieces)
     stack = segment.stack and name.rpartition("[")[0]
-    whole = Segment(name, tuple(shape), 0, math.prod(shape), segment.trainable, stack=stack, row=segment.row)
+    whole = ParameterSegment(name, tuple(shape), 0, math.prod(shape), segment.trainable, stack=stack, row=segment.row)
     return WholeParameter(whole, dim, pieces)
 
 

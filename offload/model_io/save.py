@@ -42,7 +42,7 @@ from offload.fileio.safetensors_stream import SafetensorsWriter, Tensor, shard
 from offload.fileio.safetensors_stream import plan as plan_file
 from offload.kernels.blocks import BLOCK_FORMATS, dequantize
 from offload.layout.fingerprint import about, describe, described_layouts, described_mode
-from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
+from offload.layout.flat_layout import ParameterSegment, SegmentShard, UnitLayout, segment_shards
 from offload.layout.modes import DTYPES, Mode, dtype_name
 from offload.layout.optimizer_states import join, master_sources
 from offload.model_io.folder import CONFIG, GENERATION, INDEX, SINGLE
@@ -471,7 +471,7 @@ class BlockChunk(NamedTuple):
     """Blocks of one parameter that are read together."""
 
     unit: int
-    segment: Segment
+    segment: ParameterSegment
     first: int
     """First value, counted in the parameter."""
     stop: int

@@ -25,7 +25,7 @@ from offload.config import OptimizerBlock
 from offload.distributed.process_group import Ranks
 from offload.engine.optimizer import Optimizer, Rule, no_rate
 from offload.engine.update_strategy import ParameterStep, TileContent, UnitSteps, UnitUpdate, UpdateSetting
-from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.flat_layout import ParameterSegment, UnitLayout
 from offload.layout.modes import MUON, SINKGD, Mode
 from offload.layout.optimizer_states import (
     MARK,
@@ -574,7 +574,7 @@ class _UnitSteps:
         if self._update.shared and tile.stop == self._update.numel:
             self._trade(tile, matrices)
 
-    def _step(self, parameter: Segment, tile: TileContent, segment: ParameterStep) -> None:
+    def _step(self, parameter: ParameterSegment, tile: TileContent, segment: ParameterStep) -> None:
         """Steps a matrix that lies on this rank alone."""
         states, gradient = _content(tile, segment)
         shape, step = (parameter.shape[0], parameter.shape[1]), segment.step

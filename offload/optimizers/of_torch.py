@@ -30,7 +30,7 @@ from torch import nn
 from offload.engine.optimizer import Rule, is_finite, numbers_of
 from offload.engine.update_strategy import ParameterStep, TileContent, UnitSteps, UnitUpdate, UpdateSetting
 from offload.errors import ConfigError, UsageError
-from offload.layout.flat_layout import Segment, StateField, describe_state, pack, unpack
+from offload.layout.flat_layout import ParameterSegment, StateField, describe_state, pack, unpack
 from offload.layout.modes import TORCH
 from offload.layout.optimizer_states import join, split
 from offload.optimizers.matrices import ParameterExchange, carve
@@ -156,7 +156,12 @@ class TorchUpdates:
         return _TorchSteps(self, update)
 
     def step(
-        self, segment: Segment, master: torch.Tensor, gradient: torch.Tensor, words: torch.Tensor, step: TorchStep
+        self,
+        segment: ParameterSegment,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        words: torch.Tensor,
+        step: TorchStep,
     ) -> torch.Tensor:
         """Steps one parameter.
 
@@ -211,7 +216,7 @@ class _TorchSteps:
         if self._update.shared:
             self._trade(tile, steps)
 
-    def _step(self, parameter: Segment, tile: TileContent, segment: ParameterStep) -> None:
+    def _step(self, parameter: ParameterSegment, tile: TileContent, segment: ParameterStep) -> None:
         states, gradient = _content(tile, segment)
         # A copy of the gradient, because an optimizer may write into it. In fp32 the master is the weight itself.
         own = self._updates.gradient[: len(gradient)].copy_(gradient)
@@ -266,7 +271,7 @@ def _content(tile: TileContent, segment: ParameterStep) -> tuple[dict[State, tor
     return states, tile.gradient[own]
 
 
-def _words(tile: TileContent, parameter: Segment, absent: torch.Tensor) -> torch.Tensor:
+def _words(tile: TileContent, parameter: ParameterSegment, absent: torch.Tensor) -> torch.Tensor:
     """Returns the packed states of a parameter in a tile; any tensor serves for one that has none, `absent` here."""
     return tile.states.get(State.PACKED, absent)[parameter.packed.start : parameter.packed.stop]
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from offload.errors import ConfigError
 from offload.layout.experts import find_stacks, rows_of
-from offload.layout.flat_layout import Segment, UnitLayout, arrange, lay_out, layouts_of
+from offload.layout.flat_layout import ParameterSegment, UnitLayout, arrange, lay_out, layouts_of
 from offload.layout.frozen import quantized_by_other_library, stored_weights
 from offload.layout.memory_plan import Division, divide
 from offload.layout.optimizer_states import matrices_of
@@ -448,7 +448,7 @@ def _layouts(settings: Mapping[str, Any]) -> Iterator[UnitLayout]:
 
 def _layout(unit: str, shapes: Mapping[str, tuple[int, ...]]) -> UnitLayout:
     segments = [
-        Segment(f"{unit}{module}.weight", shape, 0, shape[0] * (shape[1] if len(shape) > 1 else 1), True)
+        ParameterSegment(f"{unit}{module}.weight", shape, 0, shape[0] * (shape[1] if len(shape) > 1 else 1), True)
         for module, shape in shapes.items()
     ]
     return arrange(unit, segments, 1)

@@ -13,7 +13,7 @@ from offload.engine.callbacks import Extension, ParamOwner
 from offload.engine.fill import Values
 from offload.engine.params import ParamHandle, last_keys
 from offload.errors import UsageError
-from offload.layout.flat_layout import Segment
+from offload.layout.flat_layout import ParameterSegment
 from offload.layout.frozen import OWN, first_names, holders, inner_starts, inner_tensors_of, tensors_of
 from offload.quantized.paged_tensor import PagedTensor, paged, paged_kind
 from offload.states import State
@@ -109,7 +109,7 @@ _PACKS = "support_avx512bf16_for_cpu"
 class QuantizedTensors(Values):
     """The form of a parameter that another library has quantized: the bytes of its inner tensors, one after another."""
 
-    def __init__(self, segment: Segment, source: ParameterBytes) -> None:
+    def __init__(self, segment: ParameterSegment, source: ParameterBytes) -> None:
         super().__init__(segment)
         self.content = segment.kind
         self._source = source
@@ -243,11 +243,11 @@ def _rewrapped(tensor: torch.Tensor, prefix: str, made: Callable[[str], torch.Te
     return wrapper
 
 
-def _inner(model: nn.Module, segment: Segment) -> dict[str, torch.Tensor]:
+def _inner(model: nn.Module, segment: ParameterSegment) -> dict[str, torch.Tensor]:
     return inner_tensors_of(model.get_parameter(segment.name), _owner(model, segment))
 
 
-def _owner(model: nn.Module, segment: Segment) -> nn.Module:
+def _owner(model: nn.Module, segment: ParameterSegment) -> nn.Module:
     """Returns the module that owns a parameter, under the parameter's first name."""
     return model.get_submodule(segment.name.rpartition(".")[0])
 

@@ -23,7 +23,7 @@ from offload.fileio import real_path
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout import optimizer_states
 from offload.layout.fingerprint import described_layouts, described_mode, store_specs
-from offload.layout.flat_layout import Segment, UnitLayout, placed_for, segment_shards
+from offload.layout.flat_layout import ParameterSegment, UnitLayout, placed_for, segment_shards
 from offload.layout.modes import Mode, make_mode, moments_name
 from offload.layout.optimizer_states import join, split
 from offload.model_io.source import StoreSource
@@ -73,7 +73,7 @@ class _Run(NamedTuple):
     at: int
     """First element, counted in the chunk."""
     numel: int
-    segment: Segment
+    segment: ParameterSegment
     """The parameter before the conversion."""
     position: int
     """First element, counted in the parameter."""

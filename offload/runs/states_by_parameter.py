@@ -22,7 +22,7 @@ from offload.fileio.buffered_copy import flow
 from offload.fileio.safetensors_stream import Tensor
 from offload.fileio.torch_file import TorchFileWriter
 from offload.layout.fingerprint import described_layouts, described_mode
-from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.flat_layout import ParameterSegment, UnitLayout
 from offload.layout.modes import ADAM, Mode
 from offload.layout.optimizer_states import join, master_sources
 from offload.model_io.source import Source
@@ -204,7 +204,7 @@ class _StateFiles:
         self._place, self._shapes = place, shapes
         self._open: dict[tuple[str, str], tuple[TorchFileWriter, int]] = {}
 
-    def put(self, segment: Segment, name: str, values: torch.Tensor) -> None:
+    def put(self, segment: ParameterSegment, name: str, values: torch.Tensor) -> None:
         """Writes the next elements of a parameter's state, (n,) fp32."""
         key, shape = (segment.parameter, name), self._shapes[segment.parameter]
         if key not in self._open:

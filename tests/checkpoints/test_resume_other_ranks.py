@@ -19,7 +19,7 @@ from offload.checkpoint.resharding import shards_of_scales
 from offload.distributed import reshard
 from offload.errors import IoError, StoreError
 from offload.layout.fingerprint import described_layouts
-from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
+from offload.layout.flat_layout import ParameterSegment, SegmentShard, UnitLayout, segment_shards
 from offload.layout.modes import MODES, Mode
 from offload.model_io.source import StoreSource
 from offload.runs.inspection import inspect
@@ -90,7 +90,7 @@ def states_in(run: Path) -> States:
     return found
 
 
-def _shards(layout: UnitLayout, size: int, segment: Segment, state: State, mode: Mode) -> list[SegmentShard]:
+def _shards(layout: UnitLayout, size: int, segment: ParameterSegment, state: State, mode: Mode) -> list[SegmentShard]:
     if state is State.PACKED:
         return [SegmentShard(segment.packed_rank, 0, segment.packed.start, len(segment.packed))]
     if state is State.SCALES:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from offload.errors import IoError, StoreError
 from offload.fileio.safetensors_stream import DTYPES, SafetensorsWriter, Tensor, read_header, shard
-from offload.layout.flat_layout import Segment, UnitLayout, segment_shards
+from offload.layout.flat_layout import ParameterSegment, UnitLayout, segment_shards
 from offload.sizes import PAGE
 from tests.support.oracle import assert_same_tensors
 
@@ -119,12 +119,12 @@ def test_shards_hold_all_in_order_and_keep_the_size(sizes: list[int], most: int)
 def test_chunks_make_up_a_parameter(world_size: int, sizes: list[tuple[int, bool]], data: st.DataObject) -> None:
     """Against the definition: each rank's partition is its cut of the trainable and its cut of the frozen stretch."""
     step = 8 * world_size
-    segments: list[Segment] = []
+    segments: list[ParameterSegment] = []
     end = trainable_stop = 0
     for wanted in (True, False):
         for numel, trainable in sizes:
             if trainable is wanted:
-                segments.append(Segment(str(len(segments)), (numel,), end, numel, trainable))
+                segments.append(ParameterSegment(str(len(segments)), (numel,), end, numel, trainable))
                 end += numel + 3
         end = -(-end // step) * step
         if wanted:

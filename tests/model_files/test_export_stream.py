@@ -19,7 +19,7 @@ from offload import testing
 from offload.aio import IoQueue
 from offload.errors import IoError
 from offload.fileio.safetensors_stream import Tensor
-from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.flat_layout import ParameterSegment, UnitLayout
 from offload.layout.modes import MODES
 from offload.model_io import save
 from offload.model_io.save import ExportPlan, FilePlace, SavedRange, WeightChunk, arranged, make_plan
@@ -143,7 +143,7 @@ def test_memory_is_that_of_the_buffers_for_any_model(
 # -- where the bytes of a chunk go --------------------------------------------------------------------
 
 
-def cuts_of(segment: Segment, written_twice: set[int], parted: Collection[int]) -> tuple[SavedRange, ...]:
+def cuts_of(segment: ParameterSegment, written_twice: set[int], parted: Collection[int]) -> tuple[SavedRange, ...]:
     """Returns what the files have of a parameter: all, or two parts without the element before the last one."""
     name, numel = segment.name, segment.numel
     whole = [SavedRange(0, numel, name)]
@@ -162,7 +162,7 @@ def a_plan(
 ) -> ExportPlan:
     segments, end = [], 0
     for index, (numel, gap) in enumerate(zip(sizes, gaps, strict=True)):
-        segments.append(Segment(str(index), (numel,), end + gap, numel, True))
+        segments.append(ParameterSegment(str(index), (numel,), end + gap, numel, True))
         end += gap + numel
     cuts = {segment.name: cuts_of(segment, written_twice, parted) for segment in segments}
     files: dict[str, dict[str, Tensor]] = {}
