@@ -244,8 +244,9 @@ class UnitCheckpoints(ActivationPolicy):
 def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> tuple[str, ...]:
     """Returns the names of the blocks of a model that are computed again: the repeated ones, outermost first.
 
-    They are the children of a `ModuleList`, or of a `Sequential` if the model has no `ModuleList`, that have parameters
-    and are not inside of another one. Modules that the user has named as units take the place of those around them.
+    They are the children of a `ModuleList` that have parameters and are not inside of another block. In a model without
+    a `ModuleList` they are those of a `Sequential`. Modules that the user has named as units take the place of those
+    around them.
 
     Args:
         model: the model.

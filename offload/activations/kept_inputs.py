@@ -7,8 +7,7 @@ An input lives as long as its graph: the graph holds a `KeptInput`, and its memo
 the object. So an exception, a Ctrl-C or a graph that never runs backward frees everything by itself. An input that
 autograd asks for twice (`retain_graph`) is copied to the device twice.
 
-Inputs of the same memory, such as an encoder's output for all layers of a decoder, or a view of all of it, are stored
-once.
+Inputs of the same memory are stored once, such as an encoder's output for all layers of a decoder, or a view of it.
 
 [Note: a tensor that is being copied] The download reads memory of a tensor that the forward may no longer need. The
 tensor is held until compute is ordered after the copy, so torch's allocator cannot give the memory to other compute
@@ -158,8 +157,8 @@ class DiskSlots:
 #
 # Host memory for the inputs of checkpointed units: blocks of equal size, added as a forward needs them.
 #
-# The size of an input is known only when the model runs, so no class of the engine's host arena can be cut for it at
-# the start. A *slab* is a small arena: it counts in the budget of the process, and is pinned as any arena is.
+# The size of an input is known only when the model runs, so the engine's host arena has no class for it at the start.
+# A *slab* is a small arena: it counts in the budget of the process, and is pinned as any arena is.
 
 
 @dataclass(eq=False)

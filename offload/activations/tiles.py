@@ -390,8 +390,8 @@ def tiled(
 ) -> _Module:
     """Makes a module compute its output chunk by chunk along a dimension of its input, and returns the module.
 
-    The module has to take one tensor and to return one, and to compute each position along `dim` by itself, as the MLP
-    of a decoder does. Parameters that are paged are brought once for all chunks. Its backward computes each chunk
+    The module has to take and to return one tensor, and must compute each position along `dim` by itself, as the MLP of
+    a decoder does. Paged parameters are fetched once for all chunks. The backward of the module computes each chunk
     again: memory for one chunk, for the time of another forward. An input of one chunk is computed whole, and once.
     At the end of a layer that is checkpointed it takes no more time: recomputation of the layer ends before the module.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from offload.aio import File, IoQueue, Priority
 from offload.aio.protocols import Future
 
+# any thread: an engine may start or end on any of them.
 _lock = threading.Lock()
 _open: dict[Hashable, tuple[IoQueue, int]] = {}
 """Open queues, with the number of their engines. Keys contain the process id, so a forked child opens new queues."""

@@ -6,9 +6,9 @@
     all that use weights have them   these ranks continue; the others announce again
     nothing announced can be next    `RankError` on every rank, with all announcements: no rank waits for ever
 
-So ranks may take different paths, as models with experts and loops that evaluate on one rank do, as long as all of them
-reach the same `step()`. `next_collective` decides, from the list alone. A round is a message of a few numbers, sent by
-the thread that runs the model or its backward. Background threads take part in no round.
+So ranks may take different paths as long as all of them reach the same `step()`. Models with experts do so, and loops
+that evaluate on one rank. `next_collective` decides, from the list alone. A round is a message of a few numbers, which
+the thread that runs the model or its backward sends. Background threads take part in no round.
 
 [Note: series] Where all ranks announce the same series, of gathers (see `swapper.pager`) or of reductions,
 each carries it out without a further round. A rank that wants anything else first takes part in all that is left, with
@@ -317,6 +317,7 @@ class Rounds(Agreement):
             following = _common([intent.ahead for intent in intents]) if together and not gather else -1
             answer = GatherDecision(gather, together, all(intent.has_all for intent in intents), following)
             self._agreed_unit, self._retry_answer = unit if gather else following, answer
+            # calling thread: computed from the announcements of all ranks, so every rank stores the same.
             self._uses_ask = not answer.all
             return answer
 
@@ -388,6 +389,7 @@ class Rounds(Agreement):
 
     def _reduce_next(self) -> None:
         """Reduces the next unit of the series. A rank without gradients of the unit contributes zeros."""
+        # calling thread: set until the reduction has ended. If this thread leaves before, the other ranks wait for it.
         unit = self._agreed_unit = self._reductions.popleft()
         self._callbacks.serve_reduce(unit, range(self.ranks.size))
         self._agreed_unit = -1
@@ -421,6 +423,7 @@ class Rounds(Agreement):
         return add_up_step(rows, self.ranks.mesh.shards)
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
+        # calling thread: waits for every rank. All are within the same step, so all bring their numbers.
         packed = struct.Struct(f"<{len(numbers)}d")
         with self._question():
             rows = self.ranks.collect_bytes(packed.pack(*numbers), "add up the norms")[: self.ranks.mesh.shards]
@@ -461,6 +464,8 @@ class Rounds(Agreement):
     @contextlib.contextmanager
     def meeting(self, kind: Collective) -> Iterator[None]:
         self._await_all(kind, -1)
+        # calling thread: the body raises an `Exception` on all ranks or on none. After a Ctrl-C the mark stays, since
+        # the other ranks may still wait for this one.
         self._in_question = True
         try:
             yield
@@ -481,6 +486,7 @@ class Rounds(Agreement):
 
     def _check(self, retried: int = -1) -> None:
         """Raises `RankError`, and notifies the other ranks, if this rank has left an earlier collective unfinished."""
+        # calling thread: `fail` publishes the end of this rank, so the other ranks' waits end too.
         if self._agreed_unit not in (-1, retried):
             raise self.ranks.fail(f"it left an exchange of {self._names[self._agreed_unit]} unfinished")
         if self._in_question:

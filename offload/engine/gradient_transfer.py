@@ -6,8 +6,8 @@
                                                                 └► in a staging buffer, from which it is passed on
 
 So a backward keeps the device busy while gradients are copied from it, added and, if they spill, written. The source of
-a copy stays in device memory until the copy is done. All copies are on one stream, and are received in the order in
-which they were sent.
+a copy stays in device memory until the copy is done. All copies are on one stream, and the thread receives them in the
+order of their sending.
 """
 
 from __future__ import annotations
@@ -548,8 +548,8 @@ _TOGETHER = 16
 def windows(borders: Sequence[int], starts: Sequence[int], numel: int) -> tuple[range, ...]:
     """Returns ranges of at most `numel` elements that begin and end at some of `borders` and cover all between them.
 
-    Parameters share a window only while it is small: their gradients come in an order of their own, so a large window
-    would be written, read back for the next parameter, and written once more.
+    Parameters share a window only while it is small. Their gradients come in any order, so a large window would be
+    written, read back for the next parameter, and written once more.
 
     Args:
         borders: positions where chunks begin, sorted, with the first and the last of all.

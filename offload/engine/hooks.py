@@ -1,8 +1,8 @@
 """Hooks that fetch a unit's weights when its modules run, take gradients, and notice when a backward begins and ends.
 
     forward    a *site* (a hooked module) binds its units in its pre-hook and releases them in its post-hook, unless
-               the enclosing site holds them. If a parameter of another unit is used meanwhile, its unit is fetched on
-               demand and stays until the outermost site ends or the memory is needed.
+               the enclosing site holds them. A use of a parameter of another unit fetches that unit on demand. It
+               stays until the outermost site ends or the memory is needed.
     backward   unpacking a saved view fetches its unit for as long as the view lives (`unit_views`). If Python code in
                a backward uses a parameter, its unit stays until the backward ends or the memory is needed.
 
@@ -11,8 +11,8 @@ only for the module on which they were installed: a deep copy is an ordinary mod
 
 Threads. Forward hooks run on the caller's thread, all others on autograd's; one backward runs at a time.
 
-[Note: casts] Under autocast torch caches the cast of each fp32 weight on the device until the context ends, which would
-keep the casts of all units there. So the cache is off while a site runs, and a weight used twice is cast twice.
+[Note: casts] Under autocast torch caches the cast of each fp32 weight on the device until the context ends. The casts
+of all units would stay there. So the cache is off while a site runs, and a weight used twice is cast twice.
 """
 
 from __future__ import annotations
@@ -787,8 +787,8 @@ class ModuleHooks:
     def _leave(self, module: nn.Module, output: Any) -> Any:
         """Leaves the innermost site, and returns the output without views of weights.
 
-        Leaves nothing if that site covers `module`. torch also calls the post-hook of a site that was not entered,
-        because a pre-hook raised, or that was left, because a signal's handler destroyed the engine.
+        Leaves nothing if that site covers `module`. torch also calls the post-hook of a site that was not entered, when
+        a pre-hook raised, and of one that was left, when a signal's handler destroyed the engine.
         """
         if not self._local.frames:
             return output

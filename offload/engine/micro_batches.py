@@ -1,4 +1,4 @@
-"""The micro-batches of a step: the order in which they pass through the model, and their random generators.
+"""The micro-batches of a step: their order through the model, and their random generators.
 
 `PassSchedule` runs them one after the other. Features replace it, and the assembly of an engine chooses:
 

@@ -515,6 +515,7 @@ class Store:
 
     def _damaged(self, unit: int, state: State, slot: int, damage: range) -> IoError:
         """Returns the error for bytes of a slot that are not those written, with their place on the drive."""
+        # waiting thread: the note makes the next `open` compare all data, however this process ends.
         self._notes.mark_suspect()
         place = self._places[unit][state][slot]
         file, offset = bytes_of(self._files.states, place, damage.start, len(damage))
@@ -602,7 +603,7 @@ class Store:
     def set_aside(self, unit: int) -> None:
         """Copies the slot that an edit of `unit` will write, if the record before `durable` names the slot.
 
-        The caller edits without the other processes, one of which may have to resume from that record, and all with it.
+        The caller edits without the other processes. One of them may have to resume from that record, and then all do.
 
         Raises:
             IoError: If the slot cannot be read, or the drive has no room for the copy.
