@@ -60,7 +60,7 @@ logger = logging.getLogger("offload")
 
 
 class _Buffer(NamedTuple):
-    """A buffer of a block as the block's forward has found it."""
+    """A buffer of a block as it was before the block's forward."""
 
     name: str
     owner: nn.Module
@@ -105,14 +105,12 @@ class UnitCheckpoints(ActivationPolicy):
 
         Args:
             blocks: names of the modules that are computed again.
-            config: the config, which asks for blocks to be computed again.
-            device: the compute device.
         """
         self.notices = notices(config, len(blocks), device.host_addressable)
         self._blocks, self._device = blocks, device
         self._synchronize = config.activation_checkpointing.synchronize_checkpoint_boundary
         self._profile = config.activation_checkpointing.profile
-        # One thread at a time runs a model, so no lock is needed.
+        # model's thread and autograd's: one at a time runs a model, so these need no lock.
         self._forward_seconds: dict[str, float] = defaultdict(float)
         self._recomputation_seconds: dict[str, float] = defaultdict(float)
         self._local = _OpenCalls()
@@ -174,7 +172,9 @@ class UnitCheckpoints(ActivationPolicy):
         call.began = time.perf_counter()
         call.buffers = _buffers_of(module)
         generator = checkpointing(recompute, *leaves)
-        next(generator)  # may wait for I/O, and so run a handler that calls `abandon`
+        # model's thread: may wait for I/O, and so run a handler that calls `abandon`. The call receives its generator
+        # only afterwards.
+        next(generator)
         call.generator = generator
         return args, kwargs
 
@@ -191,7 +191,7 @@ class UnitCheckpoints(ActivationPolicy):
             return False
         if any(_is_cache(value) and not _is_dispensable(value, module) for value in (*args, *kwargs.values())):
             return False
-        # No input of a frozen prefix is kept: its activations are not saved either.
+        # A frozen prefix needs no checkpoint: autograd saves none of its activations.
         return any(
             isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))
         ) or any(parameter.requires_grad for parameter in module.parameters())
@@ -244,8 +244,9 @@ class UnitCheckpoints(ActivationPolicy):
 def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> tuple[str, ...]:
     """Returns the names of the blocks of a model that are computed again: the repeated ones, outermost first.
 
-    They are the children of a `ModuleList`, or of a `Sequential` if the model has no `ModuleList`, that have parameters
-    and are not inside of another one. Modules that the user has named as units take the place of those around them.
+    They are the children of a `ModuleList` that have parameters and are not inside of another block. In a model without
+    a `ModuleList` they are those of a `Sequential`. Modules that the user has named as units take the place of those
+    around them.
 
     Args:
         model: the model.
@@ -287,7 +288,7 @@ def _is_dispensable(cache: Any, module: nn.Module) -> bool:
 
 
 def _length_of(cache: Any, module: nn.Module) -> int:
-    """Returns the tokens that a cache has of a block's own layer: the layers of a frozen prefix have filled theirs."""
+    """Returns the tokens of a block's layer in a cache: the layers of a frozen prefix have filled theirs."""
     layer = next((part.layer_idx for part in module.modules() if isinstance(getattr(part, "layer_idx", None), int)), 0)
     try:
         return int(cache.get_seq_length(layer))
@@ -334,9 +335,9 @@ def _differs(now: torch.Tensor | None, before: torch.Tensor) -> bool:
 
 # -- policy --------------------------------------------------------------------------------------------
 #
-# Which inputs of checkpointed units leave the device, and which leave host memory: pure functions of sizes.
+# The inputs of checkpointed units that leave the device, and those that leave host memory: pure functions of sizes.
 #
-# Inputs are kept in the order of the forward, and a backward asks for the newest first. So the oldest ones leave first:
+# A forward makes inputs in its order, and a backward asks for the newest first. So the oldest ones leave first:
 # their next use is furthest away. The newest one never leaves the device, since the backward may begin with it.
 
 
@@ -388,11 +389,10 @@ def notices(config: Config, blocks: int, host_addressable: bool) -> tuple[str, .
     """Returns the lines for the user on the blocks that are computed again, and on keys without an effect.
 
     Args:
-        config: the whole config, which asks for blocks to be computed again.
-        blocks: number of blocks that are.
+        blocks: number of blocks that are computed again.
         host_addressable: True if device memory is host memory.
     """
-    theirs, tier = config.activation_checkpointing, config.activation_tier
+    checkpointing_config, tier = config.activation_checkpointing, config.activation_tier
     if not blocks:
         return (
             "no block is computed again in backward: the model has no ModuleList or Sequential of modules with "
@@ -406,18 +406,18 @@ def notices(config: Config, blocks: int, host_addressable: bool) -> tuple[str, .
     }[tier or "device"]
     if host_addressable and tier in ("cpu", "auto"):
         where = "where they are, in host memory" + (", and in files where that ends" if config.drives else "")
-    wanted = theirs.number_checkpoints
+    wanted = checkpointing_config.number_checkpoints
     lines = (
         (
             wanted is not None and wanted > blocks,
             f"number_checkpoints is {wanted}, and the model has {blocks} blocks, all of which are computed again",
         ),
         (
-            theirs.cpu_checkpointing and tier != "cpu",
+            checkpointing_config.cpu_checkpointing and tier != "cpu",
             f'cpu_checkpointing has no effect, since "activations" is "{tier}"',
         ),
         (
-            theirs.contiguous_memory_optimization and tier == "device",
+            checkpointing_config.contiguous_memory_optimization and tier == "device",
             "contiguous_memory_optimization has no effect, since inputs of blocks stay on the device",
         ),
     )

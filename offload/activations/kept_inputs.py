@@ -3,12 +3,11 @@
     forward     keep ──► DEVICE ──download──► HOST ──write──► DISK      oldest first, one unit behind the forward
     backward    fetch ◄── DEVICE ◄──upload─── HOST ◄──read─── DISK      newest first, one unit ahead of the backward
 
-An input is kept as long as autograd keeps it: the graph holds a `KeptInput`, whose memory is given back when the graph
-drops the object. So an exception, a Ctrl-C or a graph that is never run backward gives everything back by itself. An
-input that autograd asks for twice (`retain_graph`) is copied to the device twice.
+An input lives as long as its graph: the graph holds a `KeptInput`, and its memory is free again when the graph drops
+the object. So an exception, a Ctrl-C or a graph that never runs backward frees everything by itself. An input that
+autograd asks for twice (`retain_graph`) is copied to the device twice.
 
-Inputs that are the same memory, such as an encoder's output for all layers of a decoder, or a view of all of it, are
-kept once.
+Inputs of the same memory are stored once, such as an encoder's output for all layers of a decoder, or a view of it.
 
 [Note: a tensor that is being copied] The download reads memory of a tensor that the forward may no longer need. The
 tensor is held until compute is ordered after the copy, so torch's allocator cannot give the memory to other compute
@@ -83,13 +82,7 @@ class DiskSlots:
     """Slots for inputs. The lock of `KeptInputs` guards every call; the caller waits for all futures."""
 
     def __init__(self, paths: Sequence[str | Path], queue: Queue, written: DriveByteCounter) -> None:
-        """Creates no file yet.
-
-        Args:
-            paths: a folder on each drive.
-            queue: reads and writes the files.
-            written: counts the bytes written to each drive.
-        """
+        """Creates no file yet. `paths` are a folder on each drive."""
         self._paths, self._queue, self._written = paths, queue, written
         self._free: dict[int, list[Slot]] = {}
         self._files: dict[SpillFile, tuple[int, int]] = {}
@@ -164,9 +157,8 @@ class DiskSlots:
 #
 # Host memory for the inputs of checkpointed units: blocks of equal size, added as a forward needs them.
 #
-# The size of an input is known only when the model runs, so no class of the engine's host arena can be cut for it at
-# the start. Each *slab* is a small arena of its own: it counts in the budget of the process, and is pinned as any arena
-# is.
+# The size of an input is known only when the model runs, so the engine's host arena has no class for it at the start.
+# A *slab* is a small arena: it counts in the budget of the process, and is pinned as any arena is.
 
 
 @dataclass(eq=False)
@@ -184,7 +176,7 @@ class InputBlock:
 
 
 class _Slab:
-    """Blocks of one size, in an arena of their own."""
+    """Blocks of one size, in one arena."""
 
     def __init__(self, arena: HostArena, nbytes: int, count: int) -> None:
         self.arena, self.count = arena, count
@@ -204,8 +196,6 @@ class HostBlocks:
         """Allocates nothing yet.
 
         Args:
-            device: pins the blocks.
-            memory: the host memory of all engines of the process.
             budget: bytes that all engines may take together; None for no limit.
             room: bytes for blocks; 0 for staging alone; None for what is free.
             at_once: blocks that the first slab contains; None for slabs that double.
@@ -273,7 +263,7 @@ class HostBlocks:
         return _Slab(arena, size, count)
 
     def _close_idle(self, size: int) -> None:
-        """Closes slabs of another size none of whose blocks is in use."""
+        """Closes slabs of another size if all their blocks are free."""
         for slab_size, slabs in self._slabs.items():
             for slab in [idle for idle in slabs if slab_size != size and len(idle.free) == idle.count]:
                 slabs.remove(slab)
@@ -300,6 +290,7 @@ def _halved(count: int) -> Sequence[int]:
 
 def _close(slab: _Slab) -> None:
     for block in slab.free:
+        # calling thread: the device may still read or write the block. Its copies end by themselves.
         for event in block.after:
             event.wait()
     # A slab and its blocks refer to each other, so their memory would stay mapped until Python looks for such cycles.
@@ -309,7 +300,7 @@ def _close(slab: _Slab) -> None:
 
 # -- kept input ----------------------------------------------------------------------------------------
 #
-# One input of a checkpointed unit, as the graph holds it, with the memory that it has in each tier.
+# One input of a checkpointed unit, as the graph holds it, with its memory in each tier.
 
 
 LEAST_NBYTES = PAGE
@@ -318,16 +309,16 @@ LEAST_NBYTES = PAGE
 
 @dataclass(eq=False, slots=True)
 class InputMemory:
-    """All memory of one input; None where there is none of a kind. At least one of the first three has the bytes."""
+    """All memory of one input; None where there is none of a kind. `tensor`, `block` or `slot` contains the bytes."""
 
     tensor: torch.Tensor | None = None
     """The tensor of the forward, until compute is ordered after its download."""
     block: InputBlock | None = None
-    """Host memory that has the bytes after `downloaded` and `reading`."""
+    """Host memory that contains the bytes after `downloaded` and `reading`."""
     slot: Slot | None = None
-    """Room on disk that has the bytes after `writing`."""
+    """Room on disk that contains the bytes after `writing`."""
     arriving: torch.Tensor | None = None
-    """A tensor on the device that has the bytes after `uploaded`."""
+    """A tensor on the device that contains the bytes after `uploaded`."""
     downloaded: Event = DONE
     uploaded: Event = DONE
     writing: Future | None = None
@@ -335,7 +326,7 @@ class InputMemory:
 
     @property
     def tier(self) -> Tier:
-        """The highest tier that has the bytes, or will have them."""
+        """The highest tier that contains the bytes, or will contain them."""
         if self.tensor is not None or self.arriving is not None:
             return Tier.DEVICE
         return Tier.HOST if self.block is not None else Tier.DISK
@@ -385,7 +376,7 @@ class KeptInput:
 
     @uninterrupted  # Python drops what is raised in here, a Ctrl-C too
     def __del__(self) -> None:
-        # Any thread, at any time: no lock may be taken here.
+        # any thread: a graph may die at any time, also on a thread that holds the lock, so this takes none.
         memory = self.memory
         if memory.downloaded is DONE:  # no copy reads the tensor
             memory.tensor = None
@@ -421,7 +412,7 @@ class Form:
 
 
 class InputView(NamedTuple):
-    """What a graph holds for an input: the memory, which inputs of other forms may have as well, and the form."""
+    """An input as a graph holds it: the memory, which inputs of other forms may share, and the form."""
 
     kept: KeptInput
     form: Form
@@ -477,13 +468,7 @@ class Staging:
     """The blocks and slots of one engine's inputs."""
 
     def __init__(self, blocks: HostBlocks, slots: DiskSlots | None, timeline: Timeline = OFF) -> None:
-        """Takes over the two.
-
-        Args:
-            blocks: host memory.
-            slots: room on the drives; None without a drive.
-            timeline: records waits.
-        """
+        """Owns both from now on. `slots` is None without a drive."""
         self._blocks, self._slots, self._timeline = blocks, slots, timeline
         self._ending: list[InputMemory] = []
         """Memory of dropped inputs that a read or write still uses."""
@@ -511,7 +496,7 @@ class Staging:
         ]
         for count, kept_input in enumerate(in_host):
             room = self._blocks.room(kept_input.nbytes)
-            # An input that is leaving still has a download in flight, and no thread shall wait for it here.
+            # forward's thread: the download of an input that leaves is still in flight, and must not block this thread.
             if kept_input.memory.tensor is not None or not checkpoints.writes(
                 len(in_host) - count, room, kept_input.nbytes
             ):
@@ -559,7 +544,8 @@ class Staging:
         """
         memory = kept_input.memory
         assert self._slots is not None and memory.block is not None and memory.slot is None
-        memory.downloaded.wait()  # the drive reads what the device has written
+        # calling thread: waits until the download has filled the block. Only then may the drive read it.
+        memory.downloaded.wait()
         slot = self._slots.take(kept_input.nbytes)
         try:
             memory.writing = slot.write(memory.block.buffer.buffer[: kept_input.nbytes])
@@ -620,7 +606,8 @@ class Staging:
         memory = kept_input.memory
         assert memory.slot is not None, "an input is in a block or on DISK"
         try:
-            for event in block.after:  # the drive overwrites what the device may still read
+            # calling thread: waits until the copies of the block's former input have ended: the drive overwrites it.
+            for event in block.after:
                 event.wait()
             memory.reading = memory.slot.read(block.buffer.buffer[: kept_input.nbytes])
         except BaseException:
@@ -741,12 +728,7 @@ class KeptInputs(UnitCheckpoints):
 
         Args:
             blocks: names of the modules that are computed again.
-            config: the config, which asks for that.
-            device: copies between device and host memory.
-            staging: host memory and disk.
             device_limit: bytes that inputs but the newest may take on the device, given the bytes that they take.
-            schedule: the order of a step's micro-batches.
-            timeline: records copies and waits.
         """
         super().__init__(blocks, config, device)
         self._order = _RequestOrder(schedule)
@@ -854,6 +836,7 @@ class KeptInputs(UnitCheckpoints):
             self._report_full(kept_input.nbytes)
             return
         with self._timeline.span(Row.DOWNLOADS, "input of a unit", kept_input.nbytes):
+            # download stream: waits for the compute of the tensor, and for the copies of the block's former input.
             ready = (*block.after, self._device.record_event())
             memory.downloaded = self._device.download(block.bytes(kept_input.nbytes), bytes_of(tensor), ready)
         block.after = (memory.downloaded,)
@@ -868,6 +851,7 @@ class KeptInputs(UnitCheckpoints):
             kept_input = self._leaving.pop()
             tensor = kept_input.memory.tensor
             assert tensor is not None
+            # compute stream: waits for the copy, so later compute in this tensor's memory comes after it.
             self._device.wait_event(kept_input.memory.downloaded)
             kept_input.changed = kept_input.changed or tensor._version != kept_input.version
             kept_input.memory.tensor = None
@@ -912,6 +896,7 @@ class KeptInputs(UnitCheckpoints):
                 if memory.arriving is None:
                     self._upload(kept_input)
                 tensor, memory.arriving = memory.arriving, None
+                # compute stream: waits for the upload; on a GPU this thread continues.
                 self._device.wait_event(memory.uploaded)
             assert tensor is not None
             self._fetch_ahead(kept_input)
@@ -975,7 +960,7 @@ class KeptInputs(UnitCheckpoints):
         dropped = []
         while self._released:
             memory = self._released.popleft()
-            # Torch may give the memory of these tensors to other compute at once, which must come after the copies.
+            # compute stream: waits for the copies. torch may give the memory of these tensors to other compute at once.
             for tensor, event in ((memory.tensor, memory.downloaded), (memory.arriving, memory.uploaded)):
                 if tensor is not None:
                     self._device.wait_event(event)

@@ -15,7 +15,7 @@ another number of rows. The gradient of a weight, a sum over tokens, is one over
 its dtype, and a sum of those in fp32 or wider, rounded once more. So with u the rounding error of the dtype, and c
 chunks with sums s_1 ... s_c of absolute terms, tiling adds u (s_1 + ... + s_c) + u |gradient|, and c roundings of fp32.
 
-The class of a tiled module is a subclass of its own class, with its name, as torch's parametrizations and
+The class of a tiled module becomes a subclass of the class before, with its name, as torch's parametrizations and
 `fully_shard` do it: the module, its hooks, its children and the keys of its state dict stay as they are.
 """
 
@@ -85,7 +85,7 @@ def equal(before: Generators, after: Generators) -> bool:
 
 @contextlib.contextmanager
 def replayed(states: Generators | None, hidden: torch.Tensor) -> Iterator[None]:
-    """Gives the generators these states, and afterwards those of now again. Does nothing without states."""
+    """Gives the generators `states`, and restores the present ones afterwards. Does nothing without states."""
     if states is None:
         yield
         return
@@ -103,7 +103,7 @@ def replayed(states: Generators | None, hidden: torch.Tensor) -> Iterator[None]:
 # The forward and the backward of a module over chunks of its input: a function of autograd that saves the input alone.
 #
 # The backward computes each chunk again, with the forward's autocast and random numbers, and adds up the gradients of
-# the chunks. What would get wrong gradients is refused: [Note: refused].
+# the chunks. It refuses modules whose gradients would be wrong: [Note: refused].
 #
 # [Note: refused] Hooks of `register_hook` would be called for each chunk. A tensor of others that the module uses would
 # receive no gradient. Weights that have changed since the forward would give the chunks of another computation; torch
@@ -138,10 +138,8 @@ def in_chunks(
     """Returns the output of a module, computed chunk by chunk.
 
     Args:
-        module: the module; its parameters that train receive gradients.
-        run: the module's own forward.
-        hidden: the input.
-        dim: dimension of the chunks.
+        module: its parameters that train receive gradients.
+        run: the forward of its class before `tiled`.
         chunks: at least one; together all positions of the input along `dim`.
 
     Raises:
@@ -221,7 +219,7 @@ class _Chunks(torch.autograd.Function):
     def forward(ctx: Any, work: _TiledCall, hidden: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
         before = generators(hidden)
         output: torch.Tensor | None = None
-        with _weights_held(work.module), autocast(work.casts):
+        with _with_weights(work.module), autocast(work.casts):
             for chunk in work.chunks:
                 part = work.run(hidden.narrow(work.dim, *chunk).contiguous())
                 _refuse_shape(work, hidden, part, chunk[1])
@@ -248,7 +246,7 @@ class _Chunks(torch.autograd.Function):
         trained = [work.module.get_parameter(name) for name in work.names]
         slope_of_input = torch.zeros_like(hidden) if ctx.needs_input_grad[1] else None
         sums: list[torch.Tensor | None] = [None] * len(trained)
-        with _weights_held(work.module), replayed(ctx.generators, hidden):
+        with _with_weights(work.module), replayed(ctx.generators, hidden):
             for chunk in work.chunks:
                 part = hidden.narrow(work.dim, *chunk).contiguous().detach().requires_grad_(ctx.needs_input_grad[1])
                 with torch.enable_grad(), autocast(work.casts):
@@ -312,8 +310,8 @@ def _refuse_others(work: _TiledCall, output: torch.Tensor, known: Sequence[torch
 
 
 @contextlib.contextmanager
-def _weights_held(module: nn.Module) -> Iterator[None]:
-    """Brings the paged weights of a module once for all that runs in the context, if they have room together."""
+def _with_weights(module: nn.Module) -> Iterator[None]:
+    """Fetches the paged weights of a module once for the whole context, if they have room together."""
     handles = [handle for parameter in module.parameters() if (handle := handle_of(parameter)) is not None]
     if not handles:
         yield
@@ -392,8 +390,8 @@ def tiled(
 ) -> _Module:
     """Makes a module compute its output chunk by chunk along a dimension of its input, and returns the module.
 
-    The module has to take one tensor and to return one, and to compute each position along `dim` by itself, as the MLP
-    of a decoder does. Parameters that are paged are brought once for all chunks. Its backward computes each chunk
+    The module has to take and to return one tensor, and must compute each position along `dim` by itself, as the MLP of
+    a decoder does. Paged parameters are fetched once for all chunks. The backward of the module computes each chunk
     again: memory for one chunk, for the time of another forward. An input of one chunk is computed whole, and once.
     At the end of a layer that is checkpointed it takes no more time: recomputation of the layer ends before the module.
 
@@ -491,7 +489,7 @@ def _only_tensor(
 #
 # The MLPs of decoders of transformers, which `"tile_mlp"` in the block "offload" tiles.
 #
-# An MLP is known by where it is and what it consists of, not by its family: a module named as an MLP in a layer of a
+# An MLP is known by its place and its parts, not by its family: a module named as an MLP in a layer of a
 # `ModuleList`, with linear layers of known names and without experts, whose forward takes the hidden states alone. A
 # structure does not show that each token is computed by itself, so only classes of transformers with their own forward
 # are known, by identity, and all inside of them must be known as well: a hook there, or a layer of the user's, may mix
@@ -516,7 +514,7 @@ TILE_DIM = -2
 
 
 def known_mlps(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the MLPs of a decoder. Those that the user has tiled are not among them."""
+    """Returns the names of the MLPs of a decoder, without those that the user has tiled."""
     return tuple(name for name, module in _candidates(model) if _is_mlp(module))
 
 
@@ -547,7 +545,7 @@ def _has_form(module: nn.Module) -> bool:
 
 
 def _change(module: nn.Module) -> str | None:
-    """Returns what in an MLP may compute more than each token by itself, as a clause; None if nothing does."""
+    """Returns as a clause which part of an MLP may mix tokens; None if no part does."""
     if not is_of(type(module).forward, "transformers"):
         return f"the forward of {type(module).__name__} was replaced"
     return mixture_of_tokens(module)
@@ -622,6 +620,6 @@ class TiledMlps(Extension):
             tiled(module, TILE_DIM, tile_mlp)
 
     def remove(self) -> None:
-        """Makes them compute whole inputs again."""
+        """Makes the MLPs compute whole inputs again."""
         while self._modules:
             untiled(self._modules.pop())

@@ -9,13 +9,14 @@ from collections.abc import Callable, Hashable
 from offload.aio import File, IoQueue, Priority
 from offload.aio.protocols import Future
 
+# any thread: an engine may start or end on any of them.
 _lock = threading.Lock()
 _open: dict[Hashable, tuple[IoQueue, int]] = {}
-"""Open queues and the number of engines that use each. Keys contain the process id, so a forked child has its own."""
+"""Open queues, with the number of their engines. Keys contain the process id, so a forked child opens new queues."""
 
 
 class SharedQueue:
-    """One engine's handle on a shared queue, with byte counts of its own.
+    """One engine's handle on a shared queue. It counts the bytes of this engine alone.
 
     The first engine opens the queue with `make(backend, **shape)`; engines with equal arguments share it until the last
     one closes its handle. Belongs to the process that made it.
@@ -23,12 +24,12 @@ class SharedQueue:
 
     def __init__(self, make: Callable[..., IoQueue], backend: str, **shape: int | None) -> None:
         self._key = (os.getpid(), make, backend, tuple(sorted(shape.items())))
-        # `make` runs under the lock, so that two engines never open the same queue twice.
+        # calling thread: `make` runs under the lock, so two threads that start engines never open one queue twice.
         with _lock:
             queue, users = _open.get(self._key) or (make(backend, **shape), 0)
             _open[self._key] = (queue, users + 1)
         self._queue = queue
-        # Any thread reads and writes: model, update worker, callbacks. `+=` on an attribute is not one operation.
+        # any thread: model, update worker and callbacks read and write. `+=` on an attribute is not one operation.
         self._counts = threading.Lock()
         self._closed = False
         self.backend, self.refusals = self._queue.backend, self._queue.refusals
@@ -70,10 +71,11 @@ class SharedQueue:
             if self._closed:
                 return
             self._closed = True
-            # The other engines keep the queue: its threads serve all of them.
+            # calling thread: the queue's threads serve the other engines too, so only the last one closes it.
             queue, users = _open.pop(self._key)
             if users > 1:
                 _open[self._key] = (queue, users - 1)
                 return
-        # Outside of the lock: closing waits for requests and callbacks.
+        # calling thread: waits for requests and their callbacks, outside of the lock. Another engine may open a queue
+        # meanwhile, since this one is no longer in `_open`.
         queue.close()

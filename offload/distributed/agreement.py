@@ -6,9 +6,9 @@
     all that use weights have them   these ranks continue; the others announce again
     nothing announced can be next    `RankError` on every rank, with all announcements: no rank waits for ever
 
-So ranks may take different paths, as models with experts and loops that evaluate on one rank do, as long as all of them
-reach the same `step()`. `next_collective` decides, from the list alone. A round is a message of a few numbers, sent by
-the thread that runs the model or its backward. Background threads take part in no round.
+So ranks may take different paths as long as all of them reach the same `step()`. Models with experts do so, and loops
+that evaluate on one rank. `next_collective` decides, from the list alone. A round is a message of a few numbers, which
+the thread that runs the model or its backward sends. Background threads take part in no round.
 
 [Note: series] Where all ranks announce the same series, of gathers (see `swapper.pager`) or of reductions,
 each carries it out without a further round. A rank that wants anything else first takes part in all that is left, with
@@ -38,7 +38,7 @@ from offload.timeline import OFF, Row, Timeline
 
 # -- step facts ----------------------------------------------------------------------------------------
 #
-# What each rank reports of a step: four numbers, and which gradients it has.
+# Report of each rank on a step: four numbers, and the parameters that have a gradient.
 
 
 STEP_FACTS = struct.Struct("<dqqq")
@@ -259,7 +259,7 @@ class Rounds(Agreement):
         self.ranks = gathers.ranks
         self._agree_titles = [f"agree to gather {name}" for name in names]
         self._reduce_titles = [f"reduce the gradients of {name}" for name in names]
-        # Two of autograd's threads may call at the same time. A thread takes this lock before the pager's, and never
+        # autograd's threads: two may call at the same time. A thread takes this lock before the pager's, and never
         # inside of it: `CommonUses` gives that one back before it asks.
         self.lock = threading.RLock()
         self._agreed_unit = -1
@@ -303,20 +303,21 @@ class Rounds(Agreement):
             if self._agreed_unit == unit:  # the gather was agreed on before, when this rank lacked memory
                 return self._retry_answer
             intents = self._await_all(Collective.USE, unit, look)
-            own = intents[self.ranks.rank]
-            together = all(intent.same(own) for intent in intents)
+            announcement = intents[self.ranks.rank]
+            together = all(intent.same(announcement) for intent in intents)
             series = latest[0].series
-            if together and series is not None and all(intent.series == own.series for intent in intents):
+            if together and series is not None and all(intent.series == announcement.series for intent in intents):
                 self._series, self._begun, self._ahead = series.missing, 0, series.ahead
                 series.begin()
                 self._uses_ask = False
                 return GatherDecision(gather=False, together=True, series=True)
-            gather = any(intent.same(own) and not intent.ready for intent in intents)
+            gather = any(intent.same(announcement) and not intent.ready for intent in intents)
             # A prefetch is agreed on only if all ranks use the same unit and have it: none of them then waits for a
             # gather of the unit itself.
             following = _common([intent.ahead for intent in intents]) if together and not gather else -1
             answer = GatherDecision(gather, together, all(intent.has_all for intent in intents), following)
             self._agreed_unit, self._retry_answer = unit if gather else following, answer
+            # calling thread: computed from the announcements of all ranks, so every rank stores the same.
             self._uses_ask = not answer.all
             return answer
 
@@ -324,9 +325,10 @@ class Rounds(Agreement):
         """Returns the unit that every rank could gather next, or -1. Called right after a gather announced by all."""
         with self._timeline.span(Row.RANKS, "agree to gather ahead"), self.lock:
             self._check()
-            own = ahead()
+            candidate = ahead()
+            # calling thread: waits for every rank. All have announced the same gather, so all ask this.
             with self._question():
-                rows = self.ranks.collect([own], "agree on what to gather ahead")
+                rows = self.ranks.collect([candidate], "agree on what to gather ahead")
             following = _common([row[0] for row in rows])
             self._agreed_unit, self._retry_answer = following, GatherDecision(gather=True, together=False)
             return following
@@ -338,6 +340,8 @@ class Rounds(Agreement):
 
     def go_on(self, unit: int) -> None:
         """Begins the gathers of the series up to that of `unit`, and some ahead: as many on all ranks."""
+        # autograd's threads: two may come here with different units. Under the lock the gathers begin in the order of
+        # the series, as on all other ranks.
         with self.lock:
             if unit in self._series:
                 self._gather_series(self._series.index(unit) + 1 + self._ahead)
@@ -355,6 +359,7 @@ class Rounds(Agreement):
     def gather(self, unit: int, unsharded: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
         """Fills in the other ranks' shards of a unit, as agreed; see `Ranks.gather`."""
         with self._timeline.span(Row.RANKS, "gather"):
+            # upload stream: on a GPU the gather runs there, and this thread continues.
             gathered = self._gathers.gather(unit, unsharded, share, uploaded)
             self._agreed_unit = -1
             return gathered
@@ -368,12 +373,14 @@ class Rounds(Agreement):
         """
         with self._timeline.span(Row.RANKS, self._reduce_titles[unit]), self.lock:
             if self._reductions and self._reductions[0] == unit:
+                # calling thread: no round. Every rank has announced this series, so every rank makes this reduction: in
+                # its backward, or in `_end_series`.
                 self._check()
                 self._reduce_next()
                 return
             self._end_series()
             if self._callbacks.pending_unit() != unit:
-                return  # reduced just now, with what the other ranks have
+                return  # reduced just now, together with the gradients of the other ranks
             series = 0 if self._uses_ask or self._strayed or not expected else checksum(*expected)
             intents = self._await_all(Collective.REDUCE, unit, series=series)
             if series and all(intent.same(intents[0]) and intent.series == series for intent in intents):
@@ -382,18 +389,19 @@ class Rounds(Agreement):
 
     def _reduce_next(self) -> None:
         """Reduces the next unit of the series. A rank without gradients of the unit contributes zeros."""
+        # calling thread: set until the reduction has ended. If this thread leaves before, the other ranks wait for it.
         unit = self._agreed_unit = self._reductions.popleft()
         self._callbacks.serve_reduce(unit, range(self.ranks.size))
         self._agreed_unit = -1
 
     def end_reductions(self) -> None:
-        """Takes part in all reductions that are left of a series, at the end of a backward that has made fewer."""
+        """Takes part in the rest of a series of reductions, at the end of a backward that has made fewer."""
         with self.lock:
             if self._reductions:
                 self._end_series()
 
     def _end_series(self) -> None:
-        """Begins all that is left of a series. Other ranks may follow it, and learn of no round before its end."""
+        """Begins the rest of a series. Other ranks may follow it, and learn of no round before its end."""
         self._gather_series(len(self._series))
         self._check()
         while self._reductions:
@@ -405,15 +413,17 @@ class Rounds(Agreement):
     ) -> GradientStats:
         with self._timeline.span(Row.RANKS, "agree on a step"):
             self._await_all(Collective.STEP, -1)
-            # Called only now: until every rank had arrived, this rank could still receive gradients of others.
-            own = known()
-            flags = b"".join(bitmap(segments) for segments in own.present)
-            message = STEP_FACTS.pack(own.sum_squares, micro_batches, global_steps, settings) + flags
+            # calling thread: calls `known` only now. Until every rank had arrived, this rank could still receive
+            # gradients of others.
+            stats = known()
+            flags = b"".join(bitmap(segments) for segments in stats.present)
+            message = STEP_FACTS.pack(stats.sum_squares, micro_batches, global_steps, settings) + flags
             with self._question():
                 rows = self.ranks.collect_bytes(message, "agree on a step")
         return add_up_step(rows, self.ranks.mesh.shards)
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
+        # calling thread: waits for every rank. All are within the same step, so all bring their numbers.
         packed = struct.Struct(f"<{len(numbers)}d")
         with self._question():
             rows = self.ranks.collect_bytes(packed.pack(*numbers), "add up the norms")[: self.ranks.mesh.shards]
@@ -426,11 +436,11 @@ class Rounds(Agreement):
         if source is None:
             return []
         with self._question():
-            own = [[e.start, e.stop, str(e.values.dtype).removeprefix("torch."), e.state.value] for e in edits]
-            what = self.ranks.share(own, "edit weights")
+            headers = [[e.start, e.stop, str(e.values.dtype).removeprefix("torch."), e.state.value] for e in edits]
+            rows = self.ranks.share(headers, "edit weights")
             agreed: list[Edit] = []
-            for position, (start, stop, dtype, state) in enumerate(what[source]):
-                # All ranks take part in the broadcast, and only the source has the values.
+            for position, (start, stop, dtype, state) in enumerate(rows[source]):
+                # calling thread: every rank waits in the same number of broadcasts, one for each header of the source.
                 if source == self.ranks.rank:
                     values = edits[position].values
                 else:
@@ -454,6 +464,8 @@ class Rounds(Agreement):
     @contextlib.contextmanager
     def meeting(self, kind: Collective) -> Iterator[None]:
         self._await_all(kind, -1)
+        # calling thread: the body raises an `Exception` on all ranks or on none. After a Ctrl-C the mark stays, since
+        # the other ranks may still wait for this one.
         self._in_question = True
         try:
             yield
@@ -474,6 +486,7 @@ class Rounds(Agreement):
 
     def _check(self, retried: int = -1) -> None:
         """Raises `RankError`, and notifies the other ranks, if this rank has left an earlier collective unfinished."""
+        # calling thread: `fail` publishes the end of this rank, so the other ranks' waits end too.
         if self._agreed_unit not in (-1, retried):
             raise self.ranks.fail(f"it left an exchange of {self._names[self._agreed_unit]} unfinished")
         if self._in_question:
@@ -485,9 +498,9 @@ class Rounds(Agreement):
         """Serves other ranks until this rank's announcement is chosen, or is a USE and all uses are ready.
 
         Args:
-            unit: its unit, or -1.
-            ready: this rank's field of that name; for USE, a function called in each round.
-            series: this rank's field `series`; for USE, that function returns it.
+            unit: the unit of the announcement, or -1.
+            ready: its field `ready`; for USE, a function called in each round.
+            series: its field `series`; for USE, that function returns it.
 
         Returns:
             The last announcements.
@@ -495,13 +508,15 @@ class Rounds(Agreement):
         with self.lock:
             self._end_series()
             while True:
-                has = UnitState(ready, all=False, ahead=-1) if isinstance(ready, bool) else ready()
-                mark = series if has.series is None else has.series.checksum
-                own = RankIntent(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all, mark)
-                # One small all-gather for each round. A rank that has served others repeats its announcement.
-                numbers = [int(field) for field in own]
+                state = UnitState(ready, all=False, ahead=-1) if isinstance(ready, bool) else ready()
+                mark = series if state.series is None else state.series.checksum
+                pending = self._callbacks.pending_unit()
+                announcement = RankIntent(kind, unit, state.unit, pending, state.ahead, state.all, mark)
+                # calling thread: waits for the announcement of every rank, in one small all-gather a round. A rank that
+                # has served others repeats its announcement. If a rank is lost, the wait ends with `RankError`.
+                numbers = [int(field) for field in announcement]
                 with self._question():
-                    rows = self.ranks.collect(numbers, f"agree what is next: it {describe(own, self._names)}")
+                    rows = self.ranks.collect(numbers, f"agree what is next: it {describe(announcement, self._names)}")
                 intents = [
                     RankIntent(Collective(row[0]), row[1], bool(row[2]), row[3], row[4], bool(row[5]), row[6])
                     for row in rows
@@ -518,7 +533,7 @@ class Rounds(Agreement):
                 if choice.next is None:
                     if kind is Collective.USE:  # all uses are ready, this one among them
                         return intents
-                elif choice.next.same(own):
+                elif choice.next.same(announcement):
                     if kind in (Collective.STEP, Collective.EDIT, Collective.LOAD, Collective.SLEEP):
                         self._gathers.forget()
                     return intents
@@ -561,7 +576,7 @@ class AllOrNothing:
     """One rank's side of the common work. A process that trains alone is the only rank."""
 
     def __init__(self, ranks: Ranks, what: str) -> None:
-        """Stores the ranks that do the work, and `what` it is in words, for messages."""
+        """Takes `what` the ranks do, in words, for messages."""
         self.rank, self.size = ranks.rank, ranks.size
         self._ranks, self._what = ranks, what
 
@@ -582,6 +597,7 @@ class AllOrNothing:
         except Exception as error:
             failure = error
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        # calling thread: waits for every rank. A rank whose action failed shares its message too, so the wait ends.
         rows = self._ranks.share([message, value], self._what)
         if failure is not None:
             raise failure

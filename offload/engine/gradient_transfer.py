@@ -6,8 +6,8 @@
                                                                 └► in a staging buffer, from which it is passed on
 
 So a backward keeps the device busy while gradients are copied from it, added and, if they spill, written. The source of
-a copy stays in device memory until the copy is done. All copies are on one stream, and are received in the order in
-which they were sent.
+a copy stays in device memory until the copy is done. All copies are on one stream, and the thread receives them in the
+order of their sending.
 """
 
 from __future__ import annotations
@@ -102,11 +102,7 @@ class SmallGradients:
     """The gradients of one unit that wait to be joined. Belongs to the thread that sends."""
 
     def __init__(self, most: int) -> None:
-        """Begins empty.
-
-        Args:
-            most: the largest sum of bytes; that of a staging buffer, so that no gradient is cut.
-        """
+        """Begins empty, with room for `most` bytes: those of a staging buffer, so that no gradient is cut."""
         self._most = most
         self.title = ""
         self.pieces: list[Piece] = []
@@ -212,8 +208,7 @@ def _side_by_side(pieces: Sequence[Piece], gaps: Sequence[int]) -> tuple[torch.T
 def join(pieces: Sequence[Piece]) -> tuple[torch.Tensor, Receive]:
     """Returns the bytes of `pieces` as one tensor on their device, and the callback that splits it on the host.
 
-    Args:
-        pieces: gradients that the current stream may read.
+    The current stream must be allowed to read the pieces.
     """
     # In the order of descending item sizes, each gradient is aligned to its item size.
     pieces = sorted(pieces, key=lambda piece: -piece.source.itemsize)
@@ -295,13 +290,11 @@ class DeviceToHost:
         """Starts the receiving thread.
 
         Args:
-            device: the device to copy from.
             staging: host buffers for copies without a target.
             most: most bytes in flight; a single larger tensor is allowed.
             sums: True if the device can sum squares.
             fail: called on the receiving thread with an error that ends it.
             check: called on the sending thread after such an error, and raises it there.
-            timeline: records each copy.
         """
         self.device, self.sums = device, sums
         self._timeline = timeline
@@ -325,7 +318,6 @@ class DeviceToHost:
         """Copies `source` to `target`, or passes it to `receive` chunk by chunk, on the receiving thread.
 
         Args:
-            title: name of the copy on the timeline.
             source: (n,) on the device, computed by work that the calling thread has started.
             target: (n,) of the same dtype on the host, or None.
             receive: called for each chunk on arrival, or None.
@@ -344,15 +336,14 @@ class DeviceToHost:
         """Copies `source` as `send` does, but a small one later, together with other small gradients of its unit.
 
         Args:
-            title: name of the copy on the timeline, the same for all gradients of a unit.
+            title: the same for all gradients of a unit.
             place: the position of the gradient `source`; None for one that is always sent alone.
-            source: see `send`; unchanged until it is received.
-            target: see `send`.
-            receive: see `send`.
+            source: as for `send`; unchanged until it is received.
         """
         if self._small.must_leave_before(place, source):
             self.flush()
         if place is not None and self._small.accepts(source):
+            # compute stream: the event marks the end of the gradient's compute. `flush` may join it on another stream.
             self._small.add(title, Piece(place, source, self.device.record_event(), target, receive))
         else:
             self.send(title, source, target, receive)
@@ -360,7 +351,9 @@ class DeviceToHost:
     def flush(self) -> None:
         """Sends the small gradients that were collected, neighbours in host memory as one copy, all others as one."""
         for batch in group(self._small.pieces):
-            for piece in batch.pieces:  # computed on their backward's streams; this stream may be another
+            # compute stream: the backward may have computed the pieces on other streams, so this stream waits for them
+            # before it joins them. On a GPU the host thread continues.
+            for piece in batch.pieces:
                 self.device.wait_event(piece.computed)
             try:
                 copies = [copy_of(batch)]
@@ -369,6 +362,7 @@ class DeviceToHost:
                 copies = [copy_of(Group([piece], [])) for piece in batch.pieces]
             for copy in copies:
                 joined = tuple(piece.source for piece in copy.pieces) if len(copy.pieces) > 1 else ()
+                # compute stream: the download stream waits for this event, and so reads the bytes after the join.
                 computed = self.device.record_event()
                 self._send(_Sent(self._small.title, copy.source, computed, copy.target, copy.receive, joined))
                 # Removed last: if a Ctrl-C ends the wait above, the next call sends the same gradients.
@@ -388,6 +382,8 @@ class DeviceToHost:
         except torch.OutOfMemoryError:
             if not self._sent and not self._small.pieces:
                 raise
+        # sending thread: waits until the receiving thread has removed every entry, and with it the reference to the
+        # source. torch may then reuse the memory.
         self.drain()
         return allocate()
 
@@ -422,7 +418,7 @@ class DeviceToHost:
     def when_received(self, act: Callable[[], None]) -> None:
         """Calls `act` on the receiving thread once everything sent or collected so far has been received."""
         self.flush()
-        # Received in the order of sending, as all other copies.
+        # receiving thread: receives in the order of sending, so the mark comes after everything sent before.
         mark = torch.empty(0, dtype=torch.uint8, device=self.device.torch)
         self.send("mark", mark, None, lambda position, some: act())
 
@@ -433,6 +429,7 @@ class DeviceToHost:
         def receive(position: int, some: torch.Tensor) -> None:
             copy[position : position + len(some)] = some
 
+        # receiving thread: it alone writes `copy`, and has written all of it once `drain` returns.
         self.flush()
         self.send("sums of squares", values, None, receive)
         self.drain()
@@ -456,6 +453,7 @@ class DeviceToHost:
                 pass
         except BaseException as error:  # copies may be in flight: their memory stays referenced
             self._fail(error)
+        # receiving thread: wakes the threads that wait in `_send` and `drain`, since nobody will remove an entry again.
         with self._changed.lock:
             self._ended = True
             self._changed.notify_all()
@@ -468,8 +466,9 @@ class DeviceToHost:
             self._receive()
             return True
         with self._changed.lock:
-            # receiving thread: sleeps until `_send` or `close` notifies.
             if not self._sent and not self._closing:
+                # receiving thread: no copy is in flight. `_send` and `close` notify under this lock, so no notice is
+                # lost.
                 self._changed.wait()
             return bool(self._sent) or not self._closing
 
@@ -496,6 +495,7 @@ class DeviceToHost:
         """Starts the copy of the next `numel` elements on the download stream, after the compute that produces them."""
         first, began = self._position, now()
         part = sent.source[first : first + numel]
+        # download stream: waits on the device for the compute that produces `source`; this thread begins the next copy.
         done = self.device.download(values.view(torch.uint8), part.view(torch.uint8), (sent.computed,))
         last = first + numel == len(sent.source)
         self._arriving.append(_Arriving(sent, first, values, staging, done, last, began))
@@ -505,11 +505,14 @@ class DeviceToHost:
     def _receive(self) -> None:
         """Waits for the oldest copy, and passes its values on. Only the receiving thread is blocked."""
         arriving = self._arriving[0]
+        # receiving thread: waits until the download stream has copied the bytes. The backward's thread launches further
+        # compute meanwhile.
         arriving.done.wait()
         sent = arriving.sent
         if sent.receive is not None:
             sent.receive(arriving.first, arriving.values)
         if arriving.staging is not None:
+            # receiving thread: `receive` has returned, so the next copy may overwrite the staging buffer.
             self._free.append(arriving.staging)
         self._arriving.popleft()
         if arriving.values.nbytes:  # not the mark of `when_received`
@@ -545,8 +548,8 @@ _TOGETHER = 16
 def windows(borders: Sequence[int], starts: Sequence[int], numel: int) -> tuple[range, ...]:
     """Returns ranges of at most `numel` elements that begin and end at some of `borders` and cover all between them.
 
-    Parameters share a window only while it is small: their gradients come in an order of their own, so a large window
-    would be written, read back for the next parameter, and written once more.
+    Parameters share a window only while it is small. Their gradients come in any order, so a large window would be
+    written, read back for the next parameter, and written once more.
 
     Args:
         borders: positions where chunks begin, sorted, with the first and the last of all.
@@ -572,8 +575,7 @@ class DiskSpill:
 
     Any thread may call `part`, one at a time. The update worker calls `read`, and `forget` after an update. All other
     methods, and `forget` without an update, belong to the thread that calls `step()`. The lock's holder waits only for
-    I/O. An error is raised in the caller and reported to `fail`,
-    since a gradient is lost.
+    I/O. An error loses a gradient: it is raised in the caller and reported to `fail`.
     """
 
     def __init__(
@@ -589,11 +591,8 @@ class DiskSpill:
 
         Args:
             windows: the windows of each unit, in order.
-            dtype: dtype of the stored gradients.
-            host_buffers: host buffers, each as large as the largest window.
-            scratch: the file of all units.
+            host_buffers: each as large as the largest window.
             fail: receives an error that loses a gradient.
-            timeline: receives the waits of `part`.
         """
         self._windows = windows
         self._dtype, self.scratch, self._fail, self._timeline = dtype, scratch, fail, timeline
@@ -629,6 +628,7 @@ class DiskSpill:
     def read(self, unit: int, start: int, stop: int, buffer: memoryview) -> Future:
         """Starts to fill `buffer` with elements [start, stop) of a unit's gradient, which must have been flushed."""
         with self._locked():
+            # update thread: the file contains a window only after its write has ended. The I/O queue alone ends it.
             for key in [key for key in self._writing if key[0] == unit]:
                 self._end_write(key)
         return self.scratch.read(unit, start * self._dtype.itemsize, buffer)

@@ -140,12 +140,7 @@ class DeviceTotals:
     """
 
     def __init__(self, memory: Mapping[int, torch.Tensor], dtype: torch.dtype) -> None:
-        """Takes device memory for the totals.
-
-        Args:
-            memory: for each unit (numel,) on the device.
-            dtype: the dtype of gradients that wait for their update.
-        """
+        """Takes device memory for the totals: (numel,) on the device for each unit."""
         self._memory, self._dtype = dict(memory), dtype
         self._here: dict[int, dict[SegmentRange, torch.Tensor]] = {}
         """By unit: each range whose total is on the device, (n,), with the total."""
@@ -230,8 +225,6 @@ class HostGradients:
 
         Args:
             memory: (numel,) of each unit's partition; None for a unit that spills, stays on the device, or is frozen.
-            spill: gradients of units that wait on DISK.
-            layouts: the segments of each unit.
             parts: the elements of each unit that this rank updates.
             addressable: True if the host can address the gradients of a backward.
         """
@@ -258,8 +251,6 @@ class HostGradients:
         """Returns a function that stores or adds a gradient of one parameter as autograd has made it.
 
         Args:
-            unit: the unit.
-            segment: the parameter.
             add: the slower way, which serves every gradient: for one that must be prepared or cut, or that must wait.
             lock: the accumulator's lock.
             reading: units whose gradients an update reads.
@@ -389,18 +380,11 @@ class GradientAccumulator:
         """Takes a host buffer for each unit whose gradients stay in HOST.
 
         Args:
-            layouts: the segments of each unit.
             parts: the elements of each unit that this rank updates.
-            arena: the host memory.
             dtype: dtype of the stored gradients.
-            schedule: the order of a step's micro-batches.
-            callbacks: the engine.
-            spill: gradients of units that wait on DISK.
             on_device: (numel,) of `dtype` for each unit whose gradients stay on the device.
             totals: the same for units whose gradients are summed on the device, and copied to the host afterwards.
             downloads: copies from a device whose memory the host cannot address; None if the host can.
-            timeline: records each gradient as it arrives.
-            compute: records the unit that a gradient belongs to.
             completion: notices units whose gradients are complete before `step()`; None if nobody asks.
         """
         self._timeline, self._compute = timeline, compute
@@ -465,7 +449,7 @@ class GradientAccumulator:
             self.put(unit, segment, 0, flat(gradient))
 
     def end_backward(self) -> None:
-        """Completes an outermost backward, or an aborted one; the gradients that have arrived are kept."""
+        """Completes an outermost backward, or an aborted one, whose gradients stay as far as they have arrived."""
         self._compute.end_span()
         self._flush()
         if self.completion is not None:
@@ -614,6 +598,7 @@ class GradientAccumulator:
         self._send_totals()
         if self.downloads is None:
             return
+        # calling thread: after this wait the receiving thread records no square any more, so the list is complete.
         self.downloads.drain()
         pending = [
             (squares, key, value)
@@ -627,6 +612,7 @@ class GradientAccumulator:
                 squares[key] = value
 
     def _receive_all(self) -> None:
+        """Waits until no gradient is on its way from the device."""
         if self.downloads is not None:
             self.downloads.drain()
 
@@ -635,7 +621,7 @@ class GradientAccumulator:
         return {segment for segment, _ in self._squares[unit]} | self.totals.segments(unit)
 
     def is_on_host(self, unit: int) -> bool:
-        """Returns True if the gradient of `unit` waits in host memory of its own."""
+        """Returns True if the gradient of `unit` waits in a host buffer, and not in a window."""
         return unit not in self._on_device and (self.spill is None or unit not in self.spill)
 
     def when_received(self, unit: int, act: Callable[[], None]) -> None:
@@ -679,6 +665,7 @@ class GradientAccumulator:
         """Hands the gradients of `units` to their updates until `free`; none may be added meanwhile."""
         if self.spill is not None:
             self.spill.flush()
+        # receiving thread: adds under the same lock, and never to a unit that an update reads.
         with self._lock:
             for unit in units:
                 assert not self.totals.segments(unit), "all totals have left when the norm was known"

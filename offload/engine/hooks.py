@@ -1,8 +1,8 @@
 """Hooks that fetch a unit's weights when its modules run, take gradients, and notice when a backward begins and ends.
 
     forward    a *site* (a hooked module) binds its units in its pre-hook and releases them in its post-hook, unless
-               the enclosing site holds them. If a parameter of another unit is used meanwhile, its unit is fetched on
-               demand and stays until the outermost site ends or the memory is needed.
+               the enclosing site holds them. A use of a parameter of another unit fetches that unit on demand. It
+               stays until the outermost site ends or the memory is needed.
     backward   unpacking a saved view fetches its unit for as long as the view lives (`unit_views`). If Python code in
                a backward uses a parameter, its unit stays until the backward ends or the memory is needed.
 
@@ -11,8 +11,8 @@ only for the module on which they were installed: a deep copy is an ordinary mod
 
 Threads. Forward hooks run on the caller's thread, all others on autograd's; one backward runs at a time.
 
-[Note: casts] Under autocast torch caches the cast of each fp32 weight on the device until the context ends, which would
-keep the casts of all units there. So the cache is off while a site runs, and a weight used twice is cast twice.
+[Note: casts] Under autocast torch caches the cast of each fp32 weight on the device until the context ends. The casts
+of all units would stay there. So the cache is off while a site runs, and a weight used twice is cast twice.
 """
 
 from __future__ import annotations
@@ -160,10 +160,6 @@ class SavedTensors:
         """Prepares the hooks.
 
         Args:
-            handles: the parameters of each unit.
-            unit_views: makes views of weights.
-            pager: knows how often the weights of a unit have changed.
-            compute: records the unit whose weights a backward uses.
             activations: may keep the inputs of checkpointed modules off the device.
             wrapped: True if modules compute with wrappers of weights, such as DTensors. torch would not notice
                 changed weights whose wrapper a graph holds.
@@ -251,7 +247,7 @@ class SavedTensors:
         return None
 
     def _argument(self, address: int, tensor: torch.Tensor) -> Handle | None:
-        """Returns the handle of a parameter's weights, of whose placeholder `tensor` is; None for a part of it."""
+        """Returns the handle of a parameter whose placeholder `tensor` shows whole; None for a part of it."""
         unit, handle = self._parameters[address]
         if tensor.shape != handle.shape:
             return None
@@ -439,7 +435,7 @@ class Passes:
         if not self.in_backward:
             self.through_old_graph = made not in (None, self._views.outdated)
             self._timeline.begin_phase(Phase.BACKWARD)
-            # If this call raises, the backward has not started, and its next sign calls again.
+            # autograd thread: if this call raises, the backward has not started, and its next sign calls again.
             self._callbacks.begin_backward()
             self.in_backward = True
             call_after_backward(self.end_backward)
@@ -512,7 +508,7 @@ class _Frame(NamedTuple):
     pushed: bool  # this site pushed the saved-tensor hooks
     in_backward: bool  # entered inside of a backward: after an exception there, torch itself removes the hooks
     call: types.FrameType | None  # of the outermost module, to tell a running site from one that a Ctrl-C has ended
-    casts_kept: bool  # the state of torch's autocast cache before this site; see [Note: casts]
+    casts_cached: bool  # the state of torch's autocast cache before this site; see [Note: casts]
 
 
 class _Nesting(threading.local):
@@ -542,17 +538,8 @@ class ModuleHooks:
         """Installs the hooks.
 
         Args:
-            model: the model.
             sites: the units of each hooked module, by the module's name in the model.
-            handles: the parameters of each unit.
-            unit_views: materializes units.
-            saved: the hooks for tensors that autograd saves.
-            gradients: receives every gradient.
-            pager: is notified of the beginning and the end of each forward.
-            callbacks: the engine, as its components see it.
             activations: installs hooks on blocks, outside of all others.
-            timeline: records phases and gradients.
-            compute: records the forwards of units.
         """
         self._unit_views, self._saved, self._gradients, self._pager = unit_views, saved, gradients, pager
         self._timeline, self._compute, self._local = timeline, compute, _Nesting()
@@ -565,7 +552,7 @@ class ModuleHooks:
         self._hooks: dict[int, list[Callable[[], None]]] = {}
         """Functions that remove a module's hooks, by the module's id."""
         modules, inside = dict(model.named_modules()), layers_inside(model, sites)
-        # The root is a site even without units of its own: the saved tensors of a whole forward must be packed.
+        # The root is a site even without units: the saved tensors of a whole forward must be packed.
         for name, units in ({"": ()} | sites).items():
             self._hook_module(modules[name], units, [modules[layer] for layer in inside.get(name, ())])
         unit_of = {id(handle.parameter): handle.unit for unit in handles for handle in unit}
@@ -612,7 +599,7 @@ class ModuleHooks:
             frame = self._local.frames.pop()
             if frame.pushed and not frame.in_backward:
                 self._saved.pop()
-            if frame.casts_kept:  # otherwise an enclosing context restores the cache
+            if frame.casts_cached:  # otherwise an enclosing context restores the cache
                 torch.set_autocast_cache_enabled(True)
             self.passes.thread = None
         self._activations.abandon()
@@ -628,7 +615,6 @@ class ModuleHooks:
         """Materializes `unit` for the forward or the backward that runs now.
 
         Args:
-            unit: index of the unit.
             stays: True to hold the unit until the innermost site ends. If it is False, or if a backward runs outside of
                 any site, the unit may be released when memory is needed. If both, in a recomputation of a checkpoint,
                 frozen parameters remain placeholders, see `UnitViews.keep`.
@@ -689,7 +675,7 @@ class ModuleHooks:
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Lets the model run without gradients on memory that all its parameters have been given."""
+        """Lets the model run without gradients on the gathered memory of its parameters."""
         self._resting = True
         try:
             yield
@@ -758,7 +744,8 @@ class ModuleHooks:
                 if unit not in self._unit_views.shown:
                     self._unit_views.use(unit)
             elif unit in units_here:
-                self._pager.wait_upload(unit)  # the module may run on another stream than the enclosing site
+                # compute stream: waits for the upload. The module may run on another stream than the enclosing site.
+                self._pager.wait_upload(unit)
             else:
                 if frame is None:
                     frame = _Frame(module, [], False, False, None, False)
@@ -771,7 +758,8 @@ class ModuleHooks:
             self._unit_views.use(unit)
             frame.units.append(unit)
         except BaseException:
-            # A signal's handler may have destroyed the engine during the wait for a unit, and so left all sites.
+            # calling thread: a signal's handler may have destroyed the engine during the wait for a unit, and so left
+            # all sites.
             if self._local.frames and self._local.frames[-1] is frame:
                 self._let_go(self._local.frames.pop())
             raise
@@ -799,8 +787,8 @@ class ModuleHooks:
     def _leave(self, module: nn.Module, output: Any) -> Any:
         """Leaves the innermost site, and returns the output without views of weights.
 
-        Leaves nothing if that site covers `module`. torch also calls the post-hook of a site that was not entered,
-        because a pre-hook raised, or that was left, because a signal's handler destroyed the engine.
+        Leaves nothing if that site covers `module`. torch also calls the post-hook of a site that was not entered, when
+        a pre-hook raised, and of one that was left, when a signal's handler destroyed the engine.
         """
         if not self._local.frames:
             return output
@@ -814,7 +802,7 @@ class ModuleHooks:
             self._local.frames.pop()
             self._let_go(frame)
         if not self._local.frames and torch.is_grad_enabled() and not inside_backward():
-            # The autograd nodes of the outermost site's output run first in a backward, and report it.
+            # autograd thread: runs the nodes of the outermost site's output first in a backward, and they report it.
             begin = self.passes.begin_backward
             for node in (leaf.grad_fn for leaf in tensors_in(output) if leaf.grad_fn is not None):
                 node.register_prehook(lambda grads, made=self._unit_views.outdated: begin(made))
@@ -822,7 +810,7 @@ class ModuleHooks:
 
     def _let_go(self, frame: _Frame) -> None:
         """Undoes `_enter`: autocast cache, saved-tensor hooks, the site's units; ends the pass at the outermost."""
-        torch.set_autocast_cache_enabled(frame.casts_kept)
+        torch.set_autocast_cache_enabled(frame.casts_cached)
         if frame.pushed:
             self._saved.pop()
         for unit in reversed(frame.units):

@@ -1,4 +1,4 @@
-"""The micro-batches of a step: the order in which they pass through the model, and their random generators.
+"""The micro-batches of a step: their order through the model, and their random generators.
 
 `PassSchedule` runs them one after the other. Features replace it, and the assembly of an engine chooses:
 
@@ -89,8 +89,7 @@ class PassSchedule(Extension):
         """Runs micro-batches, and returns what each returns.
 
         Args:
-            works: Run the forward and the backward of one micro-batch each.
-            generators: The random generators of the micro-batches.
+            works: The forward and the backward of every micro-batch.
             turns: Entered by a schedule that lets micro-batches take turns.
         """
         return [generators.run(number, work) for number, work in enumerate(works)]
@@ -111,7 +110,7 @@ class PassSchedule(Extension):
         """Forgets the micro-batches since the last step, whose gradients are dropped."""
 
     def pipeline_stages(self, device: torch.device, calls: StageCalls) -> list[Any]:
-        """Returns the stages of a pipeline that this process has; see `Engine.pipeline_stages`."""
+        """Returns the stages of a pipeline in this process; see `Engine.pipeline_stages`."""
         raise UsageError(
             "pipeline_stages() needs an engine over stages of a pipeline: give initialize "
             "model=offload.PipelineStages({index: module}, num_stages, group)"
@@ -121,12 +120,12 @@ class PassSchedule(Extension):
         """Installs hooks on the modules of the model, by name, outside of all that are installed so far."""
 
     def remove(self) -> None:
-        """Removes what the schedule has installed on the model. Idempotent."""
+        """Removes the hooks of `install`. Idempotent."""
 
 
 # -- generators ----------------------------------------------------------------------------------------
 #
-# Each micro-batch of a step draws from random generators of its own. Dropout then has the same masks in whatever order
+# Every micro-batch of a step has its random generators. Dropout then draws the same masks in whatever order
 # micro-batches pass through the units. The first micro-batch continues torch's generators as they are; each further one
 # begins with a seed that torch's CPU generator draws before. Afterwards torch's generators are where the first
 # micro-batch has left them. A step of one micro-batch draws no seed.

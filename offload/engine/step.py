@@ -160,7 +160,7 @@ class GradientAccumulation:
         try:
             yield
         finally:
-            # Backwards of the context are micro-batches of their own, so `end` must not count them again.
+            # Each backward of the context is a micro-batch, so `end` must not count it again.
             self._no_sync -= 1
             self._at_step = self._backwards
 
@@ -319,8 +319,9 @@ class OptimizerStep:
         self._state.registered.check_complete()
         self._optimizer.check_groups()
         # Checks that raise come first, while nothing has changed. Then live views of weights are refused, since the
-        # updates would change the memory under them, and the step before ends: at most one step is in flight.
+        # updates would change the memory under them.
         components.unit_views.settle()
+        # model's thread: waits until the update worker has ended the step before, so at most one step is in flight.
         updater.finish()
         known = self._known()
         # Gradients were computed from the scaled loss, so their norm has the loss scale as a factor.
@@ -339,7 +340,7 @@ class OptimizerStep:
                 f"the gradient norm of step {steps + 1} is {norm}: the step was not applied, and its gradients were "
                 f"dropped; the weights are those of step {steps}. {refusal}"
             )
-        # Without overlap this thread waits until the updates have ended: for finding faults, and where it is faster.
+        # model's thread: without overlap it waits until the updates have ended, to find faults or where it is faster.
         if not self._state.settings.overlap:
             updater.finish(commit=False)
 
@@ -364,12 +365,13 @@ class OptimizerStep:
         settings = self._optimizer.checksum(self._clip) if components.world.everyone.size > 1 else 0
         # Gradients that an aborted backward has added count, as in torch.
         gradients.complete()
-        own = functools.partial(gradients.known, elsewhere)
-        known = components.agreement.step(self._accumulation.count, state.global_steps, settings, own)
-        # Only now all ranks know which parameters have a gradient. What is added is zeros, which change no norm.
+        local_stats = functools.partial(gradients.known, elsewhere)
+        # model's thread: waits until every rank is at its step. Until then it serves gathers and reductions of others.
+        stats = components.agreement.step(self._accumulation.count, state.global_steps, settings, local_stats)
+        # Only now all ranks know which parameters have a gradient. The extensions add zeros, which change no norm.
         for extension in components.extensions:
-            extension.add_gradients(known.present)
-        return components.world.step(known, self._accumulation.count, state.global_steps, settings)
+            extension.add_gradients(stats.present)
+        return components.world.step(stats, self._accumulation.count, state.global_steps, settings)
 
     def _order(self) -> Sequence[int]:
         """Returns the uses of units in this step as the access order predicted for the next step."""
@@ -409,7 +411,6 @@ class OptimizerStep:
         Gradients are dropped if the step is skipped or refused.
 
         Args:
-            updater: the update worker.
             norm: the gradient norm, without the loss scale; inf or NaN skips the step.
             present: for each unit the segments that have a gradient.
             order: the uses of units, which orders the updates.
@@ -461,7 +462,7 @@ class OptimizerStep:
         """
         components = self._components
         several, mode = components.world.ranks.size > 1, components.shards.mode
-        # Ranks that step parameters together need one order, and predict each their own.
+        # Ranks that step parameters together need one order, and their predictions may differ.
         updates = self._update_builder.updates(
             present, () if several and mode.steps_whole else order, scale, self._state.parameter_steps
         )
@@ -509,7 +510,6 @@ def run(model: Callable[..., Any], batch: Any) -> torch.Tensor:
     The model returns the loss, or an output whose `.loss`, `["loss"]` or first item is the loss.
 
     Args:
-        model: the model.
         batch: a mapping of keyword arguments, a tuple or list of arguments, or the only argument.
 
     Raises:

@@ -3,9 +3,9 @@
 A *binding* is one use of a unit: one pin of the pager, and a storage laid over the unit's device buffer, whose users
 are counted (`ViewedMemory`). A binding ends when nothing needs it any more **and** nobody uses the storage:
 
-    bound        a module of the unit runs (`uses`), or Python code asked for the unit by name (`kept`)
+    bound        a module of the unit runs (`uses`), or Python code asked for the unit by name (`requested`)
     lingering    the parameters are placeholders again, but a view of the device buffer lives: one that autograd has
-                 just unpacked, that a recomputed graph holds, or that a user's function kept. The buffer is not reused
+                 just unpacked, that a recomputed graph holds, or a user's function stores. The buffer is not reused
     gone         the pager may reuse the device buffer
 
 [Note: lingering] A live view pins its unit, so no view of weights ever shows other bytes than those it was made of.
@@ -45,14 +45,14 @@ class _ViewState:
         self.places, self.name, self.handles, self.stays = places, name or "the root", list(handles), stays
         self.frozen = [handle for handle in handles if not handle.trainable]
         self.uses = 0
-        self.kept = self.kept_whole = False
+        self.requested = self.requested_whole = False
         self.whole = False  # True if frozen parameters are materialized too, while the unit has a binding
         self.binding: Binding | None = None
 
     @property
     def dispensable(self) -> bool:
-        """True if the unit is only kept. A frozen parameter that was materialized for one that keeps it remains so."""
-        return self.kept and not self.uses and not (self.kept_whole and self.frozen)
+        """True if Python code alone asked for the unit, and for no frozen parameter, which the code may hold itself."""
+        return self.requested and not self.uses and not (self.requested_whole and self.frozen)
 
     def check_not_gathered(self) -> None:
         """Raises `UsageError` if a parameter of the unit, which the model needs, is gathered."""
@@ -86,13 +86,13 @@ class UnitViews:
             ParamHandle.release(outer)
         self.shown: set[int] = set()  # units that stay, and whose parameters are ordinary ones now; others only read it
         self.outdated = 0  # changes of units that stay; others only read it
-        self._kept: list[_ViewState] = []  # see `keep`; oldest first
+        self._requested: list[_ViewState] = []  # see `keep`; oldest first
         self._live: list[Binding] = []
         """Every binding that still owns a pin of the pager, oldest first."""
         self.bindings: dict[int, Binding] = {}
         """The newest binding at each address, some of them without a live view. Others only read it."""
         self.recent: Binding | None = None
-        """The binding of the last view of a backward, which needs several of a unit in a row. Read under the lock."""
+        """The binding of a backward's last view: it needs several views of a unit in a row. Read under the lock."""
 
     @outside_of_modes
     @uninterrupted
@@ -105,7 +105,7 @@ class UnitViews:
                 return
             if unit.binding is None:
                 # A recomputation has come to the next unit. Pins of those before would leave no room to a prefetch.
-                for passed in [pin for pin in self._kept if pin.dispensable]:
+                for passed in [pin for pin in self._requested if pin.dispensable]:
                     self._end_keep(passed)
             self._bind(index)
             unit.uses += 1
@@ -135,15 +135,15 @@ class UnitViews:
                 self._show(index)
                 return
             self._bind(index, whole)
-            if not unit.kept:
-                self._kept.append(unit)
-            unit.kept = True
-            unit.kept_whole |= whole
+            if not unit.requested:
+                self._requested.append(unit)
+            unit.requested = True
+            unit.requested_whole |= whole
 
     @outside_of_modes
     @uninterrupted
     def frozen_view(self, index: int, position: int) -> torch.Tensor:
-        """Returns the weights of a parameter, whose unit is kept, as a view that pins the unit while it lives."""
+        """Returns the weights of a parameter of a requested unit, as a view that pins the unit while it lives."""
         unit = self._units[index]
         with self.lock:
             assert unit.binding is not None, "fetched just now, on this thread"
@@ -157,8 +157,8 @@ class UnitViews:
         with self.lock:
             self._let_go_of_recent()
             self._hide()
-            for unit in tuple(self._kept):
-                unit.kept_whole = False
+            for unit in tuple(self._requested):
+                unit.requested_whole = False
                 self._end_keep(unit)
             self._sweep()
 
@@ -194,16 +194,16 @@ class UnitViews:
         """Raises `UsageError` if a view of weights is alive that may not change; with `stays` of any unit at all."""
         with self.lock:
             self.check_not_gathered("changed")
-            if self._held(stays):
+            if self._viewed(stays):
                 gc.collect()  # a dead cycle, such as an exception's frames, may hold a view
-            if names := ", ".join(sorted(self._held(stays))):
+            if names := ", ".join(sorted(self._viewed(stays))):
                 raise UsageError(
                     f"weights cannot change while a view of some is held (of {names}): in a graph whose backward has "
                     "not run, an attribute of an autograd.Function (use save_for_backward), a list, or the frames of "
                     "an exception (sys.last_traceback). Drop the view, or clone() the values that shall stay"
                 )
 
-    def _held(self, stays: bool) -> set[str]:
+    def _viewed(self, stays: bool) -> set[str]:
         """Returns the names of units with a live view; see `settle`."""
         self._sweep()
         names = {self._units[view.unit].name for view in self._live}
@@ -243,10 +243,10 @@ class UnitViews:
         with self.lock:
             self._hide()
             for unit in self._units:
-                if not unit.stays and (unit.binding is not None or unit.uses or unit.kept):
-                    unit.uses, unit.kept, unit.kept_whole = 0, False, False
+                if not unit.stays and (unit.binding is not None or unit.uses or unit.requested):
+                    unit.uses, unit.requested, unit.requested_whole = 0, False, False
                     self._unbind(unit)
-            self._kept.clear()
+            self._requested.clear()
             self._let_go_of_recent()
             # A view that the user still holds keeps its pin: see [Note: lingering].
             self._sweep()
@@ -257,7 +257,7 @@ class UnitViews:
         unit = self._units[index]
         with self.lock:
             binding = unit.binding
-            # A backward unpacks several views of one unit in a row: they share one pin.
+            # autograd's threads: a backward unpacks several views of one unit in a row, and they share one pin.
             if binding is None and self.recent is not None and self.recent.unit == index:
                 binding = self.recent
             if binding is None:
@@ -266,7 +266,8 @@ class UnitViews:
             elif unit.stays:
                 self._pager.use_in_place(index)
             else:
-                self._pager.wait_upload(index)  # the unit may have been fetched for another stream
+                # compute stream: waits for the upload. The unit may have been fetched for another stream.
+                self._pager.wait_upload(index)
             flat = binding.flat
             assert flat is not None
             return view_of(saved, flat if saved.dtype is unit.places.dtype else flat.view(saved.dtype))
@@ -347,30 +348,30 @@ class UnitViews:
             self.recent = None
 
     def _give_way(self) -> bool:
-        """Releases the last view of a backward, else one unit that is only kept; returns False if there is none."""
+        """Releases the last view of a backward, else one dispensable unit; returns False if there is none."""
         if self.recent is not None:
             self._let_go_of_recent()
             self._sweep()
             return True
-        for unit in (unit for unit in self._kept if unit.dispensable):
+        for unit in (unit for unit in self._requested if unit.dispensable):
             self._end_keep(unit)
             return True
         return False
 
     def _end_keep(self, unit: _ViewState) -> None:
         """Ends `keep` of a unit, and releases what is not used. Raises `UsageError` as `_unbind` does."""
-        self._kept.remove(unit)
-        unit.kept = False
+        self._requested.remove(unit)
+        unit.requested = False
         self._unbind_idle(unit)
 
     def _unbind_idle(self, unit: _ViewState) -> None:
-        """Releases a unit that is neither used nor kept, or the frozen parameters of one that is kept without them."""
+        """Releases a unit that nobody uses or requests, or its frozen parameters if nobody requests these."""
         if unit.uses:
             return
-        if not unit.kept:
+        if not unit.requested:
             self._unbind(unit)
             self._sweep()
-        elif unit.whole and not unit.kept_whole and unit.frozen:
+        elif unit.whole and not unit.requested_whole and unit.frozen:
             unit.whole = False
             self._refuse(ParamHandle.release(unit.frozen), [handle for handle in unit.frozen if handle.thawed])
 

@@ -15,7 +15,7 @@ MUTANTS = (
     Mutant(
         "each rank gives zeros to the experts that it has not visited itself",
         "offload.engine.step",
-        "extension.add_gradients(known.present)",
+        "extension.add_gradients(stats.present)",
         "extension.add_gradients([gradients.present(unit) for unit, _ in enumerate(components.layouts)])",
         "tests/experts/test_stacked_experts_ranks.py",
     ),

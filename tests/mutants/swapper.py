@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         "pin what a backward has passed until its end",
         "offload.engine.unit_views",
-        "[pin for pin in self._kept if pin.dispensable]",
+        "[pin for pin in self._requested if pin.dispensable]",
         "[]",
         "tests/activations/test_checkpointed_prefetch.py",
     ),

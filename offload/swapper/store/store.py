@@ -8,7 +8,8 @@
 functions of other modules: `recovery` (from which commit a run resumes), `drives` (how much each drive takes),
 `format` (the checksums that reads are compared with).
 
-Threads: the update worker alone calls `wrote` and `commit`; any thread may submit reads and wait for them.
+Threads: the update worker calls `wrote` and `commit`, and other threads only while it is idle: at the start, in a load
+and at the end. Any thread may submit reads and wait for them.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class SwapFiles:
         """Makes and locks the rank's folder on each drive.
 
         Args:
-            staged: True for a folder next to those of a run that has another number of ranks.
+            staged: True for a folder next to those of a run with another number of ranks.
 
         Raises:
             StoreError: If a folder cannot be made, or is in use.
@@ -185,7 +186,7 @@ class SwapFiles:
         check_rank(copy, self._rank, self.folders[0])
         lost, there = check_drives(self.folders, copy, step)
         here = places_of(self.folders)
-        self._manifest = dataclasses.replace(copy, drives=here)  # the next commit has it too
+        self._manifest = dataclasses.replace(copy, drives=here)  # the blob of the next commit contains it too
         self._states = self._open_states()
         check_sizes(self._states.parts(), self._drive_nbytes())
         # Each manifest counts: a kill between two of them leaves drives that name different places.
@@ -252,12 +253,9 @@ class SwapFiles:
             unlink(folder / "states")
 
     def unlink(self, notes: bool = False) -> None:
-        """Deletes all files that can be deleted.
+        """Deletes all files that can be deleted; with `notes` the last rank also deletes the notes of the run's end.
 
-        The locks must still be held: another process may start the run again once they are released.
-
-        Args:
-            notes: True if the last rank also deletes the notes of the run's end.
+        The caller holds the locks: another process may start the run again once they are released.
         """
         for folder in reversed(self.folders):  # the first drive last: its manifest identifies the others' store
             with contextlib.suppress(OSError):
@@ -311,7 +309,7 @@ class Store:
         Args:
             queue: Reads and writes the files; it belongs to the caller.
             written: Counts the bytes written to each drive; may be shared with spill files. None for a new count.
-            first: The first commit's number, for folders next to those of a run with other ranks; None for a run's own.
+            first: The first commit's number, for folders next to those of a run with other ranks; None for all others.
 
         Raises:
             StoreError: If the model has too many units, or a folder cannot be made or is in use.
@@ -322,7 +320,7 @@ class Store:
         self.run = run
         self.newest = [0] * len(spec.partitions)
         self.durable: CommitRecord | None = None
-        self._before: CommitRecord | None = None  # the one before `durable`; other processes may have no newer one
+        self._before: CommitRecord | None = None  # before `durable`; other processes may have made no newer one
         self.written = DriveByteCounter(paths) if written is None else written
         """Bytes written to each drive, by this store and by the other users of a shared count, such as spill files."""
         self.notices: list[str] = []
@@ -360,7 +358,7 @@ class Store:
             if was_committed(self.folders[0]):  # before the run is lost
                 self._files.check_room()
         except BaseException:
-            self.close()  # the files found stay
+            self.close()  # the files of the other run stay
             raise
         try:
             self._files.create(run_id)
@@ -369,8 +367,8 @@ class Store:
                 self._notes.forget_end()
                 self._files.unlink_states()  # a run with one slot cannot be resumed
         except BaseException:
-            # The store holds nothing yet: a start that fails leaves no files behind.
-            self._files.unlink()  # before `close` releases the locks, while no other process can have the files
+            # The store contains nothing yet, so a start that fails deletes its files.
+            self._files.unlink()  # before `close` releases the locks, while no other process can open the files
             self.close()
             raise
 
@@ -463,7 +461,7 @@ class Store:
     def target(self, unit: int) -> int:
         """Returns the slot that an update may write: the one that the last durable record does not name.
 
-        Frozen weights are stored once, for both slots. Whoever writes them overwrites what the record names.
+        Frozen weights are stored once, for both slots. A write of them overwrites bytes that the record names.
         """
         if self.spec.slots == 1:
             return 0
@@ -493,7 +491,7 @@ class Store:
         """
         began = now()
         if start + len(buffer) == self._places[unit][state][slot].nbytes:
-            # any thread: `_scrub` replaces the set, on the update worker. What it misses is scrubbed once more.
+            # any thread: a commit may replace the set meanwhile. A slot that the new set misses is scrubbed once more.
             self._read_whole.add((unit, state))
         future = self._read(unit, state, slot, start, buffer, priority, compare)
         return self._spans.show(Row.READS, unit, state, began, len(buffer), future)
@@ -503,7 +501,7 @@ class Store:
     ) -> Future:
         place = self._places[unit][state][slot]
         assert start + len(buffer) <= place.nbytes
-        # The checksums at submission: an update may replace them before the read is waited for.
+        # any thread: takes the checksums at submission. The update worker may replace them before the caller waits.
         pages = self._sums.pages((unit, state))
         compared = compare and slot == self.newest[unit]
 
@@ -517,6 +515,7 @@ class Store:
 
     def _damaged(self, unit: int, state: State, slot: int, damage: range) -> IoError:
         """Returns the error for bytes of a slot that are not those written, with their place on the drive."""
+        # waiting thread: the note makes the next `open` compare all data, however this process ends.
         self._notes.mark_suspect()
         place = self._places[unit][state][slot]
         file, offset = bytes_of(self._files.states, place, damage.start, len(damage))
@@ -525,9 +524,9 @@ class Store:
         return IoError(first.owner.path, first.offset, first.nbytes, errno.EBADMSG, operation)
 
     def _scrub(self) -> None:
-        """Reads on in slots that nothing has read, so that damage of what memory has too is noticed within a day.
+        """Reads on in slots that nothing has read, so that their damage is noticed within a day.
 
-        These are weights of a cache and states that tiers above DISK contain. Few bytes are read at each commit.
+        These are weights of a cache and states that tiers above DISK contain. A commit reads a few of their bytes.
 
         Raises:
             IoError: If bytes are damaged (EBADMSG), or cannot be read.
@@ -538,6 +537,7 @@ class Store:
             keys = [(unit, state) for unit, row in enumerate(self._places) for state in row]
             self._scrubbed = [(key, 0) for key in reversed(keys) if key not in self._read_whole]
             self._read_whole = set()
+        # calling thread: waits for each read before the next, since all share this buffer, and before the commit.
         buffer = aligned_empty(_SCRUB_NBYTES) if self._scrubbed else memoryview(b"")
         while self._scrubbed and left > 0:
             (unit, state), start = self._scrubbed.pop()
@@ -603,24 +603,24 @@ class Store:
     def set_aside(self, unit: int) -> None:
         """Copies the slot that an edit of `unit` will write, if the record before `durable` names the slot.
 
-        The caller edits without the other processes, one of which may have to resume from that record, and all with it.
+        The caller edits without the other processes. One of them may have to resume from that record, and then all do.
 
         Raises:
             IoError: If the slot cannot be read, or the drive has no room for the copy.
         """
         slot = self.target(unit)
-        # If a step has written the slot since, all processes have met for that.
+        # If a step has written the slot since, all processes have met in that step.
         if self._before is None or self._before.slots[unit] != slot or self.newest[unit] == slot:
             return
-        # calling thread: it waits until the copy is durable. Only then may the edit write the slot.
+        # calling thread: waits until the copy is durable. Only then may the edit write the slot.
         self.written.add(0, self._undo.save(self._before, unit, self._places[unit], self.read))
 
     def wrote(self, unit: int, slot: int, written: Mapping[State, Sequence[tuple[int, Future]]]) -> None:
         """Makes `slot` the newest of a unit. The update worker calls this, and between steps a load does.
 
         Args:
-            written: For each state that is kept, the start and the ended future of each write. The writes of a state
-                have no gaps and begin at byte 0. Frozen weights after the last write keep their checksums.
+            written: For each state in the store, the start and the ended future of each write. The writes of a state
+                begin at byte 0 and leave no gaps. Frozen weights after the last write keep their checksums.
         """
         # update worker: nobody submits a read of the unit between these lines, since its update has not ended.
         for state, writes in written.items():
@@ -644,8 +644,10 @@ class Store:
             self._commit(step, contents)
 
     def _commit(self, step: int, contents: Mapping[str, torch.Tensor]) -> None:
-        # The order is the protocol: data, blob and record are each durable before the next is written, so a record
-        # that is found never names bytes that a power cut has lost. Record and blob alternate between two places.
+        # The order is the protocol: data, blob and record are each durable before the next is written, so no record
+        # names bytes that a power cut has lost. Record and blob alternate between two places.
+        #
+        # calling thread: blocks until the drives answer. All writes have ended, so the sync covers all of `newest`.
         self._files.sync()
         self._doing = "write of its blob and its record"
         which = 0 if self.durable is None else 1 - self.durable.blob
@@ -655,6 +657,7 @@ class Store:
         serial = self._first if self.durable is None else self.durable.serial + 1
         record = CommitRecord(serial, step, tuple(self.newest), which, len(data), crc32c(data), time.time_ns())
         write_in_place(self._commit_path, record.pack(), which * PAGE)
+        # calling thread: from here on `target` returns the other slots. The record that names these is durable by now.
         self._before, self.durable = self.durable, record
         self._undo.remove()  # all processes have met in a step since its slots were written
         self.written.add(0, len(data) + PAGE)  # counted in the blob of the next commit
@@ -678,8 +681,7 @@ class Store:
     def remove(self, notes: bool = False) -> None:
         """Deletes the files and closes the store; does nothing if the store is closed.
 
-        Args:
-            notes: True if the last rank also deletes the notes of the end.
+        With `notes` the last rank also deletes the notes of the run's end.
         """
         if self._files.locked:
             self._files.unlink(notes)  # before the locks are released: another process may start this run again at once
