@@ -867,7 +867,7 @@ class Engine(ModelEngine):
         Each backward in the context counts as a micro-batch. `step()` never updates weights in the context. Results do
         not change, since the config decides when ranks reduce, inside of the context and outside. In ZeRO stages 0 and
         1 with several micro-batches gradients add up on each rank until the last one. In stages 2 and 3 gradients are
-        reduced as they are computed; of micro-batches that take turns, with the last one. Gradients for which the GPU
+        reduced as they are computed, or with the last micro-batch if several take turns. Gradients for which the GPU
         has room accumulate on the GPU in all cases, and are copied to the host with the last micro-batch.
         """
         self._core.check()
