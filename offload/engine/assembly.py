@@ -468,7 +468,7 @@ def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:
 
 
 class NewStore:
-    """The swap files of a start, which replace those of an earlier run as late as possible.
+    """The swap files of a start, which replace an earlier run's files as late as possible.
 
     An error before `make` leaves the earlier run as it was, on every rank.
     """
@@ -725,7 +725,7 @@ def _weights(
 
 # -- gradients -----------------------------------------------------------------------------------------
 #
-# The accumulator of gradients, put together as the plan says: its memory in each tier, and its threads.
+# The accumulator of gradients, assembled according to the plan: its memory in each tier, and its threads.
 
 
 def gradient_accumulator(

@@ -74,7 +74,7 @@ _T = TypeVar("_T")
 #
 # The core exists before its components: each of them receives it as `EngineCallbacks` through its constructor.
 #
-# Threads. Every method belongs to the thread that runs the model, except where `EngineCallbacks` says otherwise.
+# Threads. Every method belongs to the thread that runs the model, except where `EngineCallbacks` names another thread.
 
 
 class EngineCore(EngineCallbacks):
@@ -235,7 +235,7 @@ class EngineCore(EngineCallbacks):
 
         if self._in_turn:
             self.components.hooks.passes.begin_backward_of_turn()
-        # Activations are largest in the backward: torch's out-of-memory error says in here what to change.
+        # Activations are largest in the backward: `advised` adds advice to torch's out-of-memory error.
         with self.device_budget.advised(backward=True), torch.autograd.set_multithreading_enabled(False):
             try:
                 run()
@@ -608,7 +608,7 @@ class Engine(ModelEngine):
         allreduce_gradients: bool | None = None,
         release_loss: bool | None = None,
     ) -> torch.Tensor:
-        """Runs the backward of `loss`, which adds its gradients to those of the current step.
+        """Runs the backward of `loss`, and adds its gradients to the current step's.
 
         In fp16 the loss is multiplied by the loss scale first; the returned loss is without the scale. The whole
         backward runs on the calling thread, also on a GPU, so that a Ctrl-C ends it within one unit.
@@ -789,7 +789,7 @@ class Engine(ModelEngine):
         step.check_batches(data_iter)
         # Otherwise the loop below would take all the data without a step.
         self._core.accumulation.check_no_sync()
-        # `step()` decides where the step ends, by the count or as the user says, so the loop watches its counter.
+        # `step()` decides where the step ends, by the count or the user's setting, so the loop watches its counter.
         steps, losses = self.global_steps, list[torch.Tensor]()
         while self.global_steps == steps:
             wanted = self._core.accumulation.remaining(self._settings.accumulation) or 1
@@ -966,7 +966,7 @@ class Engine(ModelEngine):
         again.
 
         Returns:
-            The bytes that the device budget lost; 0 if it is what the config says or as small as it can be.
+            The bytes that the device budget lost; 0 if it has the config's size or the smallest possible one.
 
         Raises:
             UsageError: if a forward or a backward is running.

@@ -138,7 +138,7 @@ class OptimizerStates:
 
 def _count(state: Mapping[str, Any]) -> int | None:
     """Returns the number of updates in a state that is not empty; None if its "step" is not a whole number >= 0."""
-    # A state without a count, such as that of SGD, counts as one update, so that `read` finds it again.
+    # A state without a count, such as SGD's, counts as one update, so that `read` finds it again.
     count = state.get(_STEP, 1)
     if isinstance(count, torch.Tensor) and count.numel() == 1:
         count = count.item()

@@ -510,7 +510,7 @@ def _check_same(
     if world.everyone.size == 1:
         return
     # Facts that decide the layout, the collectives or the numbers. Values of weights and buffers are not among them:
-    # all ranks receive those of rank 0. Paths may differ: each machine has its own drives.
+    # all ranks receive rank 0's values. Paths may differ: each machine has its own drives.
     facts = {
         "batch": list(batch),
         "weights": config.weight_tier,

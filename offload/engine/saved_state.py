@@ -42,7 +42,7 @@ class SavedState:
 
     parts: Mapping[str, SavedPart]
     others: Mapping[str, Any]
-    """Entries that are no part of a parameter or buffer, such as those of `get_extra_state`."""
+    """Entries that are no part of a parameter or buffer, such as results of `get_extra_state`."""
     computed: str | None
     """The reason why values are needed to know all entries; None if they are not needed."""
 

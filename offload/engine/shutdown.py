@@ -251,7 +251,7 @@ class Shutdown:
     def _report_end(self, keep: bool) -> None:
         """Reports, on the first rank, the run that is left on the disk.
 
-        Without `keep` a note there says that a later start may replace the run.
+        Without `keep` a note in the run's folder allows a later start to replace the run.
         """
         store = self._components.store
         if self._components.world.ranks.rank != 0:

@@ -306,7 +306,7 @@ class ComputeSpans:
         self._entered.append((module, now()))
 
     def _leave(self, module: nn.Module, title: str) -> None:
-        """Ends a forward's span, and drops those of inner forwards that never ended."""
+        """Ends a forward's span, and drops the spans of inner forwards that never ended."""
         self.end_span()
         # A module may be entered twice: the innermost entry is the one that ends.
         for position in reversed(range(len(self._entered))):
