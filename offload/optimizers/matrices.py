@@ -335,13 +335,13 @@ def in_bf16(device: Device) -> bool:
 def orthogonalize(
     shape: tuple[int, int], workspace: Workspace, steps: int, coefficients: tuple[float, float, float]
 ) -> torch.Tensor:
-    """Returns the matrix near the one in `workspace.matrix` whose singular values are near 1.
+    """Returns a matrix near the matrix in `workspace.matrix`, with singular values near 1.
 
     Args:
         shape: rows and columns of the matrix.
         workspace: memory, whose `matrix` contains the rows of the matrix, one after the other; all is overwritten.
         steps: number of iterations.
-        coefficients: of the iteration X <- aX + (bA + cA^2)X with A = XX'.
+        coefficients: a, b and c of the iteration X <- aX + (bA + cA^2)X with A = XX'.
 
     Returns:
         (rows, columns) in the memory and dtype of the workspace; columns are contiguous if there are fewer of them.

@@ -419,7 +419,7 @@ def _steps(
 ) -> list[tuple[torch.Tensor, dict[str, Any]]]:
     """Runs `count` steps on new parameters; returns the new value and the states of each.
 
-    The parameters are in one group, after those of `before`. Values on the meta device make a run without memory.
+    The parameters are in one group, after the groups `before`. With values on meta the run takes no memory.
 
     Raises:
         ValueError: the optimizer changes anything besides parameters and their states.

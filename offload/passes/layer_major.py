@@ -96,7 +96,7 @@ def end_team() -> None:
 # where the model keeps them, and no code of the model is known or changed. A border is a border of the forward or of
 # the backward alike.
 #
-# torch keeps settings by thread: a micro-batch's thread takes over those of its owner (`ThreadSettings`).
+# torch keeps settings by thread: a micro-batch's thread takes over its owner's settings (`ThreadSettings`).
 
 
 _T = TypeVar("_T")
