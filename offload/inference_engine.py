@@ -52,7 +52,7 @@ from offload.timeline import Phase, Row, now
 
 # -- pass meter ----------------------------------------------------------------------------------------
 #
-# Seconds of the forwards of an engine, and what they waited for.
+# Seconds of the forwards of an engine, and of their waits.
 
 
 class PassSeconds(NamedTuple):
@@ -61,9 +61,9 @@ class PassSeconds(NamedTuple):
     total: float
     """All forwards, from the first module to the last."""
     drive: float
-    """Waits for reads of weights. A unit that is larger than a host buffer is read and copied at once: all of it."""
+    """Waits for reads of weights. If a unit is larger than a host buffer, this includes its copies."""
     copies: float
-    """Copies of weights to the device, as far as the thread of the model makes them: on a CPU all of it."""
+    """Copies of weights to the device that the model's thread makes; on a CPU all copies."""
 
     @property
     def compute(self) -> float:
@@ -82,7 +82,7 @@ class PassSeconds(NamedTuple):
 
 
 class PassMeter:
-    """A listener of the timeline that adds up the forwards. The model's thread reports; another may read."""
+    """A listener of the timeline that adds up forwards. The model's thread reports; any thread may read."""
 
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()
@@ -104,11 +104,11 @@ class PassMeter:
             self._began = None
 
     def on_span(self, row: Row, name: str, nanoseconds: int, nbytes: int) -> None:
-        """Adds a wait or a copy. Between forwards, those of prefetches are no cost of a forward."""
+        """Adds a wait or a copy of a forward. Waits and copies of prefetches between forwards do not count."""
         if self._began is None:  # also before the first forward: the filling of host memory
             return
-        # A span "in chunks" is a unit that is read and copied piece by piece, and contains its waits; its copies are
-        # the smaller part.
+        # A span "in chunks" covers a unit that is read and copied piece by piece, with its waits. Its copies take less
+        # time than its reads, so the whole span counts as a wait.
         in_chunks = name.endswith(" in chunks")
         if row is Row.UPLOADS:
             self._sums["drive" if in_chunks else "copies"] += nanoseconds
@@ -123,7 +123,7 @@ class PassMeter:
 
 # -- engine --------------------------------------------------------------------------------------------
 #
-# The engine of a model that is run and not trained.
+# The engine that runs a model and does not train it.
 
 
 _Batch = TypeVar("_Batch")
@@ -141,7 +141,7 @@ class InferenceEngine(ModelEngine):
     def __init__(self, core: EngineCore, notices: Sequence[str], meter: PassMeter) -> None:
         super().__init__(core)
         self.notices = tuple(notices)
-        """Lines that were reported at the start: where the weights are, and why some are not read in place."""
+        """Notices of the start: where the weights are, and why some weights are not read in place."""
         self._meter = meter
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ class InferenceEngine(ModelEngine):
             **kwargs: its keywords, such as `max_new_tokens` and `do_sample`.
 
         Returns:
-            What the model's `generate` returns, on the engine's device.
+            The result of the model's `generate`, on the engine's device.
 
         Raises:
             UsageError: if the model has no `generate`.
@@ -193,11 +193,12 @@ class InferenceEngine(ModelEngine):
             return generate(*args, **kwargs)
 
     def map(self, function: Callable[[_Batch], _T], batches: Iterable[_Batch]) -> list[_T]:
-        """Returns what `function` returns for each batch, in order.
+        """Returns the results of `function` for all batches, in order.
 
         All batches pass through one block of the model before the next block is fetched: the weights are read and
         copied once for all of them. The first call runs two batches one after the other, which shows whether the model
-        allows that. A model that is no chain of blocks, or keeps values between them, gets its batches one by one.
+        allows that. A model that is not a chain of blocks, or that keeps values between blocks, gets its batches one by
+        one.
 
         Args:
             function: receives a batch, and calls the engine or the model; it may run on another thread.
@@ -208,9 +209,9 @@ class InferenceEngine(ModelEngine):
             EngineFailed: if an error has stopped the engine.
         """
         self._core.enter()
-        # Bound by default arguments: a closure would see the last batch.
+        # Each batch is bound by a default argument: every closure would see the last batch.
         works = [lambda batch=batch: function(batch) for batch in batches]
-        # Apart from the rest: of many batches that run one by one each would read all weights.
+        # Only the trial's batches run one by one: each of them reads all weights.
         first = self._core.components.schedule.trial
         results: list[_T] = []
         with torch.no_grad():
@@ -220,12 +221,12 @@ class InferenceEngine(ModelEngine):
         return results
 
     def pass_seconds(self) -> PassSeconds:
-        """Returns the seconds of all forwards so far, and what they waited for."""
+        """Returns the seconds of all forwards so far, and of their waits."""
         return self._meter.seconds
 
     def destroy(self) -> None:
         """Joins every thread, frees all memory and closes the files. Idempotent. The parameters stay placeholders."""
-        # Swap files, if the config asked for them, are copies of the model's own: nothing to keep.
+        # Swap files, if the config asked for them, are copies of the model's own files, so they are deleted.
         self._core.shutdown.destroy(remove=True)
 
     def __enter__(self) -> InferenceEngine:
@@ -239,11 +240,11 @@ class InferenceEngine(ModelEngine):
 
 # -- tensor places -------------------------------------------------------------------------------------
 #
-# Tensors of a model that can be read in place: their bytes in its files are those that the model computes with.
+# Tensors of a model that can be read in place: the model computes with the same bytes that its files contain.
 
 
 _MOST_RUNS = 64
-"""Most runs of a parameter in the files that is still read in place. Each run costs a copy to the device."""
+"""Largest number of runs in the files for a parameter that is read in place. Each run costs a copy to the device."""
 
 
 class TensorPlaces:
@@ -261,7 +262,7 @@ class TensorPlaces:
             self.stamps[os.path.realpath(stored.path)] = stored.stamp
 
     def in_place_layouts(self, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[InPlaceLayout | None, ...]:
-        """Returns each unit as it lies in the files; None for a unit that is not read there."""
+        """Returns each unit's place in the files; None for a unit that is not read from them."""
         sizes = {path: stamp.nbytes for path, stamp in self.stamps.items()}
         in_place_layouts: list[InPlaceLayout | None] = []
         for layout in layouts:
@@ -276,7 +277,7 @@ class TensorPlaces:
         return tuple(in_place_layouts)
 
     def _ranges(self, segment: ParameterSegment, itemsize: int) -> Iterator[tuple[FileRange, int]]:
-        """Yields the bytes in the files that make up a parameter, each with their first byte in the unit."""
+        """Yields the ranges of bytes in the files that make up a parameter, each with its first byte in the unit."""
         target = segment.start * itemsize
         if segment.inner:
             starts = inner_starts(segment.inner)
@@ -291,13 +292,13 @@ class TensorPlaces:
             target += nbytes
 
     def _runs(self, segment: ParameterSegment) -> list[StoredRun]:
-        """Returns the elements of the files that make up a parameter, or an expert's row of one."""
+        """Returns the runs of elements in the files that make up a parameter, or an expert's row of a parameter."""
         origin = origin_of(self._model.get_parameter(segment.parameter))
         assert isinstance(origin, Stored | ConvertedParameter)
         return origin.runs(range(segment.first, segment.first + segment.numel))
 
     def why_not(self, segment: ParameterSegment, dtype: torch.dtype) -> str | None:
-        """Returns the reason, a clause after the parameter's name, why it cannot be read in place; None if it can."""
+        """Returns why a parameter cannot be read in place, as a clause after its name; None if it can."""
         if segment.form:
             return "is quantized"
         if segment.inner:
@@ -315,7 +316,7 @@ class TensorPlaces:
 
 
 def _inner_tensors(model: nn.Module, name: str) -> dict[str, Stored]:
-    """Returns those inner tensors of a quantized parameter that are in a file, such as its codes and scales."""
+    """Returns the inner tensors of a quantized parameter, such as codes and scales, that are in a file."""
     owner = model.get_submodule(name.rpartition(".")[0])
     sources = {
         inner: tensor.source
@@ -338,25 +339,25 @@ def _tensors_of(origin: Any) -> Sequence[Stored]:
 logger = logging.getLogger("offload")
 
 _OF_TRAINING = ("optimizer", "scheduler", "activation_checkpointing", "gradient_clipping", "wall_clock_breakdown")
-"""Keys of a config that a forward has no use for."""
+"""Keys of a config that a forward does not use."""
 _OF_RUNS = {"durability": "none", "resume": "never", "activations": None, "log": None, "speculate": False}
-"""The same in the block "offload", with the values that they have here."""
+"""Such keys in the block "offload", with the values that replace them."""
 
 
 def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwargs: Any) -> InferenceEngine:
     """Returns an engine that runs a model without training it.
 
-    Weights are read from the model's own safetensors files at each use, where their bytes are those that the model
-    computes with. Otherwise they are kept in host memory, and a line says why. Nothing is copied to a disk, unless
-    "offload_param" of the config asks for it. The model is set to evaluation, and its parameters are frozen. Each
-    process is an engine of its own: under `torchrun` give each its own rows.
+    Weights are read from the model's own safetensors files at each use, if the files contain the bytes that the model
+    computes with. Otherwise the weights are kept in host memory, and a notice gives the reason. Nothing is copied to a
+    disk, unless "offload_param" of the config asks for it. The model is set to evaluation, and its parameters are
+    frozen. Each process is an engine of its own: under `torchrun` give each its own rows.
 
     Args:
         model: A folder with a config and safetensors, one safetensors file next to a config, or a `torch.nn.Module`.
             The parameters of a module that come from `offload.load_pretrained` are read in place; values that are in
             memory already are kept in host memory.
         config: DeepSpeed JSON, as a path or as a dict; None for the defaults. Without "bf16" and "fp16" the dtype is
-            that of the files.
+            the files' dtype.
         model_class: Class of transformers to build for a folder; None for the architecture that its config names.
         **kwargs: Passed to `offload.load_pretrained`, for a folder: `attn_implementation="eager"`.
 
@@ -394,7 +395,7 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
             plan = decide(
                 loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule, {}, None, find_in_place_layouts
             )
-            # Before the parameters lose their origins.
+            # Computed before the parameters lose their origins.
             lines = _lines(plan, places) if in_place else ()
             meter = PassMeter()
 
@@ -469,10 +470,10 @@ def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]
     Raises:
         ConfigError: If the config is wrong.
     """
-    # A training's JSON serves as it is: its blocks about steps have nothing to say here.
+    # The JSON of a training may be passed unchanged: its blocks about steps are dropped here.
     content = {key: value for key, value in content.items() if key not in _OF_TRAINING}
     if not any(name in content for name in ("bf16", "bfloat16", "fp16")):
-        # The dtype of a parameter's values, in its file if they are still there.
+        # The dtype of a parameter's values: in its file, if the parameter is not loaded yet.
         origins = ((parameter, origin_of(parameter)) for parameter in model.parameters())
         dtype = _most_bytes(
             (
@@ -484,14 +485,14 @@ def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]
         if dtype != "fp32":
             content[dtype] = {"enabled": True}
     zero = content.get("zero_optimization")
-    # Whoever names a tier wants the weights there, also in copies.
+    # A config that names a tier wants the weights there, even if that takes copies.
     in_place = not isinstance(zero, Mapping) or "offload_param" not in zero
-    # What is no mapping is left to the check of the config, which says what is wrong.
+    # A value that is no mapping is left to the check of the config, which reports it.
     if isinstance(zero, Mapping):
         content["zero_optimization"] = {key: value for key, value in zero.items() if key != "offload_optimizer"}
     block = content.get("offload", {})
     if isinstance(block, Mapping):
-        # Swap files of a training with this JSON, which may be the only copy of its weights, are never replaced.
+        # Another run name, since the swap files of a training with this JSON may be the only copy of its weights.
         content["offload"] = {**block, **_OF_RUNS, "run": f"{block.get('run', 'default')}-inference"}
     loaded = load_config(content)
     if in_place and loaded.offload.frozen is not None:
@@ -500,7 +501,7 @@ def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]
             'zero_optimization.offload_param to {"device": "nvme", "nvme_path": …} or to {"device": "cpu"}, or leave '
             '"frozen" out'
         )
-    # A forward keeps no activations of its blocks, so nothing speaks against turns where there are blocks.
+    # A forward keeps no activations of its blocks, so batches can take turns wherever there are several blocks.
     if loaded.offload.schedule == "auto":
         order = LAYER_MAJOR if len(blocks_of(model, loaded.units)) > 1 else MICRO_BATCH_MAJOR
         loaded = load_config({**content, "offload": {**content["offload"], "schedule": order}})
@@ -518,8 +519,8 @@ def _most_bytes(tensors: Iterable[tuple[torch.dtype, int]]) -> str:
 
 
 def _lines(plan: Plan, places: TensorPlaces) -> Sequence[str]:
-    """Returns lines on the units that are read in place, and on those that are not and why."""
-    units = [layout for layout in plan.in_place_layouts if layout is not None]
+    """Returns notices about the units that are read in place, and about the other units, with the reason."""
+    units = [in_place_layout for in_place_layout in plan.in_place_layouts if in_place_layout is not None]
     lines = []
     if units:
         read = f"{count_of(len(units), 'unit')} of {len(plan.layouts)} ({format_size(sum(u.nbytes for u in units))})"

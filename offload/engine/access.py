@@ -1,11 +1,10 @@
 """Access to the full fp32 values of one parameter: its master, its gradient, its optimizer states.
 
-For calls between forwards and backwards, whatever the tier of the values; users call `safe_get_*` and `safe_set_*`,
-which stand at the end of this file. A read copies the
-newest values, a few chunks at a time, from the parameter's own segment of each partition; with several ranks each of
-them contributes what it holds. A write is an edit, like that of a weight (see `edits`): it goes through the
-update worker to the slot that the last commit does not name, together with other edits of its unit, and is committed
-with the next step. A written gradient is that of the next step, and is included in its norm and clip.
+Users call `safe_get_*` and `safe_set_*`, at the end of this file, between forwards and backwards. The values may be in
+any tier. A read copies the newest values, a few chunks at a time, from the parameter's own segment of each partition.
+With several ranks, each rank contributes its shard. A write is an edit, like the edit of a weight (see `edits`): it
+goes through the update worker to the slot that the last commit does not name, together with other edits of its unit,
+and is committed with the next step. The next step uses a written gradient and includes it in norm and clip.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def check_values(name: str, values: Any, shape: tuple[int, ...], whole: tuple[in
         name: name of the parameter.
         values: the values.
         shape: the shape that they must have.
-        whole: shape of the parameter; `shape` is another one if the values are those of one rank.
+        whole: shape of the parameter; `shape` differs from it if the values are one rank's shard.
 
     Raises:
         UsageError: `values` is no tensor, or has another shape, or a dtype that fp32 does not represent.
@@ -88,7 +87,7 @@ _engines: weakref.WeakSet[ParamAccess] = weakref.WeakSet()
 def engines() -> list[ParamAccess]:
     """Returns the accessors of all engines of this process.
 
-    A bound parameter does not name its engine, so all are asked.
+    A bound parameter does not name its engine, so callers look it up in each accessor.
     """
     return list(_engines)
 
@@ -136,12 +135,12 @@ class ParamAccess:
         state = self.state(handle, name)
         if state is not State.PACKED:
             return self.read(handle, state)
-        # Such an optimizer steps whole parameters, so nothing that trains is in several parts.
+        # Such an optimizer steps whole parameters, so no trainable parameter is in several parts.
         self._begin(state)
         self._finish()
         segment = self._segment(handle)
         # The states of torch's own optimizers are one blob for each parameter, stored as fp32 words whatever their
-        # dtypes. Of several ranks one has it.
+        # dtypes. One rank holds the blob.
         words = torch.empty(len(segment.packed), dtype=torch.float32, device="cpu")
 
         def read_words() -> None:
@@ -174,14 +173,14 @@ class ParamAccess:
         if state is not State.PACKED:
             return self.read_local(handle, state)
         value = self.read_state(handle, name)
-        # Not partitioned: one rank of each replica has all of it.
+        # Not partitioned: one rank of each replica holds the whole state.
         here = self._segment(handle).packed_rank == self._components.world.ranks.shard
         return None if value is None else value.view(-1) if here else value.view(-1)[:0]
 
     def read(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
-        """Returns a copy of a state, of the parameter's shape in fp32, on the compute device. Every rank calls it.
+        """Returns a copy of a state in fp32, in the parameter's shape, on the compute device. Every rank calls it.
 
-        For WEIGHT the copy is of the master. Parts without a gradient are zero where another part has one.
+        For WEIGHT the copy is of the master. If only some parts have a gradient, the other parts are zero.
 
         Args:
             handle: handle of the parameter.
@@ -230,7 +229,7 @@ class ParamAccess:
         return handle.form.join(parts)
 
     def write(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
-        """Replaces a state. With several ranks all of them call it, and the values of rank 0 count.
+        """Replaces a state. All ranks call it, and the values of rank 0 are used.
 
         Args:
             handle: handle of the parameter.
@@ -251,7 +250,7 @@ class ParamAccess:
                 "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
             )
         if state is State.GRAD:
-            # No update may still read the gradient of the step before while that gradient is replaced.
+            # The gradient of the last step may be replaced only after no update reads it.
             self._finish()
         for part, part_values in zip(handle.parts, handle.form.divide(values.detach()), strict=True):
             if state is State.GRAD:
@@ -308,7 +307,7 @@ class ParamAccess:
         self._begin(state)
         shards = [self._own_shard(part) for part in handle.parts]
         own_numel = [shard.numel for shard in shards]
-        # All ranks refuse what one has passed: each part that follows is a collective.
+        # All ranks refuse an invalid value of one rank, because the write of each part below is a collective.
         with self._together("set a shard of a parameter", handle, state) as everyone:
             everyone.settle(lambda: check_values(handle.name, values, (sum(own_numel),), handle.shape))
         for part, shard, own in zip(handle.parts, shards, values.detach().split(own_numel), strict=True):
@@ -324,8 +323,8 @@ class ParamAccess:
             whole = torch.empty(numel, dtype=torch.float32, device="cpu")
             whole[shard.position : shard.position + shard.numel] = values.to("cpu", torch.float32)
 
-        # Ranks hold segments of any length, so each fills its own into a copy of the whole, and `write` takes the whole
-        # from there: one path for edits.
+        # Ranks hold segments of any length. Each rank fills its segment into a copy of the whole parameter, and `write`
+        # takes that copy: one path for edits.
         with self._together("set a shard of a parameter", handle, state) as everyone:
             everyone.settle(take_shard)
             self._complete(handle, whole)
@@ -338,11 +337,11 @@ class ParamAccess:
             state: dict[str, Any] = module.state_dict()
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                state[name] = value.to("cpu")  # what is there already stays the same tensor: tied weights are one
+                state[name] = value.to("cpu")  # tensors on the CPU stay the same objects: tied weights stay tied
         return state
 
     def use_in(self, module: nn.Module, handle: ParamHandle) -> None:
-        """Binds the parameter's unit also whenever `module` runs."""
+        """Binds the parameter's unit whenever `module` runs, too."""
         self._components.hooks.use_in(module, handle.form.unit_for_others(handle))
 
     def end_use_in(self, module: nn.Module, handle: ParamHandle) -> None:
@@ -357,7 +356,7 @@ class ParamAccess:
             self._components.gradients.complete()  # gradients of an aborted backward count, as in torch
 
     def _settled(self, handle: ParamHandle, state: State) -> bool:
-        """Returns True if a parameter has this state. Its newest values, with pending edits, are then on their tier."""
+        """Returns True if a parameter has this state. The newest values, with pending edits, are then on their tier."""
         self._begin(state)
         if state is not State.WEIGHT and not handle.trainable:
             return False
@@ -433,7 +432,7 @@ class ParamAccess:
                 everyone.settle(replace_shard)
 
     def _shards_of(self, handle: ParamHandle) -> list[SegmentShard]:
-        """Returns the segments of a parameter. Their ranks are those of the first replica, which sends for all."""
+        """Returns the segments of a parameter, with their ranks in the first replica, which sends for all replicas."""
         layout = self._components.layouts[handle.unit]
         return list(segment_shards(layout, self._components.world.ranks.mesh.shards, layout.segments[handle.position]))
 
@@ -447,7 +446,7 @@ class ParamAccess:
 
 
 def _joined(handle: ParamHandle, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Returns the values of a parameter, made of those of its parts; None if no part has any."""
+    """Returns the values of a parameter, joined from its parts' values; None if no part has any."""
     present = next((values for values in parts if values is not None), None)
     if present is None:
         return None
@@ -465,12 +464,12 @@ def gathered(
 ) -> Iterator[None]:
     """Gives parameters ordinary memory inside of a `with` block, between steps.
 
-    The memory is a copy on the compute device, outside of all budgets. `step()` must not be called. A model all of
-    whose parameters are gathered runs on that memory, without paging and without gradients, for instance to generate;
-    one with some gathered parameters does not run. Parameters of an ordinary model are left alone.
+    The memory is a copy on the compute device, outside of all budgets. `step()` must not be called. If all parameters
+    of a model are gathered, the model runs on that memory, without paging and without gradients, for instance to
+    generate. If only some are gathered, the model does not run. Parameters of an ordinary model are left alone.
 
-    On several ranks all of them enter with the same parameters if `modify` is set. For each unit, the changes of the
-    lowest rank that made any apply on all ranks, so `if rank == 0:` may be used inside.
+    On several ranks, every rank enters with the same parameters if `modify` is set. For each unit, all ranks take the
+    changes of the lowest rank that made any, so `if rank == 0:` may be used inside.
 
     Args:
         params: a parameter, an iterable of parameters, or a module.
@@ -522,8 +521,8 @@ def gathered(
 
 def _write_back(handles: Sequence[ParamHandle], changed: Sequence[tuple[ParamHandle, torch.Tensor]]) -> None:
     """Writes changed values to the swap tiers, unit by unit, and ends the edits of each unit."""
-    # Also for units without a change, or without room here: every rank must come to the same `end_edits`, in the same
-    # order.
+    # Includes units without a change, and units for which this rank had no room: every rank must make the same
+    # `end_edits` calls, in the same order.
     new = {
         part: part_values
         for handle, values in changed
@@ -554,7 +553,7 @@ def _handles_of(params: Any) -> list[ParamHandle]:
 def _take(handles: Collection[ParamHandle], taken: list[ParamHandle]) -> None:
     """Gives parameters ordinary memory, and appends each to `taken`. Without room it takes none: `BudgetError`."""
     free = free_host_memory()
-    # Linux kills a process that takes more; an accelerator says so itself.
+    # Linux kills a process that takes more, while an accelerator raises an error.
     if any(handle.device.type == "cpu" for handle in handles) and _nbytes(handles) > free:
         raise _no_room(handles, f"{format_size(free)} are")
     try:
@@ -562,28 +561,30 @@ def _take(handles: Collection[ParamHandle], taken: list[ParamHandle]) -> None:
             handle.gather(handle.read())
             taken.append(handle)
     except torch.OutOfMemoryError as error:
-        # Nobody has had them, so there is no change to look for, which would need memory.
+        # The user has not seen these parameters, so they are dropped without a search for changes, which would need
+        # memory.
         while taken:
             taken.pop().let_go()
         raise _no_room(handles, "less is") from error
 
 
 def _let_go(taken: Iterable[ParamHandle]) -> tuple[list[UsageError], list[tuple[ParamHandle, torch.Tensor]]]:
-    """Takes the memory away again. Returns an error for each misfit, and without one the values that have changed.
+    """Takes the memory away again. Returns an error for each misfit, or, without misfits, the changed values.
 
-    The caller raises errors after its `finally`: there they would replace an exception of the user. With a misfit no
-    change is kept, but on several ranks this rank still takes part in the end of the edits.
+    The caller raises the errors after its `finally`; inside it they would replace an exception of the user. With a
+    misfit no change is kept, but on several ranks this rank still takes part in the end of the edits.
     """
     released = [(handle, handle.let_go()) for handle in taken]
     misfits: list[UsageError] = []
     changed: list[tuple[ParamHandle, torch.Tensor]] = []
-    # One after the other: a whole model would be in memory twice.
+    # One after the other: otherwise a whole model would be in memory twice.
     while released:
         handle, values = released.pop(0)
         try:
             old = handle.read()
         except torch.OutOfMemoryError:
-            # The user has taken what was left. What the parameter had is as much as the comparison needs.
+            # The user has taken the memory that was left. Moving the values to the CPU frees as much as the comparison
+            # needs.
             values = values.cpu()
             old = handle.read().cpu()
         if values.shape != old.shape or values.dtype != old.dtype:
@@ -616,7 +617,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 # -- tensor api ----------------------------------------------------------------------------------------
 #
-# Functions, named as in DeepSpeed, that read and set the values of a parameter or declare that a module uses it.
+# Functions, named as in DeepSpeed, that read or set a parameter's values, or declare that a module uses a parameter.
 #
 # Each function finds the engine that owns the parameter; `param_access` reads and writes the values.
 
@@ -692,7 +693,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     Args:
         param: a parameter of a model under an engine.
         value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. Every rank passes a value, and
-            that of rank 0 counts.
+            rank 0's value is used.
 
     Raises:
         UsageError: if `param` is frozen and `value` differs from the weight; if `value` has another shape or dtype; if
@@ -709,7 +710,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     Args:
         param: a trainable parameter of a model under an engine.
         value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. Every rank passes a value, and
-            that of rank 0 counts.
+            rank 0's value is used.
 
     Raises:
         UsageError: if `param` is frozen; if `value` has another shape or dtype; if `param` belongs to no engine, is
@@ -726,7 +727,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     Args:
         param: a trainable parameter of a model under an engine.
         value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. Every rank passes a value, and
-            that of rank 0 counts.
+            rank 0's value is used.
         optim_state_key: name of the state.
 
     Raises:

@@ -98,14 +98,14 @@ from offload.timeline import OFF, Timeline, open_timeline
 _T = TypeVar("_T")
 
 OpenSource: TypeAlias = Callable[[SharedQueue, DriveSpans, contextlib.ExitStack], WeightSource]
-"""A function that opens files of weights that are only read, and leaves their closing to the stack."""
+"""A function that opens read-only files of weights. The stack closes them."""
 
 STARTING = threading.RLock()
 """Serializes the starts of engines in a process: memory that a plan counts on must still be free when taken."""
 
 
 _SMALL_BLOCK, _LITTLE = 32 << 10, 256 << 10
-"""Bytes of a block, and bytes in flight, below which a drive waits for requests: measured with 4 and 64 KiB."""
+"""With fewer bytes per block or fewer bytes in flight a drive waits for requests: measured with 4 and 64 KiB."""
 
 
 def assemble(
@@ -125,11 +125,11 @@ def assemble(
         plan: All decisions.
         model: Loses its weights.
         optimizer: Groups of its parameters.
-        make: Makes the engine of its core and of the lines for the user.
+        make: Makes the engine from its core and the notices for the user.
         lr_scheduler: A schedule, or None.
         loader: Batches of training data, or None.
         open_source: Opens the files that weights are read from, if these are not the swap files.
-        listener: Receives the spans of the engine; None for none but those that the config asks for.
+        listener: Receives the spans of the engine; None for the config's own listener, if any.
     """
     if not plan.device.host_addressable:
         kernels.leave_cores()
@@ -257,14 +257,14 @@ def _store(
     written: DriveByteCounter,
     spans: DriveSpans,
 ) -> Store:
-    """Returns this rank's store, locked; a run of another number of ranks becomes one of this number first. Collective.
+    """Returns this rank's store, locked; first converts a run of another number of ranks to this number. Collective.
 
     For the arguments see `assemble` and `Store`.
     """
     config, spec = plan.config, _store_spec(plan, model)
     if config.offload.resume == "never":
         run, job = Path(config.drives[0]) / config.offload.run, job_of(model, _settings(plan), optimizer, lr_scheduler)
-        # The first rank alone has the note of the end, which its store deletes.
+        # Only the first rank's folder contains the note of the end. The first rank's store deletes the note.
         AllOrNothing(plan.world.ranks, "replace the run").by_first(lambda: check_replaced(run, spec, job))
     new = NewRanks(
         drives=config.drives,
@@ -314,7 +314,7 @@ def _notices(plan: Plan, core: EngineCore) -> tuple[str, ...]:
 
 
 def _begin(plan: Plan, core: EngineCore, progress: Snapshot | None) -> tuple[str, ...]:
-    """Restores the state of a resumed run, or commits that of a new one; returns lines on what differs."""
+    """Restores the state of a resumed run or commits the state of a new one; returns notices about differences."""
     notices: tuple[str, ...] = ()
     store = core.components.store
     if progress is not None:
@@ -457,7 +457,7 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
 def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:
     """Returns the layout of the swap files."""
     layout = describe(plan.layouts, plan.mode, plan.world.ranks.mesh.shards, plan.world.ranks.mesh.replicas)
-    # A grid alone describes itself: descriptions of other stores have no such key.
+    # Only a grid has a description of itself; the layout of any other store lacks the key.
     layout |= plan.world.description
     return plan.placement.store(plan.parts, plan.slots, layout, about_saved(model, plan.world.divides_model))
 
@@ -468,7 +468,7 @@ def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:
 
 
 class NewStore:
-    """The swap files of a start, which replace those of an earlier run as late as possible.
+    """The swap files of a start, which replace an earlier run's files as late as possible.
 
     An error before `make` leaves the earlier run as it was, on every rank.
     """
@@ -478,11 +478,11 @@ class NewStore:
         self.store: Store | None = None
         """The swap files, locked; None without any."""
         self.resumed = False
-        """True if they are open at a commit."""
+        """True if the files are open at a commit."""
         self._made = False
 
     def make(self) -> None:
-        """Makes the files of a new run, once every rank has come so far. Collective.
+        """Makes the files of a new run once every rank has made this call. Collective.
 
         Raises:
             ConfigError: If no commit can contain the state of the schedule.
@@ -493,7 +493,7 @@ class NewStore:
             return
         if plan.commit_every:
             scheduler_state(self._lr_scheduler)
-        # All take the first rank's: by it folders of ranks are known to belong together.
+        # All ranks take the first rank's id, which marks their folders as parts of one run.
         run_id = plan.world.everyone.share(uuid.uuid4().hex, "check its start")[0]
         self._made = True
         store.create(over=plan.resume or plan.replace, run_id=run_id)
@@ -523,7 +523,7 @@ def _extensions(
     gradients: GradientAccumulator,
     pager: Pager,
 ) -> Iterator[Extension]:
-    """Yields the features that stand on the model, each once the one before is there."""
+    """Yields the features that are installed on the model; each is built after the one before."""
     quantized = [segment.name for layout in plan.layouts for segment in layout.segments if segment.inner]
     if quantized:
         yield UnpackedWeights(model, quantized)
@@ -551,7 +551,7 @@ def _host_arena(plan: Plan, callbacks: EngineCallbacks) -> HostArena:
 
 
 def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timeline: Timeline) -> Agreement:
-    """Returns the agreement of the ranks among which ZeRO divides."""
+    """Returns the agreement of the ranks among which ZeRO partitions states."""
     if plan.world.ranks.size == 1:
         return Agreement()
     gathers, coded, node = WeightGathers(plan.world.ranks), plan.parts.coded, plan.parts.node
@@ -577,7 +577,7 @@ def _pager(
 ) -> Pager:
     # The pager receives sizes and limits only; it knows neither modules nor parameters.
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode, plan.in_place_layouts)
-    # Where each rank has whole weights, a use needs no other rank: they meet when they reduce gradients, and at step().
+    # If each rank holds whole weights, ranks meet only to reduce gradients and at step(), not when a unit is used.
     peers = agreement if isinstance(agreement, Rounds) and plan.world.ranks.mesh.shards > 1 else None
     return Pager(
         sizes,
@@ -636,7 +636,7 @@ def _fill(
     """Writes every weight to its tier and moves buffers; parameters are left empty."""
     # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:
-        # The stages of a pipeline number their units alike, and are to draw other values.
+        # Stages of a pipeline number their units alike, so the position is added to make them draw different values.
         seed = plan.config.offload.seed + plan.world.position
         fill_tiers(model, plan.layouts, forms, shards, plan.world, seed, plan.in_place)
     else:
@@ -649,7 +649,7 @@ def _fill(
 
 def _move_buffers(model: nn.Module, plan: Plan) -> None:
     """Moves buffers to the device, in their dtype, with the values of rank 0; shared buffers stay shared."""
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the original, so that no new one gets its id
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the originals, so that no new one gets an id
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -669,7 +669,7 @@ def _of_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def _handles(plan: Plan, model: nn.Module, forms: Sequence[Sequence[StorageForm]]) -> list[list[ParamHandle]]:
-    """Returns a handle for each parameter, unit by unit; for an expert's rows, of parameters made here."""
+    """Returns a handle for each parameter, unit by unit; an expert's rows get parameters that are made here."""
     device = plan.device.torch
 
     def parameter(segment: ParameterSegment) -> nn.Parameter:
@@ -725,7 +725,7 @@ def _weights(
 
 # -- gradients -----------------------------------------------------------------------------------------
 #
-# The accumulator of gradients, put together as the plan says: its memory in each tier, and its threads.
+# The accumulator of gradients, assembled according to the plan: its memory in each tier, and its threads.
 
 
 def gradient_accumulator(
@@ -750,7 +750,7 @@ def gradient_accumulator(
         queue: Reads and writes files; None without any.
         written: Counts of the bytes that go to each drive.
         pager: Receives failures of other threads.
-        agreement: What the ranks agree on.
+        agreement: The agreement of the ranks.
         schedule: The order of a step's micro-batches.
         callbacks: The engine.
         spans: Records requests to the drives.
@@ -865,7 +865,7 @@ def _spill(
 
 
 _RESERVE = 4
-"""On an accelerator, "auto" leaves a quarter of the memory that is free at the start to everything but inputs."""
+"""On an accelerator, "auto" reserves a quarter of the memory free at the start for everything but inputs."""
 
 
 def module_hooks(
@@ -928,7 +928,7 @@ def activations(
     schedule: PassSchedule,
     timeline: Timeline,
 ) -> ActivationPolicy:
-    """Returns what the blocks do with their activations: keep them, or compute them again from inputs in some tier.
+    """Returns the policy for the blocks' activations: keep them, or compute them again from inputs in some tier.
 
     Args:
         plan: All decisions.
@@ -962,12 +962,12 @@ def activations(
 
 
 def _device_limit(tier: str, device: Device, room: int | None) -> Callable[[int], float]:
-    """Returns the bytes that inputs may take on the device, given the bytes that they take now.
+    """Returns a function of the bytes that inputs take on the device now: the bytes that they may take.
 
     Args:
         tier: "cpu", "nvme" or "auto".
         device: The compute device.
-        room: Bytes of host memory for inputs; None for what is free.
+        room: Bytes of host memory for inputs; None for a share of the free memory.
     """
     if tier == "nvme" or (tier == "cpu" and not device.host_addressable):
         return lambda now: 0
@@ -1009,7 +1009,7 @@ def _updater(
 def _strategy(
     plan: Plan, rule: Rule, host: HostArena, shards: LocalShards, gradients: GradientAccumulator
 ) -> UpdateStrategy:
-    """Returns the strategy that the optimizer's rule updates units by."""
+    """Returns the strategy by which the optimizer's rule updates units."""
     nbytes = plan.placement.scratch_nbytes
     room = host.tiles.take(nbytes) if nbytes else None
     return rule.strategy(
@@ -1021,8 +1021,7 @@ def _strategy(
             scratch=torch.empty(0, device="cpu") if room is None else room.tensor(torch.float32),
             device=shards.device,
             gradients=gradients,
-            # A rank that has whole units steps them as one rank does, and exchanges nothing, however many replicas
-            # there are.
+            # A rank that holds whole units steps them alone and exchanges nothing, whatever the number of replicas.
             ranks=Ranks() if plan.world.ranks.mesh.shards == 1 else plan.world.ranks,
         )
     )

@@ -1,4 +1,4 @@
-"""Construction of an engine's optimizer and learning-rate schedule: the user's own, or those of the config."""
+"""Construction of an engine's optimizer and learning-rate schedule: the user's own or the config's."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def choose(block: OptimizerBlock | None, model: nn.Module, optimizer: Any, model
 
     Raises:
         ConfigError: no optimizer is given or configured; the given one has stepped already, or is no torch optimizer;
-            the config's has no learning rate; `model_parameters` contains something else; or the optimizer lacks a
-            trainable parameter or contains one that is not the model's.
+            the config's optimizer has no learning rate; `model_parameters` contains something else; or the optimizer
+            lacks a trainable parameter or contains one that is not the model's.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # DeepSpeed accepts a function of the parameters in place of an optimizer. A torch optimizer may be callable too.
@@ -97,7 +97,7 @@ def from_config(params: Iterable[Any], block: OptimizerBlock, model: nn.Module) 
     """Returns the optimizer of the config's block over parameters, or groups of them as torch takes them.
 
     Raises:
-        ConfigError: the learning rate is missing, a parameter is marked as a matrix and is none, or a class of torch
+        ConfigError: the learning rate is missing, a parameter is marked as a matrix but is not one, or a class of torch
             does not exist, cannot be used, or does not take the params.
     """
     settings = block.settings
@@ -148,7 +148,7 @@ _STATE_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "loa
 
 
 def _check_kept(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that a torch optimizer is new, and keeps what it keeps in states of parameters and in its groups.
+    """Checks that a torch optimizer is new, and keeps its data only in states of parameters and in its groups.
 
     Raises:
         ConfigError: the optimizer has stepped, or keeps something that no commit would contain.
@@ -253,7 +253,7 @@ class ChosenSchedule(NamedTuple):
 
 
 def choose_scheduler(block: SchedulerBlock | None, scheduler: Any, optimizer: torch.optim.Optimizer) -> ChosenSchedule:
-    """Returns the engine's schedule: the user's, one made by the user's function, or that of the config's block.
+    """Returns the engine's schedule: the user's, the result of the user's function, or the config's.
 
     Raises:
         ConfigError: the schedule cannot be made, or does not fit the optimizer.

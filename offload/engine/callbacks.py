@@ -117,7 +117,7 @@ class ParamOwner(Protocol):
         """
 
     def turn_to(self, unit: int, others: Collection[int]) -> bool:
-        """Does as `fetch` for a unit that takes the place of the one of `others` that was turned to before."""
+        """Materializes `unit` as `fetch` does, in place of the last unit of `others` that was turned to."""
 
     def frozen_view(self, unit: int, position: int) -> torch.Tensor:
         """Returns the weights of a frozen parameter that `fetch` has left a placeholder, as in a recomputation.
@@ -151,14 +151,14 @@ class ParamOwner(Protocol):
         """Returns a context that keeps `units` materialized, if a forward or a backward runs and they have room."""
 
     def on_gathered(self, parameters: Set[int]) -> AbstractContextManager[None]:
-        """Returns a context that lets the model run on gathered memory, if `parameters` (ids) are all that it has."""
+        """Returns a context that lets a model run on gathered memory, if `parameters` (ids) are all of its own."""
 
     def miss_gradient(self, name: str) -> None:
         """Records that user code has read `.grad` of the parameter `name`, which is None."""
 
 
 class ActivationPolicy:
-    """What blocks do with their activations between forward and backward. This class leaves them to autograd.
+    """The treatment of blocks' activations between forward and backward. This class leaves them to autograd.
 
     `install`, `end_step`, `recover` and `close` belong to the thread that runs the model. A forward's thread calls
     `keep`, autograd's threads call `fetch`.
@@ -182,11 +182,11 @@ class ActivationPolicy:
         """Ends an optimizer step."""
 
     def keep(self, tensor: torch.Tensor) -> Any:
-        """Returns what a graph keeps in place of an input of a checkpointed module; None to keep the input itself."""
+        """Returns the object that a graph keeps in place of a checkpointed module's input; None to keep the input."""
         return None
 
     def fetch(self, kept: Any) -> torch.Tensor:
-        """Returns the input, on the device, that `keep` has returned `kept` for."""
+        """Returns, on the device, the input for which `keep` has returned `kept`."""
         raise AssertionError("no input was kept")
 
     @property
@@ -206,20 +206,20 @@ class ActivationPolicy:
 
 
 class Extension(Protocol):
-    """A feature that the engine does not know: it stands on the model, outside of the engine's own hooks.
+    """A feature that the engine does not know, installed on the model outside of the engine's own hooks.
 
-    Extensions are put on the model last, and removed first. All methods are called by the thread that runs the model.
+    Extensions are installed last and removed first. All methods are called by the thread that runs the model.
     """
 
     def abandon(self) -> None:
-        """Clears what an interrupted call has left on the model; every call of the engine begins with it."""
+        """Clears leftovers of an interrupted call from the model. Every call of the engine begins with this."""
         return  # most features leave nothing
 
     def add_gradients(self, present: Sequence[set[int]]) -> None:
-        """Adds gradients to those of a step, once the ranks know which segments have one.
+        """Adds gradients to a step, once the ranks know which segments have a gradient.
 
         Args:
-            present: for each unit the segments that have a gradient, of all ranks; those that are added join them.
+            present: for each unit the segments that have a gradient on any rank; added segments join them.
         """
         return
 

@@ -42,7 +42,7 @@ class EngineComponents:
     world: World
     """All processes that train together, and this one's place among them."""
     agreement: Agreement
-    """What the ranks among which ZeRO divides states agree on."""
+    """The agreement of the ranks among which ZeRO partitions states."""
     store: Store | None
     queue: SharedQueue | None
     arena: HostArena
@@ -63,7 +63,7 @@ class EngineComponents:
 
     @property
     def divides_parameters(self) -> bool:
-        """True if modules have parts of parameters, or DTensors: files have the names of whole parameters."""
+        """True if modules hold parts of parameters, or DTensors. Files still use the names of whole parameters."""
         return self.world.divides_model or self.shows_dtensors
 
     def refuse_shards(self, call: str) -> None:
@@ -113,10 +113,10 @@ def close_all(*closing: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def together(components: EngineComponents, kind: Collective, what: str) -> Iterator[AllOrNothing]:
-    """Yields this process's side of work of all that train together, once the ranks of ZeRO have met for it.
+    """Yields this process's side of work of all processes that train together, once ZeRO's ranks have met for it.
 
     Args:
-        components: Those of this process's engine.
+        components: Components of this process's engine.
         kind: The collective to announce.
         what: The work in words, for messages.
     """

@@ -72,8 +72,8 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None
     """Returns the same structure with its tensors on `device`; other objects stay as they are.
 
     Lists, tuples, mappings of any kind (a tokenizer's `BatchEncoding`), dataclasses, named tuples and packed sequences
-    are searched for tensors. The batch is not changed, and its memory is not read after the return. `dtype` is that of
-    floating-point tensors; None keeps theirs.
+    are searched for tensors. The batch is not changed, and its memory is not read after the return. Floating-point
+    tensors are cast to `dtype`; None keeps their dtypes.
     """
 
     def move(value: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ def check_data(data: Any, collate_fn: Any) -> None:
 
 
 class _DefaultCollate:
-    """torch's `collate_fn`, with words for a user whose samples it does not make a batch of."""
+    """torch's `collate_fn`, with a clear error for samples that it cannot put into a batch."""
 
     def __init__(self) -> None:
         self._reported = False
@@ -261,9 +261,9 @@ class Loader(DataLoader[Any]):
         self._loads = 0
         """Number of calls of `go_on`; an iteration in progress compares it to notice a new call."""
         self.restored: Mapping[str, torch.Tensor] | None = None
-        """The generators' states that were last restored before the load of a batch, as `go_on` got them, or None."""
+        """The generators' states that were last restored before a batch was loaded, as passed to `go_on`; or None."""
         self.before_next: Mapping[str, torch.Tensor] | None = None
-        """The generators' states before the first load of a batch since the last step, or `go_on`'s; or None."""
+        """The generators' states before the first batch since the last step, or as passed to `go_on`; or None."""
 
     @property
     def epoch(self) -> int:
@@ -338,7 +338,7 @@ class Loader(DataLoader[Any]):
         }
 
     def go_on(self, where: Mapping[str, int], generators: Mapping[str, torch.Tensor] | None) -> str | None:
-        """Continues at a resumed run's position; returns a notice if that run's order, batch or pass size was another.
+        """Continues at a resumed run's position; returns a notice if that run's order, batch or pass size differed.
 
         `where` is the result of `trained` in that run. `generators` are the states of the random generators before the
         next batch was loaded; None before the first step, as in a new run.

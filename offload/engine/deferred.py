@@ -3,8 +3,8 @@
 A `DeferredParameter` is a parameter on the meta device, without values. Its shape, dtype and other properties can be
 read; a function that needs values raises an error. Without that error a forward would return a result without values,
 and an edit would be lost. A deferred parameter becomes real when it gets values and memory of its own. Its `device` is
-the CPU, where the values will first be created, so code that copies the device of a parameter for a new module, such
-as an adapter, makes that module on the CPU as well.
+the CPU, where the values will first be created. Code that makes a new module, such as an adapter, on the device of a
+parameter thus makes it on the CPU.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def building() -> Iterator[None]:
 
 @contextlib.contextmanager
 def building_a_model() -> Iterator[None]:
-    """Extends `building`: a parameter that code writes by hand, outside of an initializer, keeps the written values."""
+    """Extends `building`: a parameter keeps values that code writes by hand, outside of an initializer."""
     outer, state.model = state.model, True
     try:
         with building():
@@ -105,11 +105,11 @@ OVERWRITES = frozenset(
 _INITIALIZERS = frozenset(
     "reset_parameters _reset_parameters _init_weights init_weights initialize_weights _initialize_weights".split()
 )
-"""Methods that make the values of a module and of the modules below it."""
+"""Methods that make the values of a module and its submodules."""
 
 
 class Initializer(NamedTuple):
-    """A call of such a method, which is made again when the values are needed, so that its writes need not be kept."""
+    """A call of such a method. It is repeated when the values are needed, so its writes need not be kept."""
 
     owner: nn.Module
     name: str
@@ -117,7 +117,7 @@ class Initializer(NamedTuple):
 
     @property
     def target(self) -> nn.Module:
-        """The module that contains the written parameters: the last one of the arguments, or the owner."""
+        """The module that contains the written parameters: the last module among the arguments, or the owner."""
         return next((argument for argument in reversed(self.arguments) if isinstance(argument, nn.Module)), self.owner)
 
     def __call__(self) -> None:
@@ -132,10 +132,10 @@ def writes(func: Any) -> bool:
 
 
 def writer() -> str | Initializer | None:
-    """Returns the code that writes.
+    """Returns the code on the call stack that writes.
 
     Returns:
-        The "file:line" of code that writes by hand; the call of an initializer; None for other code of transformers,
+        The "file:line" of code that writes by hand, or the call of an initializer. None for other code of transformers,
         whose `_init_weights` writes these values again.
     """
     where = None
@@ -153,7 +153,7 @@ def writer() -> str | Initializer | None:
 
 
 def _call_of(frame: types.FrameType) -> Initializer | None:
-    """Returns the call that a frame runs; None if it cannot be made again, as that of a function without a module."""
+    """Returns the call that a frame runs; None if it cannot be repeated, such as a call of a plain function."""
     code = frame.f_code
     if code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
         return None
@@ -169,7 +169,7 @@ def _call_of(frame: types.FrameType) -> Initializer | None:
 
 
 def _is_method(kind: type, code: types.CodeType) -> bool:
-    """Returns True if the method of a class that has the name of `code`, or one that it overrides, is this code."""
+    """Returns True if `code` is the class's method of that name, or a method that this one overrides."""
     methods = (vars(base).get(code.co_name) for base in kind.__mro__)
     return any(getattr(inspect.unwrap(method), "__code__", None) is code for method in methods if callable(method))
 
@@ -186,7 +186,7 @@ class Draw:
     """Values that an initializer will make. All parameters of one draw begin with equal values.
 
     Attributes:
-        copied: True once a parameter was copied, so that the draw may be that of several.
+        copied: True once a parameter was copied, so that several parameters may share the draw.
         writers: the initializers that have written the values, each with the number of its last write.
     """
 
@@ -196,21 +196,21 @@ class Draw:
         self.writers: dict[Initializer, int] = {}
 
     def anew(self, by: Initializer | None) -> Draw:
-        """Returns the draw of the same parameter after an initializer has run once more, None for an unknown one."""
+        """Returns the draw of the same parameter after the initializer `by`, or an unknown one, has run again."""
         draw: Draw = object.__new__(Draw)
         draw._module, draw._class, draw._name, draw.copied = self._module, self._class, self._name, False
         draw.writers = self.writers if by is None else {**self.writers, by: next(_calls)}
         return draw
 
     def is_made_in(self, module: nn.Module, name: str) -> int:
-        """Returns 2 if `module` is the one that makes the values, 1 if it makes such values in the same way, else 0."""
+        """Returns 2 if `module` itself makes the values, 1 if it is another module that makes them alike, else 0."""
         if name != self._name or type(module) is not self._class:
             return 0
         return 2 if self._module() is module else 1
 
 
 class Copied(NamedTuple):
-    """What a copy of a parameter without values knows about the parameter, at the time of the copy."""
+    """Origin and draw of a parameter without values at the time when it was copied."""
 
     origin: Any
     draw: Draw | None
@@ -225,7 +225,7 @@ def mark_copy(tensor: torch.Tensor, copied: Copied) -> None:
 
 
 def marked_copy(tensor: torch.Tensor) -> Copied | None:
-    """Returns what `mark_copy` has noted; None for another tensor, and for one that was changed since."""
+    """Returns the note of `mark_copy`; None for a tensor without one, or one that has changed since."""
     copied, version = tensor.__dict__.get(_MARK, (None, 0))
     return copied if version == tensor._version else None
 
@@ -247,7 +247,7 @@ class Origin(Protocol):
         A yielded tensor is valid until the next one is yielded.
 
         Args:
-            part: the elements to yield, from whose first one positions are counted; None for all.
+            part: the elements to yield; positions count from the first of them. None for all elements.
 
         Raises:
             IoError: if the source cannot be read.
@@ -257,13 +257,13 @@ class Origin(Protocol):
 
 
 class DeferredParameter(nn.Parameter):
-    """A parameter on meta that `initialize` fills, from `origin` or by its module's own initialization."""
+    """A parameter on meta that `initialize` fills from `origin` or by the module's own initialization."""
 
     origin: Origin | None = None
     draw: Draw | None = None
-    """What its module will initialize it with; None if nothing is known of that."""
+    """The values that the module will initialize it with; None if they are unknown."""
     whole: DeferredParameter | None = None
-    """The parameter whose values a write to this alias or view changes; None for a parameter."""
+    """The parameter that a write to this alias or view changes; None if this is a parameter itself."""
     is_part = False
     """True for a view, which may contain only some elements of the parameter, or all of them in another order."""
 
@@ -289,7 +289,7 @@ class DeferredParameter(nn.Parameter):
         if not (is_building() or asks_for_no_element(func) or func in _ALLOWED):
             raise _refusal(getattr(func, "__name__", str(func)))
         # While a model is built, a write outside of an initializer cannot be repeated later. So the parameter becomes
-        # real now if the write sets every element; another write is an error.
+        # real now if the write sets every element; any other write is an error.
         if (
             state.model
             and isinstance(first, DeferredParameter)
@@ -355,14 +355,14 @@ _ALLOWED = frozenset({TENSOR.__repr__, TENSOR.requires_grad_, SHALLOW_COPY_QUERY
 
 
 def _begins_init(func: Any, target: DeferredParameter, kwargs: Mapping[str, Any]) -> bool:
-    """Returns True if a call by a function of torch.nn.init shows that the function is about to set every element.
+    """Returns True if a call made by a function of torch.nn.init shows that it is about to set every element.
 
-    Questions about the shape do not: `_calculate_fan_in_and_fan_out` asks them too, and writes nothing.
+    Reads of the shape do not show that: `_calculate_fan_in_and_fan_out` reads it too, and writes nothing.
     """
     if "out" in kwargs or writes(func):
         return True
-    # `orthogonal_` and others return early for a tensor on meta, so the parameter must be real by this question. In
-    # versions of torch that do not ask it, the first call makes a tensor on the parameter's device.
+    # `orthogonal_` and others return early for a tensor on meta, so the parameter must be real when they read
+    # `is_meta`. In versions of torch that do not read it, the first call makes a tensor on the parameter's device.
     if func in (TENSOR.is_meta.__get__, TENSOR.new, TENSOR.new_empty):
         return True
     # The parameter of this alias is real by now, and the function may copy the device for its temporary tensors.
@@ -371,7 +371,7 @@ def _begins_init(func: Any, target: DeferredParameter, kwargs: Mapping[str, Any]
 
 @contextlib.contextmanager
 def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> Iterator[Any]:
-    """Makes real the parameter that the body is about to write, and yields the tensor to pass instead of `tensor`.
+    """Makes the parameter real that the body is about to write, and yields the tensor to pass instead of `tensor`.
 
     If the body raises an exception, the parameter is deferred again: its memory may not contain values.
 
@@ -382,7 +382,8 @@ def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> 
         all_of_it: True if the function sets every element.
 
     Raises:
-        ConfigError: if the write does not set every element of the parameter, since the others do not exist yet.
+        ConfigError: if the write does not set every element of the parameter, since the remaining values do not exist
+            yet.
     """
     whole = _whole_of(tensor)
     if not isinstance(whole, DeferredParameter):  # an earlier write has made the parameter real
@@ -394,7 +395,7 @@ def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> 
         raise _refused_part(name, where)
     empty = call_plainly(torch.empty, whole.shape, dtype=whole.dtype, device="cpu")
     new = nn.Parameter(empty, whole.requires_grad)
-    vars(new).update(vars(whole))  # what code has set on the parameter, such as transformers' marks, stays there
+    vars(new).update(vars(whole))  # keeps attributes that code has set, such as transformers' marks
     swap_parameters(whole, new)
     try:
         yield whole if tensor is whole else whole.data
@@ -409,7 +410,7 @@ def _whole_of(tensor: DeferredParameter) -> Any:
 
 
 def _hand_that_writes(tensor: Any) -> str | None:
-    """Returns the "file:line" of code that writes by hand; None for an initializer, whose draw is then another one."""
+    """Returns the "file:line" of code that writes by hand; None for an initializer, which renews the draw."""
     by = writer()
     if isinstance(by, str):
         return by
@@ -420,7 +421,7 @@ def _hand_that_writes(tensor: Any) -> str | None:
 
 
 def _copied_of(tensor: torch.Tensor) -> Copied | None:
-    """Returns what a tensor without values is a whole copy of, or an alias; None if that is not certain."""
+    """Returns the source of a tensor without values that is a whole copy or alias; None if that is not certain."""
     if not isinstance(tensor, DeferredParameter):
         return marked_copy(tensor)
     whole = _whole_of(tensor)
@@ -429,14 +430,14 @@ def _copied_of(tensor: torch.Tensor) -> Copied | None:
 
 
 def _begin_as(parameter: DeferredParameter, copied: Copied) -> None:
-    """Lets a parameter begin with the values of the one that was copied."""
+    """Makes a parameter begin with the values of the copied parameter."""
     if copied.draw is not None:
         copied.draw.copied = True
     parameter.origin, parameter.draw = copied
 
 
 def _alike(parameter: Any, source: torch.Tensor) -> bool:
-    """Returns True if a copy of `source` has all of its values as they are."""
+    """Returns True if a copy of `source` into `parameter` keeps all values as they are."""
     return bool(parameter.shape == source.shape and parameter.dtype == source.dtype)
 
 
@@ -488,12 +489,12 @@ def _device(func: Any, tensor: DeferredParameter) -> torch.device:
 
 
 def _set_data(func: Any, tensor: DeferredParameter, values: torch.Tensor) -> None:
-    """Implements `.data = values`: a conversion changes the dtype, and real values from a constructor are kept."""
+    """Implements `.data = values`: a conversion changes the dtype; real values from a constructor are kept."""
     if is_building() and not values.is_meta:
         swap_parameters(tensor, nn.Parameter(values.detach(), tensor.requires_grad))
         return
     copied = _copied_of(values)
-    # Two parameters over one memory would be trained apart.
+    # Two parameters over the same memory would be trained separately.
     shares = isinstance(values, DeferredParameter) and values.whole is not None and values.whole is not tensor
     if copied is not None and not shares and (is_building() or isinstance(values, DeferredParameter)):
         call_plainly(func, tensor, call_plainly(values.detach).as_subclass(torch.Tensor))
@@ -507,7 +508,7 @@ def _set_data(func: Any, tensor: DeferredParameter, values: torch.Tensor) -> Non
 
 
 def _copy(func: Any, tensor: DeferredParameter, source: Any, *args: Any, **kwargs: Any) -> Any:
-    """Implements `copy_`: values that code copies by hand while a model is built are kept, also those still to come."""
+    """Implements `copy_`: keeps values, even deferred ones, that code copies by hand while a model is built."""
     if not is_building():
         raise _refusal("copy_")
     if isinstance(source, DeferredParameter) and not source.is_part and not is_deferred(_whole_of(source)):
@@ -635,10 +636,11 @@ def _deferred(module: nn.Module, name: str, parameter: nn.Parameter) -> Deferred
 
 
 def _of_its_own(module: nn.Module, name: str, alias: DeferredParameter) -> DeferredParameter:
-    """Returns the parameter to register for `nn.Parameter(weight.data)`, which must replace that weight.
+    """Returns the parameter to register for `nn.Parameter(weight.data)`, which must replace `weight`.
 
     Raises:
-        ConfigError: if the weight stays, or was not taken whole, so that this one would be initialized by itself.
+        ConfigError: if `weight` stays, or only a part was taken, since the new parameter would then be initialized
+            separately.
     """
     if alias.is_part or alias.whole is not module._parameters.get(name):
         raise ConfigError(
@@ -679,7 +681,7 @@ def _same_memory(value: Any, parameter: nn.Parameter) -> bool:
 
 
 def _handle_of(error: BaseException) -> str:
-    """Returns the model class and the line that an error comes from: the innermost module frame outside of torch."""
+    """Returns the model class and the line that raised an error: the innermost module frame outside of torch."""
     line_of_user = "the model"
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, module = frame.f_code.co_filename, frame.f_locals.get("module", frame.f_locals.get("self"))
@@ -745,7 +747,7 @@ def materialize(
 
 
 def _run(call: Initializer) -> None:
-    """Lets an initializer make values; raises `ConfigError` if it needs those of parameters that are not in memory."""
+    """Calls an initializer; raises `ConfigError` if it needs values of parameters that are not in memory."""
     try:
         call()
     except (RuntimeError, NotImplementedError) as error:
@@ -759,15 +761,15 @@ def _run(call: Initializer) -> None:
 
 @contextlib.contextmanager
 def _apart(module: nn.Module, made: Collection[int], shapes: Mapping[int, torch.Size]) -> Iterator[None]:
-    """Lets an initializer of `module` change no other parameters than those that are made, and no buffers.
+    """Keeps an initializer of `module` from changing buffers, and parameters that are not being made.
 
-    An initializer sets all parameters of its module, and may set those of modules below it. Those of other units are
-    shown in their shapes, on meta: the range of a bias is computed from the shape of a weight, which may be that of an
-    earlier unit and emptied by now.
+    An initializer sets all parameters of its module, and may set parameters of submodules. Inside of the context,
+    parameters of other units are on meta, in their shapes: the range of a bias is computed from the shape of a weight,
+    which may belong to an earlier unit and be emptied by now.
 
     Args:
         module: the module.
-        made: ids of the parameters that are made.
+        made: ids of the parameters that are being made.
         shapes: shape of each parameter of the model that may have been emptied, by its id.
     """
     elsewhere: list[tuple[dict[str, Any], str, Any]] = []
@@ -778,7 +780,7 @@ def _apart(module: nn.Module, made: Collection[int], shapes: Mapping[int, torch.
                 continue
             shape = shapes.get(id(parameter), parameter.shape)
             if submodule is module and not parameter.is_meta and parameter.shape == shape:
-                copied.append((parameter, parameter.detach().clone()))  # may be computed with
+                copied.append((parameter, parameter.detach().clone()))  # the initializer may read it
             elif not parameter.is_meta:
                 elsewhere.append((submodule._parameters, name, parameter))
         elsewhere += [
@@ -802,11 +804,11 @@ def _apart(module: nn.Module, made: Collection[int], shapes: Mapping[int, torch.
 def _meta_init_calls(
     model: nn.Module, absent: Mapping[str, nn.Parameter], draws: Mapping[str, Draw]
 ) -> list[Initializer]:
-    """Returns the initializers of the parameters `absent`: of the modules that own them, and of those above.
+    """Returns the initializers of the parameters `absent`: of their modules, and of the modules above.
 
-    Those of the modules that own parameters, and of the modules between them, run children first: a parent's may
-    overwrite a child's values. If others have written values too, as `_init_weights` of a Whisper encoder writes the
-    positions of its embedding, all run again in the order of their first calls.
+    They run children first, since a parent's initializer may overwrite a child's values. If other initializers have
+    written values too, all run again in the order of their calls: `_init_weights` of a Whisper encoder, for instance,
+    writes the positions of its embedding.
     """
     own = list(_initializers(model, absent))
     written: dict[Initializer, int] = {}
@@ -820,7 +822,7 @@ def _meta_init_calls(
 
 
 def _within(model: nn.Module, name: str, call: Initializer) -> Initializer:
-    """Returns the call that writes parameter `name` of `model`, where `call` has written the one that it copies.
+    """Returns the call that writes parameter `name` of `model`, as `call` has written the parameter's original.
 
     Raises:
         ConfigError: if the model does not contain such a module.
@@ -845,7 +847,7 @@ def _within(model: nn.Module, name: str, call: Initializer) -> Initializer:
 
 
 def _initializers(model: nn.Module, names: Mapping[str, nn.Parameter]) -> Iterator[Initializer]:
-    """Yields the initializers of the modules that own `names` and of those between them, children first."""
+    """Yields the initializers of the modules that own `names` and of the modules between, children first."""
     paths: set[str] = set()
     shared = _common_prefix(list(names))
     for name in names:

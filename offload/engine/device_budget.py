@@ -6,8 +6,8 @@
                       the memory again
 
 Memory is given back only between calls of the model, when no view of weights is alive in it: at once before a forward
-is repeated or when the user asks, else at the next call of the engine. Errors that the engine does not see, as those
-of `model.generate`, are found in the counters of torch's allocator. Where torch freed its own cache instead of raising,
+is repeated or when the user asks, else at the next call of the engine. The counters of torch's allocator show errors
+that the engine does not see, such as errors in `model.generate`. If torch freed its own cache instead of raising,
 memory is given back at the end of the step.
 """
 
@@ -61,7 +61,7 @@ _BACKWARD = (
 
 
 class _Reason(NamedTuple):
-    """Why grown memory is given back."""
+    """The reason why grown memory is given back."""
 
     words: str
     short: bool
@@ -85,14 +85,14 @@ class DeviceBudget:
         self._added: tuple[int, ...] = ()
         """Units whose gradients are added up in grown memory."""
         self._buffers: list[Buffers] = []
-        """Buffers of each module of the model when the arena grew last: a walk of the modules takes too long."""
+        """Buffers of each module when the arena grew last, kept because a walk of the modules takes too long."""
         self._seen = shortages(device.torch)
-        """Counts of shortages when the arena grew last: only later shortages concern its present size."""
+        """Counts of shortages when the arena grew last; only later shortages were caused by its present size."""
         self._owed: _Reason | None = None
-        """Why memory is to be given back as soon as no weights in it are in use."""
+        """The reason to give memory back as soon as no weights in it are in use; None if there is none."""
 
     def end_step(self) -> None:
-        """Grows the arena into memory that steps leave free, or gives memory back if the step was short of some."""
+        """Grows the arena into memory that steps leave free, or gives memory back if the step ran short of it."""
         self._history = self._history.after_step()
         if self._history.wait == 0:
             self._grow()
@@ -102,7 +102,7 @@ class DeviceBudget:
             self._give_back(_RETRIED)
 
     def relieve(self) -> None:
-        """Gives memory back if an earlier call ran out of memory, or wanted to give memory back and could not.
+        """Gives memory back if an earlier call ran out of memory, or could not give back as it was asked to.
 
         No forward or backward may run.
         """
@@ -112,7 +112,7 @@ class DeviceBudget:
             self._give_back(_FAILED)
 
     def release(self) -> int:
-        """Gives back the bytes that the arena has grown by, and all that torch caches; returns the former."""
+        """Gives back the grown memory and all that torch caches; returns the bytes of the grown memory."""
         nbytes = self._give_back(_ASKED)
         empty_cache(self._device.torch)
         return nbytes
@@ -129,7 +129,7 @@ class DeviceBudget:
             logger.info("the device budget stays %s: %s", format_size(before), error)
             nbytes, added, memory = 0, (), []
         self._history = self._history.after_growth(nbytes, room)
-        # A growth that failed, and one for which torch emptied its cache, are no shortage of the steps to come.
+        # A failed growth, or one for which torch emptied its cache, does not count as a shortage of a later step.
         self._seen = shortages(self._device.torch)
         if not nbytes:
             return
@@ -177,8 +177,8 @@ class DeviceBudget:
     def run(self, forward: Callable[[], Any], inputs: Any, alone: bool) -> Any:
         """Returns the result of `forward`, which runs again if device memory ran out and grown memory was given back.
 
-        A forward is repeated only where the repetition changes nothing but the time: no other rank takes part in it
-        (`alone`), neither a buffer of the model nor an input was changed, and the random generators are restored first.
+        A forward is repeated only if the repetition changes no result: no other rank takes part in it (`alone`), and
+        neither a buffer of the model nor an input was changed. The random generators are restored first.
         """
         before = generators = None
         if self._history.grown and alone:
@@ -189,7 +189,7 @@ class DeviceBudget:
         except torch.OutOfMemoryError as error:
             if before is None or generators is None or inside_backward():
                 raise
-            # Of all modules that there are now: one that came since the last growth differs, if it has buffers.
+            # All present modules: a module with buffers that was added since the last growth counts as a change.
             now = _versions(buffers_of(self._module), inputs)
             if now is None or [(id(tensor), version) for tensor, version in now] != [
                 (id(tensor), version) for tensor, version in before
@@ -212,7 +212,7 @@ class DeviceBudget:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            # Not given back here: the error's frames, and a backward that has not ended, may hold views of weights.
+            # Memory is not given back here: the error's frames, or an unfinished backward, may hold views of weights.
             self._owed = _FAILED if self._history.grown else None
             words = f"{error} {advice(self._pager.arena.nbytes, self._need.least, self._history.grown)}"
             error.args = (f"{words} {_BACKWARD}" if backward else words,)
@@ -225,7 +225,7 @@ def buffers_of(module: nn.Module) -> list[Buffers]:
 
 
 def _versions(modules: Sequence[Buffers], inputs: Any) -> list[tuple[torch.Tensor, int]] | None:
-    """Returns all buffers and input tensors, each with the number of its changes in place.
+    """Returns all buffers and input tensors, each paired with its count of in-place changes.
 
     Returns None if an input has an unknown type, such as a cache of keys and values, or a tensor does not count its
     changes.
@@ -334,16 +334,16 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
 
     `host`: rss = base + arena + device_arena + other_engines + other. "other" came after the engine was built:
     activations, gradients in flight, libraries. `device`: allocated = arena + other. `allocator`: figures of torch's
-    allocator of the device, which counts the arena as allocated; empty on a CPU. Each of `classes` lists its budget
-    in the host arena, the bytes in use now, and the peak. `activations` lists the inputs of checkpointed units by tier.
-    `base` is the result of `base_bytes` when the engine was built.
+    allocator of the device, which counts the arena as allocated; empty on a CPU. `classes` lists, for each class, its
+    budget in the host arena, the bytes in use now, and the peak. `activations` lists the inputs of checkpointed units
+    by tier. `base` is the result of `base_bytes` when the engine was built.
     """
     arena, device_arena = resident_of_arenas(components)
     other_engines = _others(components)
     rss = int(psutil.Process().memory_info().rss)
     budget = components.pager.arena
     device = components.shards.device.torch
-    # The CPU has no allocator to ask, so the arena stands for the whole device.
+    # torch has no allocator for the CPU, so the arena stands for the whole device.
     on_cpu = device.type == "cpu"
     taken = 0 if budget.given_back else budget.nbytes
     allocated = taken if on_cpu else torch.get_device_module(device).memory_allocated(device)
@@ -403,9 +403,9 @@ def _others(components: EngineComponents) -> int:
 #     sleep   cached weights are dropped ─► partitions that are in no file are set aside ─► the arenas give memory back
 #     wake    the arenas take memory again ─► partitions are read from the swap files, or from where they were set aside
 #
-# Arenas keep their layout: only their memory goes. A partition on the device or in host memory that the swap
-# files contain too is read from them. Of any other partition the bytes stay in host memory: one of the device is copied
-# there, one of the host arena remains where it is, unpinned.
+# Arenas keep their layout: only their memory goes. A partition on the device or in host memory that the swap files
+# contain too is read from the files. The bytes of any other partition stay in host memory: a partition on the device is
+# copied there, a partition in the host arena remains where it is, unpinned.
 
 
 _Partition = tuple[int, State]
@@ -416,7 +416,7 @@ class FreedBytes(NamedTuple):
     """Bytes that a sleeping engine has given back."""
 
     device: int
-    """Bytes of device memory; where the device is the CPU, resident bytes of host memory."""
+    """Bytes of device memory; if the device is the CPU, resident bytes of host memory."""
     host: int
     """Resident bytes of pinned host memory."""
 
@@ -436,12 +436,13 @@ class Sleep:
         return self._freed is not None
 
     def sleep(self, host: bool, micro_batches: int) -> FreedBytes:
-        """Gives the memory of the device arena back, and with `host` that of the host arena; see `Engine.sleep`.
+        """Gives the device arena's memory back, and with `host` the host arena's too; see `Engine.sleep`.
 
-        All updates and commits are done. Of an engine that is asleep, only the host arena is left to give back.
+        All updates and commits are done. If the engine is asleep already, only the host arena is left to give back.
         """
         if not self.asleep:
-            # Together: a rank whose units are all on its device asks no other rank, and would not learn that one slept.
+            # A collective: a rank whose units are all on its device gathers nothing, and would not notice that another
+            # sleeps.
             with all_or_nothing(self._components.agreement, Collective.SLEEP, "sleep") as ranks:
                 ranks.settle(lambda: self._check(micro_batches))
         return self._sleep(host)
@@ -457,7 +458,7 @@ class Sleep:
                 "sleep was called while gradients wait for step(): call it after step(), or drop the gradients by "
                 "zero_grad()"
             )
-        # A tensor over memory that is gone would read what others write there, or end the process.
+        # A tensor over freed memory would read the bytes of its next owner, or end the process.
         components.unit_views.settle(stays=True)
         if self._inputs_held():
             gc.collect()  # a dead cycle, such as an exception's frames, may hold a graph
@@ -504,7 +505,7 @@ class Sleep:
         """Takes the memory again and fills it as it was. Does nothing if the engine is awake.
 
         Raises:
-            BudgetError: if device or host have not as much free memory; the engine then sleeps on.
+            BudgetError: if the device or the host has less free memory; the engine then sleeps on.
             IoError: if the swap files cannot be read; the engine is then stopped.
         """
         if self._freed is None:
@@ -517,7 +518,7 @@ class Sleep:
             for arena in _own_arenas(self._components):
                 if arena.given_back:
                     arena.pin()
-            # Promoted states among them, if no other engine of the process took their memory meanwhile.
+            # Includes promoted states, if no other engine of the process took their memory meanwhile.
             components.shards.read_back()
             while self._aside:
                 (unit, state), values = self._aside.popitem()
@@ -537,7 +538,7 @@ class Sleep:
         components, arena = self._components, self._components.pager.arena
         before = _resident(arena)
         self._device_budget.release()
-        # Parameters of units that stay have this memory even as placeholders.
+        # Parameters of units that stay on the device use the arena's memory even as placeholders.
         components.unit_views.vacate()
         # From here on no thread prefetches weights: a late read would start an upload into memory that is gone.
         components.pager.begin_load()
@@ -546,7 +547,7 @@ class Sleep:
             resident = components.shards.resident_of(unit, state)
             assert resident is not None, "a partition whose tier is the device"
             values = resident.tensor.view(torch.uint8)
-            # Where kernels work in host memory a copy would free nothing, so the pages stay.
+            # If kernels work in host memory, a copy would free nothing, so the pages stay.
             if device.host_addressable:
                 start = values.data_ptr() - arena.blocks[0][1].data_ptr()
                 ranges.append((start, start + nbytes))
@@ -557,7 +558,7 @@ class Sleep:
         return before - _resident(arena)
 
     def _give_back_host(self) -> int:
-        """Gives the host arena back and returns the resident bytes that went."""
+        """Gives the host arena back and returns the resident bytes that were freed."""
         arena, ranges = self._components.arena, []
         before = _resident_host(self._components)
         for (unit, state), nbytes in self._without_files(Tier.HOST):
@@ -582,7 +583,7 @@ class Sleep:
 
 
 def _resident(arena: DeviceArena) -> int:
-    """Returns the bytes of a device arena: of all its memory, on the CPU of that which is resident."""
+    """Returns the bytes of a device arena; on the CPU only the resident bytes."""
     blocks = [memory for _, memory in arena.blocks]
     if blocks[0].device.type != "cpu":
         return sum(memory.untyped_storage().nbytes() for memory in blocks)

@@ -1,6 +1,6 @@
 """Modules that need a weight in fp32 under bf16 or fp16, such as a router: named where they fail or at the start.
 
-An engine computes with all weights in one dtype, but for those of "keep_in_fp32".
+An engine computes with all weights in one dtype, except the weights of "keep_in_fp32".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEY = '"keep_in_fp32": {} in the block "offload"'
 def fp32_needed(error: RuntimeError, model: nn.Module, dtype: torch.dtype) -> UsageError | None:
     """Returns the error to raise in place of torch's about fp32 and a 16-bit dtype in one operation; None for others.
 
-    `dtype` is that of the model's weights under the engine.
+    `dtype` is the dtype of the model's weights under the engine.
     """
     text = str(error)
     if dtype is torch.float32 or not (_FP32.search(text) and _HALF.search(text)):
@@ -61,9 +61,9 @@ def _of_frames(traceback: TracebackType | None) -> Iterator[object]:
 
 
 def precision_notices(model: nn.Module, dtype: torch.dtype, in_fp32: Collection[str], wanted: bool) -> tuple[str, ...]:
-    """Returns lines on the weights in fp32 where others are in 16 bits, and on those that transformers would keep so.
+    """Returns notices about weights in fp32 among 16-bit ones, and about weights that transformers would keep in fp32.
 
-    `dtype` is that of the model's weights under the engine, `in_fp32` names the parameters that stay in fp32, and
+    `dtype` is the dtype of the model's weights under the engine, `in_fp32` names the parameters that stay in fp32, and
     `wanted` is True if the config names them, False if the model's class lists them.
     """
     if dtype is torch.float32:
@@ -76,7 +76,7 @@ def precision_notices(model: nn.Module, dtype: torch.dtype, in_fp32: Collection[
                 f"{count_of(len(in_fp32), 'weight stays', 'weights stay')} in fp32{why}, the first is {min(in_fp32)}"
             )
         )
-    # transformers keeps what is on the other list in fp32 only if the rest is fp16.
+    # transformers keeps weights of the other list in fp32 only if the rest is fp16.
     listed = listed_in_fp32(model, strict=dtype is torch.bfloat16) - frozenset(in_fp32)
     if listed and not wanted:
         names = [name for name, _ in model.named_parameters() if name in listed]

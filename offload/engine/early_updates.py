@@ -57,9 +57,9 @@ def run_may_speculate(*, wanted: bool, ranks: int, one_pass: bool, commits: bool
 
 
 def reason_to_clip(norm: float, clip: float, scale: float, loss_scale: float) -> str | None:
-    """Returns why a step does not apply its gradients as they are; None if it does.
+    """Returns the reason why a step does not apply its gradients unchanged; None if it does.
 
-    `scale` is the factor of every gradient, `loss_scale` that of the loss.
+    `scale` is the factor of every gradient, `loss_scale` the factor of the loss.
     """
     if not math.isfinite(norm):
         return f"the gradient norm is {norm}"
@@ -141,7 +141,7 @@ class EarlyUpdates:
 
     def end_step(self, step: int, reason: str | None) -> None:
         """Learns from a step whose updates have been scheduled; see `reason_to_clip`."""
-        self._worker.offers.drop_all()  # of a step that schedules nothing
+        self._worker.offers.drop_all()  # a step that schedules nothing has not settled them
         now, before, changed = self._worker.offers.counts, self._before, self._changed
         hits, misses = now.hits - before.hits, now.misses - before.misses
         self.last = SpeculationCounts(hits=hits, misses=misses)

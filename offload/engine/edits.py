@@ -96,7 +96,7 @@ class WeightEdits:
 
         for module in model.modules():
             if any(True for _ in module.parameters(recurse=False)):
-                # Before the hooks of the model's own, which may rename entries and compute with them.
+                # Runs before the model's own hooks, which may rename entries and compute with them.
                 self._removers.append(first_state_dict_hook(module, replace).remove)
                 self._removers.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
         for handle in self._served:
@@ -120,7 +120,7 @@ class WeightEdits:
         return self._unit_views.frozen_view(unit, position)
 
     def turn_to(self, unit: int, others: Collection[int]) -> bool:
-        """Materializes `unit` in place of the one of `others` before, as `fetch`."""
+        """Materializes `unit` as `fetch` does, in place of the last unit of `others` that was turned to."""
         return self._hooks.turn_to(unit, others)
 
     def runs_now(self) -> bool:
@@ -129,7 +129,7 @@ class WeightEdits:
 
     @contextlib.contextmanager
     def hold(self, units: Sequence[int]) -> Iterator[None]:
-        """Holds `units` while the context is open: none if neither a forward nor a backward runs, or without room."""
+        """Holds `units` while the context is open; none outside of a forward or a backward, or without room."""
         fetched: list[int] = []
         try:
             try:
@@ -145,9 +145,9 @@ class WeightEdits:
                 self._unit_views.release_unit(fetched.pop())
 
     def on_gathered(self, parameters: Set[int]) -> AbstractContextManager[None]:
-        """Returns a context that lets the model run on gathered memory, if `parameters` (ids) are all that it has.
+        """Returns a context that lets the model run on gathered memory, if `parameters` (ids) are all of the model's.
 
-        What has parts, or another library's bytes, has no memory of that kind.
+        A parameter in parts, or in another library's bytes, cannot have gathered memory.
         """
         complete = parameters >= self._handle_of.keys()
         return self._hooks.resting() if complete else contextlib.nullcontext()
@@ -166,7 +166,7 @@ class WeightEdits:
                 return values.to(self._handles[unit][position].device, copy=True).view(segment.shape)
             self.flush()
         if self._coded and segment.start in self._coded[unit]:
-            # The device has values of codes. They must not be saved, or come back as an edit.
+            # The device holds values decoded from codes, which must neither be saved nor written back as an edit.
             return self._callbacks.read_stored(self._handles[unit][position].parameter)
         start = self._layouts[unit].device_starts[position]
         # Cloned inside of the callback: the pager's memory is valid only until the callback returns.
@@ -317,7 +317,7 @@ class WeightEdits:
     def _check_room(self, model: nn.Module) -> None:
         """Raises `BudgetError` if a state dict of the whole model would not fit into RAM."""
         if not any(self.handle(parameter) for parameter in model.parameters()):
-            return  # stand-ins without values are in the place of the parameters
+            return  # the parameters are replaced by stand-ins without values
         parameters = (handle.parameter for unit in self._handles for handle in unit)
         wanted = (p for p in parameters if p.requires_grad or not self._without_frozen)
         need = sum(parameter.numel() * parameter.dtype.itemsize for parameter in wanted)

@@ -4,9 +4,10 @@
     step)
 
 An optimizer step waits for the updates of the step before, decides on norm, clip and overflow, and schedules its own
-updates. The update worker executes them while the next forward runs and waits, unit by unit, for the weights that it
-uses. At most one optimizer step is in flight. The first call of the engine after an optimizer step takes the state blob
-for which the commit of that step waits, so that random generators, schedule and counters belong to one moment.
+updates. The update worker executes the updates while the next forward runs. That forward waits, unit by unit, for the
+weights that it uses. At most one optimizer step is in flight. The commit of a step waits for a state blob. The first
+call of the engine after the step takes that blob, so that random generators, schedule and counters belong to one
+moment.
 
 Threads. All methods belong to the thread that runs the model. In a forked child every call raises.
 """
@@ -73,11 +74,11 @@ _T = TypeVar("_T")
 #
 # The core exists before its components: each of them receives it as `EngineCallbacks` through its constructor.
 #
-# Threads. Every method belongs to the thread that runs the model, except where `EngineCallbacks` says otherwise.
+# Threads. Every method belongs to the thread that runs the model, except where `EngineCallbacks` names another thread.
 
 
 class EngineCore(EngineCallbacks):
-    """The components of one engine, the training state that they share, and the order that a call enters them in."""
+    """The components of one engine, their shared training state, and the order in which a call enters them."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class EngineCore(EngineCallbacks):
         self.state = TrainingState(module, device, optimizer, lr_scheduler, loader, settings, layouts, commits)
         self.accumulation = GradientAccumulation()
         self._missed_gradient_reported = False
-        components = self.components = assemble(self)  # they call nothing: attributes set below do not exist yet
+        components = self.components = assemble(self)  # calls no callback: attributes set below do not exist yet
         try:
             self.checkpoints = Checkpoints(module, components, self.state)
             self.optimizer_step = OptimizerStep(components, self.state, self.accumulation, module, optimizer)
@@ -138,7 +139,7 @@ class EngineCore(EngineCallbacks):
     def enter(self) -> None:
         """Starts a call of the engine: checks it, clears the remains of an aborted call, and writes pending edits.
 
-        Inside of a backward does nothing of this. Refuses a capture anywhere.
+        Refuses a CUDA graph capture anywhere. Inside of a backward does nothing else.
         """
         self._refuse_capture()
         if self._in_turn:
@@ -149,9 +150,9 @@ class EngineCore(EngineCallbacks):
 
     def _refuse_capture(self) -> None:
         """Raises `UsageError` while the current stream records a graph, in a forked child and after the end."""
-        # CUDA answers no question in a forked child, and would fail with an error that does not name the cause.
+        # A CUDA call in a forked child would fail with an error that does not name the cause.
         self.shutdown.check()
-        # Asked before any event is recorded: an event would end the user's capture by an error that names no cause.
+        # This check precedes any event: recording one would end the user's capture with an error that names no cause.
         if self.components.shards.device.capturing():
             raise UsageError(
                 "a CUDA graph cannot be captured of a model whose weights are paged, since they have other addresses "
@@ -160,7 +161,7 @@ class EngineCore(EngineCallbacks):
 
     @property
     def _in_turn(self) -> bool:
-        """True on the thread of a micro-batch that takes turns with others; together they are one call."""
+        """True on the thread of a micro-batch that takes turns with others; all of them together are one call."""
         return self.components.schedule.on_this_thread
 
     def enter_between_steps(self, call: str) -> None:
@@ -175,7 +176,7 @@ class EngineCore(EngineCallbacks):
         self.components.update_worker.come_to_rest()
 
     def _enter_end(self) -> None:
-        """Enters the engine for its end. One that sleeps has nothing to write, and needs no memory for that."""
+        """Enters the engine for its end, or only checks it if it sleeps, since it has nothing to write then."""
         self.check() if self.sleeping.asleep else self.enter()
 
     def sleep(self, host: bool) -> FreedBytes:
@@ -221,7 +222,7 @@ class EngineCore(EngineCallbacks):
 
     @uninterrupted
     def run_backward(self, begin: Callable[[], None]) -> None:
-        """Runs a backward by `begin`, all nodes on the calling thread. A Ctrl-C leaves no setting of torch changed.
+        """Calls `begin`, which runs a whole backward on this thread. A Ctrl-C leaves no setting of torch changed.
 
         torch would run the nodes of a GPU on a thread of its own while the caller waits in C++, where no handler of a
         signal runs: a Ctrl-C would be obeyed when the backward ends. One GPU's nodes run one after the other on either
@@ -234,7 +235,7 @@ class EngineCore(EngineCallbacks):
 
         if self._in_turn:
             self.components.hooks.passes.begin_backward_of_turn()
-        # Activations are largest in the backward: torch's out-of-memory error says in here what to change.
+        # Activations are largest in the backward: `advised` adds advice to torch's out-of-memory error.
         with self.device_budget.advised(backward=True), torch.autograd.set_multithreading_enabled(False):
             try:
                 run()
@@ -248,7 +249,7 @@ class EngineCore(EngineCallbacks):
                 raise
 
     def run_micro_batches(self, works: Iterable[Callable[[], _T]], most: int, trains: bool = True) -> list[_T]:
-        """Runs micro-batches in the order of the schedule, and returns what each returns.
+        """Runs micro-batches in the order of the schedule, and returns their results.
 
         Each of at most `most` works draws from random generators of its own, so that the order changes no bits. With
         `trains` False no work runs a backward.
@@ -292,7 +293,7 @@ class EngineCore(EngineCallbacks):
 
     @uninterrupted
     def forget_gradients(self) -> None:
-        """Drops the gradients since the last optimizer step, and their micro-batches, on all ranks."""
+        """Drops the gradients since the last optimizer step, and the count of their micro-batches, on all ranks."""
         self.enter()
         self.components.hooks.forget_gradients()
         self.optimizer_step.forget_gradients()
@@ -307,7 +308,8 @@ class EngineCore(EngineCallbacks):
         self.enter()  # a user may run the model without the engine; that is an entry too
 
     def enter_weights(self) -> None:
-        # Not `enter`: it flushes pending edits, and those of the unit being edited must stay together until the end.
+        # Does not call `enter`, which flushes pending edits: the edits of one unit must stay together until its last
+        # one.
         if self.components.hooks.running or self._in_turn:
             self.check()
         else:
@@ -315,10 +317,10 @@ class EngineCore(EngineCallbacks):
             self._begin()
 
     def begin_backward(self) -> None:
-        # For a plain `loss.backward()`: no call of the engine has asked before.
+        # Before a plain `loss.backward()` no call of the engine has checked for a capture.
         self._refuse_capture()
-        self.sleeping.wake()  # a graph of before
-        # Of the stages of a pipeline the last one alone has a loss to scale.
+        self.sleeping.wake()  # the graph may be older than the sleep
+        # Only the last stage of a pipeline computes a loss to scale.
         if self.state.scaler is not None and self.components.schedule.counts_backwards:
             self.state.scaler.begin_backward()
 
@@ -352,7 +354,8 @@ class EngineCore(EngineCallbacks):
         part = components.trainable[unit]
         components.unit_views.outdate([unit])
         try:
-            # The others of a grid take no part, and may yet have to resume from the step whose slot is written now.
+            # Other ranks of a grid do not take part, and may still have to resume from the step whose slot is
+            # overwritten now.
             if components.world.divides_model and components.store is not None:
                 components.store.set_aside(unit)
             # If this is interrupted, a part of the edit may be scheduled already: nothing may be committed after it.
@@ -411,7 +414,7 @@ class IoBytes(NamedTuple):
 
 
 class ModelEngine:
-    """An engine, whether it trains or not: the call of the model, its attributes, and what the engine takes."""
+    """An engine that may train or not: call and attributes of the model, and the engine's memory and traffic."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -435,7 +438,7 @@ class ModelEngine:
             EngineFailed: if an error has stopped the engine.
         """
         self._core.enter()
-        # The batch may be what the device has no room for, so it moves where an out-of-memory error is explained.
+        # Moving the batch may exhaust the device, so the move runs in `advised`, which explains an out-of-memory error.
         with self.autocast(), self._core.device_budget.advised():
             args, kwargs = self._core.inputs((args, kwargs))
             try:
@@ -460,13 +463,13 @@ class ModelEngine:
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     _names_page = ""
-    """What an error for a missing attribute says of the names that there are."""
+    """The end of the error for a missing attribute: where the existing names are listed."""
 
     # A type checker that saw `__getattr__` would accept any attribute name.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Returns the model's attribute of a name that the engine does not define: `generate`, `named_modules`.
+            """Returns the model's attribute if the engine does not define the name: `generate`, `named_modules`.
 
             Args:
                 name: the attribute. Names that begin with an underscore are not looked up on the model.
@@ -485,7 +488,7 @@ class ModelEngine:
                 )
             return getattr(module, name)
 
-    # -- what it takes -------------------------------------------------------------------------------
+    # -- memory and traffic --------------------------------------------------------------------------
 
     @property
     def parameter_count(self) -> int:
@@ -510,15 +513,15 @@ class ModelEngine:
     def sleep(self, host: bool = False) -> FreedBytes:
         """Gives the engine's device memory back between steps, for others to use, such as an engine that generates.
 
-        The next call that uses the engine takes the memory again, as `wake()` does. Bits do not change. States that
-        the swap files contain are read from them then; all others are copied from the device to host memory meanwhile.
-        Every rank calls it. A graph that was made before cannot be run backward afterwards.
+        The next call that uses the engine takes the memory again, as `wake()` does. Bits do not change. States that the
+        swap files contain are read from the files then. All other states are copied from the device to host memory when
+        the engine falls asleep. Every rank calls it. A graph that was made before cannot be run backward afterwards.
 
         Args:
             host: True to give back the host memory too, unpinned, except for states that are nowhere else.
 
         Returns:
-            The bytes that are given back, by this call and by those since the engine was awake.
+            The bytes given back by this call and by earlier calls since the engine was last awake.
 
         Raises:
             UsageError: if a forward or a backward is running, if gradients wait for a step, or if a view of weights or
@@ -542,7 +545,7 @@ class ModelEngine:
         return IoBytes(0, 0) if queue is None else IoBytes(queue.read_bytes, queue.written_bytes)
 
     def communication(self) -> Communication:
-        """Returns what this rank has sent to the others so far: collectives and bytes, by kind.
+        """Returns the collectives and bytes that this rank has sent to other ranks so far, by kind.
 
         Collectives of your own are not counted, nor the heartbeat.
         """
@@ -552,7 +555,7 @@ class ModelEngine:
         """Returns bytes of RAM and of the device by owner, in sums that add up. `print` it for a readable form.
 
         `["host"]`: rss = base + arena + device_arena + other_engines + other. `base` was resident before the engine;
-        `other` came later, such as activations and libraries. `["device"]`: allocated = arena + other. Each of
+        `other` came later, such as activations and libraries. `["device"]`: allocated = arena + other. Each class in
         `["classes"]` lists its budget in the host arena, the bytes in use now, and the peak. `["activations"]` lists
         inputs of blocks that are computed again, by tier, if "activations" of the config moves any.
         """
@@ -605,7 +608,7 @@ class Engine(ModelEngine):
         allreduce_gradients: bool | None = None,
         release_loss: bool | None = None,
     ) -> torch.Tensor:
-        """Runs the backward of `loss`, which adds its gradients to those of the current step.
+        """Runs the backward of `loss`, and adds its gradients to the current step's.
 
         In fp16 the loss is multiplied by the loss scale first; the returned loss is without the scale. The whole
         backward runs on the calling thread, also on a GPU, so that a Ctrl-C ends it within one unit.
@@ -712,9 +715,10 @@ class Engine(ModelEngine):
         """Runs forward and backward of micro-batches, in the order that "schedule" of the config says.
 
         Call `step()` afterwards. With the schedule layer_major all micro-batches pass through one block before the next
-        is fetched: their weights are copied and read as for one micro-batch. Each micro-batch draws dropout from a
-        random generator of its own, so that the schedule changes no bits. If anything is raised in between, the
-        gradients of the step are dropped; with the schedule micro_batch_major, those of complete micro-batches stay.
+        block is fetched. Weights are then read and copied as often as for one micro-batch. Each micro-batch draws
+        dropout from a random generator of its own, so that the schedule changes no bits. If anything is raised in
+        between, the gradients of the step are dropped; with the schedule micro_batch_major, those of complete
+        micro-batches stay.
 
         Args:
             micro_batches: the micro-batches; all are taken first. As many as complete the step, or fewer.
@@ -785,7 +789,7 @@ class Engine(ModelEngine):
         step.check_batches(data_iter)
         # Otherwise the loop below would take all the data without a step.
         self._core.accumulation.check_no_sync()
-        # `step()` decides where the step ends, by the count or as the user says, so the loop watches its counter.
+        # `step()` decides where the step ends, by the count or the user's setting, so the loop watches its counter.
         steps, losses = self.global_steps, list[torch.Tensor]()
         while self.global_steps == steps:
             wanted = self._core.accumulation.remaining(self._settings.accumulation) or 1
@@ -813,8 +817,8 @@ class Engine(ModelEngine):
         and multiplied by the loss scale in fp16.
 
         Returns:
-            A `torch.distributed.pipelining.PipelineStage` for each stage, in their order: one for a schedule of one
-            stage a process, which takes it by itself, or all for one of several.
+            A `torch.distributed.pipelining.PipelineStage` for each stage of this process, in order. A schedule class
+            for one stage per process takes the only item; a class for several stages takes the list.
 
         Raises:
             UsageError: if the model is not stages of a pipeline, or torch.distributed has no process group.
@@ -862,9 +866,9 @@ class Engine(ModelEngine):
 
         Each backward in the context counts as a micro-batch. `step()` never updates weights in the context. Results do
         not change, since the config decides when ranks reduce, inside of the context and outside. In ZeRO stages 0 and
-        1 with several micro-batches gradients add up on each rank until the last one. In stages 2 and 3 they are
-        reduced as they come, or with the last of several that take turns. Gradients for which the GPU has room
-        accumulate on the GPU in all cases, and are copied to the host with the last micro-batch.
+        1 with several micro-batches gradients add up on each rank until the last one. In stages 2 and 3 gradients are
+        reduced as they are computed, or with the last micro-batch if several take turns. Gradients for which the GPU
+        has room accumulate on the GPU in all cases, and are copied to the host with the last micro-batch.
         """
         self._core.check()
         return self._core.accumulation.no_sync()
@@ -916,14 +920,14 @@ class Engine(ModelEngine):
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[Evaluation]:
-        """Yields an object for the loss of an evaluation, which then goes where the numbers of steps go.
+        """Yields an object for the loss of an evaluation, and writes that loss to where the numbers of steps go.
 
             with engine.evaluation() as found:
                 found.loss = mean_loss(engine, held_out)
 
-        The destinations are those of the config: "log", and from there the page of `offload report`, TensorBoard, CSV
-        files, Weights & Biases. Seconds and bytes of the context count for no step. Every rank calls it, between steps;
-        the first one's loss is written.
+        The config names the destinations: "log", and from there the page of `offload report`, TensorBoard, CSV files,
+        Weights & Biases. Seconds and bytes of the context count for no step. Every rank calls it, between steps; the
+        first one's loss is written.
 
         Yields:
             An object whose `loss` the caller sets; None writes nothing.
@@ -962,7 +966,7 @@ class Engine(ModelEngine):
         again.
 
         Returns:
-            The bytes that the device budget lost; 0 if it is what the config says or as small as it can be.
+            The bytes that the device budget lost; 0 if it has the config's size or the smallest possible one.
 
         Raises:
             UsageError: if a forward or a backward is running.
@@ -973,14 +977,14 @@ class Engine(ModelEngine):
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Includes the states of `objects` in each commit, as `accelerate` does.
 
-        Example: a schedule that the user steps. In a resumed run as many objects as the run had must be registered in
-        the same order before the first step. Each receives its state at once. Then the values of the optimizer's
-        groups, such as learning rates, become those of the commit again, because the constructor of a schedule may have
-        overwritten them.
+        Example: a schedule that the user steps. In a resumed run, register the same number of objects in the same order
+        before the first step. Each receives its state at once. Then the values of the optimizer's groups, such as
+        learning rates, become those of the commit again, because the constructor of a schedule may have overwritten
+        them.
 
         Args:
             *objects: objects with `load_state_dict(state)` and `state_dict()`, which returns plain values and tensors
-                of the CPU of at most 64 KiB. What can be iterated is a loader: its state is that of the step's end.
+                of the CPU of at most 64 KiB. An iterable object is a loader: its state is taken at the end of the step.
 
         Raises:
             UsageError: if an object lacks one of the methods, its state is not plain, or it is not the object that the
@@ -1060,7 +1064,7 @@ class Engine(ModelEngine):
     def micro_steps(self) -> int:
         """Micro-batches so far, counted by `step()`.
 
-        A micro-batch whose `step()` the loop omitted is counted by the next call. After a resume, the count is that of
+        A micro-batch whose `step()` the loop omitted is counted by the next call. After a resume, the count starts from
         the committed optimizer step.
         """
         return self._core.state.micro_steps
@@ -1218,7 +1222,7 @@ class Engine(ModelEngine):
         Args:
             load_dir: the folder that `save_checkpoint` received as `save_dir`.
             tag: name of the checkpoint; the latest by default.
-            load_module_strict: True to refuse a checkpoint whose parameters are not those of the model.
+            load_module_strict: True to refuse a checkpoint whose parameters differ from the model's.
             load_optimizer_states: False to load weights without optimizer states. The groups of the optimizer keep
                 their values too, unless a schedule is loaded.
             load_lr_scheduler_states: False to leave the schedule that `initialize` received and the groups' values as
@@ -1272,7 +1276,7 @@ class Engine(ModelEngine):
         Args:
             save_directory: the folder to write.
             max_shard_size: upper bound of one safetensors file, in bytes or as text such as "50GB".
-            dtype: "bf16", "fp16", "fp32" or a torch dtype; by default that of the weights. fp32 gives the exact
+            dtype: "bf16", "fp16", "fp32" or a torch dtype; by default the dtype of the weights. fp32 gives the exact
                 masters.
             tokenizer: a tokenizer of transformers to save with the model, or None.
 
@@ -1368,7 +1372,8 @@ class Engine(ModelEngine):
 
     # -- names of DeepSpeed ------------------------------------------------------------------------------
 
-    # They read the core and run nothing; `deepspeed.runtime.engine` has those that DeepSpeed's engine alone has.
+    # These methods read the core and run nothing. `deepspeed.runtime.engine` adds the methods that only DeepSpeed
+    # defines.
 
     def was_step_applied(self) -> bool:
         """Returns True if the last `step()` updated the weights.
@@ -1492,9 +1497,9 @@ class Engine(ModelEngine):
     def deepspeed_io(
         self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[[list[Any]], Any] | None = None
     ) -> Loader:
-        """Returns a loader like that of `training_data`: this rank's rows of each batch, shuffled by the config's seed.
+        """Returns a loader as for `training_data`: this rank's rows of each batch, shuffled by the config's seed.
 
-        No commit includes the position of this loader; commits include that of `training_data` only.
+        No commit includes the position of this loader: a commit includes only the position in `training_data`.
 
         Args:
             dataset: a dataset with a length.

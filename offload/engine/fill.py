@@ -27,13 +27,13 @@ from offload.swapper.memory.host_arena import HostArena
 
 # -- first values --------------------------------------------------------------------------------------
 #
-# First values of the parameters of each unit: drawn by their modules, or those of the parameter that they copy.
+# First values of the parameters of each unit: drawn by their modules, or copied from another parameter.
 
 
 class FirstValues:
-    """Maker of the values of one unit after the other.
+    """Maker of the first values, one unit after the other.
 
-    A unit follows soon after those that it copies, since the values of these stay in memory until then.
+    A unit follows soon after the units that it copies, since their values stay in memory until then.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Sequence[str]], seed: int) -> None:
@@ -45,7 +45,8 @@ class FirstValues:
             seed: seed of the initialization. Each unit derives its own from it.
 
         Raises:
-            ConfigError: if a parameter is a copy of one that the model does not contain, nor any like it.
+            ConfigError: if a parameter is a copy of a parameter outside of the model, and no module of the model makes
+                such values.
         """
         self._model, self._units, self._seed = model, units, seed
         self._shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
@@ -57,7 +58,7 @@ class FirstValues:
         """Values of the parameters with such copies."""
 
     def order(self) -> Iterator[int]:
-        """Yields each unit once: the units that copy a unit, then the others."""
+        """Yields each unit once; the units that copy it follow directly."""
         copies: dict[int, set[int]] = {}
         for name, source in self._sources.items():
             copies.setdefault(self._unit_of[source], set()).add(self._unit_of[name])
@@ -91,7 +92,7 @@ class FirstValues:
                 del self._kept[source]
 
     def _draw(self, unit: int) -> list[str]:
-        """Lets the modules of a unit initialize its parameters, and returns the names of those made now."""
+        """Lets the modules of a unit initialize its parameters, and returns the names of the parameters made now."""
         parameters = {name: self._model.get_parameter(name) for name in self._units[unit]}
         absent = [name for name, parameter in parameters.items() if parameter.is_meta]
         # Distinct for every pair of seed and unit, as no model has a million units, and within torch's 64 bits.
@@ -105,7 +106,7 @@ class FirstValues:
 
 
 def _sources(model: nn.Module, names: Sequence[str]) -> Mapping[str, str]:
-    """Returns the copies among parameters, each with the name of the parameter whose module makes the values of all."""
+    """Returns, for each parameter that is a copy, the name of the parameter whose module makes the values."""
     groups: dict[Draw, list[str]] = {}
     for name in names:
         parameter = model.get_parameter(name)
@@ -131,11 +132,11 @@ def _sources(model: nn.Module, names: Sequence[str]) -> Mapping[str, str]:
 
 # -- forms ---------------------------------------------------------------------------------------------
 #
-# How the first values of a segment come into the memory of its unit, and what becomes of the parameter then.
+# How the first values of a segment are written to the memory of its unit, and how the parameter is emptied.
 
 
 class Values(StorageForm):
-    """The form of weights that are stored as they are computed with, in the dtype of the mode."""
+    """The form of weights that are stored in the dtype in which the model computes."""
 
     def __init__(self, segment: ParameterSegment) -> None:
         self.segment = segment
@@ -144,7 +145,7 @@ class Values(StorageForm):
         """Writes the first values that are in a chunk of the unit.
 
         Args:
-            model: the model, whose parameter has its values, or an origin to read them from.
+            model: the model, whose parameter contains its values or has an origin to read them from.
             chunk: elements of the unit. A segment of bytes or codes is in one chunk.
             flats: each state of the masters, (len(chunk),).
         """
@@ -250,7 +251,7 @@ def make_resident_shards(
 
 
 def _chunks(layout: UnitLayout) -> Iterator[range]:
-    """Yields the elements of a unit in chunks of `CHUNK`. All bytes and blocks of others are in the last one."""
+    """Yields the elements of a unit in chunks of `CHUNK`. The last chunk contains all segments of bytes or codes."""
     start = 0
     while start + CHUNK <= layout.values_stop:
         yield range(start, start + CHUNK)
@@ -268,7 +269,7 @@ def fill_tiers(
     seed: int,
     in_place: Collection[int] = (),
 ) -> None:
-    """Moves the weights of `model` into their tiers and, where a unit is kept on disk, into the store.
+    """Moves the weights of `model` into their tiers and, for units that are kept on disk, into the store.
 
     Each parameter is left empty as soon as it has been copied. Buffers hold the masters of one chunk of a unit. The
     host arena contains partitions only: its caches, tiles and staging buffers are not used yet.
@@ -276,7 +277,7 @@ def fill_tiers(
     Args:
         model: the model; deferred parameters are read from their origin, or initialized.
         layouts: the segments of each unit.
-        forms: how each of them is stored.
+        forms: how each segment is stored.
         shards: the partitions of this rank, allocated.
         world: the processes that train together.
         seed: seed of the initialization. Each unit derives its own from it.
@@ -320,7 +321,7 @@ def fill_tiers(
                 for flat in flats.values():
                     world.ranks.broadcast(flat, 0)
             if world.replicated.size > 1:
-                # What each process of a stage has whole begins with the first one's values.
+                # Parameters that each process of a stage holds whole begin with the first process's values.
                 for segment in layout.segments:
                     first, stop = max(segment.start, chunk.start), min(segment.stop, chunk.stop)
                     if first < stop and not world.is_sharded(segment.parameter):
@@ -341,7 +342,7 @@ def _put(
     buffers: Mapping[State, memoryview],
     writes: dict[State, list[tuple[int, Future]]],
 ) -> None:
-    """Copies what this rank keeps of a chunk to its tier. Moments are zero already, in new files too.
+    """Copies this rank's elements of a chunk to their tier. Moments are zero already, in new files too.
 
     Args:
         shards: the partitions of this rank.
@@ -349,7 +350,7 @@ def _put(
         chunk: elements of the unit.
         flats: the states of the masters, (len(chunk),) each.
         buffers: their memory, aligned for the store.
-        writes: ended writes of the unit by state, each with its start in the file. Those of the chunk are added.
+        writes: ended writes of the unit by state, each with its start in the file. The chunk's writes are added.
     """
     begun: list[Future] = []
     trainable, frozen = shards.shares[unit]

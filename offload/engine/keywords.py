@@ -1,4 +1,4 @@
-"""Keywords of `initialize` and of DeepSpeed's calls: those that stand for a config, and those that are refused."""
+"""Keywords of `initialize` and of DeepSpeed's calls: some stand for a config, some are refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def refuse(**keywords: Any) -> None:
 
 
 class PlainKeywords(TypedDict, total=False):
-    """Keywords that replace a config, or come with one that says the same."""
+    """Keywords that replace a config, or come with a config that agrees with them."""
 
     weights: str
     """Tier of the weights: "none" (the device), "cpu" or "nvme"."""
@@ -75,7 +75,7 @@ class PlainKeywords(TypedDict, total=False):
     device_memory: int | str
     """Bytes of device memory."""
     dtype: str | torch.dtype
-    """"bf16", "fp16" or "fp32"; by default that of the model's parameters."""
+    """"bf16", "fp16" or "fp32"; by default the dtype of the model's parameters."""
     gradient_accumulation_steps: int
     """Micro-batches of a step."""
 
@@ -94,18 +94,18 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def plain_config(model: Any, config: Any, keywords: Mapping[str, Any]) -> Any:
-    """Returns the config that the keywords of `PlainKeywords` stand for, added to the given one, which may be None.
+    """Returns the given config, which may be None, with the settings of the keywords of `PlainKeywords` added.
 
     Raises:
-        ConfigError: if a keyword and the config say different things, which names both; if a keyword has a value that
-            it cannot have, or a tier on drives has no path.
+        ConfigError: if a keyword and the config differ (the message names both), if a keyword has an invalid value, or
+            if a tier on drives has no path.
         UsageError: if there is no such keyword.
     """
     if unknown := sorted(keywords.keys() - PlainKeywords.__annotations__.keys()):
         raise UsageError(
             f"initialize got the keyword {unknown[0]!r}, expected some of {', '.join(PlainKeywords.__annotations__)}"
         )
-    # None is what a caller passes on who was given nothing.
+    # A caller that received no value for a keyword passes None on.
     keywords_given = {name: value for name, value in keywords.items() if value is not None}
     if not keywords_given:
         return config
@@ -115,7 +115,7 @@ def plain_config(model: Any, config: Any, keywords: Mapping[str, Any]) -> Any:
     if config is not None:
         content = _blocks_of(config if isinstance(config, Mapping) else read_json(config))
     dtype = keywords_given.pop("dtype", None)
-    # With a config its own blocks say the dtype and the clip; a loop of plain PyTorch clips nothing by itself.
+    # A given config sets the dtype and the clip in its own blocks; a loop of plain PyTorch clips nothing by itself.
     if config is None:
         content["gradient_clipping"] = 0.0
         dtype = dtype or _of_model(model)
@@ -148,7 +148,7 @@ def _blocks_of(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _put(content: dict[str, Any], key: Sequence[str], name: str, value: Any, said: str | None = None) -> None:
-    """Sets a key, or compares what the config says with the keyword."""
+    """Sets a key of the config, or compares the key's value with the keyword's."""
     block, dotted = content, ".".join(key)
     for part in key[:-1]:
         block = block.setdefault(part, {})
@@ -169,6 +169,6 @@ def _of_model(model: Any) -> str:
     """Returns the dtype of the model's floating-point parameters: the widest, if there are several."""
     # Several dtypes in one model: the widest holds the values of all.
     dtypes = {parameter.dtype for parameter in model.parameters()} if isinstance(model, nn.Module) else set()
-    # No mode trains float64: such a model trains in fp32, and a line says so.
+    # No mode trains float64: such a model trains in fp32, and a notice reports it.
     names = {_DTYPES.get(dtype, "fp32") for dtype in dtypes if dtype in _DTYPES or dtype is torch.float64} or {"fp32"}
     return "fp32" if len(names) > 1 else names.pop()

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 class Rule(ABC):
     """An update rule: all that an engine asks of an optimizer.
 
-    Each rule has its file in `offload.optimizers`, and its row in `optimizers.registry`. What the layout of memory has
-    to know of it is its row in `layout.modes.RULE_LAYOUTS`.
+    Each rule has its file in `offload.optimizers`, and its row in `optimizers.registry`. Its row in
+    `layout.modes.RULE_LAYOUTS` describes it to the layout of memory.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Rule(ABC):
     known_as: str = ""
     """Name of the optimizer, if it is not the capitalized name of the rule."""
     defaults: tuple[str, ...] = ()
-    """Further keys of every group that come from the optimizer's defaults, such as words."""
+    """Further keys of every group, such as options in words, that come from the optimizer's defaults."""
     mark: str = ""
     """Flag that decides which states the parameters of a group have; empty if all have the same."""
 
@@ -113,13 +113,13 @@ class Rule(ABC):
         return Optimizer(groups, defaults, self)
 
     def beside(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what the rule reads from a group of a torch optimizer in addition to torch's keys."""
+        """Returns the entries that the rule reads in addition to torch's keys, for a group of a torch optimizer."""
         return {}
 
     def packed(self, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
         """Returns the packed states of each parameter, by name; empty unless the rule's own code decides on them.
 
-        `names` are those of the trainable parameters, by their ids.
+        `names` maps the ids of the trainable parameters to their names.
 
         Raises:
             ConfigError: the rule's own code cannot run parameter by parameter.
@@ -127,7 +127,7 @@ class Rule(ABC):
         return {}
 
     def facts(self, device: Device) -> dict[str, Any]:
-        """Returns what must be equal on all ranks in addition to groups and config, in words."""
+        """Returns further facts that must be equal on all ranks, besides groups and config, by name."""
         return {}
 
     def notices(self) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ class Rule(ABC):
         updater: UpdateWorker,
         agreement: Agreement,
     ) -> list[UnitUpdate]:
-        """Returns the updates with what they need of other ranks. Collective: every rank updates the same units.
+        """Returns the updates, completed with data of other ranks. Collective: every rank updates the same units.
 
         No update is in flight, so the tiles of the update worker may serve as buffers.
 
@@ -174,7 +174,7 @@ class Rule(ABC):
 
     @abstractmethod
     def strategy(self, setting: UpdateSetting) -> UpdateStrategy:
-        """Returns the strategy that the update worker of an engine steps units by."""
+        """Returns the strategy by which the update worker of an engine steps units."""
 
 
 def no_rate() -> ConfigError:
@@ -183,7 +183,7 @@ def no_rate() -> ConfigError:
 
 
 def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns numbers and flags of a group without its parameters. Of a tensor that is a number, the number."""
+    """Returns numbers and flags of a group without its parameters. A tensor of one element becomes a number."""
     return {
         key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         for key, value in group.items()
@@ -237,8 +237,8 @@ def merge_values(
 ) -> list[dict[str, Any]]:
     """Returns the groups' values of a resumed run.
 
-    A value is the committed one, unless its configured value has changed between the runs: then it is the new one. So
-    is a value that the commit lacks, because it was None in that run.
+    The committed value of a key is kept if its configured value is the same in both runs. The new value is taken if the
+    configured value has changed, or if the commit lacks the key because the value was None.
 
     Args:
         committed: the values of each group in the commit.
@@ -246,7 +246,7 @@ def merge_values(
         now: the values as configured in this run.
         scheduled: True if a schedule sets the learning rates, which then always are the committed ones.
         unscheduled: True if a schedule set values in the run that made the commit, and none does now. The committed
-            ones are a point on its curve, often near 0, so those that schedules set are the new ones.
+            values are a point on its curve, often near 0, so keys that schedules set take the new values.
     """
     merged = []
     for values, old, new in zip(committed, then, now, strict=True):
@@ -292,7 +292,7 @@ class Optimizer(torch.optim.Optimizer):
         self._taken: Set[int] = frozenset()
         """Ids of the parameters that an engine trains."""
         self._marked: Set[int] = frozenset()
-        """Ids of those whose states in the store are those of parameters with the rule's mark."""
+        """Ids of the parameters whose states are stored as the rule's mark asks."""
         # torch's constructor calls `add_param_group`, which reads `_engine_step`.
         super().__init__([dict(group) for group in groups], dict(defaults))
         self._engine_zero_grad: Callable[[], None] = lambda: None  # nothing has accumulated gradients yet
@@ -321,8 +321,8 @@ class Optimizer(torch.optim.Optimizer):
         replaced = self.replaced
         if replaced is None:
             return
-        # All that the torch optimizer would do, which the user passed and may still hold, is redirected to this one.
-        # What was there is dropped: Adagrad's constructor has made its sums.
+        # The user may still hold the torch optimizer that was passed, so its calls are redirected to this optimizer.
+        # Its own states are dropped: Adagrad's constructor makes sums.
         replaced.state = _StatesOfEngine()
 
         def step_engine(_: torch.optim.Optimizer, closure: Any = None) -> None:
@@ -331,7 +331,7 @@ class Optimizer(torch.optim.Optimizer):
         vars(step_engine)["_wrapped_by_lr_sched"] = True  # else a schedule warns that step() was replaced
         replaced.__dict__["step"] = types.MethodType(step_engine, replaced)
         replaced.__dict__["zero_grad"] = self.zero_grad
-        # Its own would save a dict without states, and replace the list of groups that both share.
+        # Its own methods would save a dict without states, and replace the list of groups that both share.
         replaced.__dict__["state_dict"] = self.state_dict
         replaced.__dict__["load_state_dict"] = self.load_state_dict
 
@@ -390,7 +390,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.loss_scale
 
     def record(self, overflow: bool, loss_scale: float) -> None:
-        """Sets the facts about the last optimizer step that users read: an overflow has skipped it."""
+        """Records, for users, facts about the last optimizer step; `overflow` means that it was skipped."""
         self.overflow, self._loss_scale = overflow, loss_scale
 
     def check_groups(self) -> None:
@@ -416,7 +416,7 @@ class Optimizer(torch.optim.Optimizer):
         return {id(parameter) for group in marked for parameter in group["params"]}
 
     def _check_marks(self, then: Set[int], now: Set[int]) -> None:
-        """Raises `UsageError` if a parameter that had the mark `then` has none `now`, or the other way round."""
+        """Raises `UsageError` if the parameters that were marked `then` differ from those marked `now`."""
         if then != now:
             raise UsageError(
                 f"the {self.rule.mark} of a group differs from that at offload.initialize for "
@@ -434,7 +434,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self.states is None:
             return super().state_dict()
-        # The hooks that run afterwards get the states too.
+        # Hooks run after the states are added, so that they receive the states too.
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, collections.OrderedDict()
         try:
             content: dict[str, Any] = super().state_dict()
@@ -616,7 +616,7 @@ def _checked(state_dict: Any, sizes: Sequence[int]) -> tuple[list[dict[str, Any]
 # Entries of an optimizer's groups other than the numbers of its rule: flags, words, and a script's own counters.
 #
 # torch saves every entry of a group, and so does a commit. Nearly all are constants that the script sets anew, so a
-# commit contains those alone that differ from what `initialize` found, each with what it found.
+# commit contains only entries that differ from their values at `initialize`, each with both values.
 
 
 _OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "base_momentum", "max_momentum")
@@ -632,7 +632,7 @@ _ABSENT = object()
 
 
 class GroupOptions:
-    """Changes of such entries since `initialize`."""
+    """Changes of a group's other entries since `initialize`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -641,14 +641,14 @@ class GroupOptions:
         self._objects = [dict(group) for group in optimizer.param_groups]
 
     def _of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the entries of a group that are none of its rule's numbers."""
+        """Returns the entries of a group other than its rule's numbers."""
         return {key: _plain(key, group[key]) for key in group if self._has(key)}
 
     def _has(self, key: str) -> bool:
         return key not in ("params", "param_names", *self._optimizer.rule.scheduled, *_OF_SCHEDULES)
 
     def changes(self) -> list[dict[str, Any]]:
-        """Returns the entries of each group that differ, as JSON: the value, after the first one if there was one.
+        """Returns the changed entries of each group, as JSON: the first value, if there was one, and the present one.
 
         Raises:
             UsageError: an entry is no plain value.
@@ -657,7 +657,7 @@ class GroupOptions:
         for first, objects, group in zip(self._first, self._objects, self._optimizer.param_groups, strict=True):
             changes.append({})
             for key in group:
-                # At each step: an object that cannot change is compared by identity.
+                # Runs at each step, so an object that cannot change is compared by identity.
                 same = group[key] is objects.get(key) and (group[key] is None or isinstance(group[key], _CONSTANT))
                 if same or not self._has(key) or (now := _plain(key, group[key])) == first.get(key, _ABSENT):
                     continue
@@ -669,14 +669,14 @@ class GroupOptions:
         return changes
 
     def apply(self, changes: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-        """Gives the groups entries of a commit, but for those that this script sets otherwise than the former one."""
+        """Gives the groups the entries of a commit, except those whose first values differ in this script."""
         for first, group, changed in zip(self._first, self._optimizer.param_groups, changes, strict=False):
             for key, (*former, value) in changed.items():
                 if former == ([first[key]] if key in first else []):
                     group[key] = from_plain(value)
 
     def regrouped(self) -> None:
-        """Takes in a group that was added: its entries are those that it begins with."""
+        """Adds a new group, whose present entries become its first values."""
         added = self._optimizer.param_groups[len(self._first) :]
         self._first += [self._of(group) for group in added]
         self._objects += [dict(group) for group in added]

@@ -1,8 +1,8 @@
 """The optimizer states of one parameter, in RAM, as in the `state_dict` of an optimizer of torch.
 
-`Optimizer.state_dict` and `load_state_dict` use this module: for code that asks an optimizer for its states, and code
-that loads the states of a plain optimizer of torch. Commits and checkpoints store the states without this module, even
-states that exceed the RAM.
+`Optimizer.state_dict` and `load_state_dict` use this module, for code that reads an optimizer's states or loads the
+states of a plain optimizer of torch. Commits and checkpoints store the states without this module, even states that
+exceed the RAM.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class OptimizerStates:
             self._training_state.parameter_steps[part.unit][part.position] = count
 
     def _steps(self, handle: ParamHandle) -> int:
-        """Returns the number of updates of the part of a parameter with most; 0 if it is frozen."""
+        """Returns the largest number of updates of a parameter's parts; 0 if it is frozen."""
         return max(self._training_state.parameter_steps[part.unit][part.position] for part in handle.parts)
 
     def _moments(self, handle: ParamHandle) -> dict[str, State]:
@@ -138,7 +138,7 @@ class OptimizerStates:
 
 def _count(state: Mapping[str, Any]) -> int | None:
     """Returns the number of updates in a state that is not empty; None if its "step" is not a whole number >= 0."""
-    # A state without a count, such as that of SGD, counts as one update, so that `read` finds it again.
+    # A state without a count, such as SGD's, counts as one update, so that `read` finds it again.
     count = state.get(_STEP, 1)
     if isinstance(count, torch.Tensor) and count.numel() == 1:
         count = count.item()

@@ -1,8 +1,8 @@
 """Placeholders for parameters whose weights are paged out, and the handle that materializes and releases them.
 
-A `PagedParameter` answers questions about itself (shape, dtype, device, hooks, `zeros_like`) without its weights. It
-occupies no memory of its own: its storage is one NaN, expanded to the shape. Any other torch function that receives a
-placeholder is dispatched to this module:
+Queries of a `PagedParameter` (shape, dtype, device, hooks, `zeros_like`) need no weights. It occupies no memory of its
+own: its storage is one NaN, expanded to the shape. Any other torch function that receives a placeholder is dispatched
+to this module:
 
     a hooked module is running        the weights are fetched, and stay while that module runs
     a backward is running             the weights are fetched, and stay until the backward ends
@@ -14,7 +14,7 @@ placeholder is dispatched to this module:
 
 So `load_state_dict`, `copy.deepcopy`, an EMA, `parameter.norm()` and an L2 penalty give the same result as with an
 ordinary model, and no NaN enters a result silently. A materialized parameter has its original class again and
-costs nothing per call. That of a unit that stays on the device keeps its memory, and only changes its class.
+costs nothing per call. A parameter of a unit that stays on the device keeps its memory, and only changes its class.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from offload.torch_internals import make_subclass, plain_tensors, set_data, tree
 
 
 def asks_for_no_element(func: Any) -> bool:
-    """Returns True if a function of torch, called with a parameter, needs none of its values."""
+    """Returns True if a function of torch needs none of the values of a parameter that it receives."""
     return func in _HARMLESS or is_harmless_property(func)
 
 
@@ -101,18 +101,18 @@ def name_of(func: Any) -> str:
 
 
 class StorageForm:
-    """How the weights of a parameter are stored: here as one segment of a unit, which fetches and reads it whole.
+    """How the weights of a parameter are stored: here as one segment of a unit, fetched and read as a whole.
 
-    What is stored in another way overrides the methods whose answer differs. Every method receives the parameter's
-    handle, so a form without data serves any number of parameters.
+    Another storage form overrides the methods whose results differ. Every method receives the parameter's handle, so a
+    form without data serves any number of parameters.
     """
 
     content = ""
-    """What the segment contains if its elements are no values of the parameter, such as "nf4"; empty if they are."""
+    """The segment's content if its elements are not values of the parameter, such as "nf4"; empty if they are."""
 
     def attach(self, owner: ParamOwner) -> None:
         """Makes `owner` the object that serves the parameter, as `ParamHandle.attach`."""
-        return  # the handle asks the owner itself
+        return  # the handle calls the owner directly
 
     def detach(self) -> None:
         """Removes the owner, at the end of the engine."""
@@ -123,11 +123,11 @@ class StorageForm:
         return (handle,)
 
     def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the values of the parameter, made of those of its parts."""
+        """Returns the values of the parameter, joined from the values of its parts."""
         return values[0]
 
     def divide(self, values: torch.Tensor) -> Iterable[torch.Tensor]:
-        """Returns the values of each part, made of those of the parameter."""
+        """Returns the values of each part, taken from the values of the parameter."""
         return (values,)
 
     def fetch(self, handle: ParamHandle, stays: bool) -> bool:
@@ -141,7 +141,7 @@ class StorageForm:
         return handle.parameter if handle.materialized else handle.engine.frozen_view(handle.unit, handle.position)
 
     def item(self, handle: ParamHandle, index: Any) -> torch.Tensor | None:
-        """Returns `parameter[index]` if that takes less than the whole parameter; None otherwise."""
+        """Returns `parameter[index]` if this form reads less than the whole parameter for it; None otherwise."""
         return None
 
     def read(self, handle: ParamHandle) -> torch.Tensor:
@@ -153,7 +153,7 @@ class StorageForm:
         handle.engine.edit(handle.unit, handle.position, values)
 
     def unit_for_others(self, handle: ParamHandle) -> int:
-        """Returns the unit that holds the parameter whenever a module runs that does not own it.
+        """Returns the unit to bind whenever a module runs that uses the parameter but does not own it.
 
         Raises:
             UsageError: if no unit contains all of the parameter.
@@ -179,7 +179,8 @@ class StorageForm:
 
         Args:
             handle: the parameter's handle.
-            value: the placeholder, a view of it, or what else the module has saved under the parameter's name.
+            value: the placeholder, a view of it, or another object that the module has saved under the parameter's
+                name.
             copy: returns the copy of the weights on the CPU that all entries of a tied parameter share.
         """
         if not handle.is_at(value) or value.shape == handle.shape:
@@ -188,7 +189,7 @@ class StorageForm:
 
 
 def last_keys(state: dict[str, Any], prefix: str) -> list[str]:
-    """Returns the keys of the module that is saved now: those with its prefix that come last in the state dict."""
+    """Returns the keys of the module that is being saved: the last keys of the state dict, with its prefix."""
     return list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state)))
 
 
@@ -218,7 +219,7 @@ class ParamHandle:
             dtype: dtype of the weights that the model computes with.
             shape: shape of the parameter.
             device: device that the model computes on.
-            rules: replacement for a torch function, by function; see `torch_functions.RULES`.
+            rules: replacements for torch functions, by function; see `torch_functions.RULES`.
         """
         self.parameter, self.name, self.form, self.unit, self.position = parameter, name, form, unit, position
         self.owner: ParamOwner | None = None
@@ -237,7 +238,7 @@ class ParamHandle:
         self._nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         self.storage_address = self._nan.untyped_storage().data_ptr()
         self._own, self._own_address = self._nan, self.storage_address
-        """Memory of the placeholder: of one element, or of the weights where the unit stays on the device."""
+        """Memory of the placeholder: one element, or the weights if the unit stays on the device."""
 
     @property
     def parts(self) -> Sequence[ParamHandle]:
@@ -266,8 +267,8 @@ class ParamHandle:
 
     @staticmethod
     def materialize(handles: Iterable[ParamHandle], values: Iterable[torch.Tensor]) -> None:
-        """Makes parameters ordinary ones over the memory of `values`, which must have their shapes."""
-        # One call for all parameters of a unit, as in `show` and `release`: these run at each use.
+        """Makes parameters ordinary ones over the memory of `values`, whose shapes must be the parameters'."""
+        # One call for all parameters of a unit, as in `show` and `release`, because they run at each use of a unit.
         for handle, memory in zip(handles, values, strict=True):
             parameter = handle.parameter
             # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule.
@@ -311,19 +312,19 @@ class ParamHandle:
             if address != handle._own_address:
                 try:
                     parameter.data = handle._own
-                except RuntimeError:  # a type of device that torch treats otherwise
+                except RuntimeError:  # torch refuses it for some types of device
                     set_data(parameter, handle._own)
             parameter.__dict__["offload_handle"] = handle
             parameter.__class__ = PagedParameter
         return changed
 
     def forgive_changes(self) -> None:
-        """Takes the parameter as unchanged, whatever torch has counted; see `release`."""
+        """Marks the parameter as unchanged, whatever torch has counted; see `release`."""
         self._version = self.parameter._version
 
     @property
     def thawed(self) -> bool:
-        """True if a frozen parameter was set to train while materialized, when no placeholder could refuse."""
+        """True if a frozen parameter was set to train while it was materialized, and so could not refuse."""
         return not self.trainable and self.parameter.requires_grad
 
     def cannot_train(self) -> UsageError:
@@ -340,7 +341,7 @@ class ParamHandle:
         return type(self.parameter) is not PagedParameter  # nn.Parameter's isinstance is slow Python
 
     def is_at(self, tensor: Any) -> bool:
-        """Returns True if `tensor` is a placeholder of this parameter, or has the memory of its weights."""
+        """Returns True if `tensor` is a placeholder of this parameter, or shares the memory of its weights."""
         if handle_of(tensor) is not None:
             return handle_of(tensor) is self
         return self.materialized and isinstance(tensor, torch.Tensor) and tensor.data_ptr() == self.parameter.data_ptr()
@@ -363,19 +364,20 @@ class ParamHandle:
         """Returns the result of `parameter.data` and `parameter.detach()`: a placeholder outside of autograd.
 
         Args:
-            view: A view of the whole placeholder, which becomes the alias, as one of another shape.
+            view: A view of the whole placeholder, perhaps of another shape, which becomes the alias.
         """
         alias: Any = make_subclass(PagedParameterView, self._nan, False) if view is None else view
         alias.__class__ = PagedParameterView
         alias.__dict__["offload_handle"] = self
-        # Held weakly: only an alias that the user still holds needs its weights copied in `leave_aliases`.
+        # Held weakly: `leave_aliases` copies weights only for an alias that the user still holds.
         self._aliases[id(alias)] = alias
         return cast("torch.Tensor", alias)
 
     def leave_aliases(self) -> None:
         """Detaches all aliases before the parameter receives other memory.
 
-        Each alias receives a copy of the present weights, because in torch an alias keeps the memory it was made of.
+        Each alias receives a copy of the present weights, because in torch an alias keeps the memory from which it was
+        made.
         """
         for alias in list(self._aliases.values()):
             alias.own = alias._values()
@@ -410,7 +412,8 @@ class ParamHandle:
         values, updates = self.read(), self.engine.updates(self.unit)
 
         def take(copy: torch.Tensor) -> None:
-            # Runs on an autograd thread, any time later: a step in between would make it a gradient of old weights.
+            # Runs on an autograd thread at any later time. After a step in between, this would be a gradient of old
+            # weights.
             if self.engine.updates(self.unit) != updates:
                 raise UsageError(
                     f"backward through a graph made before step(): the weights of {self.name} have changed since"
@@ -442,7 +445,7 @@ class PagedParameterView(torch.Tensor):
 
     offload_handle: ParamHandle
     own: torch.Tensor | None = None
-    """Memory of this view's own, set once the parameter has received other memory."""
+    """The view's own memory, set once the parameter has received other memory."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -461,7 +464,7 @@ class PagedParameterView(torch.Tensor):
 
 
 class PagedParameter(nn.Parameter):
-    """A parameter whose weights are paged out; `ParamHandle.release` makes one of an ordinary parameter."""
+    """A parameter whose weights are paged out. `ParamHandle.release` turns an ordinary parameter into one."""
 
     offload_handle: ParamHandle
 
@@ -526,7 +529,7 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 f"{name_of(func)} needs {', '.join(handle.name for handle in handles.values())} on the device at one "
                 'time, but their units do not fit together; raise "device_memory" in the "offload" block'
             )
-    # Copies: outside of a run, and of a parameter whose parts lie in several units.
+    # Copied are parameters outside of a run, and parameters whose parts lie in several units.
     copied = [key for key in real if not isinstance(leaves[key], PagedParameterView) or key in outside]
     before = {key: real[key]._version for key in copied}
     args, kwargs = tree_map(lambda value: real.get(id(value), value), (args, kwargs))
@@ -542,7 +545,7 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[int, Any]) -> Any:
-    """Returns the result that the user receives for one leaf `value` of a result of `func`.
+    """Returns the object that the user receives for one leaf `value` of a result of `func`.
 
     A copy of weights becomes its placeholder again (`originals`, by the copy's id). A view of a copy (`storages`, by
     address) would look like the weights while writes to it were lost: such a tensor is refused, and such a numpy array

@@ -106,7 +106,7 @@ class Plan:
     """Steps between commits; 0 without commits."""
     resume: bool
     replace: bool
-    """True if an existing run of this name is deleted. With "never" a closed one is too, with a notice."""
+    """True if an existing run of this name is deleted. With "never" a closed run is deleted too, with a notice."""
     device_kernels: bool
     """True if the device has kernels of its own for AdamW and for sums of squares."""
     tiled_mlps: tuple[str, ...]
@@ -117,7 +117,7 @@ class Plan:
     sites: tuple[Site, ...] = ()
     """The modules that compute with DTensors."""
     in_place_layouts: tuple[InPlaceLayout | None, ...] = ()
-    """Each unit as it lies in the model's own files, None for one that is not read there. Empty if none is."""
+    """Each unit's place in the model's own files; None for a unit that is not read there. Empty if no unit is."""
 
     @property
     def in_place(self) -> frozenset[int]:
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """Mode of each unit: that of the run, or the same with weights in fp32."""
+        """Mode of each unit: the run's mode, or the same mode with weights in fp32."""
         return tuple(layout.mode_in(self.mode) for layout in self.layouts)
 
     @property
@@ -161,9 +161,9 @@ def decide(
         device: The compute device.
         world: All processes that train together, and this one's place among them.
         rule: The optimizer's rule.
-        kept_states: States that an optimizer of torch keeps of each parameter.
+        kept_states: States that an optimizer of torch keeps for each parameter.
         matrices: Names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
-        find_in_place_layouts: Returns `Plan.in_place_layouts`; None if the weights have the tier of the config.
+        find_in_place_layouts: Returns `Plan.in_place_layouts`; None if the weights are in the config's tier.
 
     Raises:
         ConfigError: If model and config do not fit each other.
@@ -171,7 +171,7 @@ def decide(
         StoreError: If the run on the drives does not fit the configured "resume".
     """
     mesh, everyone = world.ranks.mesh, world.everyone
-    # What needs no other rank comes first, so that its error is the one that is reported.
+    # Checks without other ranks come first, so that their error is the one that is reported.
     _check_alone(config, model, world)
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
     mode, buffers = mode_of(config, rule.name), buffer_dtype(config)
@@ -253,7 +253,7 @@ def decide(
 def _schedule(
     config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan, machine: MachineMemory, ranks: Ranks
 ) -> tuple[ScheduleChoice, tuple[str, ...]]:
-    """Returns the order of micro-batches and blocks, and lines on it where it matters."""
+    """Returns the order of micro-batches and blocks, and notices if the order matters."""
     asked, blocks = config.offload.schedule, blocks_of(model, config.units)
     # A block of transformers that checkpoints itself has this attribute.
     by_itself = all(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in blocks)
@@ -265,14 +265,14 @@ def _schedule(
         free = min(ranks.share(free))
     choice = choose_schedule(
         asked=asked,
-        # A step of one micro-batch by the config may have several by the loop, if it asks for the order by name.
+        # If the config names the order, a loop may run several micro-batches although the config has one a step.
         micro_batches=max(batch.accumulation, 2 if asked == LAYER_MAJOR else 1),
         blocks=len(blocks),
         moves=moves,
         checkpointed=checkpointed,
         activation_nbytes=None,
         free_nbytes=free,
-        # The newest micro-batch's is among the gradients that any order needs.
+        # Less one: the newest micro-batch's tied gradient is among the gradients that any order needs.
         tied_nbytes=(batch.accumulation - 1) * tied_numel(model) * memory.mode.weight_dtype.itemsize,
     )
     if asked == LAYER_MAJOR and choice.schedule != LAYER_MAJOR:
@@ -300,7 +300,7 @@ def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
 
 
 def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
-    """Returns whether the device has kernels of ours, and a notice if it could have them but has not."""
+    """Returns True if the device runs our kernels, and a notice if it could run them but does not."""
     # Memory that the CPU can address is updated by the CPU kernels.
     if device.host_addressable:
         return False, ()
@@ -370,7 +370,7 @@ def _check_alone(config: Config, model: nn.Module, world: World) -> None:
 
 def check_model(model: nn.Module) -> None:
     """Raises `ConfigError` or `UsageError` if an engine cannot take over `model`."""
-    # No values yet, or complex ones, which a cast would make real.
+    # Refuses parameters without values, and complex ones, which a cast would make real.
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ConfigError(
@@ -510,7 +510,7 @@ def _check_same(
     if world.everyone.size == 1:
         return
     # Facts that decide the layout, the collectives or the numbers. Values of weights and buffers are not among them:
-    # all ranks receive those of rank 0. Paths may differ: each machine has its own drives.
+    # all ranks receive rank 0's values. Paths may differ: each machine has its own drives.
     facts = {
         "batch": list(batch),
         "weights": config.weight_tier,
@@ -544,7 +544,7 @@ def _check_same(
             for segment in layout.segments
         ],
         "frozen": config.offload.frozen,
-        # What decides the order, the lengths and the dtypes of what ranks send.
+        # Settings that decide the order, the lengths and the dtypes of messages between ranks.
         **{name: getattr(config.zero_optimization, name) for name in _OF_COLLECTIVES},
         "communication_data_type": config.communication_data_type,
         "schedule": config.offload.schedule,
@@ -573,7 +573,7 @@ _OF_COLLECTIVES = (
     *("stage", "overlap_comm", "zero_hpz_partition_size"),
     *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
 )
-"""Keys of ZeRO that decide what ranks send each other, and when."""
+"""Keys of ZeRO that decide content and time of messages between ranks."""
 _SHORT = 4
 """Most items of a list that a message repeats in full."""
 _OF_LAYERS = (
@@ -584,7 +584,7 @@ _OF_LAYERS = (
 
 
 def _first_difference(value: Any, expected: Any) -> tuple[str, ...]:
-    """Returns two values that differ as short texts; of lists, the first items that differ."""
+    """Returns two different values, or the first different items of two lists, as short texts."""
     if isinstance(value, list) and isinstance(expected, list) and max(len(value), len(expected)) > _SHORT:
         pairs = itertools.zip_longest(value, expected, fillvalue="none more")
         value, expected = next((entry, expected_entry) for entry, expected_entry in pairs if entry != expected_entry)
@@ -592,7 +592,7 @@ def _first_difference(value: Any, expected: Any) -> tuple[str, ...]:
 
 
 def check_groups(world: World, shards: FoundShards, device: torch.device) -> None:
-    """Raises `ConfigError` if the groups of tensor parallelism are not those that an engine forms."""
+    """Raises `ConfigError` if the groups of tensor parallelism differ from the groups that an engine forms."""
     for name, form in shards.dtensors.items():
         if form.mesh.device_type != device.type:
             raise ConfigError(
@@ -627,7 +627,8 @@ def check_tensor_parallel(
         (any(segment.form or segment.inner for segment in segments), "quantized frozen weights", 'leave "frozen" out'),
         (experts, "experts that are units of their own", 'name the class of their module in "units"'),
         (tiled, "tiled MLPs", 'leave "tile_mlp" out'),
-        # A block may span a parameter that is divided and one that is whole, whose copies in a row would differ.
+        # A block of codes may span a divided parameter and a whole one, and the ranks' copies of the whole one would
+        # differ.
         (codes, "codes of weights and gradients", 'leave the keys "zero_quantized_..." out'),
     )
     for holds, what, cure in refused:
@@ -693,7 +694,7 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
 
 
 def _resume_without_store(config: Config) -> bool:
-    """Returns True if a start that needs no store keeps that of the run it finds, and resumes it."""
+    """Returns True if a start that needs no store finds a run, keeps the run's store and resumes the run."""
     offload = config.offload
     # Nothing of such a run is committed, so no later start can resume it either.
     if offload.resume == "must":
@@ -711,7 +712,8 @@ def _resume_without_store(config: Config) -> bool:
 def check_division(drives: Sequence[str], run: str, suffix: str, resume: str) -> None:
     """Raises `StoreError` if a start would resume a run that is divided otherwise by tensor parallelism or a pipeline.
 
-    `suffix` is the end of the run's name that names this column, such as "-tp0of2" or "-pp0of2"; empty without.
+    `suffix` is the end of the run's name that names this column, such as "-tp0of2" or "-pp0of2"; empty without such a
+    division.
     """
     if not drives or resume not in ("auto", "must"):
         return
@@ -752,7 +754,7 @@ def _no_room(placed: PlacedStates, ranks: Ranks) -> str | None:
 def check_replaced(folder: Path, spec: StoreSpec, job: Mapping[str, Any]) -> None:
     """Checks that nothing is lost if this start replaces the run in `folder`, which was closed at its end.
 
-    Nothing is if the user has saved the last step, or if this start does the same job: it makes the run again.
+    Nothing is lost if the user has saved the last step, or if this start does the same job and so repeats the run.
 
     Raises:
         StoreError: if the run was another job, or if that is unknown. Nothing was changed.
@@ -779,7 +781,7 @@ def check_replaced(folder: Path, spec: StoreSpec, job: Mapping[str, Any]) -> Non
 
 
 def _about_folders(config: Config) -> tuple[str, ...]:
-    """Returns warnings of folders that may be on the wrong drive, and a notice of other runs in them.
+    """Returns warnings about folders that may be on the wrong drive, and a notice about other runs in them.
 
     Runs that no process uses take room. They are never deleted here.
     """

@@ -1,4 +1,4 @@
-"""What a model's `state_dict()` makes of its parameters and buffers: names, parts, and entries of other kinds.
+"""The entries of a model's `state_dict()`: parameters and buffers under saved names, parts of them, and others.
 
 Classes and hooks rename, split, leave out and add entries. The model's own code runs here over stand-ins of its
 parameters, on the meta device, so that nothing is read. An entry that is a view of a stand-in is that part of the
@@ -42,13 +42,13 @@ class SavedState:
 
     parts: Mapping[str, SavedPart]
     others: Mapping[str, Any]
-    """Entries that are no part of a parameter or buffer, such as those of `get_extra_state`."""
+    """Entries that are no part of a parameter or buffer, such as results of `get_extra_state`."""
     computed: str | None
-    """Why values are needed to know all entries; None if they are not."""
+    """The reason why values are needed to know all entries; None if they are not needed."""
 
 
 class _Copies(TorchDispatchMode):
-    """Makes a copy on meta an alias, since its values are those of the original."""
+    """Replaces a copy on meta by an alias, since both have the same values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
@@ -67,11 +67,11 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def saved_state(model: nn.Module, also: Any = None) -> SavedState:
-    """Returns what `model.state_dict()` contains.
+    """Returns the entries of `model.state_dict()`.
 
     Args:
-        model: A model, also one under an engine. Entries of modules whose weights another library has quantized are
-            left out where they are neither parameters nor buffers: they are stored with those weights.
+        model: A model, perhaps under an engine. If another library has quantized a module's weights, the module's
+            entries that are neither parameters nor buffers are left out: they are stored with those weights.
         also: A function that changes the state dict further, or None.
     """
     with _stand_ins(model) as sources:
@@ -134,7 +134,7 @@ def _is_quantized(parameter: nn.Parameter) -> bool:
 
 @contextlib.contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[Mapping[int, tuple[str, torch.Tensor]]]:
-    """Puts parameters on meta into the place of the model's; yields name and stand-in of each, by its storage."""
+    """Replaces the model's parameters by stand-ins on meta; yields the parameters' names and stand-ins, by storage."""
     stand_ins: dict[int, nn.Parameter] = {}
     sources: dict[int, tuple[str, torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -186,7 +186,7 @@ class ModuleEntries:
     """The entries of one model."""
 
     def __init__(self, model: nn.Module, commits: bool) -> None:
-        """Finds out which entries there are, and with `commits` refuses those that a commit cannot contain.
+        """Finds the entries, and with `commits` refuses entries that a commit cannot contain.
 
         Raises:
             ConfigError: If a module cannot take its entries back, or, with `commits`, they are not plain values.
@@ -196,7 +196,7 @@ class ModuleEntries:
         names = {name for name in saved_state(model).others if name not in self._extra}
         self._others = _taken_back(model, names)
         self.problem = ""
-        """Why no commit or checkpoint can contain the entries; empty if they can."""
+        """The reason why no commit or checkpoint can contain the entries; empty if they can."""
         for module in self._extra.values():
             if type(module).set_extra_state is nn.Module.set_extra_state:
                 raise ConfigError(
@@ -228,7 +228,7 @@ class ModuleEntries:
         return Entries(plain, {str(number): tensor for number, tensor in enumerate(tensors)})
 
     def check_fits(self, entries: Entries, what: str) -> None:
-        """Raises `StoreError` if this model has other entries than a commit or checkpoint, which is called `what`."""
+        """Raises `StoreError` if a commit or checkpoint, named `what`, contains entries that this model lacks."""
         for name in entries.plain:
             if name not in self._extra and name not in self._others:
                 raise StoreError(
@@ -237,7 +237,7 @@ class ModuleEntries:
                 )
 
     def restore(self, entries: Entries, device: torch.device) -> list[str]:
-        """Gives the entries back to the modules; returns notices about those that were not saved."""
+        """Gives the entries back to the modules; returns notices about entries that were not saved."""
         values = {name: from_plain(value, entries.tensors, device) for name, value in entries.plain.items()}
         for name, module in self._extra.items():
             if name in values:
@@ -257,7 +257,7 @@ class ModuleEntries:
 
 
 def _taken_back(model: nn.Module, names: set[str]) -> set[str]:
-    """Returns which of the entries the model's `load_state_dict` takes; others are made of weights, or constant.
+    """Returns the entries that the model's `load_state_dict` accepts; others are made of weights, or constant.
 
     Raises:
         ConfigError: If that cannot be determined.

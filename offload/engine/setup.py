@@ -76,7 +76,7 @@ class Initialized(NamedTuple):
     loader: Loader | None
     """Batches of `training_data` on the engine's device, each rank's own rows; None without data."""
     lr_scheduler: Any
-    """The given schedule or that of the config, which `engine.step()` advances; None without one."""
+    """The given schedule or the config's, which `engine.step()` advances; None without one."""
 
 
 def initialize(
@@ -212,7 +212,7 @@ def make_plan(
     The model has all its parameters, real or deferred.
 
     Raises:
-        ConfigError: If model, optimizer and config do not fit each other, or no commit could contain what they keep.
+        ConfigError: If model, optimizer and config do not fit each other, or no commit could contain their state.
         BudgetError: If a budget is too small.
         StoreError: If the run on the drives does not fit the configured "resume".
     """
@@ -226,7 +226,7 @@ def make_plan(
     check_tensor_parallel(world, plan.mode, plan.layouts, experts, bool(plan.tiled_mlps), codes)
     check_units(world.sequence.size, experts)
     world = dataclasses.replace(world, node=form_node(world.ranks, plan.parts.node.ranks))
-    ModuleEntries(model, commits=bool(plan.commit_every))  # what no commit could contain is refused
+    ModuleEntries(model, commits=bool(plan.commit_every))  # refuses entries that no commit could contain
     notices = (*plan.notices, *_as_trained(plan, model))
     if world.divides_model and saved_names(model) is not None:
         notices += (
@@ -286,7 +286,7 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             '"gradient_clipping": 0 turns clipping off, as in older DeepSpeed'
         )
     stage = config.zero_optimization.stage
-    if mesh.shards > 1 and stage < 3:  # with one shard each rank has all, and the line on replicas says so
+    if mesh.shards > 1 and stage < 3:  # with one shard each rank holds all: the notice on replicas covers that
         reduced = "the numbers are the same"
         if parts.whole_gradients:
             reduced = (

@@ -1,9 +1,9 @@
-"""Memory that a model's tensors share: what an engine would cut apart in silence is refused before it takes over.
+"""Memory that a model's tensors share: sharing that an engine would break silently is refused before it takes over.
 
 An engine stores each parameter apart, and its updates write there. Another parameter, a buffer or an attribute in the
 same memory follows the parameter in plain PyTorch; under an engine it would keep its first values. One parameter
-object under several names is one parameter, and frozen parameters never change: both stay as they are. Of tensors that
-no part of the model reaches, such as a state dict of the script's, a line reports afterwards.
+object under several names is one parameter, and frozen parameters never change: both stay as they are. If a tensor
+outside of the model, such as a script's state dict, shares memory, a notice reports it afterwards.
 
     every tensor ─► interval of addresses ─► sorted ─► two that overlap, one of them a parameter that trains: an error
 """
@@ -58,7 +58,7 @@ def check_shared_memory(model: nn.Module) -> None:
     intervals = sorted(_intervals(model), key=lambda key: (key.device, key.first))
     before: list[_Interval] = []
     for interval in intervals:
-        # Only what reaches into this interval may reach into a later one.
+        # Only an interval that reaches into this one may reach into a later one.
         before = [earlier for earlier in before if earlier.device == interval.device and earlier.stop > interval.first]
         for earlier in before:
             if (
@@ -71,7 +71,7 @@ def check_shared_memory(model: nn.Module) -> None:
 
 
 def memory_of(model: nn.Module) -> dict[str, StorageReference]:
-    """Returns a weak reference to the memory of each parameter that trains, by name; not where buffers are in it."""
+    """Returns a weak reference to the memory of each parameter that trains, by name, except memory with buffers."""
     buffers = {storage_key(buffer) for buffer in model.buffers() if _has_memory(buffer)}
     return {
         name: StorageReference(parameter.untyped_storage())
@@ -81,13 +81,13 @@ def memory_of(model: nn.Module) -> dict[str, StorageReference]:
 
 
 def line_on_users(memory: Mapping[str, StorageReference]) -> tuple[str, ...]:
-    """Returns a line if a tensor uses the memory that an engine has taken the weights from: no update reaches it.
+    """Returns a notice if a tensor uses memory from which an engine has taken weights: no update reaches it.
 
     `memory` is the result of `memory_of` before the engine took over.
     """
     if all(reference.expired() for reference in memory.values()):
         return ()
-    gc.collect()  # a cycle may hold what nobody can use any more
+    gc.collect()  # a cycle may hold tensors that nobody can use any more
     used = [name for name, reference in memory.items() if not reference.expired()]
     if not used:
         return ()
@@ -144,10 +144,10 @@ def _intervals(model: nn.Module) -> Iterator[_Interval]:
 
 
 def _reached(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors that attributes of modules and parameters reach, each with words for the first attribute.
+    """Yields the tensors that attributes of modules and parameters reach, each with the name of the first attribute.
 
-    What an attribute reaches is in containers, in fields of objects, in what functions and hooks keep, and in modules
-    that are no part of the model.
+    An attribute reaches tensors through containers, fields of objects, variables of functions and hooks, and modules
+    outside of the model.
     """
     modules = {id(module) for module in model.modules()}
     waiting: deque[tuple[str, Any, int]] = deque()
@@ -160,7 +160,7 @@ def _reached(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         for attribute, value in vars(parameter).items():
             waiting.append((f"attribute {attribute} of parameter {name}", value, _DEPTH))
-    seen: dict[int, Any] = {}  # by id, which is no other object's as long as this one lives
+    seen: dict[int, Any] = {}  # by id, which is unique as long as the object lives
     while waiting:
         name, value, depth = waiting.popleft()
         kind = type(value)  # isinstance would ask a proxy for its __class__
@@ -183,14 +183,14 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def _referents(value: Any) -> Iterable[Any]:
-    """Returns the objects that an object refers to, without those that are the process's: classes, modules, frames."""
+    """Returns the objects that an object refers to, without objects of the process: classes, modules, frames."""
     kind = type(value)
     if kind is FunctionType:
         cells = (*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return (*cells, vars(value))
     if issubclass(kind, type | ModuleType | FrameType):
         return ()
-    # Python's collector does not see that an array keeps the tensor whose memory it is.
+    # Python's collector does not see that an array keeps the tensor whose memory the array uses.
     array = getattr(sys.modules.get("numpy"), "ndarray", ())
     return (value.base,) if issubclass(kind, array) else gc.get_referents(value)
 
@@ -203,13 +203,13 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Returns the elements from the first one of a tensor to its last one, also those between that are not its own."""
+    """Returns the number of elements from a tensor's first to its last, also those between that are not its own."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _folded(tensor: torch.Tensor) -> bool:
     reach = 0
-    # Elements are apart if each stride is longer than all that the smaller ones reach.
+    # Elements are apart if each stride is longer than the reach of all smaller strides.
     for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
         if stride <= reach:
             return True

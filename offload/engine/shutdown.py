@@ -6,8 +6,8 @@
                  the run is kept and no later start replaces it
     abandon      finishes nothing; the last commit remains
 
-In a forked child none of them does anything. With several ranks, an exception that is being handled when one of them
-ends is reported to the others, whose errors name it.
+In a forked child none of them does anything. With several ranks, a rank that ends while it handles an exception reports
+the exception to the other ranks, whose errors name it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Exit:
         functools.update_wrapper(self, exit)
         self._exit = exit
         self.failure = ""
-        """The exception that was handled when the script called `sys.exit` with a failure, or that call; or empty."""
+        """The exception during which the script called `sys.exit` with a failure, or that call; empty without one."""
 
     def __call__(self, status: Any = None, /) -> NoReturn:
         done = status is None or (isinstance(status, int) and status == 0)
@@ -86,7 +86,7 @@ class Shutdown:
         self._reported = False
         """True once this rank or the first one has reported the run that is left on the disk."""
         self._noted = False
-        """True from when this rank notes that the run is removed."""
+        """True once this rank has begun to note that the run is removed."""
         self._after = ""
         """Words for the failure that ends this engine; empty without one."""
         self._ended_child: BaseException | None = None
@@ -95,8 +95,8 @@ class Shutdown:
         self._exit = watched_exit()
         self._look_at_end: Finalize | None = None
         if multiprocessing.parent_process() is not None:
-            # Its child prints an exception itself, or hands it to the parent, and ends as if there were none. It calls
-            # this while the exception is still on its way.
+            # A child of `multiprocessing` prints an exception or passes it to the parent, and ends as if there were
+            # none. It calls this finalizer while it still handles the exception.
             self._look_at_end = Finalize(None, self._see_exception, exitpriority=0)
 
     def check(self) -> None:
@@ -107,7 +107,7 @@ class Shutdown:
             raise UsageError("this engine was destroyed")
 
     def go_on(self) -> None:
-        """Learns that the script goes on: one that has called `sys.exit` has caught its `SystemExit`."""
+        """Records that the script goes on: if it has called `sys.exit`, it has caught the `SystemExit`."""
         self._exit.failure = ""
 
     @property
@@ -136,8 +136,8 @@ class Shutdown:
             if self._state.after_step_is_due:
                 # Raises while the user can still fix the value, and the last step can be committed afterwards.
                 self._state.of_the_user()
-        # After an exception of this rank alone the others wait in a collective of the model, or of a shared sequence,
-        # where they answer no rank that ends. They learn of its end instead.
+        # After an exception on this rank alone, the other ranks wait in a collective of the model, or of a shared
+        # sequence, and cannot answer a rank that ends. So this rank does not wait for them.
         alone = self._after and not remove and self._components.world.shares_batches
         try:
             self._end(bool(remove), meet=not alone, keep=remove is False, facts=facts)
@@ -185,7 +185,7 @@ class Shutdown:
         self._ended_child = error
 
     def _explain(self, failure: str) -> None:
-        """Tells the other ranks which failure, if any, ends this one, before they learn that it ends."""
+        """Sends the failure, if any, that ends this rank to the other ranks, before they learn of the end."""
         if failure:
             self._after = f", after {failure}"
             self._components.world.everyone.explain(failure)
@@ -251,7 +251,7 @@ class Shutdown:
     def _report_end(self, keep: bool) -> None:
         """Reports, on the first rank, the run that is left on the disk.
 
-        Without `keep` a note there says that a later start may replace the run.
+        Without `keep` a note in the run's folder allows a later start to replace the run.
         """
         store = self._components.store
         if self._components.world.ranks.rank != 0:

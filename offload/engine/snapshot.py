@@ -36,7 +36,7 @@ _RNG = "rng."
 
 
 def _check_value(value: Any, name: str) -> None:
-    """Accepts what an optimizer's group counts with: a number, a truth value, None, or a list of them."""
+    """Accepts a value of an optimizer's group: a number, a truth value, None, or a list of these."""
     for item in value if isinstance(value, list) else [value]:
         if not (item is None or isinstance(item, float) or (isinstance(item, int) and abs(item) <= MOST)):
             raise expected("a number, or a list of numbers", name, value)
@@ -64,7 +64,7 @@ _FACTS_OF_STEP = fields(
     },
     {"members": rows(rows(text())), "options": rows(table(rows(anything, 1, 2)))},
 )
-"""What the facts must be, whoever has written them; a checksum does not show it."""
+"""The form that the facts must have. A matching checksum does not prove that they have it."""
 _ADVICE = (
     "each commit holds the schedule's state, which may be None, booleans, numbers, strings, and lists, tuples and "
     "dicts of them. Let its state_dict() return such values, or do not pass it to initialize: step the schedule after "
@@ -80,22 +80,22 @@ class Snapshot(NamedTuple):
 
     The keys are global_steps, skipped_steps, micro_steps, global_samples, parameter_steps (by unit), scheduler,
     loss_scale, registered, client_state, data (position of the loader), groups (their values), configured (these values
-    at `initialize`), settings, of several groups members (names of the parameters of each), and, where other entries of
-    the groups have changed, options (see `GroupOptions`).
+    at `initialize`), and settings. With several groups there is also members (names of each group's parameters). If
+    other entries of the groups have changed, there is also options (see `GroupOptions`).
     """
     generators: Mapping[str, torch.Tensor]
     """State of each random generator, as bytes."""
     buffers: Mapping[str, torch.Tensor]
     """Persistent buffers of the model on the CPU, by name."""
     entries: Entries = NO_ENTRIES
-    """What else the model's `state_dict` contains."""
+    """The other entries of the model's `state_dict`."""
 
     def pack(self) -> dict[str, torch.Tensor]:
         """Returns the tensors of the blob: `facts`, `rng.*`, `buffer.*` and `entry.*`."""
         tensors = {_RNG + name: state for name, state in self.generators.items()}
         tensors |= {_BUFFER + name: value for name, value in self.buffers.items()}
         tensors |= {_ENTRY + number: value for number, value in self.entries.tensors.items()}
-        # Written where there are entries alone: blobs of other models have no such key.
+        # Written only if there are entries: blobs of other models lack this key.
         facts = {**self.facts, _ENTRIES: self.entries.plain} if self.entries.plain else self.facts
         # JSON has no NaN and no infinity, so such floats are marked.
         tensors[_FACTS] = as_bytes(json.dumps(mark_floats(facts), allow_nan=False).encode())
@@ -126,7 +126,7 @@ class Snapshot(NamedTuple):
         return cls(facts, generators, buffers, Entries(entries, outside))
 
     def check_fits(self, layouts: Sequence[UnitLayout]) -> None:
-        """Raises `StoreError` if the snapshot is not of these units: it has a number of updates for each parameter."""
+        """Raises `StoreError` if the snapshot's counts of updates do not match the parameters of these units."""
         counts = [len(row) for row in self.facts["parameter_steps"]]
         if counts != (expected := [len(layout.segments) for layout in layouts]):
             raise StoreError(
@@ -137,7 +137,7 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorStates:
-    """States of all random generators, as each of them gives its own: taken in a third of the time of their bytes."""
+    """States of all random generators in the generators' own forms, which take a third of the time of bytes."""
 
     of_torch: torch.Tensor
     of_python: tuple[Any, ...]
@@ -196,10 +196,10 @@ def write_generators(states: Mapping[str, torch.Tensor], device: torch.device) -
 
 
 def _check_generators(states: Mapping[str, torch.Tensor]) -> None:
-    """Raises `StoreError` if a generator could not be put back into its state, before any is."""
+    """Raises `StoreError` if a generator could not be restored. Restores none."""
     try:
         for name, state in states.items():
-            # Those before the next batch have longer names.
+            # States from before the next batch have longer names.
             if name.endswith("torch"):
                 torch.Generator(device="cpu").set_state(state)
             elif name.endswith("python"):

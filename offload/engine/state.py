@@ -1,8 +1,8 @@
 """State of training besides weights and moments: all that a commit contains, taken and restored as a `Snapshot`.
 
 A commit of step n must contain the state as of the first engine call after step n: before that call the loop may step a
-schedule or change `client_state`, which belongs to step n. Random generators are the exception: the next batch may be
-loaded before that call too, so their states before the load are stored in addition (`before_next`).
+schedule or change `client_state`, and such a change belongs to step n. Random generators are the exception: the next
+batch may be loaded before that call too, so their states before the load are stored in addition (`before_next`).
 
 Threads. Everything runs on the thread that runs the model.
 """
@@ -52,7 +52,7 @@ from offload.sizes import count_of
 #                      registered as in a resumed run; objects that the checkpoint lacks stay as they are
 #
 # A commit contains a loader's state as of the step's end, since the loop draws the next batch before it calls the
-# engine again; of all other objects as of the first call after the step.
+# engine again. The states of all other objects are taken at the first call after the step.
 
 
 _ADVICE = (
@@ -268,8 +268,8 @@ class LossScaler:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from `state`; a fixed scale stays as configured, and no dynamic one goes on from a fixed one."""
-        if self.dynamic and state.get("dynamic", True):  # states of before do not say it
+        """Continues from `state`. A fixed scale stays as configured; a dynamic one ignores the state of a fixed one."""
+        if self.dynamic and state.get("dynamic", True):  # older states lack this key
             # The lower bound may have been raised since.
             self.scale, self._steps = max(state["scale"], self._config.min_loss_scale), state["steps"]
             self._overflowed_at, self._patience = state["overflowed_at"], state["patience"]
@@ -277,7 +277,7 @@ class LossScaler:
 
 # -- step settings -------------------------------------------------------------------------------------
 #
-# Settings of an optimizer step, their change by `set_train_batch_size`, and how those of two starts differ.
+# Settings of an optimizer step, their change by `set_train_batch_size`, and their differences between two starts.
 
 
 _LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
@@ -361,11 +361,11 @@ def named_settings(
 
 
 def job_of(model: nn.Module, settings: StepSettings, optimizer: Optimizer, lr_scheduler: Any) -> dict[str, Any]:
-    """Returns what distinguishes the job of a run from others with the same layout: plain JSON.
+    """Returns plain JSON that distinguishes the job of a run from other jobs with the same layout.
 
-    Called before the first step: the settings and groups are those that `initialize` made.
+    Called before the first step, when settings and groups are still as `initialize` made them.
     """
-    # Of models of transformers that come from folders, the folder: others of the same shape have other weights.
+    # A transformers model includes its folder: a model of the same shape from another folder has other weights.
     source = getattr(getattr(model, "config", None), "_name_or_path", "")
     named = named_settings(settings, optimizer, optimizer.configured(), lr_scheduler)
     job = {"model": f"{type(model).__name__} {source}".strip(), **named}
@@ -382,27 +382,28 @@ class Differences:
         scheduled: bool = False,
         groups: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Compares the settings that both have.
+        """Compares the settings that both mappings contain.
 
         Args:
-            then: what `named_settings` returned in the run.
-            now: what it returns here.
-            scheduled: True if learning rates go on from those of a restored schedule, whatever the config has.
+            then: the result of `named_settings` in the committed run.
+            now: its result in this run.
+            scheduled: True if a restored schedule continues the learning rates, whatever the config contains.
             groups: groups of the optimizer, which a schedule outside the engine may have marked as its own.
         """
         self.changed = {name: (then[name], now[name]) for name in now if name in then and then[name] != now[name]}
         self._scheduled = scheduled
-        # torch's schedules store the first rate of a group there. Only the loop knows if it restores such a schedule.
+        # torch's schedules store a group's first rate under "initial_lr". Only the loop knows if it restores such a
+        # schedule.
         self._by_loop = not scheduled and now.get("schedule") is None and any("initial_lr" in group for group in groups)
         self._samples = [
             math.prod(settings.get(name, 1) for name in SIZES_OF_BATCH) for settings in ({**now, **then}, now)
         ]
-        # Checkpoints of earlier versions, and of other programs, do not say the total.
+        # Checkpoints of earlier versions, and of other programs, lack the total.
         self._has_total = SAMPLES_OF_STEP in then and SAMPLES_OF_STEP in now
         self._then, self._now = then, now
 
     def __bool__(self) -> bool:
-        """Returns True if there is any."""
+        """Returns True if any setting differs."""
         return bool(self.changed)
 
     @property
@@ -411,18 +412,18 @@ class Differences:
         return any(name.startswith(_OF_SCHEDULE) for name in self.changed)
 
     def __str__(self) -> str:
-        """Returns all of them in words: from what to what."""
+        """Returns all differences in words, each with both values."""
         return ", ".join(f"{name} {old} is now {new}{self._remark(name)}" for name, (old, new) in self.changed.items())
 
     @property
     def _divides_otherwise(self) -> bool:
-        """True if a step has as many samples as it had, and nothing has changed but how micro-batches divide them."""
+        """True if a step has as many samples as before, and only their division into micro-batches has changed."""
         counts = {name for name in self.changed if not self._remark(name)} <= set(SIZES_OF_BATCH)
         return counts and self._has_total and SAMPLES_OF_STEP not in self.changed
 
     @property
     def _ranks(self) -> str:
-        """How many ranks the former values need, in words, where they are not those of now."""
+        """The number of ranks that the former values need, in words; empty if it equals the present number."""
         if not self._has_total or not all(
             name in settings for name in SIZES_OF_BATCH for settings in (self._then, self._now)
         ):
@@ -434,7 +435,7 @@ class Differences:
         return "" if then == now else f", on {count_of(then, 'rank')}"
 
     def consequences(self) -> str:
-        """Returns what follows for the steps of a resumed run, in words; at least one thing does."""
+        """Returns the consequences for the steps of a resumed run, in words; never empty."""
         consequences = []
         if not self._has_total and self._samples[0] != self._samples[1]:
             consequences.append(f"a step has {self._samples[1]} samples a rank in place of {self._samples[0]}")
@@ -467,7 +468,7 @@ class Differences:
         return "; ".join(consequences)
 
     def _remark(self, name: str) -> str:
-        """Returns what keeps a setting from having an effect, in brackets, or nothing."""
+        """Returns the reason why a setting has no effect, in brackets; an empty text if it has an effect."""
         if name != _LABELS["lr"] or not (self._scheduled or self._by_loop):
             return ""
         return " (set by the schedule of the loop)" if self._by_loop else " (a schedule continues from the former)"
@@ -530,7 +531,7 @@ class TrainingState:
         self.job = job_of(module, settings, optimizer, lr_scheduler) if commits else {}
         """The job of this run, for the note of its end."""
         self._saved_step: int | None = 0
-        """The step that may be replaced without a loss; None if edits, or a run before, are in no other files."""
+        """The step that a start may replace without a loss; None if edits or an earlier run are in no other files."""
         self._due: Mapping[str, Any] | None = None
         """Facts of the resumed run until `put_values` has given their values to the groups; None afterwards."""
         self._schedule_changed = False
@@ -544,7 +545,7 @@ class TrainingState:
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def take(self) -> Snapshot:
-        """Returns the present state besides weights and moments."""
+        """Returns the present state, without weights and moments."""
         facts = {
             "global_steps": self.global_steps,
             "skipped_steps": self.skipped_steps,
@@ -593,7 +594,7 @@ class TrainingState:
         ]
 
     def where_data_goes_on(self) -> str:
-        """Returns words on the loader's position in a resumed run, to follow those on its step; none without one."""
+        """Returns words on the loader's position in a resumed run, to append to its step; empty without a position."""
         where = None if self.loader is None else self.loader.where()
         if where is None or not (where["epoch"] or where["batch"]):
             return ""
@@ -603,19 +604,20 @@ class TrainingState:
     def restore(self, progress: Snapshot, schedule: bool = True, states: bool = True) -> list[str]:
         """Continues from `progress`; returns notices for the user.
 
-        Random generators are restored at the next engine call, or earlier, before the loader loads a batch; those of a
-        snapshot at step 0 are restored at once. Without `schedule` the schedule of `initialize` stays and, if there is
-        one, all values of the groups. Without `states` these values stay where no schedule continues.
+        Random generators are restored at the next engine call, or earlier, before the loader loads a batch. For a
+        snapshot at step 0 they are restored at once. Without `schedule` the schedule of `initialize` stays. If there is
+        one, all values of the groups stay too. Without `states` the values of the groups stay unless a schedule
+        continues.
         """
         facts, settings, notices = progress.facts, self._settings(), list[str]()
         self._saved_step = None
-        # A checkpoint of another program says neither, and is taken for one of the same schedule and optimizer.
+        # A checkpoint of another program names neither, and counts as one of the same schedule and optimizer.
         then = {name: settings[name] for name in ("schedule", "optimizer")}
         then |= {name: value for name, value in facts["settings"].items() if name in settings}
         same_schedule = schedule and then["schedule"] == settings["schedule"]
         scheduled = (facts["scheduler"] is not None and same_schedule) or bool(facts["registered"])
         changed = Differences(then, settings, scheduled, self.optimizer.param_groups)
-        # Until the first step a commit contains exactly what was restored; the parameters of a group are this script's.
+        # Until the first step a commit contains the restored state. Only the members of groups come from this script.
         self.after_step = progress._replace(facts={**facts, **self._members()})
         if changed:
             notices.append(f"resumed with other settings than the run had: {changed}; {changed.consequences()}")
@@ -637,7 +639,7 @@ class TrainingState:
                 f"the last {count_of(more, 'registered object was', 'registered objects were')} not saved and stay "
                 "unchanged"
             )
-        # Another schedule sets the values, from its own position. Those of another optimizer have no meaning here.
+        # Another schedule sets the values, from its own position. Values of another optimizer have no meaning here.
         takes = then["optimizer"] == settings["optimizer"] and (states or scheduled)
         self._due = facts if takes and (same_schedule or self.lr_scheduler is None) else None
         self.put_values()
@@ -687,8 +689,9 @@ class TrainingState:
     def enter(self) -> None:
         """Prepares an engine call: restores generators of a resumed run, and takes the state after a step, if due."""
         if self._generators is not None:
-            # If the loader was iterated meanwhile, it has restored them, and its batch may have drawn numbers since.
-            # Those of an earlier resume do not count: a checkpoint without a position of data is no news to the loader.
+            # If the loader was iterated meanwhile, it has restored the generators, and its batch may have drawn numbers
+            # since. A restore for an earlier resume does not count: the loader ignores a checkpoint without a position
+            # of data.
             if self.loader is None or self.loader.restored is not self._before_next:
                 write_generators(self._generators, self.device)
             self._generators = None
@@ -696,7 +699,7 @@ class TrainingState:
             self.after_step, self.after_step_is_due = self.take(), False
 
     def restore_generators(self) -> None:
-        """Restores the generators as before the load of a resumed run's next batch: `Engine.restore_generators`."""
+        """Restores the generators to before a resumed run's next batch is loaded: `Engine.restore_generators`."""
         if self._before_next is not None:
             write_generators(self._before_next, self.device)
             self._generators = None  # the next engine call must not restore generators again
@@ -740,7 +743,7 @@ class TrainingState:
             self._saved_step = None
 
     def mark_saved(self) -> None:
-        """Records that the weights are now those in files of the user's: of a checkpoint, or a model."""
+        """Records that files of the user, a checkpoint or a model, contain the present weights."""
         self._saved_step = self.global_steps
 
     @property
@@ -808,11 +811,11 @@ class TrainingState:
         return {"client_state": state, "registered": self.registered.states()}
 
     def _members(self) -> dict[str, Any]:
-        """Returns the fact `members`, which a single group, of all that trains, does not need."""
+        """Returns the fact `members`; nothing if a single group contains all trainable parameters."""
         groups = self.optimizer.param_groups
         if len(groups) == 1:
             return {}
-        # Asked for anew each time: a user may move parameters from one group into another between steps.
+        # Computed anew each time: a user may move parameters from one group into another between steps.
         names_by_group = [[self._names.get(id(parameter)) for parameter in group["params"]] for group in groups]
         return {"members": [[name for name in names if name] for names in names_by_group]}
 

@@ -97,7 +97,7 @@ def _set_data(func: Any, tensor: Any, values: Any) -> None:
 
 
 def _index(func: Any, tensor: Any, index: Any) -> Any:
-    """Implements `tensor[index]`, which fetches no more than the item where its form can fetch less than the whole."""
+    """Implements `tensor[index]`; fetches only the item if the parameter's form supports that."""
     handle = handle_of(tensor)
     item = None
     if handle is not None and getattr(tensor, "own", None) is None and tensor.shape == handle.shape:
@@ -261,11 +261,11 @@ def _like(func: Any, tensor: Any, other: Any) -> Any:
     if getattr(tensor, "own", None) is not None or handle.engine.runs_now():
         return call_with_weights(func, (tensor, other), {})
     view, with_graph = call_plainly(func, tensor, other), torch.is_grad_enabled() and tensor.requires_grad
-    # The gradient of a parameter in several parts goes to these, past the node that accumulates its own.
+    # The gradient of a parameter in several parts goes to the parts, not to the parameter's own accumulation node.
     if view.numel() != tensor.numel() or (with_graph and handle.take_gradient is None):
         return call_with_weights(func, (tensor, other), {})
     if not with_graph:
-        return handle.alias(view.detach())  # torch says of a view without a graph too that it requires a gradient
+        return handle.alias(view.detach())  # to torch even a view without a graph requires a gradient
     view.__class__ = _GraphOfParameter
     view.__dict__["parameter_name"] = handle.name
     return view

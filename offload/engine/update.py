@@ -9,7 +9,7 @@ across the borders of units. `step()` schedules updates; a thread that needs a u
 
 Under the backward the worker takes *offers*: updates of units whose gradients are complete, before their step is
 decided. They are written to the slot that no commit names, and become the newest states if the step confirms them. The
-backward never waits for them, and they wait for the updates and the commit of the step before. What may follow from an
+backward never waits for offers. Offers wait for the updates and the commit of the step before. What may follow from an
 update depends on its status:
 
                     all tiles computed                                all writes ended
@@ -17,9 +17,9 @@ update depends on its status:
     SPECULATIVE ─►  nothing                                       ─►  fresh weights in memory may be evicted
     DISCARDED   ─►  nothing                                       ─►  nothing
 
-When a speculative update is confirmed, the actions that it skipped run. Weights are used from their host buffer while
-the write is in flight. Without a host buffer they may be used only after the last write, which also makes the written
-slot the unit's newest one. So no read sees bytes that are being written.
+When the step confirms a speculative update, the worker runs the actions that the update skipped. Weights are used from
+their host buffer while the write is in flight. Without a host buffer they may be used only after the last write, which
+also makes the written slot the unit's newest one. So no read sees bytes that are being written.
 
 Threads. The caller's thread fills the queue, the blob and the flags; the worker empties them. The pager's lock guards
 every change that the other side must see at once. Two accesses need no lock: the worker's removal of an update from the
@@ -52,7 +52,7 @@ from offload.timeline import Row, Timeline
 
 
 class UpdateStatus(enum.Enum):
-    """What the step has decided about an update."""
+    """The step's decision about an update."""
 
     CONFIRMED = "confirmed"
     """The results become the newest states."""
@@ -84,7 +84,7 @@ class UnitJob:
         self.speculative = status is UpdateStatus.SPECULATIVE
         """True for an update that began under the backward, also once it is confirmed."""
         self.host_buffer = host_buffer
-        """The host buffer of the unit's weights; None if it has none. A speculative update finds the old ones there."""
+        """The host buffer of the unit's weights, or None. In a speculative update it contains the old weights."""
         self.delivered = delivered
         """True if the weights may be used once computed, before they are written."""
         self.computed = self.written = False
@@ -104,7 +104,7 @@ class UnitJob:
         return self._passed == self.steps.passes
 
     def begin_tile(self) -> tuple[range, int]:
-        """Advances to the next tile; returns its elements, and the number of passes over the unit before."""
+        """Advances to the next tile; returns its elements, and the number of completed passes over the unit."""
         elements, passed = self._cuts[self._next], self._passed
         # Only tiles of the last pass are written.
         self._unwritten += passed == self.steps.passes - 1
@@ -145,7 +145,7 @@ class StateTile:
     away: torch.Tensor | None = None
     """The partition's own memory if the kernel cannot work on it: copied to `work` before, and from `work` afterwards.
 
-    For the device's kernel it is memory on the host instead, which receives the values for the store.
+    For the device's kernel `away` is host memory instead, which receives the values for the store.
     """
     buffer: memoryview | None = None
     """The bytes of `work`, or of `away` on the host, in the form of the I/O queue.
@@ -163,7 +163,7 @@ class UpdateTile:
     last: bool
     """True if the results are kept: the tile belongs to the last pass."""
     buffer: HostBuffer | None
-    """None for a tile all of whose memory is elsewhere."""
+    """The tile's buffer; None if all memory of the tile is elsewhere."""
     states: Mapping[State, StateTile]
     gradient: torch.Tensor | None
     """None for a tile of edits."""
@@ -200,8 +200,8 @@ class TilePipeline:
 
     def has_room(self, job: UnitJob) -> bool:
         """Returns True if the next tile of `job` can begin now."""
-        # One that needs no buffer gains nothing by an early start: it would only stand before the unit for which a
-        # thread waits. The second keeps the reads of the next unit early.
+        # A tile without a buffer gains nothing by an early start: it would only delay the unit for which a thread
+        # waits. A second one is allowed, so that reads of the next unit start early.
         return bool(self.free) if self.needs_buffer(job) else len(self.reading) < 2
 
     def needs_buffer(self, job: UnitJob) -> bool:
@@ -262,7 +262,7 @@ class TilePipeline:
         room: range,
         reads: list[Future],
     ) -> StateTile:
-        """Returns the memory for the kernel of elements `part` of a state; `reads` receives the read of one on DISK.
+        """Returns the kernel's memory for elements `part` of a state, and appends a read from DISK to `reads`.
 
         The bytes `room` of the tile's buffer are for this state. A state that the kernel updates elsewhere leaves them
         unused.
@@ -293,12 +293,13 @@ class TilePipeline:
         # Weights are read into the unit's host buffer if it has one; all other states are read into the tile.
         if state is State.WEIGHT and job.host_buffer is not None:
             work, memory = job.host_buffer.tensor(dtype)[part.start : part.stop], job.host_buffer.buffer[first:stop]
-            # Nothing is read if an earlier pass has read the weights, or if the buffer contains those from before the
-            # step.
+            # Nothing is read if an earlier pass has read the weights, or if the buffer contains the weights from before
+            # the step.
             there = passed > 0 or job.speculative or self._weights.holds_weights(unit)
         else:
             work, memory = own()
-            # update thread: under the backward old weights are used meanwhile, so they are copied from memory.
+            # update thread: under the backward the model still uses old weights in memory, so they are copied from
+            # there.
             there = (
                 state is State.WEIGHT
                 and job.speculative
@@ -312,7 +313,7 @@ class TilePipeline:
         return StateTile(first=first, work=work, buffer=memory)
 
     def _takes_room(self, job: UnitJob, state: State) -> bool:
-        """Returns True if a tile contains a copy of a state, read or copied."""
+        """Returns True if a tile's buffer holds a state, read from DISK or copied from the state's tier."""
         resident = self._resident(job, state)
         if resident is None:
             return state is not State.WEIGHT or job.host_buffer is None
@@ -321,7 +322,7 @@ class TilePipeline:
         return resident.buffer is None and not self._works_in_place(job, state)
 
     def _works_in_place(self, job: UnitJob, state: State) -> bool:
-        """Returns True if the kernel works on a state on the device itself, which is not stored either."""
+        """Returns True if the kernel works on a state in its own device memory, and the store has no slot for it."""
         in_place = self._shards.device.host_addressable or job.steps.in_place
         return in_place and not self._shards.stored(job.unit, state)
 
@@ -339,7 +340,7 @@ class TilePipeline:
         return None
 
     def _read_frozen(self, job: UnitJob, reads: list[Future]) -> None:
-        """Reads the frozen elements, after the trainable ones, into the unit's host buffer: no tile contains them."""
+        """Reads the frozen elements, which follow the trainable ones and are in no tile, into the host buffer."""
         shards, unit = self._shards, job.unit
         first = job.update.numel * shards.mode_of(unit).weight_dtype.itemsize
         if (
@@ -396,10 +397,10 @@ class TilePipeline:
         return job if tile.elements.stop == job.update.numel else None
 
     def retire(self, wait: bool) -> list[UnitJob]:
-        """Takes back the buffers of tiles whose writes have ended, oldest first; with `wait`, of at least one.
+        """Takes back the buffers of tiles whose writes have ended, oldest first; `wait` waits for at least one tile.
 
         Returns:
-            The jobs all of whose tiles are written.
+            The jobs whose tiles are all written.
         """
         ended: list[UnitJob] = []
         while self.writing:
@@ -500,7 +501,7 @@ class Offers:
                 self._judge(job, UpdateStatus.DISCARDED)
 
     def settle(self, updates: Sequence[UnitUpdate]) -> list[UnitUpdate]:
-        """Compares all that has begun with the updates of the step, and returns those that are still to be made."""
+        """Compares the begun updates with the step's updates; returns the step's updates that are still missing."""
         with self._lock:
             left = []
             for update in updates:
@@ -523,7 +524,7 @@ class Offers:
                 self._judge(job, UpdateStatus.DISCARDED)
 
     def _judge(self, job: UnitJob, status: UpdateStatus) -> None:
-        """Stores a verdict for the worker, which alone changes a job."""
+        """Stores a verdict for the worker, the only thread that changes a job."""
         self._verdicts.append((job, status))
         hits, misses = self.counts.hits, self.counts.misses
         if status is UpdateStatus.CONFIRMED:
@@ -548,7 +549,7 @@ class Offers:
         self._begun[job.unit] = job
 
     def take_verdicts(self) -> list[tuple[UnitJob, UpdateStatus]]:
-        """Removes and returns the verdicts that were not carried out yet."""
+        """Removes and returns the verdicts that the worker has not carried out yet."""
         with self._lock:
             verdicts, self._verdicts = self._verdicts, []
             return verdicts
@@ -569,8 +570,8 @@ def unit_may_begin(*, on_disk: bool, gradient_on_host: bool, newest: int, target
     """Returns True if the update of a unit with complete gradients can be made now and dropped later without a loss.
 
     Above DISK an update would change the state in place. A window of a gradient on DISK would have to be written and
-    read first. `newest` and `target`, the slots of the newest copy and of the next write, are the same if no commit is
-    durable, and within the steps between two commits.
+    read first. `newest` is the slot of the newest copy, `target` the slot of the next write. They are equal if no
+    commit is durable, and within the steps between two commits.
     """
     return on_disk and gradient_on_host and newest != target
 
@@ -579,7 +580,7 @@ def unit_may_begin(*, on_disk: bool, gradient_on_host: bool, newest: int, target
 
 
 _IN_MEMORY = 1 << 26
-"""Elements of a tile that reads no memory of its own and writes nothing.
+"""Elements of a tile that needs no buffer and writes nothing to the store.
 
 A small tile saves nothing: between two tiles Python takes a tenth of a millisecond and more, and sixteen cores compute
 half a million elements in that time. The worker sees an error of another thread after one such tile.
@@ -609,7 +610,7 @@ class Updates:
         """Waits until every scheduled update is written and, with `commit`, until a commit that is due is made."""
 
     def come_to_rest(self, commit: bool = True) -> None:
-        """Does as `finish`: afterwards nothing reads or writes states, until the next call."""
+        """Waits as `finish` does: afterwards nothing reads or writes states, until the next call."""
 
     def drop_spare(self) -> None:
         """Frees the host memory of promoted states. The caller holds the pager's lock, and no update is in flight."""
@@ -654,7 +655,7 @@ class UpdateWorker(Updates):
         self._blob: Mapping[str, torch.Tensor] | None = None
         self._busy, self._closing, self._flushing = False, False, 0
         self._work_arrived = InterruptibleLock(shards.pager.lock)
-        """Changes with which an idle worker receives work."""
+        """Notified of changes that give an idle worker work."""
         self.offers = Offers(shards.pager.lock, self._wake)
         """Updates that may be made before their step is decided."""
         self.tile_numel = tile_numel
@@ -688,8 +689,8 @@ class UpdateWorker(Updates):
         for update in updates:
             if not update.changes:  # all changes of the unit are on other ranks
                 self._weights.publish_weights(update.unit, False, False)
-        # What no update concerns, such as frozen weights, comes back now, before updates take host buffers. The
-        # rest comes as it is updated.
+        # Units without an update, such as frozen ones, are prefetched now, before updates take host buffers. Other
+        # units follow as they are updated.
         self._pager.prefetch()
         with self._pager.lock:
             assert not self._queue and self._commit_step is None, "one step in flight at most"
@@ -737,7 +738,7 @@ class UpdateWorker(Updates):
                 self._flushing -= 1
 
     def come_to_rest(self, commit: bool = True) -> None:
-        """Drops all offers, then does as `finish`: afterwards nothing reads or writes states, until the next call."""
+        """Drops all offers and waits as `finish` does: nothing reads or writes states until the next call."""
         self.offers.drop_all()
         self.finish(commit)
 
@@ -791,8 +792,8 @@ class UpdateWorker(Updates):
 
         Order: take back written tiles, start reads, compute, wait for a write, commit, sleep.
         """
-        # update thread: reads the version before all checks. A change after any of them makes it differ, so the thread
-        # does not sleep through the change.
+        # update thread: reads the version before all checks. A change after any check makes the version differ, so the
+        # thread does not sleep through the change.
         seen = self._pager.version
         self._pager.check()  # after an error anywhere no work may begin, and no commit
         # Tiles first: a discarded update ends with its last tile, and nothing reports it to this thread later.
@@ -828,7 +829,8 @@ class UpdateWorker(Updates):
             if self._closing and idle:
                 return False
             if self._pager.version == seen:
-                # update thread: without work no change of the pager matters. Each use of a unit would wake it in vain.
+                # update thread: without work no change of the pager matters. Each use of a unit would wake the worker
+                # in vain.
                 (self._work_arrived if idle else self._pager.changed).wait()
         return True
 
@@ -843,7 +845,7 @@ class UpdateWorker(Updates):
                 self._publish_written(job)
 
     def _carry_out_verdicts(self) -> None:
-        """Publishes what the step has confirmed of the updates under the backward, and ends what it has discarded."""
+        """Publishes the early updates that the step has confirmed, and ends those that the step has discarded."""
         for job, status in self.offers.take_verdicts():
             job.status = status
             if status is UpdateStatus.CONFIRMED:
@@ -854,8 +856,8 @@ class UpdateWorker(Updates):
             elif self._job is job:
                 self._job = None
         for job in self.offers.draining:
-            # update thread: one whose verdict came since then is not DISCARDED yet. Tiles in flight still write to the
-            # memory that a discarded update frees.
+            # update thread: a job whose verdict came after the loop above is not DISCARDED yet. Tiles in flight still
+            # write to the memory that a discarded update frees.
             if job.status is UpdateStatus.DISCARDED and not self._pipeline.holds(job):
                 self._timeline.end(Row.UPDATES, self._early_title(job.unit))
                 self._weights.speculative.drop(job.unit)
@@ -874,8 +876,8 @@ class UpdateWorker(Updates):
         if job.speculative:
             job.delivered = self._weights.speculative.adopt(job.unit)
         if job.delivered:
-            # update thread: unwritten until `_publish_written`, even if the writes have ended. Else the buffer could be
-            # evicted, and the next read would find the old slot.
+            # update thread: the weights count as unwritten until `_publish_written`, even if the writes have ended.
+            # Else the buffer could be evicted, and the next read would find the old slot.
             self._weights.publish_weights(job.unit, True, self._is_stored(job.unit))
 
     def _publish_written(self, job: UnitJob) -> None:
@@ -903,8 +905,8 @@ class UpdateWorker(Updates):
         Returns None if no update is queued, or if no host buffer is free yet.
         """
         with self._pager.lock:
-            # update thread: the next update of the same unit writes the bytes of one that was discarded. `schedule`
-            # discards the one and queues the other under this same lock.
+            # update thread: the next update of a unit writes to the same bytes as the unit's discarded update.
+            # `schedule` discards the one and queues the other under this same lock.
             if self.offers.draining:
                 return None
             if not self._queue:
@@ -914,8 +916,9 @@ class UpdateWorker(Updates):
         host_buffer = None
         if self._weights.delivers(update.unit):
             host_buffer = self._weights.buffer_for(update.unit)
-            # update thread: tiles in flight need no further buffer, and may free one when they end. Without any it does
-            # not wait for a buffer while a thread waits for it, which may use that buffer.
+            # update thread: tiles in flight need no further buffer, and may free one when they end. Without such tiles
+            # the worker does not wait for a buffer while a thread waits for the worker, since that thread may use the
+            # buffer.
             if host_buffer is None and (self._pipeline.reading or self._pipeline.writing or not self._is_awaited()):
                 return None
         self._queue.remove(update)

@@ -35,7 +35,7 @@ from offload.swapper.memory.device import Device
 
 
 class ParameterStep(NamedTuple):
-    """A step on elements [start, stop) of a rank's shard of a unit: a parameter, or what the rank has of one."""
+    """A step on elements [start, stop) of a rank's shard of a unit: a parameter, or the rank's part of it."""
 
     start: int
     stop: int
@@ -73,7 +73,7 @@ class UnitUpdate:
 
 
 def grad_scale(norm: float, clip: float, loss_scale: float) -> float:
-    """Returns the factor of every gradient: `torch.nn.utils.clip_grad_norm_`'s, over the loss scale.
+    """Returns the factor of every gradient: torch's `clip_grad_norm_` coefficient over the loss scale.
 
     The global norm is without the loss scale. A clip of 0 does not clip.
     """
@@ -121,7 +121,7 @@ class UpdateBuilder:
     def updates(
         self, present: Sequence[set[int]], order: Sequence[int], scale: float, counts: list[list[int]]
     ) -> list[UnitUpdate]:
-        """Returns an update of each unit with a gradient, in the order of the next forward, which `order` is.
+        """Returns an update of each unit with a gradient. `order` is the order of the next forward, and of the result.
 
         `present` are the segments of each unit that have a gradient. `counts`, the number of updates of each parameter,
         are incremented in place.
@@ -155,7 +155,7 @@ class UpdateBuilder:
             segment, parameter = self._layouts[unit].segments[position], self._parameters[unit][position]
             start, stop = part_of(part, segment.start, segment.stop)
             step = rule.step(parameter, settings[id(parameter)], counts[position], scale)
-            # Ranks have equally many elements of a unit each.
+            # Every rank holds the same number of elements of a unit.
             borders = segment.start // len(part), (segment.stop - 1) // len(part)
             if rule.steps_whole(step) and segment.numel and borders[0] < borders[1]:
                 shared.append(position)
@@ -188,7 +188,7 @@ class TileContent:
     start: int
     stop: int
     states: Mapping[State, torch.Tensor]
-    """Each (n,) in the mode's dtype; n is stop - start, unless `UpdateStrategy.part` says otherwise."""
+    """Each (n,) in the mode's dtype; n is stop - start, unless `UpdateStrategy.part` returns another length."""
     gradient: torch.Tensor | None
     """(stop - start,); None if the update has edits."""
 
@@ -261,7 +261,7 @@ class UpdateSetting:
     device: Device
     gradients: GradientAccumulator
     ranks: Ranks
-    """The ranks that divide units; this one alone if it has whole units."""
+    """The ranks that divide units; only this rank if it holds whole units."""
 
 
 class EditSteps:

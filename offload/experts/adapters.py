@@ -18,7 +18,7 @@ from offload.torch_internals import outside_of_compiled_code
 
 
 class TargetedParameters(Extension):
-    """The modules of parameters that adapters target: what peft did before they run is no change."""
+    """Modules with parameters that adapters target: changes by peft before a forward do not count."""
 
     def __init__(self, model: nn.Module, handles: Iterable[Iterable[ParamHandle]]) -> None:
         """Hooks the modules; `handles` are the parameters of each unit."""

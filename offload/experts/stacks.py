@@ -1,4 +1,4 @@
-"""Stacked parameters whose rows are units of their own: what the model and the user see stays one parameter.
+"""Stacked parameters whose rows are units of their own: the model and the user still see one parameter.
 
 The parameter of the model is always a placeholder. Each row has a parameter of its own, outside of the model, with a
 handle like any other. While a module runs, `stack[expert]` gives the row's parameter, whose unit is then on the device;
@@ -36,7 +36,7 @@ class StackedRows(StorageForm):
 
         Args:
             rows: the handle of each expert's row.
-            experts: the units of all experts of the model, any of which makes room for the next one in a module.
+            experts: the units of all experts of the model. In a module the unit of one expert makes room for the next.
         """
         self._rows, self._experts = tuple(rows), experts
 
@@ -53,11 +53,11 @@ class StackedRows(StorageForm):
         return values
 
     def item(self, handle: ParamHandle, index: Any) -> torch.Tensor | None:
-        """Returns one row, on the device until the next one is asked for; None unless a module or a backward runs.
+        """Returns one row, on the device until the next row is requested; None unless a module or a backward runs.
 
         Args:
             handle: the handle of the stack.
-            index: what stands in the brackets. None is returned for all but an integer.
+            index: the index in the brackets. For all but an integer the result is None.
         """
         if isinstance(index, torch.Tensor):
             if index.ndim or index.is_floating_point() or index.dtype is torch.bool:
@@ -71,7 +71,7 @@ class StackedRows(StorageForm):
         if not row.materialized:  # frozen, in a recomputation
             return row.engine.frozen_view(row.unit, row.position)
         parameter = row.parameter
-        with plain_tensors():  # the stack is a placeholder, which would look for a rule
+        with plain_tensors():  # the stack is a placeholder, which would dispatch to a rule
             trains = handle.parameter.requires_grad
         if parameter.requires_grad is not trains:
             parameter.requires_grad_(trains)
@@ -100,10 +100,10 @@ class StackedRows(StorageForm):
         return torch.stack(tensors)
 
     def fetch(self, handle: ParamHandle, stays: bool) -> bool:
-        """Returns False if neither a module nor a backward runs: otherwise a stack has no memory of its own.
+        """Returns False if neither a module nor a backward runs. A stack has no memory that could be fetched.
 
         Raises:
-            UsageError: if one runs.
+            UsageError: if a module or a backward runs.
         """
         if handle.engine.runs_now():
             raise UsageError(
@@ -176,12 +176,12 @@ def stack_handles(
 # -- gradients of zeros ----------------------------------------------------------------------------------
 #
 # In torch a stacked parameter has one gradient, which is zero in the rows of experts that no token visited: their
-# moments fade, and their weights move by momentum and decay. A row that is a unit receives no gradient. It gets one of
-# zeros here, if any other row of its parameter has one, on whichever rank.
+# moments fade, and their weights move by momentum and decay. A row that is a unit then receives no gradient. Here such
+# a row gets a gradient of zeros, if another row of its parameter has a gradient on any rank.
 
 
 class ZeroGradients:
-    """The rows of all stacked parameters of one engine that train. Belongs to the thread that calls `step()`."""
+    """The trainable rows of all stacked parameters of one engine. Belongs to the thread that calls `step()`."""
 
     def __init__(
         self,
@@ -207,10 +207,10 @@ class ZeroGradients:
                     self._rows.setdefault(segment.stack, []).append((unit, position))
 
     def add(self, present: Sequence[set[int]]) -> None:
-        """Adds zeros for each row without a gradient of a parameter that has one. No backward may run.
+        """Adds zeros for each row without a gradient if another row of its parameter has one. No backward may run.
 
         Args:
-            present: for each unit the segments that have a gradient, of all ranks; those of the zeros are added.
+            present: for each unit the segments that have a gradient on any rank; segments that receive zeros are added.
         """
         for rows in self._rows.values():
             missing = [(unit, position) for unit, position in rows if position not in present[unit]]
@@ -237,9 +237,9 @@ class ZeroGradients:
 
 
 def take_one_by_one(module: nn.Module) -> Callable[[], None]:
-    """Makes the forward of a module of stacked experts use one expert after the other; others need all at once.
+    """Makes the forward of a module of stacked experts use one expert after the other, instead of all at once.
 
-    The module gets a config of its own, since other models may share the one that it has.
+    The module gets a config of its own, since other models may share its present config.
 
     Args:
         module: the module.
@@ -266,7 +266,7 @@ def take_one_by_one(module: nn.Module) -> Callable[[], None]:
 
 
 class StackedExperts(Extension):
-    """The modules of stacked experts: loops over their experts, which fetch those ahead that the router has chosen."""
+    """The modules of stacked experts: loops over experts, for which the router's choice is fetched ahead."""
 
     def __init__(
         self, model: nn.Module, experts: Mapping[str, range], pager: Pager, zeros: ZeroGradients | None
@@ -291,7 +291,7 @@ class StackedExperts(Extension):
             self._zeros.add(present)
 
     def remove(self) -> None:
-        """Removes the hooks, and gives the modules their own way back."""
+        """Removes the hooks, and restores the modules' own configs."""
         while self._undo:
             self._undo.pop()()
 
@@ -304,7 +304,7 @@ class StackedExperts(Extension):
 
     @uninterrupted
     def _expect(self, units: range, values: tuple[Any, ...]) -> None:
-        """Tells the pager which experts a forward with these arguments uses."""
+        """Passes the experts that a forward with these arguments uses to the pager."""
         choice = next((value for value in values if _is_choice(value)), None)
         if choice is None:
             return

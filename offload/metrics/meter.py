@@ -39,13 +39,13 @@ _WAITS = (
     ("waits for all updates", "wait_for_updates"),
     ("waits for the commit", "wait_for_commits"),
     ("waits for a host buffer for ", "wait_for_memory"),
-    # Of gradients and inputs on their way to DISK: the host memory that they leave is what is waited for.
+    # A thread that waits for a write of gradients or inputs to DISK needs the host memory that they leave.
     ("waits for the write of ", "wait_for_memory"),
     ("waits for upload of ", "wait_for_uploads"),
     ("waits for an upload ahead", "wait_for_uploads"),
     ("waits for a copy of weights", "wait_for_uploads"),
 )
-"""Sum of each wait of the training thread, by the beginning of the span's name; the first match counts."""
+"""Waits of the training thread: beginning of the span's name, and name of the sum. The first match counts."""
 _WORKER = (
     ("kernel of ", "update_kernels"),
     ("copy of states", "update_copies"),
@@ -107,7 +107,7 @@ class Meter:
         return nullcontext()
 
     def evaluated(self, step: int, samples: int, loss: Any, seconds: float) -> None:
-        """Receives an evaluation between two steps; the arguments are those of `Evaluated`."""
+        """Receives an evaluation between two steps; the arguments are the numbers of an `EvaluationRecord`."""
 
 
 class StepMeter(Meter):
@@ -124,7 +124,7 @@ class StepMeter(Meter):
     ) -> None:
         """Prepares the sums.
 
-        `io_bytes` returns the bytes read and written so far, `drives` those written to each drive, `sent` the
+        `io_bytes` returns the bytes read and written so far, `drives` the bytes written to each drive, `sent` the
         collectives and the bytes sent in them; `sent` is None for a process that trains alone.
         """
         self._device, self._io_bytes, self._drives = device, io_bytes, drives
@@ -215,7 +215,7 @@ class StepMeter(Meter):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves all that the context costs out of the next step. No update may be in progress when it begins."""
+        """Leaves the costs of the context out of the next step. No update may be in progress when it begins."""
         before = self._taken()
         yield
         after = self._taken()
@@ -260,7 +260,7 @@ class ComputeSpans:
     """The timeline's row of the model's compute. One thread at a time runs a model: the caller's, or autograd's."""
 
     def __init__(self, timeline: Timeline, names: Sequence[str]) -> None:
-        """Prepares the row; `names` are those of the units, as they are shown."""
+        """Prepares the row; `names` are the units' names, as the timeline shows them."""
         self._timeline = timeline
         self._names = [f"backward {name}" for name in names]
         self._entered: list[tuple[nn.Module, int]] = []
@@ -306,7 +306,7 @@ class ComputeSpans:
         self._entered.append((module, now()))
 
     def _leave(self, module: nn.Module, title: str) -> None:
-        """Ends a forward's span, and drops those of inner forwards that never ended."""
+        """Ends a forward's span, and drops the spans of inner forwards that never ended."""
         self.end_span()
         # A module may be entered twice: the innermost entry is the one that ends.
         for position in reversed(range(len(self._entered))):

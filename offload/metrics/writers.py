@@ -69,7 +69,7 @@ class EvaluationRecord(NamedTuple):
 
     @property
     def values(self) -> Mapping[str, float]:
-        """The numbers by plain names, as those of a step."""
+        """The numbers by plain names, as in a `StepRecord`."""
         return {"eval_loss": self.loss, "eval_seconds": self.seconds}
 
 
@@ -80,7 +80,7 @@ class MetricWriter(Protocol):
         """Writes one more record. An exception ends this writer, and nothing else."""
 
     def write_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Writes an evaluation after the record of its step. Exceptions are those of `write`."""
+        """Writes an evaluation after the record of its step. An exception has the effect that it has in `write`."""
 
     def close(self) -> None:
         """Flushes and closes; no record follows."""
@@ -133,7 +133,7 @@ class TensorBoardWriter:
         self._last = record.samples
 
     def write_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Writes an evaluation. One before the first record of this process is left out: the viewer would drop it."""
+        """Writes an evaluation, unless it precedes the first record of this process: the viewer would drop it."""
         if self._files is not None:
             self._add(evaluation)
 
@@ -167,7 +167,7 @@ class CsvWriter:
         self._last = record.samples
 
     def write_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Writes an evaluation. One before the first record of this process is left out: that record cuts the files."""
+        """Writes an evaluation, unless it precedes the first record of this process, which cuts the files."""
         if self._last is not None:
             self._add(evaluation)
 
@@ -208,7 +208,7 @@ def cut(path: Path, samples: int) -> None:
 
 
 def _open_csv(path: str, flags: int) -> int:
-    """Opens a file in the folder of a job. Neither may be a link, since anybody can guess their names."""
+    """Opens a file in a job's folder. Neither file nor folder may be a link, since anybody can guess their names."""
     return open_inner(Path(path), 2, flags, 0o666)
 
 
@@ -248,7 +248,7 @@ class JsonWriter:
         self._last = record.step
 
     def write_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Writes an evaluation. One before the first record of this process is left out: that record cuts the file."""
+        """Writes an evaluation, unless it precedes the first record of this process, which cuts the file."""
         if self._last is not None:
             self._add({"step": evaluation.step, "time": time.time()}, evaluation.values)
 

@@ -1,4 +1,4 @@
-"""Rules with one fused kernel, in one pass, which step element by element: Adam and AdamW, Adagrad, Lion, SGD.
+"""Rules whose one fused kernel steps element by element in one pass: Adam and AdamW, Adagrad, Lion, SGD.
 
 A unit whose gradient waits on the device is updated by the device's own kernel; all others are updated on the host.
 """
@@ -29,7 +29,7 @@ from offload.swapper.memory.device import Device
 
 @dataclass(frozen=True, kw_only=True)
 class FusedRule(Rule):
-    """A rule whose steps are those of one kernel."""
+    """A rule that steps by one kernel."""
 
     kernel_step: Callable[[Mapping[str, Any], int, float], kernels.Step]
     """Makes the kernel's arguments from a group, the count of the parameter's steps and the gradient's factor."""
@@ -145,7 +145,7 @@ def partition_of(mode: Mode, states: Mapping[State, torch.Tensor], gradient: tor
         tuple(states[moment] for moment in mode.moments),
         states.get(State.MASTER_LOW_BITS),
         states.get(State.MASTER),
-        # Those of a tile fill whole pages.
+        # The scales of a tile fill whole pages.
         None if scales is None else optimizer_states.scales_of(mode, scales, len(gradient)),
     )
 

@@ -69,7 +69,7 @@ class LambRule(Rule):
         updater: UpdateWorker,
         agreement: Agreement,
     ) -> list[UnitUpdate]:
-        """Returns the updates with the trust ratio of each segment, since each rank has a part of a parameter.
+        """Returns the updates with the trust ratio of each segment, since a rank holds only a part of a parameter.
 
         The update worker takes part in no collective, so the ratios must be known before an update is scheduled. The
         thread that calls `step()` therefore reads all states while no update is in flight. The update reads the states
@@ -194,7 +194,7 @@ def _moments(partition: Partition, segment: ParameterStep, start: int) -> list[t
 
 # -- norms ---------------------------------------------------------------------------------------------
 #
-# Norms that LAMB needs of each parameter, if its shards are on several ranks.
+# Norms that LAMB needs for each parameter, if the parameter's shards are on several ranks.
 #
 #     step() ─► each rank: states and gradients, chunk by chunk ─► sums ─► added over the ranks ─► ratios ─► updates
 

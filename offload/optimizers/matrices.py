@@ -1,4 +1,4 @@
-"""Updates by Muon and SinkGD: a tile has whole matrices, or elements that are in none.
+"""Updates by Muon and SinkGD: a tile contains whole matrices, or elements of no matrix.
 
     a matrix        gradient, momentum ─► update ─► direction ─► master ─► weight
     the others      the kernel of AdamW
@@ -77,7 +77,7 @@ class SinkGDStep(NamedTuple):
     lr: float
     weight_decay: float
     iterations: int
-    """Normalizations of the rows, each followed by one of the columns."""
+    """Normalizations of the rows, each followed by a normalization of the columns."""
     grad_scale: float = 1.0
 
 
@@ -120,11 +120,11 @@ class MatrixRule(Rule):
         A group's `use_muon` decides for all its parameters, before their own marks.
 
         Raises:
-            ConfigError: a learning rate is missing, or a parameter is marked as a matrix and is none.
+            ConfigError: a learning rate is missing, or a parameter is marked as a matrix but is not one.
         """
         settings = block.settings
         matrix_lr, adam_lr = settings.pop(f"{self.name}_lr"), settings.pop("adam_lr")
-        settings.pop("ns_method", None)  # there is one
+        settings.pop("ns_method", None)  # only one exists
         rates = {True: _first(matrix_lr, block.params.lr), False: _first(adam_lr, block.params.lr)}
         divided = [part for group in groups for part in _divided(group, model)] or [{"params": [], MARK: False}]
         for group in divided:
@@ -181,7 +181,7 @@ SINKGD_RULE = SinkGDRule(
 
 
 def _divided(group: Mapping[str, Any], model: nn.Module) -> list[dict[str, Any]]:
-    """Returns a group as one of its matrices and one of its other parameters, without those that are empty."""
+    """Divides a group into a group of its matrices and a group of its other parameters, without empty groups."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     inner = matrices_of(model)
     parts: dict[bool, list[Any]] = {True: [], False: []}
@@ -206,33 +206,34 @@ def _first(*rates: float | None) -> float | None:
 #
 #     part of each rank ─► the parameter's home ─► the step of the whole ─► part of each rank
 #
-# A home is the rank with the most of a parameter (`layout.optimizers.whole`), so a parameter that one rank holds goes
-# nowhere. All that a unit exchanges goes in one message to each rank, and one back.
+# The home is the rank that holds the most elements of a parameter (`layout.optimizers.whole`), so a parameter that lies
+# on one rank is not sent. An exchange of a unit takes one message to each rank, and one back.
 #
 # Threads. The update worker calls everything, while the thread that runs the model waits in `step()`: only then no
 # other collective is under way. Every rank updates the same units in the same order, each in one exchange or more, and
-# takes part even if it has nothing to send or to receive. So a wait ends when the other workers arrive, which wait for
-# their drives and for the exchanges before; or as every collective does, when a rank is lost. Messages go through the
-# host, as updates do.
+# takes part even if it has nothing to send or to receive. So a wait ends when the other workers arrive, which wait only
+# for their drives and for earlier exchanges. Like every collective, a wait also ends when a rank is lost. Messages go
+# through the host, as updates do.
 
 
 class ParameterExchange:
     """One rank's side of the exchanges of its engine."""
 
     def __init__(self, *, ranks: Ranks, layouts: Sequence[UnitLayout], mode: Mode, memory: torch.Tensor) -> None:
-        """Takes over `memory`, (n,) fp32 of the host arena: what this rank exchanges of the largest unit at once."""
+        """Takes over `memory`, (n,) fp32 of the host arena, which fits this rank's exchange of the largest unit."""
         self._ranks, self._memory = ranks, memory
         self._divided = [divided(layout, mode, ranks.mesh.shards) for layout in layouts]
 
     @property
     def rank(self) -> int:
-        """This rank, as a replica counts: its shard."""
+        """This rank's number within its replica: its shard."""
         return self._ranks.shard
 
     def begin(self, unit: int, indices: Sequence[int], dtype: torch.dtype, number: int = 0, of: int = 1) -> Trade:
-        """Returns exchange `number` of `of` at once, of some divided parameters of a unit; the same on every rank.
+        """Returns an exchange of divided parameters of a unit, the same on every rank; `of` exchanges share the memory.
 
-        `indices` are those of the parameters that have a gradient, `dtype` is that of the elements that are exchanged.
+        `indices` names the parameters that have a gradient. `dtype` is the dtype of the exchanged elements. `number`
+        counts the exchanges that share the memory.
         """
         parameters = [parameter for parameter in self._divided[unit] if parameter.number in indices]
         numel = len(self._memory) // of
@@ -241,15 +242,15 @@ class ParameterExchange:
 
 
 class Trade:
-    """One exchange: `away` parts of this rank go out and come back, `here` come in and go back."""
+    """One exchange: this rank's parts of `away` go out and back, other ranks' parts of `here` come in and go back."""
 
     def __init__(self, ranks: Ranks, parameters: Sequence[DividedParameter], memory: torch.Tensor) -> None:
-        """Lays the parts out in `memory`: first what goes out, home by home, then what comes in, rank by rank."""
+        """Lays the parts out in `memory`: first outgoing parts, home by home, then incoming parts, rank by rank."""
         self._ranks, shard, shards = ranks, ranks.shard, ranks.mesh.shards
         self.away = {
             parameter.number: _part_of(parameter, shard) for parameter in parameters if parameter.home != shard
         }
-        """Position and length of this rank's part of each parameter whose home is another rank; both 0 for none."""
+        """Position and length of this rank's part of each parameter with another home; (0, 0) without a part."""
         self.here = tuple(parameter for parameter in parameters if parameter.home == shard)
         """Parameters whose home is this rank."""
         self._sent, self._got = [0] * shards, [0] * shards
@@ -271,15 +272,15 @@ class Trade:
         self._in = memory[first:end]
 
     def part(self, index: int, rank: int) -> torch.Tensor:
-        """Returns the memory of a rank's part of a parameter, (n,): before `go` and after `back` this rank's own."""
+        """Returns the memory, (n,), of a rank's part; this rank's own is written before `go` and read after `back`."""
         return self._places[index, rank]
 
     def go(self) -> None:
-        """Sends the parts of this rank to the parameters' homes, and receives those of others."""
+        """Sends this rank's parts to the parameters' homes, and receives other ranks' parts."""
         self._ranks.swap(self._in, self._got, self._out, self._sent, "gather what a step needs as a whole")
 
     def back(self) -> None:
-        """Sends the parts of other ranks back, and receives those of this rank."""
+        """Sends other ranks' parts back, and receives this rank's parts."""
         self._ranks.swap(self._out, self._sent, self._in, self._got, "scatter what a step has made")
 
 
@@ -289,7 +290,7 @@ def _part_of(parameter: DividedParameter, rank: int) -> tuple[int, int]:
 
 
 def carve(memory: torch.Tensor, *numels: int) -> tuple[torch.Tensor, ...]:
-    """Returns at least as many elements of `memory`, (n,), as each number says, in full pages."""
+    """Divides `memory`, (n,), into runs of full pages, each of at least as many elements as its number."""
     itemsize = memory.element_size()
     sizes = [align_up(numel * itemsize) // itemsize for numel in numels]
     starts = accumulate(sizes, initial=0)
@@ -298,31 +299,31 @@ def carve(memory: torch.Tensor, *numels: int) -> tuple[torch.Tensor, ...]:
 
 # -- directions ----------------------------------------------------------------------------------------
 #
-# The directions that Muon and SinkGD move a matrix in.
+# The directions in which Muon and SinkGD move a matrix.
 #
 #     Muon      the orthogonal matrix near the momentum, by a few Newton-Schulz iterations
 #     SinkGD    the gradient, with all rows of one norm and all columns of one norm
 #
-# The operations of `orthogonalize` are those of `torch.optim.Muon`, in its order and in bf16 in its dtype, so that both
-# give the same bits. On a processor without products in bf16 the dtype is fp32, as in DeepSpeed. Versions of torch
-# before 2.9 have no such optimizer.
+# `orthogonalize` performs the operations of `torch.optim.Muon` in the same order and, in bf16, in the same dtype, so
+# that both give the same bits. On a processor without products in bf16 the dtype is fp32, as in DeepSpeed. Versions of
+# torch before 2.9 have no such optimizer.
 
 
 _SMALLEST_NORM = 1e-7
-"""Bound below the norm of a momentum, which is divided by it; torch's."""
+"""Lower bound, as in torch, of the norm by which a momentum is divided."""
 _SMALLEST_LINE = 1e-20
-"""Bound below the norm of a row or column. Squares of smaller elements vanish in fp32, and the norm would be 0."""
+"""Lower bound of the norm of a row or column. Squares of smaller elements vanish in fp32, and the norm would be 0."""
 
 
 class Workspace(NamedTuple):
-    """Memory for `orthogonalize`: flat tensors of one dtype on the computing device, of so many elements."""
+    """Memory for `orthogonalize`: flat tensors of one dtype on the computing device. Each field names its elements."""
 
     matrix: torch.Tensor
     """Rows times columns. The caller writes the matrix here."""
     other: torch.Tensor
     """Rows times columns."""
     polynomial: torch.Tensor
-    """The square of the smaller of both."""
+    """The square of the smaller of rows and columns."""
 
 
 def in_bf16(device: Device) -> bool:
@@ -334,13 +335,13 @@ def in_bf16(device: Device) -> bool:
 def orthogonalize(
     shape: tuple[int, int], workspace: Workspace, steps: int, coefficients: tuple[float, float, float]
 ) -> torch.Tensor:
-    """Returns the matrix near the one in `workspace.matrix` whose singular values are near 1.
+    """Returns a matrix near the matrix in `workspace.matrix`, with singular values near 1.
 
     Args:
         shape: rows and columns of the matrix.
         workspace: memory, whose `matrix` contains the rows of the matrix, one after the other; all is overwritten.
         steps: number of iterations.
-        coefficients: of the iteration X <- aX + (bA + cA^2)X with A = XX'.
+        coefficients: a, b and c of the iteration X <- aX + (bA + cA^2)X with A = XX'.
 
     Returns:
         (rows, columns) in the memory and dtype of the workspace; columns are contiguous if there are fewer of them.
@@ -364,7 +365,7 @@ def orthogonalize(
 
 
 def balance(gradient: torch.Tensor, iterations: int) -> None:
-    """Normalizes the rows to a norm of the root of their length, then the columns, again and again, in place.
+    """Scales each row, then each column, to a norm of the root of its length, repeatedly and in place.
 
     Args:
         gradient: (rows, columns) fp32, contiguous. Rows and columns of zeros stay so.
@@ -388,7 +389,7 @@ class MatrixUpdates:
     """Strategy of Muon and SinkGD. Belongs to the update worker, on whose thread alone it runs."""
 
     def __init__(self, setting: UpdateSetting) -> None:
-        """Divides the scratch memory: gradient, master and square of the largest matrix, and what ranks exchange."""
+        """Divides the scratch memory: gradient, master and square of the largest matrix, and exchanges."""
         self.mode, self.layouts, self.parts = setting.mode, setting.layouts, setting.parts
         self._device, whole, ranks = setting.device, setting.whole, setting.ranks
         sizes = (whole.parameter, whole.parameter, whole.square, whole.traded)
@@ -398,7 +399,7 @@ class MatrixUpdates:
         """Exchange of divided matrices."""
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
-        """Returns the same elements of every state, or those that are in no matrix."""
+        """Returns the same elements for every state; for a partial state, only the elements that are in no matrix."""
         if state not in self.mode.partial:
             return range(start, stop)
         part = self.parts[unit]
@@ -446,7 +447,7 @@ class MatrixUpdates:
     def _rounded(
         self, momentum: torch.Tensor, gradient: torch.Tensor, segment: ParameterStep, step: MuonStep
     ) -> torch.Tensor:
-        """Steps a bf16 momentum, stochastically rounded, and returns its fp32 values before that, in scratch memory."""
+        """Steps a bf16 momentum with stochastic rounding; returns its unrounded fp32 values, in scratch memory."""
         # The kernel of SGD: a weight of 0 becomes the momentum with a learning rate of -1.
         values = self._master[: len(momentum)].zero_()
         rule = kernels.SGDStep(
@@ -463,13 +464,13 @@ class MatrixUpdates:
         return values
 
     def room(self, numel: int, step: MatrixStep) -> torch.Tensor:
-        """Returns the memory of a matrix of so many elements that waits for `direction`, (numel,)."""
+        """Returns the memory, (numel,), in which a matrix waits for `direction`."""
         if not isinstance(step, MuonStep):
             return self._gradient[:numel]
         return (_halves(self._master, numel)[0] if self._in_bf16 else self._master)[:numel]
 
     def put(self, room: torch.Tensor, place: slice, update: torch.Tensor) -> None:
-        """Copies `update` to a place in `room`; it may lie elsewhere in `room` itself."""
+        """Copies `update` to a place in `room`; `update` itself may lie elsewhere in `room`."""
         if room.data_ptr() == update.data_ptr():
             update = self._master[: len(update)].copy_(update)
         room[place] = update
@@ -493,7 +494,7 @@ class MatrixUpdates:
         return direction.copy_(orthogonalize(shape, workspace, step.ns_steps, step.ns_coefficients))
 
     def _in_fp32(self, shape: tuple[int, int], step: MuonStep) -> torch.Tensor:
-        """Does the same with products in fp32."""
+        """Returns the direction as `direction` does, with products in fp32."""
         numel = shape[0] * shape[1]
         matrix, gradient = self._master[:numel], self._gradient[:numel]
         workspace = Workspace(matrix, gradient, self._square)
@@ -501,14 +502,14 @@ class MatrixUpdates:
         if direction.data_ptr() == gradient.data_ptr() and direction.is_contiguous():
             return direction
         # The number of iterations decides which of the two contains the direction, and the master needs its own memory.
-        # A direction that lies in its memory column by column becomes one of rows.
+        # A direction that is stored column by column is copied row by row.
         if direction.data_ptr() == gradient.data_ptr():
             matrix.view(shape).copy_(direction)
             direction = matrix.view(shape)
         return gradient.view(shape).copy_(direction)
 
     def _on_device(self, matrix: torch.Tensor, direction: torch.Tensor, step: MuonStep) -> torch.Tensor:
-        """Copies `matrix` to the device, and the direction back into host memory; returns the latter."""
+        """Computes the direction of `matrix` on the device, and returns it in host memory, in `direction`."""
         shape = (direction.shape[0], direction.shape[1])
         # update stream: runs in parallel with the compute stream, so the next forward runs on. All memory is of this
         # stream, and the copies wait for the work before them.
@@ -531,7 +532,7 @@ class MatrixUpdates:
         """Moves the weights of a matrix, or of a part of it, in place.
 
         Args:
-            states: its weight, and what completes the weight to a master, (n,) each.
+            states: its weight, and the state that completes the weight to a master, (n,) each.
             direction: (n,), not in the scratch memory of masters.
             shape: rows and columns of the entire matrix.
             segment: the step, and the noise that rounds the masters.
@@ -570,7 +571,7 @@ class _UnitSteps:
         for index, segment in matrices.items():
             if index not in self._update.shared:
                 self._step(self._layout.segments[index], tile, segment)
-        # Every rank's last tile has all that it has of matrices.
+        # The last tile of each rank contains all of the rank's parts of divided matrices.
         if self._update.shared and tile.stop == self._update.numel:
             self._trade(tile, matrices)
 
@@ -602,7 +603,7 @@ class _UnitSteps:
             self._updates.move(states, trade.part(index, exchange.rank), shape, segment)
 
     def _step_home(self, trade: Trade, index: int, tile: TileContent, segment: ParameterStep) -> None:
-        """Steps this rank's part of a divided matrix, and puts the direction of the others' parts into `trade`."""
+        """Steps this rank's part of a divided matrix, and puts other ranks' parts of the direction into `trade`."""
         exchange, parameter, step = self._updates.exchange, self._layout.segments[index], segment.step
         parts = next(whole.parts for whole in trade.here if whole.number == index)
         places = {part.rank: slice(part.position, part.position + part.numel) for part in parts}
@@ -625,7 +626,7 @@ def _content(tile: TileContent, segment: ParameterStep) -> tuple[dict[State, tor
     own = slice(segment.start - tile.start, segment.stop - tile.start)
     numel = tile.stop - tile.start
     assert tile.gradient is not None
-    # What a matrix does not have is empty in its tiles.
+    # States that a matrix lacks are empty in its tiles.
     return {state: memory[own] for state, memory in tile.states.items() if len(memory) == numel}, tile.gradient[own]
 
 

@@ -7,8 +7,9 @@ the optimizer step. A dry run finds the states of a parameter, and `layout.flat_
 is refused if its parameters depend on each other, or if a step changes numbers that are no parameter's state: it would
 give other results this way.
 
-A tile is an entire unit. Of several ranks each has a tile of all its elements of a unit. A parameter that they divide
-steps on one of them, its home (see `matrices.ParameterExchange`), which keeps all its states.
+A tile is an entire unit. With several ranks, each rank's tile contains all of the rank's elements of a unit. A
+parameter that several ranks divide steps on one rank, its home (see `matrices.ParameterExchange`), which keeps all
+states of the parameter.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class TorchRule(Rule):
         return value if type(value) is int else super().plain(value)
 
     def packed(self, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
-        """Returns the states that its own code keeps, which a dry run finds and which may draw random numbers."""
+        """Returns the states that its own code keeps, found by a dry run, which may draw random numbers."""
         return find_kept(self.optimizer, names)
 
     def notices(self) -> tuple[str, ...]:
@@ -103,7 +104,7 @@ def by_itself(optimizer: torch.optim.Optimizer) -> TorchRule:
     """Returns the rule of an optimizer without a kernel.
 
     Any number of a group may change between steps, also one that is an integer now, such as torch's `weight_decay=0`.
-    Flags are no numbers.
+    Flags do not count as numbers.
     """
     scheduled = sorted(
         {
@@ -137,10 +138,10 @@ class TorchUpdates:
     """Strategy of torch's optimizers. Belongs to the update worker, on whose thread alone it runs."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, setting: UpdateSetting) -> None:
-        """Divides the scratch memory: gradient and master of the largest parameter, and what ranks exchange."""
+        """Divides the scratch memory: gradient and master of the largest parameter, and exchanges."""
         mode, whole, ranks = setting.mode, setting.whole, setting.ranks
         self._optimizer, self.layouts, self._rank = optimizer, setting.layouts, ranks.shard
-        # Masters that have memory of their own take none: then the gradient's serves, which nobody asks for.
+        # A master with memory of its own needs no scratch memory, except where ranks assemble a divided one.
         copied = State.MASTER_LOW_BITS in mode.weights or ranks.size > 1
         sizes = (whole.parameter, whole.parameter if copied else 0, 2 * whole.traded)
         self.gradient, self.master, traded = carve(setting.scratch, *sizes)
@@ -208,7 +209,7 @@ class _TorchSteps:
         self._segments = updates.layouts[update.unit].segments
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Steps all parameters of the unit. The tile contains all elements that this rank has."""
+        """Steps all parameters of the unit. The tile contains all of this rank's elements of the unit."""
         steps = {segment.parameter: segment for segment in self._update.segments}
         for index, segment in steps.items():
             if index not in self._update.shared:
@@ -262,7 +263,7 @@ class _TorchSteps:
 
 
 def _content(tile: TileContent, segment: ParameterStep) -> tuple[dict[State, torch.Tensor], torch.Tensor]:
-    """Returns the states of a master and the gradient, (n,) each, of what a tile has of a parameter."""
+    """Returns the states of the master and the gradient, (n,) each, of a parameter's elements in a tile."""
     assert tile.gradient is not None
     own = slice(segment.start, segment.stop)
     states: dict[State, torch.Tensor] = {
@@ -272,7 +273,7 @@ def _content(tile: TileContent, segment: ParameterStep) -> tuple[dict[State, tor
 
 
 def _words(tile: TileContent, parameter: ParameterSegment, absent: torch.Tensor) -> torch.Tensor:
-    """Returns the packed states of a parameter in a tile; any tensor serves for one that has none, `absent` here."""
+    """Returns the packed states of a parameter in a tile; no elements of `absent` for a parameter without any."""
     return tile.states.get(State.PACKED, absent)[parameter.packed.start : parameter.packed.stop]
 
 
@@ -291,9 +292,9 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OURS = ("offload_handle", "origin")
 """Attributes that this library sets on parameters."""
 _MANY = 12
-"""Number of steps that also create late states, such as one of the tenth step."""
+"""Number of steps after which late states exist too, such as a state that the tenth step creates."""
 _SMALL = 8
-"""Upper bound of each dimension in the comparison of two parameters together with each of them alone."""
+"""Upper bound of each dimension when two parameters that step together are compared with each alone."""
 
 
 def likeness(
@@ -302,7 +303,7 @@ def likeness(
     options: Mapping[str, Any],
     states: Mapping[torch.Tensor, dict[str, Any]],
 ) -> torch.optim.Optimizer:
-    """Returns a clone of an optimizer with `attributes` and one group of `options`, over the keys of `states` alone."""
+    """Returns a clone of an optimizer with `attributes` and one group of `options`, for the keys of `states` alone."""
     # No constructor runs: a user's class may take any arguments, or create states.
     clone: torch.optim.Optimizer = object.__new__(kind)
     clone.__dict__.update(attributes)
@@ -319,11 +320,11 @@ def likeness(
 
 
 def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
-    """Returns the states that `optimizer`, which stays unchanged, keeps of each parameter, by name.
+    """Returns the states that `optimizer`, which stays unchanged, keeps for each parameter, by name.
 
-    Memory of a parameter's size is allocated, for one at a time, only if the optimizer's code does not run on meta
-    tensors. A dry run may draw from any random generator, and the caller restores them. Parameters whose ids `names`
-    lacks are ignored.
+    Only if the optimizer's code does not run on meta tensors, memory of a parameter's size is allocated, for one
+    parameter at a time. A dry run may draw from any random generator, and the caller restores them. Parameters whose
+    ids `names` lacks are ignored.
 
     Raises:
         ConfigError: the optimizer cannot run parameter by parameter.
@@ -395,7 +396,7 @@ def _check_apart(
     others = [{**group, "params": []} for group in optimizer.param_groups]  # empty, before the group under test
     results = _steps(optimizer, options, values, attributes)
     for value, (together, _) in zip(values, results, strict=True):
-        # Bits are compared: parameters that step together must give exactly what each gives alone.
+        # Bits are compared: parameters that step together must get the same values as each alone.
         alone, _ = _steps(optimizer, options, [value], attributes)[0]
         if not torch.equal(alone, together):
             raise ValueError("the new value of a parameter depends on other parameters, or on random numbers")
@@ -423,7 +424,7 @@ def _steps(
 ) -> list[tuple[torch.Tensor, dict[str, Any]]]:
     """Runs `count` steps on new parameters; returns the new value and the states of each.
 
-    The parameters are in one group, after those of `before`. Values on the meta device make a run without memory.
+    The parameters are in one group, after the groups `before`. With values on meta the run takes no memory.
 
     Raises:
         ValueError: the optimizer changes anything besides parameters and their states.
@@ -462,10 +463,10 @@ _DEPTH = 16
 
 
 def _kept_beside(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """Returns the image of all that a step could change other than parameters and their states, by name.
+    """Returns images, by name, of all objects that a step could change besides parameters and their states.
 
-    These are entries of the last group, attributes of the optimizer, of its classes and of the parameters, and what
-    its methods reach: variables of an enclosing function, and plain variables of their module.
+    These are entries of the last group; attributes of the optimizer, of its classes and of the parameters; and
+    variables that its methods reach: those of an enclosing function, and plain variables of their module.
     """
     seen: set[int] = {id(optimizer.state), id(optimizer.param_groups), *map(id, parameters)}
     images = {key: _image(value, seen) for key, value in optimizer.param_groups[-1].items() if key != "params"}
@@ -501,9 +502,9 @@ def _reached(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _image(value: Any, seen: set[int], depth: int = 0) -> Any:
-    """Returns a value that differs from that of an earlier call if the object, or what it contains, has changed.
+    """Returns a value that differs from an earlier call's value if the object or its content has changed.
 
-    `seen` are the ids of the containers that the image contains already, `depth` the objects around this one.
+    `seen` contains the ids of the containers in the image so far; `depth` is the number of objects around this one.
     """
     if value is None or isinstance(value, bool | int | str | bytes):
         return value
@@ -511,7 +512,7 @@ def _image(value: Any, seen: set[int], depth: int = 0) -> Any:
         return repr(value)
     if isinstance(value, torch.Tensor):
         version = None
-        with contextlib.suppress(Exception):  # tensors of inference have none, and parameters without values
+        with contextlib.suppress(Exception):  # inference tensors, and parameters without values, have none
             version = value._version
         return id(value), version
     if id(value) in seen or depth > _DEPTH or isinstance(value, type | types.ModuleType | nn.Module):

@@ -1,27 +1,27 @@
-"""The layer-major schedule: all micro-batches of a step pass through one block before the next block is brought.
+"""The layer-major schedule: all micro-batches of a step pass through one block before the next block is fetched.
 
     forward     what precedes the blocks of mb 0, 1, …    block 0 of mb 0, 1, …    block 1 of mb 0, 1, …    …
     turn        head and loss of mb 0, and its backward as far as the last block; the same of mb 1; …
     backward    last block of mb 0, 1, …    …    block 0 of mb 0, 1, …
 
-So the weights of a block cross each link twice a step, whatever the number of micro-batches; its gradients are complete
-when the last micro-batch has left it; and the logits of one micro-batch exist at a time. Gradients are added up in the
-order of the micro-batches, as in a loop: the sums have the same bits.
+So the weights of a block cross each link twice a step, whatever the number of micro-batches. The block's gradients are
+complete when the last micro-batch has left the block. The logits of only one micro-batch exist at a time. Gradients are
+added up in the order of the micro-batches, as in a loop: the sums have the same bits.
 
 Each micro-batch waits at the border of a block, on a thread of its own (`micro_batch`), until all others have arrived
 there. Hooks on the blocks are the borders: a forward waits before each block and after the last one of a list, a
-backward waits before the node of autograd that has made a block's output, or the input of a list. Nothing else of the
-model is known: what it computes between blocks runs with the block before. The micro-batch at the earliest border runs
-next. So a micro-batch that leaves out a block waits for those that do not, and each block has its micro-batches in
-their order.
+backward waits before the autograd node that has made a block's output, or the input of a list. The schedule knows
+nothing else of the model: computations between blocks run with the preceding block. The micro-batch at the earliest
+border runs next. So a micro-batch that leaves out a block waits for the other micro-batches, and each block receives
+its micro-batches in order.
 
 In the first step the micro-batches pass one after the other while the modules are watched: a model that keeps values
 on its modules between blocks (`ModuleState`) stays with that order. So does one with forward hooks of the user, unless
 the config asks for turns by name.
 
-Threads. A micro-batch's forward and backward run on its thread: `EngineCore.run_backward` asks torch for that, which
-would run all backwards of a GPU on one thread. All but the hooks belong to the thread that runs the step. Ctrl-C is
-obeyed when a micro-batch has reached its border.
+Threads. A micro-batch's forward and backward run on its thread: `EngineCore.run_backward` asks torch for that, since
+torch would run all backwards of a GPU on one thread. All code except the hooks belongs to the thread that runs the
+step. Ctrl-C is obeyed when a micro-batch has reached its border.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _SOFT = 1
 
 
 def _find() -> Callable[[int], object] | None:
-    # torch loads its OpenMP library for all of the process. None is there where torch is built without OpenMP.
+    # torch loads its OpenMP library for the whole process. A torch that was built without OpenMP loads none.
     try:
         function: Callable[[int], object] = ctypes.CDLL(None).omp_pause_resource_all
     except (OSError, AttributeError):
@@ -79,7 +79,7 @@ _pause = _find()
 
 
 def end_team() -> None:
-    """Ends the other threads of the calling thread's team; its next parallel operation makes a team again (0.1 ms)."""
+    """Ends the calling thread's OpenMP team; its next parallel operation makes a new team (0.1 ms)."""
     if _pause is not None:
         _pause(_SOFT)
 
@@ -88,15 +88,15 @@ def end_team() -> None:
 #
 # A micro-batch that runs until the next border of a block and waits there until it is resumed.
 #
-#     owner's thread     resume ─► waits ─────────────────────► resume ─► …       one of all these threads runs at a
-#     time micro-batch's      ........ ► forward up to a border: pause ....... ► …
+#     owner's thread     resume ─► waits ──────────────────────────► resume ─► …
+#     micro-batch's      ........► forward up to a border: pause ...........► …      one thread at a time runs
 #
 # A micro-batch has a thread of its own because its place between two blocks is a stack: of the model's Python code in a
 # forward, of autograd's engine in a backward. So masks, positions and whatever else a model passes to its blocks stay
 # where the model keeps them, and no code of the model is known or changed. A border is a border of the forward or of
 # the backward alike.
 #
-# torch keeps settings by thread: a micro-batch's thread takes over those of its owner (`ThreadSettings`).
+# torch keeps settings by thread: a micro-batch's thread takes over its owner's settings (`ThreadSettings`).
 
 
 _T = TypeVar("_T")
@@ -110,7 +110,7 @@ class Abandoned(Exception):
 
 
 class ThreadSettings:
-    """Settings of torch that belong to a thread, as those of the thread that constructs the object."""
+    """torch's settings of the thread that constructs this object."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -140,7 +140,7 @@ class Border(NamedTuple):
 
     backward: bool
     passed: float
-    """How often the model has gone back to an earlier block; in the backward the negative of it."""
+    """Number of times that the model has gone back to an earlier block; negative in the backward."""
     block: float
     """Number of the block that comes next, or its negative in the backward; the end of a list is half a block later."""
 
@@ -156,14 +156,14 @@ class MicroBatch(Generic[_T]):
 
         Args:
             work: runs the forward and the backward.
-            settings: of the owner's thread.
+            settings: the settings of the owner's thread.
             name: name of the thread.
         """
         self._work, self._settings = work, settings
         self._may_run, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._abandoned = False
         self.border = START
-        """Where it waits."""
+        """The border where the micro-batch waits."""
         self.ended = False
         self._result: list[_T] = []
         self._error: BaseException | None = None
@@ -174,11 +174,11 @@ class MicroBatch(Generic[_T]):
 
     @property
     def result(self) -> _T:
-        """What the work has returned. The micro-batch must have ended without an error."""
+        """The result of the work. The micro-batch must have ended without an error."""
         return self._result[0]
 
     def resume(self) -> None:
-        """Runs the micro-batch up to its next border, or to its end. Raises what the work has raised."""
+        """Runs the micro-batch up to its next border, or to its end. Raises the work's error."""
         if not self._started:
             self._thread.start()
             self._started = True
@@ -236,16 +236,16 @@ class MicroBatch(Generic[_T]):
 
 # -- module state --------------------------------------------------------------------------------------
 #
-# Values that modules keep on themselves between two blocks of a forward, where other micro-batches would find them.
+# Values that modules store on themselves between two blocks of a forward, where other micro-batches would find them.
 #
 # A model may store a value on a module and read it later in the same forward: a depth, a mask, the auxiliary loss of
-# each block. Where micro-batches take turns, one would read what another has stored. So one forward is watched:
+# each block. When micro-batches take turns, one would read a value that another has stored. So one forward is watched:
 # assignments to attributes of modules, and changes in their dictionaries, lists, other plain objects, and buffers. A
 # value that a module changes in place and only another run of the same module reads, such as the statistics of a norm,
 # does no harm: the micro-batches pass through each module in their order.
 #
-# The first micro-batch is not watched, since many models set something up in their first forward. What a hook of the
-# user stores elsewhere cannot be seen: `foreign_hook` finds the hook.
+# The first micro-batch is not watched, since many models set something up in their first forward. Values that a user's
+# hook stores elsewhere cannot be seen, so `foreign_hook` finds the hook itself.
 
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -267,7 +267,7 @@ class ModuleState:
     def watching(self) -> Iterator[None]:
         """Notes assignments to attributes of the modules while the context is open."""
         self._before = self._contents()
-        # A class of the user that has its own `__setattr__` calls this one, else nothing would be set.
+        # A user's class with its own `__setattr__` calls this one too, or it could set nothing.
         own = nn.Module.__setattr__
 
         def noted(module: nn.Module, key: str, value: Any) -> None:
@@ -290,7 +290,7 @@ class ModuleState:
         return next((key for key, value in now.items() if self._before.get(key) != value), None)
 
     def _contents(self) -> dict[str, Any]:
-        """Returns what identifies the contents of all attributes. Values, perhaps activations, are not kept."""
+        """Returns identities of the contents of all attributes. Values, perhaps activations, are not kept."""
         contents = {}
         for name, module in self._modules.items():
             for key, value in vars(module).items():
@@ -308,7 +308,7 @@ class ModuleState:
 
 
 def _content(value: Any) -> Any:
-    """Returns the identities of what a container or a plain object holds; None for any other value."""
+    """Returns the identities of the items of a container or a plain object; None for any other value."""
     if isinstance(value, dict):
         return {key: id(item) for key, item in value.items() if isinstance(key, str | int)}
     if isinstance(value, list | tuple | set):
@@ -331,7 +331,7 @@ def foreign_hook(modules: Mapping[str, nn.Module]) -> str | None:
 
 
 _END = 0.5
-"""The border after a block, in blocks after the border before it."""
+"""Distance from the border before a block to the border after it, in blocks."""
 
 
 class _ThreadPosition(threading.local):
@@ -364,7 +364,7 @@ class LayerMajor(PassSchedule):
         """The micro-batches of the step under way."""
         self._micro_batch = 0
         self._watched = False
-        """True if the first step has shown whether the model keeps values between blocks."""
+        """True once the first step has shown whether the model keeps values between blocks."""
         self._shared_value: str | None = None
         """Name of such a value."""
         self._removers: list[Callable[[], None]] = []
@@ -384,10 +384,10 @@ class LayerMajor(PassSchedule):
 
     @property
     def possible(self) -> bool:
-        """False where micro-batches do not take turns.
+        """False if micro-batches do not take turns.
 
-        A step has shown that the model, or a hook of the user, may keep values between blocks; or the calling thread
-        has hooks or modes of the user, which other threads would not have.
+        Either a step has shown that the model, or a user's hook, may keep values between blocks. Or the user has set
+        hooks or modes on the calling thread, which other threads would lack.
         """
         return self.name == LAYER_MAJOR and top_saved_tensor_hooks() is None and not under_modes()
 
@@ -408,7 +408,7 @@ class LayerMajor(PassSchedule):
 
     @property
     def leaves_block(self) -> bool:
-        """True if the last of the micro-batches runs."""
+        """True if the last micro-batch runs, or none takes turns."""
         return not self._waiting or self._micro_batch == len(self._waiting) - 1
 
     @property
@@ -417,7 +417,7 @@ class LayerMajor(PassSchedule):
         return self._local.micro_batch is not None
 
     def run(self, works: Iterable[Callable[[], _T]], generators: MicroBatchGenerators, turns: Turns) -> list[_T]:
-        """Runs the micro-batches of a step, and returns what each returns.
+        """Runs the micro-batches of a step, and returns their results.
 
         Raises:
             UsageError: a signal's handler has entered the engine, which ends the micro-batches.
@@ -508,7 +508,7 @@ class LayerMajor(PassSchedule):
     # -- the thread of a micro-batch ----------------------------------------------------------------
 
     def _as_mine(self, work: Callable[[], _T]) -> Callable[[], _T]:
-        """Returns `work`, during which the calling thread belongs to its micro-batch."""
+        """Returns `work` wrapped so that its thread belongs to the micro-batch that runs."""
 
         def run() -> _T:
             self._local.micro_batch, self._local.border = self._waiting[self._micro_batch], START
@@ -523,7 +523,7 @@ class LayerMajor(PassSchedule):
             if called is module:
                 begins = self._local.border.block % 1 != 0 or self._local.border is START
                 self._wait_in_forward(number)
-                if begins:  # what precedes the blocks has its micro-batches in their order too
+                if begins:  # code before the blocks also takes micro-batches in order
                     self._mark((args, kwargs), first - _END)
 
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -537,7 +537,7 @@ class LayerMajor(PassSchedule):
         self._removers.append(module.register_forward_hook(post).remove)
 
     def _wait_in_forward(self, block: float) -> None:
-        """Waits at a border of the forward. A forward inside of a backward, a recomputation, does not wait."""
+        """Waits at a border of the forward. A recomputation, that is a forward in a backward, does not wait."""
         local = self._local
         if local.micro_batch is None or inside_backward():
             return
@@ -546,7 +546,7 @@ class LayerMajor(PassSchedule):
         local.micro_batch.pause(local.border)
 
     def _mark(self, tensors: Any, number: float) -> None:
-        """Makes the backward wait before it enters what has made these tensors: the block with this number."""
+        """Makes the backward wait before it enters the block with this number, which has made these tensors."""
         micro_batch = self._local.micro_batch
         if micro_batch is None or inside_backward():
             return

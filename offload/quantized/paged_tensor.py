@@ -1,11 +1,11 @@
-"""Tensors without memory that stand for bytes of a frozen parameter, wherever those are.
+"""Tensors without memory that stand for bytes of a frozen parameter, in any tier.
 
 A module of bitsandbytes, torchao, GPTQ or AWQ keeps its codes and scales where it likes: in attributes of the
 parameter, in a state that an `autograd.Function` holds from forward to backward, in the module. A view of a device
-buffer, kept there, would pin the unit. So such code receives `PagedTensor`s for good. One answers what needs no
-element (shape, dtype, views of it) by itself. Every other operation receives, in its place, a view of the unit's device
-buffer, and the view is gone when the operation returns. The unit is fetched if it is not on the device, in a backward
-too.
+buffer, kept there, would pin the unit. So such code receives `PagedTensor`s for good. Operations that need no element
+(shape, dtype, views) work on the `PagedTensor` itself. Every other operation receives a view of the unit's device
+buffer in place of the `PagedTensor`, and the view ends when the operation returns. The unit is fetched if it is not on
+the device, in a backward too.
 
 Between forwards and backwards an operation receives a copy. An operation that would write is refused.
 """
@@ -23,7 +23,7 @@ from offload.errors import UsageError
 from offload.torch_internals import NO_TORCH_FUNCTION, make_subclass, make_wrapper, tree_map
 
 _OURS = ("source", "geometry")
-"""Attributes of a paged tensor; others are those of the parameter that it replaces."""
+"""Own attributes of a paged tensor; all others come from the parameter that it replaces."""
 
 
 class PagedBytes(Protocol):
@@ -42,7 +42,7 @@ class PagedBytes(Protocol):
 
 
 class PagedTensor(torch.Tensor):
-    """A tensor whose bytes are those of a frozen parameter, or some of them."""
+    """A tensor that stands for all or some bytes of a frozen parameter."""
 
     source: PagedBytes
     geometry: torch.Tensor
@@ -59,7 +59,8 @@ class PagedTensor(torch.Tensor):
         kwargs = kwargs or {}
         tensor = args[0] if args else None
         if func.is_view and isinstance(tensor, PagedTensor):
-            # Called by the code of another subclass, torch leaves functions whole that may copy, such as `to`.
+            # When the code of another subclass calls it, torch does not decompose functions that may copy, such as
+            # `to`.
             made = func.decompose(*args, **kwargs)
             if made is not NotImplemented:
                 return made
@@ -99,7 +100,7 @@ class PagedTensor(torch.Tensor):
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Does what `torch.Tensor.to` does; a parameter stays on its device, where the engine's config puts it."""
+        """Converts as `torch.Tensor.to` does; a parameter stays on its device, where the engine's config puts it."""
         made = torch.Tensor.to(self, *args, **kwargs)
         if self.original is not None and made.device != self.device:
             raise UsageError(
@@ -109,11 +110,11 @@ class PagedTensor(torch.Tensor):
         return made
 
     def cpu(self, *args: Any, **kwargs: Any) -> Any:
-        """Does what `torch.Tensor.cpu` does, with the error of `to`."""
+        """Converts as `torch.Tensor.cpu` does, with the error of `to`."""
         return self.to("cpu", *args, **kwargs)
 
     def cuda(self, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Does what `torch.Tensor.cuda` does, with the error of `to`."""
+        """Converts as `torch.Tensor.cuda` does, with the error of `to`."""
         return self.to("cuda" if device is None else device, *args, **kwargs)
 
     def _ordinary(self) -> torch.Tensor:
@@ -137,7 +138,7 @@ def paged(kind: type[PagedTensor], source: PagedBytes, geometry: torch.Tensor) -
 
 @functools.cache
 def paged_kind(original: type[nn.Parameter]) -> type[PagedTensor]:
-    """Returns a class of paged tensors that are parameters of class `original` to all who ask, by its name too."""
+    """Returns a class of paged tensors that passes for the parameter class `original`, also by its name."""
     return type(original.__name__, (PagedTensor, original), {"original": original, "__module__": original.__module__})
 
 

@@ -60,7 +60,7 @@ def is_under_engine(tensor: torch.Tensor) -> bool:
 
 # -- buffers -------------------------------------------------------------------------------------------
 #
-# Layers whose quantized weights are buffers, as those of GPTQ and AWQ: their buffers become frozen parameters.
+# Layers whose quantized weights are buffers, as in GPTQ and AWQ: the buffers become frozen parameters.
 #
 # The engine pages parameters. A buffer stays on the device for good.
 
@@ -141,8 +141,8 @@ class QuantizedTensors(Values):
 
         Args:
             model: the model, with the parameter.
-            in_place: True if the bytes are read from the model's own files. What is in memory already, such as a code
-                book, then moves to the device and stays there.
+            in_place: True if the bytes are read from the model's own files. Tensors that are in memory already, such as
+                a code book, then move to the device and stay there.
         """
         parameter, owner = model.get_parameter(self.segment.name), _owner(model, self.segment)
         tensors, starts = _inner(model, self.segment), inner_starts(self.segment.inner)
@@ -169,10 +169,10 @@ class QuantizedTensors(Values):
         torch.utils.swap_tensors(parameter, standin)
 
     def read(self, handle: ParamHandle) -> torch.Tensor:
-        """Returns a copy of a parameter that is a tensor by itself, such as one of integers or of scales.
+        """Returns a copy of a parameter that consists of one tensor, such as integers or scales.
 
         Raises:
-            UsageError: if it is made of several tensors, whose meaning its library alone knows.
+            UsageError: if it consists of several tensors, which only its library can interpret.
         """
         parameter = handle.parameter
         if isinstance(parameter, PagedTensor) and [field.name for field in self.segment.inner] == [OWN]:
@@ -183,17 +183,17 @@ class QuantizedTensors(Values):
         )
 
     def saved_keys(self, handle: ParamHandle, state: dict[str, Any], prefix: str, name: str) -> list[str]:
-        """Returns the keys of the parameter, and of what its module makes of it under other names, such as scales."""
+        """Returns the keys of the parameter and of tensors that its module derives from it, such as scales."""
         keys = last_keys(state, prefix)
         return [key for key in keys if f"{key}.".startswith(f"{prefix}{name}.") or isinstance(state[key], PagedTensor)]
 
     def saved(self, handle: ParamHandle, value: Any, copy: Callable[[], torch.Tensor]) -> Any:
-        """Returns a copy of what is paged out of `value`."""
+        """Returns `value` with copies in place of paged tensors."""
         return ordinary(value)
 
 
 class UnpackedWeights(Extension):
-    """Modules of bitsandbytes that do not pack weights anew for the CPU, as a Linear4bit does that evaluates there."""
+    """Modules of bitsandbytes that are kept from packing weights for the CPU, as a Linear4bit does in evaluation."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         """Stops the modules of the parameters `names` from packing."""
@@ -203,13 +203,13 @@ class UnpackedWeights(Extension):
             setattr(owner, _PACKS, False)
 
     def remove(self) -> None:
-        """Lets the modules pack again that did before."""
+        """Restores packing in the modules that packed before."""
         while self._packing:
             setattr(self._packing.pop(), _PACKS, True)
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor` on the CPU with copies of what is paged out of it, of torch's or the wrapper's class.
+    """Returns `tensor` on the CPU with copies in place of paged tensors, of torch's or the wrapper's class.
 
     Each inner tensor moves by itself: not every wrapper's class keeps its format when the wrapper is moved.
     """
@@ -224,7 +224,7 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rewrapped(tensor: torch.Tensor, prefix: str, made: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """Returns a wrapper like `tensor` around other tensors, or one of those if `tensor` is no wrapper.
+    """Returns a wrapper like `tensor` around other tensors, or the other tensor itself if `tensor` is no wrapper.
 
     Args:
         tensor: the wrapper.
