@@ -61,7 +61,7 @@ class _Order:
         self._first: dict[int, int] = {}
         """Position of each unit's first use."""
         self._following: list[int] = []
-        """For each position, that of the next use of the same unit; beyond the end it is in the repeated run."""
+        """For each position, the position of the unit's next use; a position beyond the end is in the repeated run."""
         self._next: dict[int, int] = {}
         """For each unit, the position of its next use at or after the cursor, counted in the same way."""
         self._expected: list[int] = []
@@ -70,7 +70,7 @@ class _Order:
         """For each expected unit whose backward has not begun: all units of the same `expect` call, and their group."""
 
     def expect(self, units: Sequence[int], group: Collection[int]) -> None:
-        """Predicts that `units` are the next uses of `group`; a run's next uses of the same units are in reverse."""
+        """Predicts that `units` are the next uses of `group`, and that the run then uses them in reverse order."""
         self._pass_over(group)
         self._expected = list(units)
         for unit in group:
@@ -172,7 +172,7 @@ class _Order:
         return next(filter(wanting, self._remaining()), None)
 
     def _remaining(self) -> Iterator[int]:
-        """Returns the uses that `upcoming` is about. Each decision asks for them, so no Python code runs for a use."""
+        """Returns the uses whose units `upcoming` yields. Fast, for each decision: no Python code runs for a use."""
         rest = itertools.islice(self.uses, self.cursor, None)
         again = itertools.islice(self.uses, self.cursor if self.wraps else 0)
         return itertools.chain(self._expected, rest, again)
@@ -221,7 +221,7 @@ class AccessOrder:
             self.unforeseen += 1
 
     def expect(self, units: Sequence[int], group: Collection[int]) -> None:
-        """Predicts that `units` are the next uses of `group` in the current run, and that those after are in reverse.
+        """Predicts that the current run next uses `units` of `group`, and that it then uses them in reverse order.
 
         Args:
             units: units of `group`, in the order of their uses.
@@ -289,7 +289,7 @@ class Eviction(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """Region [start, stop) for units that come and go, and the bytes of the largest unit besides the one to place."""
+    """Region [start, stop) for units that come and go, and the bytes of the largest unit except the one to place."""
 
     start: int
     stop: int

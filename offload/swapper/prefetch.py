@@ -110,7 +110,7 @@ class Prefetcher:
         self._host_cache.read_ahead(self._limits, self._watch, wait)
 
     def next_with_room(self) -> int:
-        """Returns the very next unit if it can be uploaded now: in a host buffer, with room on the device; else -1."""
+        """Returns the next unit if it can be uploaded now, from a host buffer and with room on the device; else -1."""
         unit = next(self._table.access_order.upcoming(), None)
         if unit is None or unit != self._next_upload():
             return -1
@@ -127,7 +127,7 @@ class Prefetcher:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Waits, without the lock, until no thread advances. None does in the body, even if that releases the lock."""
+        """Waits without the lock until no thread advances. None advances in the body, even if it releases the lock."""
         self._held += 1
         try:
             # calling thread: the wait ends. An upload ahead waits for no thread, and `advance` notifies at its end.
@@ -140,7 +140,7 @@ class Prefetcher:
     # -- other threads ------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Starts what has become possible, on a thread that does not run the model; see [Note: who starts what]."""
+        """Starts reads and uploads, on a thread that does not run the model; see [Note: who starts what]."""
         if self._all_stay or self._held or self._table.failure is not None:
             return
         # An upload releases the lock: `stopped` on another thread waits for this count to fall.
