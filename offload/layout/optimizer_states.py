@@ -313,7 +313,7 @@ def product_flops(layouts: Sequence[UnitLayout], rule: str, iterations: int) -> 
 
 
 def _flops(shape: tuple[int, ...]) -> float:
-    """Returns the operations of an iteration on a matrix; a layer whose size alone is known is 12 squares."""
+    """Returns the operations of one iteration on a matrix; a layer of known size only counts as 12 squares."""
     if len(shape) != 2:
         # A decoder layer has four squares in attention, and an MLP of eight.
         return 12 * 6 * float((shape[0] / 12) ** 1.5)

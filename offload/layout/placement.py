@@ -369,7 +369,7 @@ def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
 
 
 def _matrix_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
-    """Returns the bytes of a tile that holds any matrix, or else elements that are in none, in tiles as of others."""
+    """Returns the bytes of a tile that holds any matrix, and at least the usual number of other elements."""
     spilled = parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0
     matrix = 0
     for unit_mode in _modes(parts, mode):
@@ -441,7 +441,7 @@ _WINDOW_NBYTES = 32 * MIB
 
 
 class HostNeed(NamedTuple):
-    """Bytes of each class of host buffers for given tiers: the least that works, and the most that is useful."""
+    """Bytes of each class of host buffers for given tiers: the smallest that work, and the largest useful ones."""
 
     least: HostBudget
     most: HostBudget
@@ -533,7 +533,7 @@ def _disk_weights(parts: Partitions, tiers: TierMap) -> list[tuple[int, int]]:
 
 
 _FEW = 1 << 16
-"""Elements of a tile below which its own work is longer than that of its elements, as measured on two cores."""
+"""Elements of a tile whose fixed work takes as long as the work on the elements, as measured on two cores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -734,7 +734,7 @@ def _fitting_tiers(
 def _budget_error(
     request: PlacementRequest, mode: Mode, budget: int, machine: MachineMemory, least: HostBudget
 ) -> BudgetError:
-    """Returns the error that names the budget, the smallest one that works, and the classes of the latter (`least`)."""
+    """Returns the error that names the budget, the smallest working budget, and the latter's classes (`least`)."""
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
     more = "" if machine.drives else "move states to nvme, or "
     pipeline = "a smaller sub_group_size lowers this"
