@@ -285,7 +285,7 @@ class UnitLayout(NamedTuple):
 
     @property
     def values_stop(self) -> int:
-        """End of the elements that are values: start of bytes of others and of blocks; `numel` if there are none."""
+        """End of the elements that are values: libraries' bytes and blocks begin there; `numel` if there are none."""
         return min((segment.start for segment in self.segments if segment.form or segment.inner), default=self.numel)
 
     @property
@@ -460,7 +460,7 @@ class SegmentShard(NamedTuple):
     position: int
     """Index of the first element in the parameter."""
     start: int
-    """Index of the first element in the rank's partition of WEIGHT, or of any state if the parameter is trainable."""
+    """Index of the first element in the rank's WEIGHT partition; if trainable, in the partition of each state."""
     numel: int
 
 

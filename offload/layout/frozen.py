@@ -82,7 +82,7 @@ def is_of_bitsandbytes(parameter: nn.Parameter) -> bool:
 
 
 def waits_for_quantization(parameter: nn.Parameter) -> bool:
-    """Returns True for a parameter of bitsandbytes that has its values still, since it was never moved to a device."""
+    """Returns True for a parameter of bitsandbytes that still holds its values: it was never moved to a device."""
     if not is_of_bitsandbytes(parameter):
         return False
     if hasattr(parameter, "quant_state"):
@@ -96,7 +96,7 @@ def is_packed(parameter: nn.Parameter) -> bool:
 
 
 def inner_tensors_of(parameter: nn.Parameter, owner: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the inner tensors of an opaque parameter, by names that say where they are; some may be the same one.
+    """Returns the inner tensors of an opaque parameter, by the paths of their attributes; some may be one tensor.
 
     Args:
         owner: the module that owns the parameter. After a forward, the owner of `Int8Params` keeps tensors of the
@@ -122,7 +122,7 @@ def _flattened(tensor: torch.Tensor, prefix: str) -> Iterator[tuple[str, torch.T
 
 
 def holders(parameter: nn.Parameter, owner: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the objects that hold tensors of a parameter as attributes, each with the prefix of their names."""
+    """Yields (prefix of the names, object) for each object whose attributes hold tensors of a parameter."""
     yield "", parameter
     state, prefix = getattr(parameter, "quant_state", None), "quant_state."
     # Double quantization: the scales are quantized too, and have a state of their own.
@@ -365,7 +365,7 @@ def write_blocks(form: str, pieces: Iterable[torch.Tensor], memory: torch.Tensor
 
 
 def frozen_notices(form: str | None, layouts: Sequence[UnitLayout], itemsize: int) -> tuple[str, ...]:
-    """Returns a line on the frozen weights that are stored as blocks, or on why there are none."""
+    """Returns a line for the user: which frozen weights are stored as blocks, or why there are none."""
     as_bytes = _bytes_notices(layouts, itemsize)
     if form is None:
         return as_bytes
