@@ -185,7 +185,7 @@ class IoFuture:
 
     def _failure(self, error: int) -> IoError:
         """Returns the `IoError` for errno `error`. For a striped file the error names the drive's file, if known."""
-        if error == errno.EBADMSG or not self._nbytes:  # a checksum covers the whole request; no bytes have no place
+        if error == errno.EBADMSG or not self._nbytes:  # a checksum covers all; empty requests have no file
             return IoError(self._file.path, self._offset, self._nbytes, error, self._operation)
         at = self._file.pieces(self._offset, self._nbytes)[self._flight.failed_piece]
         return IoError(at.owner.path, at.offset, at.nbytes, error, self._operation)

@@ -79,7 +79,7 @@ class Sum:
         of autograd, of as many elements, and of a dtype that the kernels add."""
 
     def accumulate(self, grad: torch.Tensor, *, add: bool) -> float:
-        """Calls `accumulate` of this module with this memory as `out`, and returns its result."""
+        """Sets this memory to `grad`, or adds `grad` to it, and returns the sum of squares; see `accumulate` below."""
         return _native.accumulate(
             self._address,
             self._element,

@@ -310,7 +310,7 @@ def decode_moments(
 def _coded(
     codes: torch.Tensor, scales: torch.Tensor, moment: int, numel: int, offset: int
 ) -> tuple[int, int, int, bool]:
-    """Returns a moment as the native code takes it: codes, first scale, distance of two scales, whether roots."""
+    """Returns a moment's native arguments: addresses of codes and scales, distance of scales, True for roots."""
     blocks, moments = blocks_of(offset + numel), scales.shape[-1]
     if tuple(scales.shape) != (blocks, moments) or not 0 <= moment < moments or not 0 <= offset < BLOCK:
         raise ValueError(
