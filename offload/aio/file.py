@@ -230,12 +230,12 @@ class DirectFile:
 #     at once      2 S / m
 #     in windows   S / r + S / w + 2 T
 #
-# where T is the time of a turn: the blocks of one direction end before those of the other one start, so the drive falls
-# idle for about as long as it takes to move four blocks. A window has twice the bytes that a queue has in flight by
-# default. With a smaller window, the queue is never full for long. On the measured drive, windows as large as the bytes
-# in flight cost a twentieth of the speed, and windows half as large a third (docs/benchmarks/2026-11-io.md). Two turns
-# cost at most an eighth of their windows, whatever the drive's speed. A request waits for a window of the other
-# direction about twice as long as it waits for a full queue; urgent requests do not wait for it.
+# where T is the time of a turn: the blocks of one direction end before the blocks of the other direction start, so the
+# drive falls idle for about as long as it takes to move four blocks. A window has twice the bytes that a queue has in
+# flight by default. With a smaller window, the queue is never full for long. On the measured drive, windows as large as
+# the bytes in flight cost a twentieth of the speed, and windows half as large a third (docs/benchmarks/2026-11-io.md).
+# Two turns cost at most an eighth of their windows, whatever the drive's speed. A request waits for a window of the
+# other direction about twice as long as it waits for a full queue; urgent requests do not wait for it.
 
 
 WINDOW_BYTES = 128 * MIB

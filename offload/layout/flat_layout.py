@@ -307,7 +307,7 @@ class UnitLayout(NamedTuple):
 
     @property
     def used_numel(self) -> int:
-        """Elements that a use of the unit reads: those of its weights, without the elements of blocks."""
+        """Elements that a use of the unit reads: the elements of its weights, without the elements of blocks."""
         return self.blocks_start + self.device_numel - self.numel
 
     def packed_numel(self, rank: int = 0) -> int:

@@ -435,8 +435,8 @@ def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:
         by: the division; or only names of units, for the default division with these names.
 
     Raises:
-        ConfigError: no module and no class of a module has one of the names, or the config keeps a parameter that
-            stacks experts in fp32.
+        ConfigError: a name matches no module and no class of a module, or the config keeps a parameter that stacks
+            experts in fp32.
     """
     division = by if isinstance(by, Division) else Division(by)
     cut = cut_stacks(model, division.experts, division.rule)

@@ -83,7 +83,7 @@ def find_units(
         in_fp32: names of parameters that stay in fp32; see `parameters_in_fp32`.
 
     Raises:
-        ConfigError: no module and no class of a module has one of the names in `named`.
+        ConfigError: a name in `named` matches no module and no class of a module.
     """
     modules = dict(model.named_modules())
     candidates = _candidates(modules, named)
@@ -214,7 +214,7 @@ def parameters_in_fp32(model: nn.Module, wanted: Literal["auto"] | Sequence[str]
             a class of modules.
 
     Raises:
-        ConfigError: nothing with floating-point parameters has one of the names.
+        ConfigError: a name matches nothing with floating-point parameters.
     """
     names = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     if wanted == "auto":

@@ -388,7 +388,7 @@ class SpeculativeWeights:
                 entry.uploaded.wait()
                 self._device.copy(destination, source)
             else:
-                # Not `copy_`, which would start a team of threads for this thread, next to those of the kernels.
+                # Not `copy_`, which would start a team of threads for this thread, next to the kernels' team.
                 ctypes.memmove(destination.data_ptr(), source.data_ptr(), destination.nbytes)
         finally:
             with self._lock:

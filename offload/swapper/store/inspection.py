@@ -58,7 +58,7 @@ class Commit(NamedTuple):
 
     @property
     def contents(self) -> dict[str, torch.Tensor]:
-        """Returns the engine's tensors, without those of the store."""
+        """Returns the engine's tensors, without the store's own tensors."""
         return {} if self.blob is None else self.blob.contents()
 
     @property
