@@ -421,9 +421,6 @@ class WarmupCosineLR(Schedule):
         return params.cos_min_ratio + (1 - params.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2
 
 
-logger = logging.getLogger("offload")
-
-
 class OneCycle(Schedule):
     """A cycle from one learning rate up to another and back, with the momentum (betas[0]) reversed; then a decay.
 

@@ -1,4 +1,4 @@
-"""The choice of a backend for a queue: io_uring, libaio or threads, with the reason for each refusal."""
+"""Chooses the backend for a queue, io_uring, libaio or threads, and explains each refusal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DESCRIPTORS = "this process has no free file descriptor (ulimit -n)"
 
 
 class OpenedBackend(NamedTuple):
-    """The backend that was opened, messages with the reason why each earlier one was refused, shape and window."""
+    """The opened backend, messages with the reason for the refusal of each earlier backend, shape and window."""
 
     backend: str
     refusals: tuple[str, ...]
@@ -59,8 +59,8 @@ def open_native(
         threads: number of driver threads; None for the backend's default.
         depth: blocks in flight for each thread; None for the backend's default.
         block_bytes: bytes of a block; None for the backend's default.
-        window_bytes: bytes of one direction before the other's turn, at least twice what is in flight; 0 to read and
-            write at once.
+        window_bytes: bytes that move in one direction before the other direction's turn, at least twice the bytes in
+            flight; 0 to read and write at once.
 
     Returns:
         The queue, owned by the caller, and a description of the choice.
@@ -71,10 +71,10 @@ def open_native(
     if backend != "auto" and backend not in BACKENDS:
         raise ConfigError(f"there is no I/O backend {backend!r}: expected auto, {', '.join(BACKENDS)}")
     refusals: list[str] = []
-    # Opening a queue is the only reliable test: seccomp filters, sysctls and limits show only in the system call.
+    # Opening a queue is the only reliable test: only the system call reveals seccomp filters, sysctls and limits.
     for name in BACKENDS if backend == "auto" else (backend,):
         shape = _shape(name, threads, depth, block_bytes)
-        # A smaller window than what is in flight would keep the queue from ever being full.
+        # With a window smaller than the bytes in flight, the queue would never be full.
         window = max(window_bytes, 2 * shape.in_flight_bytes) if window_bytes else 0
         try:
             return Queue(name, *shape, window), OpenedBackend(name, tuple(refusals), shape, window)

@@ -22,7 +22,7 @@ _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def open_new(path: str, flags: int, mode: int) -> int:
-    """Opens a file that must not exist yet, as an `opener` of `DirectFile`: a name that is taken is another's file."""
+    """Opens a file that must not exist yet: an existing file is somebody else's. An `opener` for `DirectFile`."""
     return os.open(path, flags | os.O_CREAT | os.O_EXCL, mode)
 
 
@@ -39,7 +39,7 @@ class Descriptors:
         self.buffered = self.direct = -1  # none
 
     def close(self) -> None:
-        """Closes both descriptors now. No request may use them, which also holds in a forked child."""
+        """Closes both descriptors now. No request may use them; a forked child has no requests."""
         # Cleared before the calls: a second close must not close numbers that the kernel has given to another file.
         numbers, self.buffered, self.direct = (self.direct, self.buffered), -1, -1
         for descriptor in numbers:
@@ -71,7 +71,8 @@ class DirectFile:
         path: path of the file. A symbolic link in the last component is refused.
         create: create the file, with mode 0600, if it is missing. An existing file is never truncated.
         writable: open for reading and writing; otherwise for reading only.
-        opener: opens the file, as that of Python's `open`, and receives its mode too. It may refuse more files.
+        opener: opens the file, like the `opener` of Python's `open`, but also receives the mode. It may refuse further
+            files.
 
     Raises:
         IoError: the file cannot be opened.
@@ -215,7 +216,7 @@ class DirectFile:
 
     def _error(self, error: OSError, nbytes: int, operation: str) -> IoError:
         io_error = IoError(self.path, 0, nbytes, error.errno or errno.EIO, operation)
-        io_error.strerror = error.strerror  # an opener may know more than the system's words
+        io_error.strerror = error.strerror  # an opener's text may be more specific than the system's
         return io_error
 
 
@@ -223,27 +224,28 @@ class DirectFile:
 #
 # The choice between reads and writes at once, and windows of one direction after the other. Pure functions.
 #
-# Let a drive read r and write w bytes a second alone, and move m in all when half of the bytes are read and half
-# written at once. Equal numbers of bytes S in each direction take
+# Let r be the bytes a second of a drive that only reads, w of a drive that only writes, and m in all if it reads and
+# writes equal numbers of bytes at once. To move S bytes in each direction takes
 #
 #     at once      2 S / m
 #     in windows   S / r + S / w + 2 T
 #
-# where T is the time of a turn: the blocks of one direction end before those of the other one start, so the drive falls
-# idle for about as long as it takes to move four blocks. A window is twice as much as a queue has in flight by default.
-# With less, the queue is never full for long: on the drive that was measured, windows as large as what is in flight
-# cost a twentieth of the speed, and half as large ones a third (docs/benchmarks/2026-11-io.md). Two turns cost at most
-# an eighth of their windows, whatever the drive's speed. A request waits for a window of the other direction about
-# twice as long as it waits for a full queue; urgent requests do not wait for it.
+# where T is the time of a turn: the blocks of one direction end before the blocks of the other direction start, so the
+# drive falls idle for about as long as it takes to move four blocks. A window has twice the bytes that a queue has in
+# flight by default. With a smaller window, the queue is never full for long. On the measured drive, windows as large as
+# the bytes in flight cost a twentieth of the speed, and windows half as large a third (docs/benchmarks/2026-11-io.md).
+# Two turns cost at most an eighth of their windows, whatever the drive's speed. A request waits for a window of the
+# other direction about twice as long as it waits for a full queue; urgent requests do not wait for it.
 
 
 WINDOW_BYTES = 128 * MIB
-"""Bytes of a window on one drive: twice the default of what is in flight, 32 blocks of 2 MiB."""
+"""Bytes of a window on one drive: twice the default bytes in flight, which are 32 blocks of 2 MiB."""
 _TURN_BYTES = 8 * MIB
 """Bytes that the drive could have moved in the idle time of a turn, in its slower direction: four blocks."""
 _GAIN = 0.2
-"""Least fraction of the time that windows must save. Probes of one drive differ, and an update does not always have a
-window of requests: where windows gained nothing, it took 3 to 20 % longer in them (docs/benchmarks/2026-11-io.md)."""
+"""Least fraction of the time that windows must save. Probes of one drive differ, and an update does not always have
+requests for a whole window. On drives where windows gained nothing, an update took 3 to 20 % longer in windows
+(docs/benchmarks/2026-11-io.md)."""
 
 
 class DirectionRates(Protocol):
@@ -259,7 +261,7 @@ class DirectionRates(Protocol):
 
     @property
     def mixed(self) -> float:
-        """Half of the bytes read and half written at once, in all."""
+        """All bytes, if half of them are read and half written at once."""
 
 
 def seconds_at_once(rates: DirectionRates) -> float:
@@ -274,7 +276,7 @@ def seconds_in_windows(rates: DirectionRates) -> float:
 
 
 def rate_of_both(rates: DirectionRates) -> float:
-    """Returns the bytes a second that a drive moves in all, reading and writing equal parts in the better order."""
+    """Returns the bytes a second that a drive moves in all, if it reads and writes equal parts in the better order."""
     seconds = seconds_in_windows(rates) if window_bytes([rates]) else seconds_at_once(rates)
     return 2 * WINDOW_BYTES / seconds
 
@@ -282,8 +284,8 @@ def rate_of_both(rates: DirectionRates) -> float:
 def window_bytes(drives: Sequence[DirectionRates]) -> int:
     """Returns the bytes of a window for a queue over `drives`; 0 if it should read and write at once.
 
-    Files are striped, so a request keeps all drives busy and the queue has one direction for all of them. It goes in
-    windows if that saves a fifth of the time on each drive, or more.
+    Files are striped, so a request keeps all drives busy and the queue has one direction for all of them. It uses
+    windows if they save at least a fifth of the time on each drive.
 
     Args:
         drives: rates of the queue's drives; none of them means that they are unknown.
@@ -299,7 +301,7 @@ def window_bytes(drives: Sequence[DirectionRates]) -> int:
 
 
 _MOST_STRIPES = 32
-"""Most stripes of a row for up to 8 drives: two drives get bytes within 3 % of any ratio up to 31 to 1."""
+"""Most stripes of a row for up to 8 drives. The bytes of two drives are within 3 % of any ratio up to 31 to 1."""
 
 
 class Layout(NamedTuple):
@@ -382,7 +384,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
         return tuple(max(1, round(weight / total * stripes)) for weight in weights)
 
     def slowest(whole: tuple[int, ...]) -> float:
-        """Returns the time of the drive that ends last, as a multiple of the time with exact weights."""
+        """Returns the time of the slowest drive, as a multiple of the time with exact weights."""
         return max(share / sum(whole) * total / weight for share, weight in zip(whole, weights, strict=True))
 
     # Rows of every length up to the bound. Rounding can exceed the bound, as each file gets at least one stripe.
@@ -396,7 +398,7 @@ class StripedFile:
     """One logical file striped over a file on each of several drives, for an `IoQueue`.
 
     The parts of a request go to their drives at once. Some of the files may support O_DIRECT and others not. Closing
-    and errors are as for `DirectFile`; an `IoError` names the file of the drive, for a wrong checksum all files.
+    and errors are as for `DirectFile`. An `IoError` names the file of the drive; for a wrong checksum, all files.
 
     The layout is not recorded on the drives. To open the file again, pass the same paths in the same order with
     `layout.weights` and `layout.stripe_bytes`.

@@ -111,7 +111,7 @@ class IoFuture:
         if os.getpid() != self._pid:
             raise of_the_parent(self._pid)
         if timeout is None:
-            # One call, if the drive answers: a line for the user is made only once it has not for a while.
+            # One call, if the drive answers. The line for the user is made only if it does not answer for a while.
             wait_aloud(lambda seconds: self._flight.wait(seconds) != _TIMED_OUT, self._request)
         error = self._flight.wait(0.0 if timeout is None else max(timeout, 0.0))
         if error == _TIMED_OUT:
@@ -133,9 +133,9 @@ class IoFuture:
         return self._flight.crc
 
     def page_crcs(self) -> bytes:
-        """Returns the CRC-32C of the request's bytes in each page of the file, 4 bytes each. Waits for the request.
+        """Returns the CRC-32Cs, of 4 bytes, of the request's bytes in each page of the file. Waits for the request.
 
-        Pages are counted from that of the first byte. The first and the last one may be parts of pages.
+        The first page is the page of the first byte. The request may cover only parts of the first and the last page.
 
         Raises:
             ValueError: the request was made without `checksum`.
@@ -149,7 +149,7 @@ class IoFuture:
     def add_done_callback(self, function: Callable[[IoFuture], object]) -> None:
         """Calls `function(self)` once the request has ended.
 
-        If the request has ended already, the calling thread runs the function immediately; within another callback,
+        If the request has ended already, the calling thread runs the function immediately, or within another callback,
         right after that callback. Otherwise a thread of the queue runs it. That thread runs all callbacks of the queue
         one after another. Exceptions of callbacks are logged.
 
@@ -185,7 +185,7 @@ class IoFuture:
 
     def _failure(self, error: int) -> IoError:
         """Returns the `IoError` for errno `error`. For a striped file the error names the drive's file, if known."""
-        if error == errno.EBADMSG or not self._nbytes:  # a checksum covers the whole request; no bytes have no place
+        if error == errno.EBADMSG or not self._nbytes:  # a checksum covers all; empty requests have no file
             return IoError(self._file.path, self._offset, self._nbytes, error, self._operation)
         at = self._file.pieces(self._offset, self._nbytes)[self._flight.failed_piece]
         return IoError(at.owner.path, at.offset, at.nbytes, error, self._operation)
@@ -261,7 +261,7 @@ class Callbacks:
                 with self._lock:
                     future = self._announced.pop(tag)
                     functions, future._waiting = future._waiting or [], None
-                future.done()  # hands the buffer back to its owner before a callback may reuse it
+                future.done()  # returns the buffer to its owner before a callback may reuse it
                 for function in functions:
                     _call(future, function)
 

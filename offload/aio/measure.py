@@ -48,7 +48,7 @@ def move(queue: IoQueue, file: File, buffer: memoryview, operation: str, request
         queue: the queue that moves the bytes.
         file: a file of at least `len(buffer)` bytes.
         buffer: source or destination, owned by the caller; must not be used until the call returns.
-        operation: "read", "write" or "mixed": a read and a write in turns, of one priority.
+        operation: "read", "write" or "mixed": alternating reads and writes, of one priority.
         request_bytes: bytes of each request; the last one may be shorter.
 
     Returns:
@@ -58,8 +58,8 @@ def move(queue: IoQueue, file: File, buffer: memoryview, operation: str, request
         IoError: a request failed.
     """
     cpu, start = _cpu_seconds(), time.perf_counter()
-    # A write's own priority would let eight blocks be read for each one written, and the drive would never do both by
-    # halves.
+    # With the usual priority of writes, the queue would read eight blocks for each block that it writes, not equal
+    # parts.
     writes = Priority.NORMAL if operation == "mixed" else Priority.BACKGROUND
     futures = []
     for index, at in enumerate(range(0, len(buffer), request_bytes)):
@@ -112,7 +112,7 @@ def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MI
 
 
 def remove(path: Path) -> None:
-    """Removes a file that may never have been created. Errors are ignored: an earlier error is the one to report."""
+    """Removes a file that may never have been created. Ignores errors: the caller reports an earlier error."""
     with contextlib.suppress(OSError):
         path.unlink()
 

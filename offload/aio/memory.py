@@ -19,7 +19,7 @@ _MBIND = {"x86_64": 237, "aarch64": 235}
 """System call numbers of mbind, which has no wrapper in the C library."""
 _MPOL_PREFERRED = 1
 _NODES = 1024
-"""Largest number of NUMA nodes that Linux can be built for: NODES_SHIFT is at most 10."""
+"""Largest number of NUMA nodes that a Linux kernel supports: NODES_SHIFT is at most 10."""
 
 
 def aligned_empty(nbytes: int) -> memoryview:
@@ -43,7 +43,7 @@ def aligned_empty(nbytes: int) -> memoryview:
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages: slower, not wrong
         mapping.madvise(mmap.MADV_HUGEPAGE)
         # The last page, which follows the buffer, has the opposite setting. Otherwise the kernel would merge this
-        # mapping with an adjacent one, and `huge_page_share` could not count the huge pages of each.
+        # mapping with an adjacent one, and `huge_page_share` could not count the huge pages of one mapping.
         mapping.madvise(mmap.MADV_NOHUGEPAGE, room + _HUGE_PAGE - _SYSTEM_PAGE, _SYSTEM_PAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE
     _mappings.add(mapping)
@@ -51,7 +51,7 @@ def aligned_empty(nbytes: int) -> memoryview:
 
 
 def release_pages(buffer: memoryview) -> None:
-    """Gives the pages that `buffer` covers completely back to the system. They read as zero afterwards.
+    """Returns the pages that `buffer` covers completely to the system. The pages read as zeros afterwards.
 
     Args:
         buffer: memory of `aligned_empty`, or a part of it; the caller still owns the memory.
@@ -62,7 +62,7 @@ def release_pages(buffer: memoryview) -> None:
 
 
 def release_pages_at(address: int, nbytes: int) -> None:
-    """Does as `release_pages` for a range of such memory, given by its address.
+    """Returns the pages of a range to the system, like `release_pages`, for a range that is given by its address.
 
     Args:
         address: first byte, mapped by this process.
@@ -79,12 +79,12 @@ def release_pages_at(address: int, nbytes: int) -> None:
 
 
 def release_heap() -> None:
-    """Returns memory that was allocated by malloc and freed to the kernel, where the C library can. See malloc_trim(3).
+    """Returns freed memory of malloc to the kernel, if the C library can do that. See malloc_trim(3).
 
-    glibc takes blocks of up to 32 MiB from its heap once as large ones were freed, as tensors of a few million elements
-    are. What is freed below a block in use stays resident.
+    Once blocks of up to 32 MiB were freed, such as tensors of a few million elements, glibc takes blocks of this size
+    from its heap. Memory that is freed below a block in use stays resident.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
 

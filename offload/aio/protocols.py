@@ -40,7 +40,7 @@ class Queue(Protocol):
 def wait_for_all(futures: Iterable[Pending]) -> None:
     """Waits until every request has ended, so that its buffer may be freed. Errors of the requests are ignored.
 
-    Called after an error, which is the one to report, or where nobody needs the bytes any more.
+    Called after an error that the caller reports, or when nobody needs the bytes any more.
     """
     for future in futures:
         with contextlib.suppress(OSError):

@@ -47,10 +47,11 @@ class IoQueue:
     only its own request. A queue belongs to the process that made it; a forked child must not use it.
 
     Any C-contiguous buffer will do; for a read it must be writable. The queue owns the buffer from the call until the
-    request is done: until then do not change the source of a write, and neither read nor change that of a read.
+    request is done: until then do not change the source of a write, and neither read nor change the destination of a
+    read.
 
     The attribute `backend` names the backend in use; `refusals` explains why each earlier candidate was refused. An
-    argument that is None takes the value that was fastest on the drives that were measured.
+    argument of None selects the value that was fastest on the measured drives.
 
     Args:
         backend: "io_uring", "libaio", "threads" (pread and pwrite), or "auto": the first of these that the system
@@ -59,9 +60,9 @@ class IoQueue:
         depth: blocks in flight for each thread. A thread of "threads" moves one block at a time, so `depth` makes more
             threads of that backend, at most 16.
         threads: number of native threads.
-        window_bytes: bytes of one direction that go before requests of the other direction have their turn, for a
-            drive that is slower when it reads and writes at once; urgent requests never wait for a turn. Raised to
-            twice the bytes in flight. None or 0: both directions at once.
+        window_bytes: for a drive that is slower when it reads and writes at once: the bytes that move in one direction
+            before the other direction's turn. Urgent requests never wait for a turn. Raised to at least twice the bytes
+            in flight. None or 0: both directions at once.
 
     Raises:
         ValueError: a number is out of range.
@@ -96,7 +97,7 @@ class IoQueue:
         self.window_bytes = chosen.window_bytes
         self._callbacks = Callbacks(self._queue)
         self._closed, self._opened = False, True
-        # A weak set: being listed for `_close_all` does not keep a queue alive.
+        # A weak set: the list for `_close_all` does not keep a queue alive.
         _open_queues.add(self)
 
     def read(
@@ -156,7 +157,7 @@ class IoQueue:
         return self._submit("write", file, offset, buffer, priority, checksum, None)
 
     def check(self, operation: str, offset: int, buffer: Buffer) -> tuple[memoryview, int]:
-        """Checks what `read` and `write` check of a request, except for its file, which need not be open yet.
+        """Checks a request like `read` and `write`, except for its file, which need not be open yet.
 
         Args:
             operation: "read" or "write".
@@ -181,10 +182,10 @@ class IoQueue:
         return view, offset
 
     def register(self, *things: Buffer | DirectFile | StripedFile) -> int:
-        """Registers memory and files that many requests will use with the kernel, until the queue is closed.
+        """Registers with the kernel memory and files that many requests will use, until the queue is closed.
 
-        So the kernel need not look them up for each block. Waits for the blocks that are in flight.
-        Only io_uring registers; other backends accept the call without effect, which costs speed alone.
+        The kernel then need not look them up for each block. Waits for the blocks that are in flight. Only io_uring
+        registers; other backends accept the call without effect and are only slower.
 
         Args:
             things: files, and buffers. From now on all pages of the buffers are resident, pinned and counted against
@@ -220,9 +221,9 @@ class IoQueue:
         return self._queue.moved_bytes(True)
 
     def latency(self, operation: str, fraction: float) -> float:
-        """Returns the seconds within which a fraction of all blocks ended; 0 if none has.
+        """Returns the seconds within which a fraction of all blocks ended; 0 if no block has ended.
 
-        The resolution is an eighth of an octave (9 %). Time counts from when the kernel gets a block.
+        The resolution is an eighth of an octave (9 %). The time of a block starts when the kernel gets it.
 
         Args:
             operation: "read" or "write".

@@ -1,7 +1,7 @@
 """Lines for the user about a drive that does not answer: a hung NFS server, a frozen file system, an SSD that dies.
 
-Whoever waits for a request of the queue waits with a limit, and says so when the limit has passed. A system call such
-as fdatasync has no limit, so another thread speaks while it lasts.
+A thread that waits for a request of the queue waits with a limit, and logs a line when the limit has passed. A system
+call such as fdatasync has no limit, so another thread logs the lines in the meantime.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ NOTICE_S = 30.0
 AGAIN_S = 60.0
 """Seconds between two lines."""
 _here = threading.local()
-"""Whether a thread that waits has one that speaks for it."""
+"""Whether another thread logs lines for this thread already."""
 
 
 def wait_aloud(ended: Callable[[float], bool], request: Callable[[], str]) -> None:
-    """Waits until a request has ended, with a line after 30 s and every minute from then on.
+    """Waits until a request has ended, and logs a line after 30 s and every minute from then on.
 
     Args:
         ended: waits for the request at most this number of seconds; returns True if it has ended.
-        request: returns the name of the request, with its file. Called for a line only.
+        request: returns the name of the request, with its file. Called only for a line.
     """
     began = time.monotonic()
     if ended(NOTICE_S):
@@ -43,10 +43,10 @@ def wait_aloud(ended: Callable[[float], bool], request: Callable[[], str]) -> No
 
 @contextlib.contextmanager
 def aloud(request: Callable[[], str]) -> Iterator[None]:
-    """Says on another thread that a system call in the context has not ended, as `wait_aloud` does.
+    """Logs lines, like `wait_aloud`, from another thread while a system call in the context has not ended.
 
-    Costs the start of a thread, so it belongs around calls that wait for a drive anyway, several together. Inside of
-    another such context it does nothing: that one speaks.
+    The context starts a thread, so use it only around calls that wait for a drive anyway, and around several together.
+    Inside of another such context it does nothing: the outer one logs the lines.
 
     Args:
         request: returns the name of the call that is under way, with its file. Called on the other thread.
@@ -58,7 +58,7 @@ def aloud(request: Callable[[], str]) -> Iterator[None]:
     thread = threading.Thread(target=wait_aloud, args=(over.wait, request), name="offload-unanswered", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # no thread can be started, as at the end of Python: no line is worth a commit
+    except RuntimeError:  # no thread can start, as at the end of Python; the call itself must not fail
         yield
         return
     _here.speaks = True
@@ -71,7 +71,7 @@ def aloud(request: Callable[[], str]) -> Iterator[None]:
 
 
 def sync(descriptor: int, path: object) -> None:
-    """Makes the bytes of a file, or the names in a folder, durable, and says so while the drive does not answer.
+    """Makes the bytes of a file, or the names in a folder, durable, and logs lines while the drive does not answer.
 
     Raises:
         OSError: If they may not be durable.

@@ -68,7 +68,7 @@ _native.configure(isa_from(os.environ, _native.supported_isas()), threads_from(o
 
 
 def leave_cores() -> None:
-    """Leaves a core or two to the threads that give work to a device beside the CPU; see `threads_beside_device`.
+    """Leaves a core or two to the threads that give work to another device than the CPU; see `threads_beside_device`.
 
     Applies to the entire process, from the next call of a kernel on. Does nothing if OFFLOAD_THREADS is set. Results
     keep their bits.

@@ -1,11 +1,11 @@
-"""Block formats of frozen weights, and of what ranks send: codes of 4 or 8 bits, with a scale for each block of values.
+"""Block formats of frozen weights, and of values that ranks send: codes of 4 or 8 bits, with a scale for each block.
 
     nf4     64 values in 34 bytes: 32 of codes, the first value of each byte in its high bits, and a scale in bf16
     int8    128 values in 130 bytes: 128 signed codes, and a scale in bf16
 
-The scale is the largest magnitude of the block; weights in bf16 lose nothing of it. Blocks follow one another, so a
-range of blocks is a range of bytes. The code book of nf4 is that of QLoRA (arXiv 2305.14314): quantiles of a normal
-distribution. A value is one product in fp32, rounded to the dtype of the weights: the same bits on every processor.
+The scale is the largest magnitude of the block, exact for weights in bf16. Blocks follow one another, so a range of
+blocks is a range of bytes. nf4 uses the code book of QLoRA (arXiv 2305.14314): quantiles of a normal distribution. A
+value is one product in fp32, rounded to the dtype of the weights: the same bits on every processor.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ BLOCK_FORMATS = {
 def quantize(form: BlockFormat, values: torch.Tensor, blocks: torch.Tensor) -> None:
     """Writes the codes and scales of `values` into `blocks`.
 
-    Each code is the one whose value is nearest; between two as near it is the lower one of nf4, the even one of int8. A
-    block that contains inf or NaN becomes NaN.
+    Each code is the code with the nearest value. Of two equally near codes it is the lower one in nf4, the even one in
+    int8. A block that contains inf or NaN becomes NaN.
 
     Args:
         form: the format.
@@ -131,7 +131,7 @@ def _pairs(device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def _quantize_by_torch(form: BlockFormat, values: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Does what `quantize` does to int8, with torch's operations: for accelerators, on the current stream."""
+    """Quantizes to int8 like `quantize`, but with torch's operations: for accelerators, on the current stream."""
     assert form.name == "int8", "weights are stored as nf4 by the CPU alone"
     rows = blocks.view(-1, form.nbytes)
     largest = torch.finfo(torch.bfloat16).max
@@ -144,7 +144,7 @@ def _quantize_by_torch(form: BlockFormat, values: torch.Tensor, blocks: torch.Te
         # The largest finite values of fp32 would round to infinity.
         scale = torch.where(scale.isinf() & most.isfinite(), largest, scale.float())
         share = torch.where(scale > 0, part / scale, 0.0) * 127.0
-        # A share is a NaN where inf is divided by inf; its code may be any, since the scale makes its value a NaN.
+        # inf divided by inf is a share of NaN. Its code does not matter, since the scale makes the value a NaN.
         codes = share.nan_to_num(0.0).clamp_(-127.0, 127.0).round_()
         into[:, :-_SCALE_NBYTES].copy_(codes.to(torch.int8).view(torch.uint8))
         into[:, -_SCALE_NBYTES:].copy_(scale.bfloat16().view(torch.uint8))
@@ -152,7 +152,7 @@ def _quantize_by_torch(form: BlockFormat, values: torch.Tensor, blocks: torch.Te
 
 @torch.no_grad()
 def _dequantize_by_torch(form: BlockFormat, blocks: torch.Tensor, values: torch.Tensor) -> None:
-    """Does what `dequantize` does, with torch's operations: for accelerators, on the current stream."""
+    """Dequantizes like `dequantize`, but with torch's operations: for accelerators, on the current stream."""
     numel = values.numel()
     rows = blocks.view(-1, form.nbytes)
     pairs = _pairs(values.device)

@@ -3,7 +3,8 @@
     u = m / (sqrt(v) + eps) + weight_decay * p
     p = p - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * |p| / |u| * u
 
-The moments m and v of the direction u are not corrected for their bias. The step's length is, as in DeepSpeed.
+The moments m and v in the direction u are not corrected for their bias. As in DeepSpeed, the step's length is
+corrected.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class LambSegment(NamedTuple):
     stop: int
     step: LambStep
     noise: Noise | None = None
-    """Rounds bf16 and 8-bit moments, and bf24 masters; None where all are fp32."""
+    """Rounds bf16 and 8-bit moments, and bf24 masters; None if all are fp32."""
 
 
 def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
@@ -50,11 +51,11 @@ def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
 
 
 def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[torch.Tensor]:
-    """Updates the moments, and sums the squares of weights and directions: the first pass.
+    """Updates the moments and returns sums of the squares of weights and directions: the first pass.
 
     Returns one (blocks, 2) float64 tensor for each segment, with a row [weight, direction] for each `BLOCK` elements
     from the segment's start. For a parameter in several segments, pass all their tensors to `lamb_ratio` in order: the
-    ratio then has the bits that it would have in one segment. Arguments and errors are those of `lamb`.
+    ratio then has the bits that it would have in one segment. Arguments and errors are as for `lamb`.
     """
     arrays = addresses("lamb", 2, partition)
     _check(segments, arrays.numel)

@@ -18,17 +18,17 @@ class CPUAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` (or Adam, with `decoupled=False`) in one fused pass over CPU parameters.
 
     A 16-bit parameter has an exact fp32 master. The master of a bf16 parameter consists of the parameter and 2 more
-    bytes for each element (state "residual"); that of an fp16 parameter is stored in full (state "master"). Moments are
-    fp32, or bf16 with `moment_dtype`: each new value is rounded to bf16 stochastically, by bits that depend on the
-    number of the parameter, of its element and of the step alone. Gradients may be fp32, bf16 or fp16, and are only
-    read. The bits do not depend on threads or instruction set. One thread at a time may use an optimizer.
+    bytes for each element (state "residual"). The master of an fp16 parameter is stored in full (state "master").
+    Moments are fp32, or bf16 with `moment_dtype`: each new value is rounded to bf16 stochastically. The random bits
+    depend only on the numbers of the parameter, the element and the step. Gradients may be fp32, bf16 or fp16, and are
+    only read. The bits do not depend on threads or instruction set. One thread at a time may use an optimizer.
 
     Each group's `grad_scale`, which may change between steps, multiplies its gradients: a clip coefficient, or one over
     the loss scale.
 
     A 16-bit parameter that is changed between steps, in place or by `.data =`, gets a new master equal to its new
-    value; unchanged elements of an fp16 parameter keep theirs. (`parameter.data.copy_` goes unnoticed, as it does in
-    autograd.)
+    value; unchanged elements of an fp16 parameter keep their master. (`parameter.data.copy_` goes unnoticed, as it does
+    in autograd.)
 
     Args:
         params: parameters on the CPU in fp32, bf16 or fp16, or groups of them.
@@ -60,7 +60,7 @@ class CPUAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Marks are versions and addresses of tensors in this process, without meaning for the loaded tensors.
+        # Marks are versions and addresses of tensors in this process. They mean nothing for loaded tensors.
         self._seen = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class CPUAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Numbered as in a state dict, so that a saved run goes on with the same roundings.
+        # Parameters are numbered as in a state dict, so that a resumed run continues with the same roundings.
         numbered = enumerate((p, group) for group in self.param_groups for p in group["params"])
         # All or none: every gradient is checked before the first parameter changes.
         ready = [(number, p, _gradient(p), group) for number, (p, group) in numbered if p.grad is not None]
@@ -150,7 +150,7 @@ class CPUAdamW(torch.optim.Optimizer):
                     _adopt(parameter, self.state[parameter])
 
     def _update(self, number: int, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        """Performs the step of the parameter of this number. `gradient` is (numel,), contiguous."""
+        """Performs the step of parameter `number`. `gradient` is (numel,), contiguous."""
         state = self.state[parameter]
         if not state:
             _begin(parameter, group["moment_dtype"], state)
@@ -184,7 +184,7 @@ class CPUAdamW(torch.optim.Optimizer):
         if flat.data_ptr() != parameter.data_ptr():
             parameter.copy_(flat.view(parameter.shape))
         else:
-            # The kernel writes behind autograd's back; a graph that saved the old values must notice.
+            # Autograd does not see the kernel's write; a graph that saved the old values must detect it.
             torch.autograd.graph.increment_version(parameter)
         self._seen[parameter] = _mark(parameter)
 
@@ -241,7 +241,7 @@ def _begin_master(parameter: torch.Tensor, state: dict[str, Any]) -> None:
 
 
 def _adopt(parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    """Converts a state that was loaded, or belongs to another dtype, to one of this parameter.
+    """Converts a state that was loaded, or belongs to another dtype, to a state of this parameter.
 
     Raises `ConfigError` if a moment is missing or has another number of elements.
     """

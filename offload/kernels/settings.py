@@ -9,7 +9,7 @@ from offload.errors import ConfigError
 
 _CGROUPS = Path("/sys/fs/cgroup")
 MOST_THREADS = 1024
-"""Largest OFFLOAD_THREADS that is accepted. A larger one is taken for a typo: with some tens of thousands of threads
+"""Largest accepted OFFLOAD_THREADS. A larger number is probably a typo, and with some tens of thousands of threads
 OpenMP, which torch uses, ends the process.
 """
 
@@ -51,12 +51,12 @@ def threads_from(environment: dict[str, str] | os._Environ[str]) -> int:
 
 
 def threads_beside_device(environment: dict[str, str] | os._Environ[str], cores: int) -> int:
-    """Returns the threads of the kernels where another device computes: OFFLOAD_THREADS, or fewer than all cores.
+    """Returns the kernels' number of threads if another device computes: OFFLOAD_THREADS, or fewer than all cores.
 
-    The thread that gives work to the device must find a core at once: a millisecond that it waits for one is a
-    millisecond in which the device is idle. From 16 cores on a second one is left, for the threads that receive
-    gradients and start reads: an update is bound by the memory long before all of so many cores compute. With fewer
-    than 4 cores a core is a large part of the update's speed, and none is left.
+    The thread that gives work to the device must find a core at once: while it waits for a core, the device is idle.
+    From 16 cores on, the kernels leave a second core to the threads that receive gradients and start reads. Memory then
+    limits an update long before all cores compute. With fewer than 4 cores the kernels leave none, since each core is a
+    large part of the update's speed.
     """
     if environment.get("OFFLOAD_THREADS", ""):
         return threads_from(environment)

@@ -13,7 +13,7 @@ from offload.kernels.update import BF16, ELEMENTS, FLOAT, FLOATS, INT8, LOW_BITS
 def split_master(
     master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, noise: Noise | None = None
 ) -> None:
-    """Splits fp32 masters into bf16 weights and their 16 low bits; with 8 low bits it rounds them to bf24 before.
+    """Splits fp32 masters into bf16 weights and their 16 low bits. For 8 low bits, rounds the masters to bf24 first.
 
     weight = (bits(master) + 0x8000) >> 16, residual = bits(master) - (weight << 16). The weight equals
     `master.to(torch.bfloat16)` except at exact ties, which round up in the bit pattern. Every NaN becomes weight
@@ -23,7 +23,7 @@ def split_master(
         master: (numel,) fp32, only read.
         weight: (numel,) bf16, overwritten.
         residual: (numel,) int16, or int8 of bf24 masters; overwritten.
-        noise: rounds bf24 masters stochastically; None rounds them to nearest. No effect on others.
+        noise: rounds bf24 masters stochastically; None rounds them to nearest. No effect on other masters.
     """
     numel = length("master", master)
     arrays = (
@@ -39,7 +39,7 @@ def split_master(
 
 
 def join_master(weight: torch.Tensor, residual: torch.Tensor, master: torch.Tensor) -> None:
-    """Restores the fp32 masters that `split_master` has split, bit for bit except for NaNs and what it has rounded.
+    """Restores the fp32 masters that `split_master` has split, bit for bit except for NaNs and rounded bits.
 
     Args:
         weight: (numel,) bf16, only read.
@@ -57,7 +57,7 @@ def join_master(weight: torch.Tensor, residual: torch.Tensor, master: torch.Tens
 
 
 class Sum:
-    """Memory that gradients are added to, (numel,): checked once for any number of gradients."""
+    """Memory to which gradients are added, (numel,): checked once for any number of gradients."""
 
     def __init__(self, out: torch.Tensor) -> None:
         """Checks the memory.
@@ -71,7 +71,7 @@ class Sum:
         """
         self._numel = length("out", out)
         self._address, self._element = address("out", out, FLOATS, self._numel), element(out.dtype)
-        self._out = out  # lives as long as its address is used
+        self._out = out  # keeps the memory alive as long as its address is used
         native = _native.Sum(self._address, self._element, self._numel, torch.Tensor, torch.strided, ELEMENTS)
         self.take: Callable[[torch.Tensor, bool], float | None] = native.take
         """Function of a tensor of any shape and of `add`: does what `accumulate` does, in one call, and returns the
@@ -79,7 +79,7 @@ class Sum:
         of autograd, of as many elements, and of a dtype that the kernels add."""
 
     def accumulate(self, grad: torch.Tensor, *, add: bool) -> float:
-        """Does what `accumulate` of this module does, with this memory as `out`."""
+        """Sets this memory to `grad`, or adds `grad` to it, and returns the sum of squares; see `accumulate` below."""
         return _native.accumulate(
             self._address,
             self._element,
@@ -93,8 +93,8 @@ class Sum:
 def accumulate(out: torch.Tensor, grad: torch.Tensor, *, add: bool) -> float:
     """Sets `out` to `grad`, or to `out + grad`, and returns the sum of squares of the new `out`.
 
-    Each sum is computed in fp32 and rounded once, to even, to the dtype of `out`. The squares are those of the stored
-    values, added in float64 in a fixed order.
+    Each sum is computed in fp32 and rounded once, to even, to the dtype of `out`. The squares of the stored values are
+    added in float64 in a fixed order.
 
     Args:
         out: (numel,) bf16, fp16 or fp32, overwritten.

@@ -44,7 +44,7 @@ class Keyed(NamedTuple):
 
 
 def keyed(start: int, stop: int, noise: Noise) -> Iterator[Keyed]:
-    """Yields the parts of a segment, mostly one. Each part has one key of its noise."""
+    """Yields the parts of a segment, usually one part. The noise of each part has one key."""
     stream, element = noise
     while start < stop:
         high, low = divmod(element, _RANGE)
@@ -57,7 +57,7 @@ def keyed(start: int, stop: int, noise: Noise) -> Iterator[Keyed]:
 
 def noise_stream(seed: int, unit: int, step: int) -> int:
     """Returns the stream of an update of a unit's parameter; `step` is the number of its updates, this one included."""
-    # SplitMix64: streams of neighbouring numbers have nothing in common.
+    # SplitMix64: the streams of neighbouring numbers are unrelated.
     stream = 0
     for part in (seed, unit, step):
         stream = _mixed((stream ^ part) + _GOLDEN & _WORD)
@@ -124,7 +124,7 @@ class SGDStep(NamedTuple):
 
     lr: float
     momentum: float
-    """0 leaves the momentum buffer as it is, and dampens nothing."""
+    """With 0, the momentum buffer stays as it is, and nothing is dampened."""
     dampening: float
     weight_decay: float
     nesterov: bool
@@ -142,7 +142,7 @@ class PlainSGDStep(NamedTuple):
 
 
 class LambStep(NamedTuple):
-    """A step of LAMB (You et al. 2020), whose length has the correction of the bias, as in DeepSpeed: `kernels.lamb`.
+    """A step of LAMB (You et al. 2020). Its length is corrected for the bias, as in DeepSpeed: see `kernels.lamb`.
 
     Moments: exp_avg, exp_avg_sq.
     """
@@ -157,7 +157,7 @@ class LambStep(NamedTuple):
     grad_scale: float = 1.0
     min_ratio: float = 0.01
     max_ratio: float = 10.0
-    """Upper bound of the trust ratio; `min_ratio` is the lower one. Both defaults are DeepSpeed's."""
+    """Upper bound of the trust ratio; `min_ratio` is the lower bound. Both defaults are DeepSpeed's."""
 
 
 # The rules that need one pass over the elements. LAMB needs two: see `kernels.lamb`.
@@ -180,7 +180,7 @@ ROOTS: dict[str, tuple[bool, ...]] = {
     "lamb": (False, True),
     "probe": (False, True),
 }
-"""For each moment of a native rule whether moments in 8 bits hold its root, since it has no sign."""
+"""For each moment of a native rule, True if its 8-bit codes hold the root, since the moment has no sign."""
 
 
 class Segment(NamedTuple):
@@ -191,7 +191,7 @@ class Segment(NamedTuple):
     step: Step | LambStep
     """Hyperparameters. `update` does not accept a `LambStep`, since LAMB needs two passes."""
     noise: Noise | None = None
-    """Rounds bf16 and 8-bit moments, and bf24 masters; None where all are fp32: noise has no effect there."""
+    """Rounds bf16 and 8-bit moments, and bf24 masters; None if all are fp32, where noise has no effect."""
 
 
 # -- arrays --------------------------------------------------------------------------------------------
@@ -210,9 +210,9 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The number that the native code uses for each of `FLOATS`."""
 CODE_ELEMENT = 3
-"""The number that it uses for moments in 8 bits."""
+"""The number that the native code uses for moments in 8 bits."""
 BF24_ELEMENT = 4
-"""The number that it uses for bf16 weights whose masters have 8 low bits."""
+"""The number that the native code uses for bf16 weights whose masters have 8 low bits."""
 LOW_BITS = (*INT16, *INT8)
 """Dtypes of the low bits of a bf16 weight's master: of 16 bits, or of 8."""
 
@@ -232,7 +232,7 @@ def length(name: str, tensor: torch.Tensor) -> int:
 def address(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int, when: str = "") -> int:
     """Returns the address of the data of `tensor`, once every property that the native code relies on is checked.
 
-    `when` are words for messages that explain under which condition `dtypes` holds.
+    `when` states for messages the condition under which `dtypes` are required.
 
     Raises:
         TypeError: wrong type or dtype.
@@ -268,18 +268,19 @@ BLOCK = 256
 
 
 def blocks_of(numel: int) -> int:
-    """Returns the number of blocks that `numel` elements have."""
+    """Returns the number of blocks of `numel` elements."""
     return -(-numel // BLOCK)
 
 
 def encode_moments(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, moment: int) -> None:
-    """Rounds values to nearest: each differs from its code's by at most half of the block's scale.
+    """Writes the codes and scales of values, rounded to nearest: each error is at most half of the block's scale.
 
-    The root is stored for codes without a sign: there the bound is one of the roots, and the least code that is not
-    zero stands for all smaller values but zero. A value of inf or NaN makes its block NaN.
+    Codes without a sign store the root. For them the bound applies to the roots, and the smallest nonzero code stands
+    for all smaller nonzero values. A value of inf or NaN makes its block NaN.
 
     Args:
-        values: (numel,) fp32 on the CPU, only read; from 0 on for codes without a sign. The first is one of a block.
+        values: (numel,) fp32 on the CPU, only read; from 0 on for codes without a sign. The first value is the first of
+            a block.
         codes: (numel,) int8, or uint8 for roots; overwritten.
         scales: (blocks, moments) fp32; the column of this moment is overwritten.
         moment: number of the moment, from 0.
@@ -292,7 +293,7 @@ def encode_moments(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tens
 def decode_moments(
     codes: torch.Tensor, scales: torch.Tensor, moment: int, values: torch.Tensor, offset: int = 0
 ) -> None:
-    """Writes the moments that codes stand for, with the same bits on every processor.
+    """Writes the values of moments from their codes, with the same bits on every processor.
 
     Args:
         codes: (numel,) int8, or uint8 for roots; only read.
@@ -309,7 +310,7 @@ def decode_moments(
 def _coded(
     codes: torch.Tensor, scales: torch.Tensor, moment: int, numel: int, offset: int
 ) -> tuple[int, int, int, bool]:
-    """Returns a moment as the native code takes it: codes, first scale, distance of two scales, whether roots."""
+    """Returns a moment's native arguments: addresses of codes and scales, distance of scales, True for roots."""
     blocks, moments = blocks_of(offset + numel), scales.shape[-1]
     if tuple(scales.shape) != (blocks, moments) or not 0 <= moment < moments or not 0 <= offset < BLOCK:
         raise ValueError(
@@ -395,7 +396,7 @@ def addresses(rule: str, moments: int, partition: Partition) -> Addresses:
         raise ValueError(f"moments: expected {moments} for {rule}, got {len(partition.moments)}")
     weight, beside = _weight(partition, numel)
     first = partition.moments[0].dtype if partition.moments else torch.float32
-    # All moments of a call have one form.
+    # All moments of a call have the same form.
     allowed = [BF16 if first is torch.bfloat16 else FLOAT] * moments
     if first in CODES:
         allowed = [UINT8 if root else INT8 for root in ROOTS[rule]]
@@ -503,7 +504,7 @@ class _Ranged(Protocol):
 
 def check_noise(partition: Partition, segments: Sequence[_Ranged]) -> None:
     """Raises `ValueError` if moments are bf16 or codes, or masters bf24, and a segment has no noise to round them."""
-    # Rounded to nearest they would stay where they are in most steps.
+    # Moments rounded to nearest would not change in most steps.
     rounded = ""
     if partition.moments and all(moment.dtype in (*BF16, *CODES) for moment in partition.moments):
         rounded = f"moments are {'bf16' if partition.moments[0].dtype is torch.bfloat16 else 'in 8 bits'}"

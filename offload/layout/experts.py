@@ -1,9 +1,9 @@
-"""The modules whose experts are stacked: each row of their parameters is one expert, and a unit of its own.
+"""Finds the modules whose experts are stacked: each row of their parameters is one expert, and a unit of its own.
 
 transformers 5 stacks the experts of a layer: `gate_up_proj` is (experts, rows, columns), and a forward multiplies by
-`gate_up_proj[expert]`. transformers marks such a class by a decorator, which no other module has. Its forward goes
-through the experts that tokens visit, one after the other. That loop takes the place of an implementation which needs
-all experts at once only where both are transformers' own: another one may compute something else.
+`gate_up_proj[expert]`. transformers marks such a class by a decorator, which no other module has. The loop in its
+forward computes the experts that tokens visit, one after the other. The loop replaces an implementation that needs all
+experts at once, but only if both are transformers' own: another implementation may compute something else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOOP = "eager"
 
 
 class CutStacks(NamedTuple):
-    """The stacks of a model that are cut by expert, and lines on what is not."""
+    """The stacks of a model that are cut by expert, and lines for the user on stacks that are not."""
 
     stacks: tuple[Stack, ...]
     notices: tuple[str, ...]
@@ -63,7 +63,7 @@ def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
 
 
 def rows_of(stacks: Sequence[Stack]) -> dict[str, int]:
-    """Returns the number of experts of each parameter that is cut, by the parameter's name."""
+    """Returns for the name of each parameter that is cut its number of experts."""
     return {name: stack.rows for stack in stacks for name in stack.parameters}
 
 
@@ -75,7 +75,7 @@ def other_implementations(model: nn.Module, stacks: Sequence[Stack]) -> dict[str
 
 
 def _why_not_loop(module: nn.Module, implementation: str) -> str | None:
-    """Returns which code an implementation runs that is not known to give the same in a loop, as a clause, or None."""
+    """Returns a clause that names the code that might give other results in a loop; None if there is no such code."""
     functions = getattr(sys.modules.get("transformers.integrations.moe"), "ALL_EXPERTS_FUNCTIONS", {})
     used = functions.get(implementation)
     if not is_of(used, "transformers"):
@@ -83,12 +83,12 @@ def _why_not_loop(module: nn.Module, implementation: str) -> str | None:
     for name, words in (("forward", "forward"), ("_apply_gate", "gate")):
         if not is_of(own := method_of(module, name), "transformers"):
             return f"their {words} is {described_code(own)}"
-    # An implementation gives an activation the tokens of all experts, the loop those of one.
+    # An implementation calls an activation with the tokens of all experts, the loop with the tokens of one expert.
     return mixture_of_tokens(module)
 
 
 def described(stacks: Sequence[Stack], others: Mapping[str, str], experts: str) -> tuple[str, ...]:
-    """Returns a line on the experts that are units, and on the implementation that changes."""
+    """Returns lines for the user: on the experts that are units, and on the implementation that changes."""
     if not stacks:
         return ()
     count = sum(stack.rows for stack in stacks)
@@ -122,19 +122,19 @@ def _rows(module: nn.Module) -> int:
 
 
 def _is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Returns True if a compiled module or an adapter of peft for whole parameters is around a module, or is it."""
+    """Returns True if a module is, or is inside of, a compiled module or an adapter of peft for whole parameters."""
     around = [name]
     while around[-1]:
         around.append(around[-1].rpartition(".")[0])
     if any(is_compiled(modules[outer]) for outer in around):
         return True
-    # It adds its product to the whole parameter in each forward.
+    # Such an adapter adds its product to the whole parameter in each forward.
     return any(is_parameter_adapter(modules[outer]) for outer in around)
 
 
 def is_parameter_adapter(module: nn.Module) -> bool:
     """Returns True for an adapter of peft for a whole parameter of the module inside (`target_parameters`)."""
-    # Not imported for this: a model with such an adapter has imported it.
+    # peft is not imported here: if a model has such an adapter, peft is imported already.
     kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     return kind is not None and isinstance(module, kind)
 

@@ -31,9 +31,9 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replica
     return {
         "mode": mode.name,
         "world_size": world_size,
-        # Written for several replicas alone: descriptions of other stores have no such key.
+        # Written only for several replicas: descriptions of other stores have no such key.
         **({} if replicas == 1 else {"replicas": replicas}),
-        # Written for a message, and only where there are blocks: descriptions of other stores have no such key.
+        # Written for a message, and only if there are blocks: descriptions of other stores have no such key.
         **({"frozen": "+".join(sorted(forms))} if forms else {}),
         # Likewise.
         **({"in_fp32": in_fp32} if in_fp32 else {}),
@@ -42,9 +42,9 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replica
                 "name": layout.name,
                 "numel": layout.numel,
                 "trainable": layout.trainable_stop,
-                # Written for rules of matrices alone: descriptions of other stores have no such key.
+                # Written only for rules of matrices: descriptions of other stores have no such key.
                 **({} if layout.matrices_start is None else {"matrices": layout.matrices_start}),
-                # Likewise: written for units alone whose weights stay in fp32.
+                # Likewise: written only for units whose weights stay in fp32.
                 **({"in_fp32": True} if layout.in_fp32 else {}),
                 "parameters": [_described(segment) for segment in layout.segments],
             }
@@ -60,7 +60,7 @@ def store_specs(
     fingerprint = describe(layouts, mode, world_size, replicas)
     specs = []
     for rank in range(world_size):
-        # A store with two slots keeps every state; the dtype of gradients, which it does not keep, is any.
+        # A store with two slots keeps every state, but no gradients, so any dtype of gradients will do.
         parts = partitions(layouts, mode, torch.float32, rank, world_size)
         rows: list[Mapping[State, int]] = [
             {state: nbytes for state, nbytes in row.items() if state is not State.GRAD} for row in parts.nbytes
@@ -76,16 +76,16 @@ def _described(segment: ParameterSegment) -> dict[str, Any]:
         "start": segment.start,
         "trainable": segment.trainable,
     }
-    # Written for optimizers of torch alone: descriptions of other stores have no such key.
+    # Written only for optimizers of torch: descriptions of other stores have no such key.
     if segment.kept:
         entry["packed"] = _fields(segment.kept)
-    # Likewise: written for frozen weights that are stored as blocks alone.
+    # Likewise: written only for frozen weights that are stored as blocks.
     if segment.form:
         entry |= {"blocks": segment.form, "numel": segment.numel}
-    # And for those that are stored as the bytes of their inner tensors.
+    # Likewise: written only for weights that are stored as the bytes of their inner tensors.
     if segment.inner:
         entry |= {"inner": _fields(segment.inner), "kind": segment.kind, "numel": segment.numel}
-    # Likewise: written for the rows of stacked experts alone.
+    # Likewise: written only for the rows of stacked experts.
     if segment.stack:
         entry |= {"stack": segment.stack, "row": segment.row}
     return entry
@@ -96,11 +96,11 @@ def _fields(fields: Sequence[StateField]) -> list[list[Any]]:
 
 
 def described_layouts(description: Mapping[str, Any], part: bool = False) -> tuple[UnitLayout, ...]:
-    """Returns the layouts that `describe` made `description` from.
+    """Returns the layouts from which `describe` made `description`.
 
     Raises:
-        StoreError: if the layouts are of one process's shards of tensor parallelism, or stages of a pipeline; or if
-            they are none that an engine makes, which a manifest of somebody else may have.
+        StoreError: if the layouts describe shards of tensor parallelism or stages of a pipeline; or if no engine makes
+            such layouts, as in a manifest from somebody else.
     """
     mode = described_mode(description)
     grid = None if part else description.get("tensor_parallel")
@@ -127,7 +127,7 @@ def described_layouts(description: Mapping[str, Any], part: bool = False) -> tup
 
 
 def described_mode(description: Mapping[str, Any]) -> Mode:
-    """Returns the mode of a description that `describe` made; raises `StoreError` if there is none of its name."""
+    """Returns the mode that a description names; raises `StoreError` if there is no such mode."""
     for name in ("mode", "world_size", "units"):
         if name not in description:
             raise StoreError(f"the description of the model has no {name!r}, so it is damaged, or made up")
@@ -142,7 +142,7 @@ def described_mode(description: Mapping[str, Any]) -> Mode:
 def _check_geometry(layouts: Sequence[UnitLayout], mode: Mode, ranks: int) -> None:
     """Raises `StoreError` if parameters overlap, or do not lie in their unit as `arrange` lays them out.
 
-    The kinds of all values have been checked before. Nothing here trusts their sizes.
+    The caller has checked the kinds of all values. This function checks their sizes.
     """
     rows = Counter(segment.stack for layout in layouts for segment in layout.segments)
     names = Counter(segment.name for layout in layouts for segment in layout.segments)
@@ -159,7 +159,7 @@ def _check_geometry(layouts: Sequence[UnitLayout], mode: Mode, ranks: int) -> No
                 form = BLOCK_FORMATS.get(segment.form)
                 itemsize = layout.mode_in(mode).weight_dtype.itemsize
                 need = -1 if form is None else -(-form.stored_nbytes(need) // itemsize)
-            # Blocks take as much memory as they need, or more; bytes of another library what it says.
+            # Blocks may take more memory than they need. The bytes of another library take the recorded size.
             fits = 0 <= need <= segment.numel if segment.form else bool(segment.inner) or segment.numel == need
             apart = first <= segment.start >= end and segment.stop <= last
             if not (fits and apart and names[segment.name] == 1):
@@ -178,7 +178,7 @@ _WHOLE = (
     "give the folder of the whole checkpoint, which has a folder for each part; of swap files resume the run, and call "
     "engine.save_pretrained or save_checkpoint"
 )
-"""What to do with a part of a grid."""
+"""Advice for a description of one part of a grid."""
 
 
 def _read(fields: Iterable[Any]) -> tuple[StateField, ...]:
@@ -234,7 +234,8 @@ def _loader_ties(model: nn.Module) -> set[str]:
     """Returns the names of weights that transformers ties itself when it loads a model whose config has them tied."""
     names: set[str] = set()
     for path, module in model.named_modules():
-        # Up to transformers 4 these are a list of patterns of names; a wrapper such as peft's passes on its model's.
+        # Up to transformers 4 the attribute is a list of patterns of names. A wrapper such as peft's returns its
+        # model's list.
         of_class = getattr(type(module), "_tied_weights_keys", None) or ()
         own = vars(module).get("all_tied_weights_keys") or ()
         for name, _ in module.named_parameters(remove_duplicate=False) if of_class or own else ():
@@ -261,13 +262,13 @@ def _of_model(model: nn.Module) -> dict[str, Any]:
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first_name = first.setdefault(id(parameter), name)
-        # Only the first name of a tied parameter has a segment in the store; export writes the other names from this
+        # The store has a segment only for the first name of a tied parameter. Export writes the other names from this
         # table.
         if first_name != name:
             tied[name] = first_name
     config: Any = getattr(model, "config", None)
     as_json = json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else None
-    # Among them may be the first name of a parameter: some heads come before the embedding that they are tied to.
+    # The result may contain the first name of a parameter: some heads come before the embedding to which they are tied.
     loader_ties = sorted(_loader_ties(model) & (tied.keys() | set(tied.values())))
     about_it = {
         "class": type(model).__name__,

@@ -6,15 +6,16 @@
 Both regions are divided evenly, so that every rank holds equally many state elements and reads equally many bytes. A
 rank's partition is its shard of the trainable region followed by its shard of the frozen region.
 
-Frozen weights may be stored as blocks of codes, or as the bytes that another library has made of them. Their segments
-come last in the frozen region: bytes, then blocks, counted in elements as all else. On the device the unit has more
-elements than its partitions contain: the values of the blocks follow the two regions. The device makes them once the
-partitions are there.
+Frozen weights may be stored as blocks of codes, or as bytes that another library has made of them. Their segments come
+last in the frozen region, first bytes, then blocks, and are counted in elements like all other segments. On the device
+the unit has more elements than its partitions contain: the values of the blocks follow the two regions. The device
+computes the values once the partitions are there.
 
     device:  [ trainable region | frozen region: weights, bytes, blocks of codes | values of the blocks, padding ]
 
-For an optimizer with a rule for matrices these come last in the trainable region, each from a page's border on, so
-that tiles can be cut there. States that a matrix lacks then belong to the elements before.
+For an optimizer with a rule for matrices, the matrices come last in the trainable region. Each matrix begins at a
+page's border, so that tiles can be cut there. States that a matrix lacks then belong only to the elements before the
+matrices.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from offload.swapper.memory.device_arena import ViewPlaces
 
 # -- opaque state --------------------------------------------------------------------------------------
 #
-# Packing of the states that an optimizer keeps of one parameter, of any kind, into consecutive bytes.
+# Packing of the states that an optimizer keeps for one parameter, of any kind, into consecutive bytes.
 #
 #     [ one presence byte for each state | first state | second state | … ]     each at a multiple of 64 bytes
 #
@@ -43,13 +44,13 @@ from offload.swapper.memory.device_arena import ViewPlaces
 
 
 OPAQUE_ALIGNMENT = 64
-"""Alignment of each state in bytes: suits torch's vectorized code, and is the same for every placement."""
+"""Alignment of each state in bytes. It suits torch's vectorized code, and is the same for every placement."""
 _NUMBERS: dict[str, type[bool] | type[int] | type[float]] = {"bool": bool, "int": int, "float": float}
 _DTYPES: dict[str, torch.dtype] = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
 def is_kind(kind: str) -> bool:
-    """Returns True if `kind` is one of a `StateField`."""
+    """Returns True if `kind` is a valid kind of a `StateField`."""
     return kind in _DTYPES or isinstance(getattr(torch, kind, None), torch.dtype)
 
 
@@ -70,7 +71,7 @@ class StateField(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed form, without the padding that aligns the next state."""
+        """Bytes of the packed form, without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -166,7 +167,7 @@ A misaligned fp32 `F.linear` was seen to change bits.
 """
 
 _PARTITION_ALIGNMENT = 2048
-"""Alignment of partitions in elements: 4096 bytes of the smallest state, of 2 bytes an element; see `laid_out_for`.
+"""Alignment of partitions in elements: 4096 bytes of a state with 2 bytes an element, the smallest; see `laid_out_for`.
 
 Every state of every partition therefore takes full pages.
 """
@@ -182,11 +183,11 @@ class FrozenStorage(NamedTuple):
     form: str
     """Name of the block format; see `offload.kernels.blocks`. Empty for the bytes of inner tensors."""
     numel: int
-    """Elements of the weights' dtype whose memory the blocks or bytes take."""
+    """Memory of the blocks or bytes, in elements of the weights' dtype."""
     inner: tuple[StateField, ...] = ()
     """Inner tensors; see `offload.layout.frozen`."""
     kind: str = ""
-    """Class of a parameter with inner tensors, and what else decides how its bytes are read."""
+    """Class of a parameter with inner tensors, and other facts that decide how its bytes are read."""
 
 
 class ParameterSegment(NamedTuple):
@@ -196,22 +197,22 @@ class ParameterSegment(NamedTuple):
     shape: tuple[int, ...]
     start: int
     numel: int
-    """Elements in the partitions: those of the parameter, or those whose memory its blocks or bytes take."""
+    """Elements in the partitions: the parameter's elements, or the memory of its blocks or bytes in elements."""
     trainable: bool
     kept: tuple[StateField, ...] = ()
     """States of the parameter, for an optimizer whose states are packed."""
     packed_start: int = 0
-    """Start of those states in the PACKED partition of their rank, in words of four bytes."""
+    """Start of these states in the PACKED partition of their rank, in words of four bytes."""
     packed_rank: int = 0
-    """Rank that keeps those states: the parameter's home."""
+    """Rank that keeps these states: the parameter's home."""
     form: str = ""
     """Name of the block format of a frozen parameter; empty for values in the dtype of the weights."""
     inner: tuple[StateField, ...] = ()
-    """Inner tensors of a parameter that is stored as their bytes, as another library has quantized it."""
+    """Inner tensors of a parameter that another library has quantized, and that is stored as their bytes."""
     stack: str = ""
     """Name of the model's parameter, if this is one expert's row of it; empty for a whole parameter."""
     row: int = 0
-    """That expert."""
+    """Index of the expert in the stack."""
 
     @property
     def parameter(self) -> str:
@@ -220,15 +221,15 @@ class ParameterSegment(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Index of the first value in the model's parameter; 0 for a whole one."""
+        """Index of the first value in the model's parameter; 0 for a whole parameter."""
         return self.row * self.value_numel
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Returns the values of the segment, as a view of those of the model's parameter."""
+        """Returns the values of the segment, as a view of the model's parameter."""
         return parameter[self.row] if self.stack else parameter
 
     kind: str = ""
-    """Class of such a parameter, and what else decides how its bytes are read."""
+    """Class of a parameter with inner tensors, and other facts that decide how its bytes are read."""
 
     @property
     def value_numel(self) -> int:
@@ -265,12 +266,12 @@ class UnitLayout(NamedTuple):
     """True if the weights stay in fp32, whatever the mode of the run is."""
 
     def mode_in(self, run: Mode) -> Mode:
-        """Returns the mode of the unit in a run: that of the run, or the same with weights in fp32."""
+        """Returns the mode of the unit in a run: the run's mode, or the same mode with weights in fp32."""
         return run.in_fp32 if self.in_fp32 else run
 
     @property
     def rest_stop(self) -> int:
-        """End of the trainable elements that are in no matrix."""
+        """End of the trainable elements outside of matrices."""
         return self.trainable_stop if self.matrices_start is None else self.matrices_start
 
     def is_matrix(self, segment: ParameterSegment) -> bool:
@@ -279,12 +280,12 @@ class UnitLayout(NamedTuple):
 
     @property
     def blocks_start(self) -> int:
-        """Start of the segments that are stored as blocks; `numel` if none is."""
+        """Start of the segments that are stored as blocks; `numel` if there are none."""
         return min((segment.start for segment in self.segments if segment.form), default=self.numel)
 
     @property
     def values_stop(self) -> int:
-        """End of the elements that are values: start of bytes of others and of blocks; `numel` if there are none."""
+        """End of the elements that are values: libraries' bytes and blocks begin there; `numel` if there are none."""
         return min((segment.start for segment in self.segments if segment.form or segment.inner), default=self.numel)
 
     @property
@@ -300,13 +301,13 @@ class UnitLayout(NamedTuple):
 
     @property
     def device_numel(self) -> int:
-        """Elements of the unit on the device: those of the partitions, and the values of what is stored as blocks."""
+        """Elements of the unit on the device: the elements of the partitions, and the values of blocks."""
         values = sum(align_up(segment.value_numel, ALIGNMENT) for segment in self.segments if segment.form)
         return self.numel + align_up(values, _PARTITION_ALIGNMENT)
 
     @property
     def used_numel(self) -> int:
-        """Elements that a use of the unit reads: those of its weights, without those of blocks."""
+        """Elements that a use of the unit reads: the elements of its weights, without the elements of blocks."""
         return self.blocks_start + self.device_numel - self.numel
 
     def packed_numel(self, rank: int = 0) -> int:
@@ -319,7 +320,7 @@ class UnitLayout(NamedTuple):
         return _shard_of(range(self.trainable_stop), rank, world_size)
 
     def rest(self, rank: int, world_size: int) -> range:
-        """Returns this rank's trainable elements that are in no matrix: the first of its trainable ones."""
+        """Returns this rank's trainable elements outside of matrices, which come first among its trainable elements."""
         part = self.trainable(rank, world_size)
         return range(part.start, max(part.start, min(part.stop, self.rest_stop)))
 
@@ -346,7 +347,8 @@ def lay_out(
     """Places parameters one after the other, each at a multiple of 32 elements, and returns the layout.
 
     Args:
-        stored: frozen parameters that are stored as blocks or bytes, by name; of a stack, one expert's row.
+        stored: frozen parameters that are stored as blocks or bytes, by name; for a stack, the storage of one expert's
+            row.
         matrices: names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
         row: the expert whose rows of the parameters are laid out; None for whole parameters.
     """
@@ -380,10 +382,11 @@ def arrange(
     mode: Mode | None = None,
     in_fp32: bool = False,
 ) -> UnitLayout:
-    """Returns the layout of parameters whose positions alone are unknown.
+    """Returns the layout of `segments`, whose positions are not known yet.
 
-    With moments in 8 bits parameters that train begin with a block of them. A state of a byte an element fills pages
-    too. None for `mode` is one without either. For the other arguments see `lay_out`.
+    With moments in 8 bits, each trainable parameter begins with a new block of moments. A state of one byte an element
+    fills pages too. None for `mode` stands for a mode without 8-bit moments and such states. For the other arguments
+    see `lay_out`.
     """
     in_blocks = mode is not None and mode.in_blocks
     page_step = _PARTITION_ALIGNMENT if mode is None else mode.page_step
@@ -415,10 +418,10 @@ def arrange(
 
 
 def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]], world_size: int = 1) -> UnitLayout:
-    """Returns `layout` with the states that an optimizer of torch keeps of each parameter, packed one after the other.
+    """Returns `layout` with the states that an optimizer of torch keeps for each parameter, packed one after the other.
 
     Args:
-        kept: the states by parameter name; a parameter that is missing keeps none.
+        kept: the states by parameter name; a missing parameter keeps no states.
     """
     segments: list[ParameterSegment] = []
     ends = [0] * world_size
@@ -457,14 +460,14 @@ class SegmentShard(NamedTuple):
     position: int
     """Index of the first element in the parameter."""
     start: int
-    """Index of the first element in the rank's partition of WEIGHT, or of any state if the parameter is trainable."""
+    """Index of the first element in the rank's WEIGHT partition; if trainable, in the partition of each state."""
     numel: int
 
 
 def segment_shards(
     layout: UnitLayout, world_size: int, segment: ParameterSegment, start: int = 0, stop: int | None = None
 ) -> Iterator[SegmentShard]:
-    """Yields the runs of elements, each on one rank, that make up elements [start, stop) of a parameter, in order.
+    """Yields the parts of elements [start, stop) of a parameter in order; one rank holds each part.
 
     Args:
         start: first element, counted in the parameter.
@@ -484,10 +487,10 @@ def segment_shards(
 
 
 def home(layout: UnitLayout, world_size: int, segment: ParameterSegment) -> int:
-    """Returns the rank where a trainable parameter is stepped, if its step needs the whole of it.
+    """Returns the rank that steps a trainable parameter, if the step needs the whole parameter.
 
-    That is the rank with the most of its elements; of several, one that follows from its name, so that they share the
-    work.
+    It is the rank with most of the parameter's elements. Among several such ranks the parameter's name decides, so that
+    they share the work.
     """
     shards = list(segment_shards(layout, world_size, segment))
     most = max((shard.numel for shard in shards), default=0)
@@ -497,7 +500,7 @@ def home(layout: UnitLayout, world_size: int, segment: ParameterSegment) -> int:
 
 def view_places(layout: UnitLayout, dtype: torch.dtype) -> ViewPlaces:
     """Returns the place of each parameter in a unit's device buffer."""
-    # What is stored as bytes has tensors of its own, which are never placeholders: `PagedTensor`.
+    # A parameter that is stored as bytes has tensors of its own, which are never placeholders: `PagedTensor`.
     tensors = [
         (segment.shape, torch.empty(segment.shape, device="meta").stride(), start)
         for segment, start in zip(layout.segments, layout.device_starts, strict=True)
@@ -508,20 +511,20 @@ def view_places(layout: UnitLayout, dtype: torch.dtype) -> ViewPlaces:
 
 # -- state pages ---------------------------------------------------------------------------------------
 #
-# Layouts of units with states of a byte an element: moments in 8 bits, in blocks with a scale, and bf24 masters.
+# Layouts of units with states of one byte an element: moments in 8 bits, in blocks with a scale, and bf24 masters.
 
 
 def laid_out_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tuple[UnitLayout, ...]:
     """Returns the layouts as a mode needs them.
 
     A block of moments in 8 bits has one scale, so it may not contain elements of two parameters: each parameter begins
-    at a multiple of a block. A state of a byte an element fills pages if partitions are multiples of 4096 elements.
+    at a multiple of a block. A state of one byte an element fills pages if partitions are multiples of 4096 elements.
     """
     return placed_for(layouts, mode, world_size) if mode.in_bytes else tuple(layouts)
 
 
 def placed_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tuple[UnitLayout, ...]:
-    """Does what `laid_out_for` does, with layouts of any mode."""
+    """Returns the layouts as a mode needs them, like `laid_out_for`, but from layouts of any mode."""
 
     def placed(layout: UnitLayout) -> UnitLayout:
         matrices = None

@@ -39,8 +39,9 @@ from offload.torch_internals import inner_tensors
 # * its dtype is not one that trains, such as integers or float8, or
 # * its module also owns a parameter of such a dtype, as with the scales of GPTQ and AWQ.
 #
-# Nobody but the library that made such a parameter knows what its bytes mean. It consists of *inner tensors*: codes,
-# scales and whatever else the library keeps of it. They are stored one after the other, each at a multiple of 64 bytes:
+# Only the library that made such a parameter can interpret its bytes. The parameter consists of *inner tensors*: codes,
+# scales and other tensors that the library keeps for it. They are stored one after the other, each at a multiple of 64
+# bytes:
 #
 #     [ first inner tensor | second inner tensor | … ]
 
@@ -49,14 +50,15 @@ _VALUES = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64
 """Dtypes of ordinary weights."""
 
 OWN = "data"
-"""Name of the inner tensor that is the parameter itself, where its class wraps no others."""
+"""Name of the inner tensor that is the parameter itself, if its class wraps no other tensors."""
 
 _INT8 = "Int8Params"
 """Name of a class of bitsandbytes, which need not be installed."""
 _LEFT_OUT = frozenset(("idx", "subB", "geometry"))
 """Attributes with tensors that are no part of a parameter.
 
-A Linear8bitLt leaves the outliers of its last input in the first two; a tensor whose bytes are in a file has the third.
+A Linear8bitLt keeps the outliers of its last input in `idx` and `subB`. A tensor whose bytes are in a file has a
+`geometry`.
 """
 
 
@@ -82,7 +84,7 @@ def is_of_bitsandbytes(parameter: nn.Parameter) -> bool:
 
 
 def waits_for_quantization(parameter: nn.Parameter) -> bool:
-    """Returns True for a parameter of bitsandbytes that has its values still, since it was never moved to a device."""
+    """Returns True for a parameter of bitsandbytes that still holds its values: it was never moved to a device."""
     if not is_of_bitsandbytes(parameter):
         return False
     if hasattr(parameter, "quant_state"):
@@ -96,10 +98,11 @@ def is_packed(parameter: nn.Parameter) -> bool:
 
 
 def inner_tensors_of(parameter: nn.Parameter, owner: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the inner tensors of a parameter, by names that say where they are; some may be the same one.
+    """Returns the inner tensors of an opaque parameter, by the paths of their attributes; some may be one tensor.
 
     Args:
-        owner: the module that owns it. The one of `Int8Params` keeps tensors of the parameter once it has run.
+        owner: the module that owns the parameter. After a forward, the owner of `Int8Params` keeps tensors of the
+            parameter.
     """
     if inner_tensors(parameter) is not None:
         return dict(_flattened(parameter, ""))
@@ -110,7 +113,7 @@ def inner_tensors_of(parameter: nn.Parameter, owner: nn.Module) -> dict[str, tor
 
 
 def _flattened(tensor: torch.Tensor, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the inner tensors of a wrapper, those of wrappers in it included."""
+    """Yields the inner tensors of a wrapper, including the inner tensors of wrappers inside of it."""
     wrapped = inner_tensors(tensor)
     if wrapped is None:
         yield prefix[:-1], tensor
@@ -121,10 +124,10 @@ def _flattened(tensor: torch.Tensor, prefix: str) -> Iterator[tuple[str, torch.T
 
 
 def holders(parameter: nn.Parameter, owner: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the objects that hold tensors of a parameter as attributes, each with the prefix of their names."""
+    """Yields (prefix of the names, object) for each object whose attributes hold tensors of a parameter."""
     yield "", parameter
     state, prefix = getattr(parameter, "quant_state", None), "quant_state."
-    # Double quantization: the scales are quantized, and have a state of their own.
+    # Double quantization: the scales are quantized too, and have a state of their own.
     while state is not None:
         yield prefix, state
         state, prefix = getattr(state, "state2", None), f"{prefix}state2."
@@ -140,7 +143,7 @@ def tensors_of(holder: Any) -> dict[str, torch.Tensor]:
 
 
 def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Returns for each inner tensor the first name of the same memory, or source, in the same form."""
+    """Returns for each inner tensor the first name with the same memory, or the same source, and the same form."""
     seen: dict[tuple[Any, ...], str] = {}
     names: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -175,7 +178,7 @@ def stored_as_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, FrozenSto
             if own == first
         )
         nbytes = sum(align_up(field.nbytes, OPAQUE_ALIGNMENT) for field in inner)
-        # The class alone does not say how the bytes are read: in another code book they mean other values.
+        # The class alone does not determine the values of the bytes: another code book gives other values.
         book = getattr(getattr(parameter, "quant_state", None), "quant_type", None)
         kind = type(parameter).__name__ + (f" {book}" if isinstance(book, str) else "")
         storage[name] = FrozenStorage("", math.ceil(nbytes / dtype.itemsize), inner, kind)
@@ -186,7 +189,7 @@ def stored_as_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, FrozenSto
 
 
 _LEAST = 64
-"""Rows and columns of a matrix in a stack. A stack of smaller ones is no stack of experts."""
+"""Least rows and columns of a matrix in a stack of experts. A stack of smaller matrices is no stack of experts."""
 
 
 def stored_weights(
@@ -196,13 +199,13 @@ def stored_weights(
     rows: Mapping[str, int] = {},
     in_fp32: Collection[str] = (),
 ) -> dict[str, FrozenStorage]:
-    """Returns how each frozen parameter is stored that is not stored as values: as blocks, or as another's bytes.
+    """Returns the storage of each frozen parameter that is not stored as values: as blocks, or as a library's bytes.
 
     Args:
-        in_fp32: names of parameters that stay in fp32, and so are never blocks.
+        in_fp32: names of parameters that stay in fp32, and therefore are never stored as blocks.
 
     Raises:
-        ConfigError: one of them is stored as another library's bytes.
+        ConfigError: a parameter of `in_fp32` is stored as another library's bytes.
     """
     blocks = {
         name: storage for name, storage in stored_as_blocks(model, form, dtype, rows).items() if name not in in_fp32
@@ -219,12 +222,13 @@ def stored_weights(
 def stored_as_blocks(
     model: nn.Module, form: str | None, dtype: torch.dtype, rows: Mapping[str, int] = {}
 ) -> dict[str, FrozenStorage]:
-    """Returns how each parameter that is stored as blocks is stored, by its first name.
+    """Returns the storage of each parameter that is stored as blocks, by its first name.
 
     Args:
         form: name of the block format; None for no parameter.
         dtype: dtype of the weights. A unit is laid out in elements of this dtype.
-        rows: number of experts of each stack that is cut, by the parameter's name; the result is then of one expert.
+        rows: number of experts of each stack that is cut, by the parameter's name; the result then describes one
+            expert's row.
     """
     if form is None:
         return {}
@@ -247,13 +251,13 @@ def _chosen(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or id(parameter) in excluded:
             continue
-        # A tied parameter must be a matrix of every module that owns it.
+        # A tied parameter must be a matrix in every module that owns it.
         if all(_is_matrix(parameter, *_owner(alias, modules)) for alias in owners[id(parameter)]):
             yield name, parameter
 
 
 def _owner(name: str, modules: Mapping[str, nn.Module]) -> tuple[nn.Module | None, str]:
-    """Returns the module that owns a parameter, and the parameter's name in it; None for a second place of a module."""
+    """Returns the module that owns a parameter, or None for a module's second place; and the parameter's name in it."""
     path, _, own = name.rpartition(".")
     return modules.get(path), own
 
@@ -289,11 +293,11 @@ def _kept(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[int]:
 
 # -- expand --------------------------------------------------------------------------------------------
 #
-# The values of frozen weights that are stored as blocks, made on the device after the unit's partitions.
+# Computes the values of frozen weights that are stored as blocks, on the device, after the unit's partitions.
 
 
 def expander(layouts: Sequence[UnitLayout], dtype: torch.dtype) -> Callable[[int, torch.Tensor], None]:
-    """Returns a function that makes the values of a unit's blocks, in the unit's own memory on the device.
+    """Returns a function that computes the values of a unit's blocks, in the unit's own memory on the device.
 
     The function takes the index of the unit, and its memory, (nbytes,) uint8, which contains the partitions of all
     ranks.
@@ -317,7 +321,7 @@ def values_of(segment: ParameterSegment, memory: torch.Tensor, values: torch.Ten
     """Writes the values of a parameter into `values`.
 
     Args:
-        memory: uint8 that begin with its blocks.
+        memory: uint8 that begins with the parameter's blocks.
         values: (value_numel,) in the dtype of the weights, on the same device.
     """
     form = BLOCK_FORMATS[segment.form]
@@ -326,7 +330,7 @@ def values_of(segment: ParameterSegment, memory: torch.Tensor, values: torch.Ten
 
 # -- fill ----------------------------------------------------------------------------------------------
 #
-# Values of a frozen weight on their way in: they come in pieces of any length and leave as blocks.
+# Conversion of a frozen weight: its values come in pieces of any length, and are written as blocks.
 
 
 def write_blocks(form: str, pieces: Iterable[torch.Tensor], memory: torch.Tensor) -> None:
@@ -335,7 +339,7 @@ def write_blocks(form: str, pieces: Iterable[torch.Tensor], memory: torch.Tensor
     Args:
         form: name of the block format.
         pieces: its values in order, (n,) at a time of any length and floating dtype, on the CPU.
-        memory: uint8 that begin with the parameter's blocks; written, and owned by the caller.
+        memory: uint8 that begins with the parameter's blocks; this function writes it, the caller owns it.
     """
     block_format, at, rest = BLOCK_FORMATS[form], 0, torch.empty(0)
 
@@ -350,7 +354,7 @@ def write_blocks(form: str, pieces: Iterable[torch.Tensor], memory: torch.Tensor
         values = piece.float() if piece.dtype is torch.float64 else piece
         if len(rest):
             values = torch.cat((rest.to(values.dtype), values))
-        # What is less than a block waits for the next values.
+        # Values that do not fill a block wait for the next values.
         whole = len(values) // block_format.values * block_format.values
         write(values[:whole])
         rest = values[whole:].clone()
@@ -359,11 +363,11 @@ def write_blocks(form: str, pieces: Iterable[torch.Tensor], memory: torch.Tensor
 
 # -- notices -------------------------------------------------------------------------------------------
 #
-# Lines for the user on frozen weights that are not stored as values.
+# Lines for the user on frozen weights that are stored in other forms than values.
 
 
 def frozen_notices(form: str | None, layouts: Sequence[UnitLayout], itemsize: int) -> tuple[str, ...]:
-    """Returns a line on the frozen weights that are stored as blocks, or on why there are none."""
+    """Returns a line for the user: which frozen weights are stored as blocks, or why there are none."""
     as_bytes = _bytes_notices(layouts, itemsize)
     if form is None:
         return as_bytes

@@ -42,9 +42,9 @@ from offload.swapper.table import UnitSize, pieces_of
 
 # -- config request ------------------------------------------------------------------------------------
 #
-# The config's placement settings in the terms of the memory plan: mode, tiers, budgets, slots of the store.
+# The config's placement settings as the memory plan needs them: mode, tiers, budgets, slots of the store.
 #
-# Pure functions of the config. `memory_plan` decides by them, both for a run and for the planner.
+# Pure functions of the config. `memory_plan` calls them, both for a run and for the planner.
 
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
@@ -71,7 +71,7 @@ def placement_request(config: Config, accumulation: int = 1) -> PlacementRequest
 
 
 def _cached_weights(config: Config) -> int | None:
-    """Returns the number of weight elements that DeepSpeed's keys want cached in host memory, or None if none is set.
+    """Returns the number of weight elements that DeepSpeed's keys cache in host memory, or None if no key is set.
 
     If only one of `buffer_count` and `buffer_size` is set, the other takes DeepSpeed's default.
     """
@@ -88,7 +88,7 @@ def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)
     """Returns the name of the update rule that the config's optimizer block selects.
 
     Args:
-        groups: the parameter groups, whose settings override those of the block.
+        groups: the parameter groups, whose settings override the block's settings.
     """
     if block.of_torch:
         return kernel_rule(optimizer_class(block.type), [{**block.settings, **group} for group in groups])
@@ -103,7 +103,7 @@ def mode_of(config: Config, optimizer: str) -> Mode:
     """Returns the mode, which fixes the set of states and their dtypes; `optimizer` is the name of the rule.
 
     Raises:
-        ConfigError: the moments or the master are to have a form that the optimizer or the weights cannot keep.
+        ConfigError: the optimizer or the weights do not allow the configured form of the moments or the master.
     """
     if State.PACKED in RULE_LAYOUTS[optimizer].moments and config.moments != "fp32":
         raise ConfigError(
@@ -139,7 +139,7 @@ def gradient_dtype(config: Config, mode: Mode, accumulation: int, layouts: Seque
     """Returns the dtype of gradients that wait for their update.
 
     The config's `grad_accum_dtype` wins if set. Otherwise gradients are fp32 if several micro-batches accumulate into
-    them or weights in fp32 train, and of the weights' dtype if each gradient is stored once.
+    them, or if weights in fp32 train. They have the weights' dtype if each gradient is stored once.
     """
     named = config.data_types.grad_accum_dtype
     if named is not None:
@@ -158,29 +158,29 @@ def reduction_of(
 ) -> Reduction | None:
     """Returns how several ranks reduce their gradients; None for one rank.
 
-    ZeRO partitions gradients from stage 2 on, so that a rank of stages 0 and 1 has memory for the sum of all of a
-    step's micro-batches, and reduces it once.
+    ZeRO partitions gradients from stage 2 on. In stages 0 and 1 a rank therefore has memory for the sum of all of a
+    step's micro-batches, and reduces this sum once.
     """
     if world_size * replicas == 1:
         return None
     zero = config.zero_optimization
     overlaps = zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm
     whole = accumulation > 1 and zero.stage < 2
-    # Sums of micro-batches that take turns are sent too, often of two units that lie between two blocks. Not by "auto":
-    # only some loops run in turns then, and all others would send twice the bytes of 16-bit gradients.
+    # Sums of micro-batches that take turns are sent too, often sums of two units that lie between two blocks. Not with
+    # "auto": only some loops run in turns then, and all other loops would send twice the bytes of 16-bit gradients.
     turns = config.offload.schedule == LAYER_MAJOR
     sums = gradient_dtype(config, mode, accumulation, layouts)
     named = config.communication_data_type
     dtype = DTYPES[named] if named else sums if whole or turns else mode.weight_dtype
     exchanges = 2 if overlaps else 1
-    # A replica of one shard sends nothing but its sums to the other replicas.
+    # A replica of one shard sends only its sums, to the other replicas.
     form = CODES if zero.zero_quantized_gradients and world_size > 1 else None
     coded_sums = zero.zero_quantized_gradients and 1 < replicas <= MOST_CODED_REPLICAS
-    if whole:  # a sum of another dtype is rounded into a bucket
+    if whole:  # a bucket receives the rounded values of a sum of another dtype
         buckets = 0 if dtype == sums else exchanges
     elif turns:
         buckets = 2
-    else:  # one is free again once its codes are made
+    else:  # a bucket is free again once its values are encoded
         buckets = exchanges if form is None else 1
     return Reduction(
         dtype=dtype,
@@ -196,7 +196,7 @@ def reduction_of(
 
 
 def buffer_dtype(config: Config) -> torch.dtype | None:
-    """Returns the dtype of the model's floating-point buffers; None keeps the dtypes that the model gives them."""
+    """Returns the dtype of the model's floating-point buffers; None keeps the model's dtypes."""
     named = config.data_types.buffer_dtype
     return DTYPES[named] if named else None
 
@@ -222,7 +222,7 @@ class MemoryRequest:
     replicas: int = 1
     """Number of replicas, each divided into shards."""
     in_place_layouts: tuple[InPlaceLayout | None, ...] = ()
-    """Each unit as it lies in the model's own files; see `Partitions.in_place_nbytes`."""
+    """The place of each unit in the model's own files; see `Partitions.in_place_nbytes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,10 +315,10 @@ def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -
         if not config.drives:
             raise ConfigError('"durability" needs a store, but no "nvme_path" is given; set one in the "offload" block')
         return WantedSlots(count=2, must=True)
-    # The store of a resumed run is durable, and must not become one that is written in place.
+    # The store of a resumed run is durable, and must not become a store that is written in place.
     if resume:
         return WantedSlots(count=2, must=True)
-    # Nobody asked for durability explicitly, so a drive without room for two slots is no error.
+    # The user has not asked for durability, so a drive without room for two slots is no error.
     return WantedSlots(count=2, must=False) if on_disk else WantedSlots(count=0, must=True)
 
 
@@ -360,7 +360,7 @@ def unit_sizes(
     """Returns the facts that the pager needs about each unit.
 
     Args:
-        in_place_layouts: each unit as it lies in the model's own files; empty if no unit is read there.
+        in_place_layouts: the place of each unit in the model's own files; empty if none is read there.
     """
     sizes: list[UnitSize] = []
     for layout, tiers, parts, in_place_layout in zip(
@@ -394,7 +394,7 @@ class Division:
     """All that decides which parameters of a model move together."""
 
     named: Sequence[str] = ()
-    """Names or classes of modules that are one unit each."""
+    """Names or classes of modules, each of which is one unit."""
     experts: str = "each"
     """"each", "visited" or "whole", as in the config."""
     rule: str = ADAM
@@ -416,7 +416,8 @@ def division_of(config: Config | None, rule: str | None = None) -> Division:
 
     Args:
         config: the config; None for the default.
-        rule: name of the optimizer's rule; None for that of the config's optimizer, or Adam without one.
+        rule: name of the optimizer's rule; None for the rule of the config's optimizer, or for Adam if the config has
+            none.
     """
     if config is None:
         return Division()
@@ -432,11 +433,11 @@ def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:
 
     Args:
         model: the model; its structure must not change afterwards.
-        by: the division; names of units stand for one that is the default otherwise.
+        by: the division; or only names of units, for the default division with these names.
 
     Raises:
-        ConfigError: a name is that of no module and of no class of a module, or a parameter that stacks experts shall
-            stay in fp32.
+        ConfigError: a name matches no module and no class of a module, or the config keeps a parameter that stacks
+            experts in fp32.
     """
     division = by if isinstance(by, Division) else Division(by)
     cut = cut_stacks(model, division.experts, division.rule)
@@ -444,7 +445,7 @@ def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:
     if division.keep_in_fp32 == "auto":
         in_fp32 -= rows_of(cut.stacks).keys()
     units = find_units(model, division.named, cut.stacks, in_fp32)
-    # A stack may be inside of a unit that the user has named, or its experts too small.
+    # A stack may be inside of a unit that the user has named, or its experts may be too small.
     stacks = tuple(stack for stack in cut.stacks if stack.module in units.experts)
     if stacked := sorted(in_fp32 & rows_of(stacks).keys()):
         raise ConfigError(

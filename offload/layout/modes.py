@@ -1,4 +1,4 @@
-"""Dtypes of each state of a parameter, by mode: a precision of the weights, the moments of an optimizer, and theirs."""
+"""Modes, which fix a parameter's states and their dtypes: precision of the weights, moments, dtype of the moments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.states import State
 
 
 class RuleLayout(NamedTuple):
-    """What the layout of memory has to know of an update rule."""
+    """Facts about an update rule that the layout of memory needs."""
 
     moments: tuple[State, ...]
     """States of the optimizer, in the kernel's order of arguments; PACKED if its own code decides which."""
@@ -23,15 +23,15 @@ class RuleLayout(NamedTuple):
     passes: int = 1
     """Largest number of passes over the states of a unit."""
     block: int = 1
-    """Elements of a block of sums. A tile's elements are a multiple of it."""
+    """Elements of a block of sums. A tile's number of elements is a multiple of it."""
     not_of_matrices: tuple[State, ...] = ()
     """States that a matrix does not have, if the rule steps matrices in its own way, each as a whole."""
     on_device: bool = False
-    """True if the device has a kernel of the rule."""
+    """True if the device has a kernel for the rule."""
 
 
 class Mode(NamedTuple):
-    """Precision of the weights, the states that complete a weight to its fp32 master, and the optimizer's moments."""
+    """Precision of the weights, states that complete a weight to its fp32 master, and the optimizer's moments."""
 
     precision: str
     optimizer: str
@@ -40,7 +40,7 @@ class Mode(NamedTuple):
     moments: tuple[State, ...]
     """States of the optimizer, in the kernel's order of arguments; PACKED if its own code decides which."""
     moment_dtype: torch.dtype = torch.float32
-    """Dtype of the moments: fp32, or bf16 or int8; the kernels round to the latter two stochastically."""
+    """Dtype of the moments: fp32, bf16 or int8. The kernels round to bf16 and int8 stochastically."""
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class Mode(NamedTuple):
 
     @property
     def in_bytes(self) -> bool:
-        """True if a state has one byte an element: moments in 8 bits, or the low bits of a bf24 master."""
+        """True if a state takes one byte an element: moments in 8 bits, or the low bits of a bf24 master."""
         return any(dtype.itemsize == 1 for dtype in self.states.values())
 
     @property
@@ -91,14 +91,14 @@ class Mode(NamedTuple):
         """Returns the values of a state that belong to elements [start, stop) of a partition.
 
         Args:
-            start: first element; the first one of a block where the state is SCALES.
+            start: first element; for SCALES, the first element of a block.
         """
         if state is not State.SCALES:
             return range(start, stop)
         return range(start // MOMENT_BLOCK * len(self.moments), -(-stop // MOMENT_BLOCK) * len(self.moments))
 
     def padded_part(self, state: State, start: int, stop: int) -> range:
-        """Returns what `part` does, up to the end of a page: the values of a tile that ends there, or of a partition.
+        """Returns `part`, extended to the end of a page: the values of a tile, or of a partition, that ends there.
 
         `start` and each `stop` but the partition's end are multiples of `tile_step`.
         """
@@ -112,7 +112,7 @@ class Mode(NamedTuple):
 
     @property
     def page_step(self) -> int:
-        """Elements that fill whole pages of each state but the scales: 4096 where a state has a byte an element."""
+        """Elements that fill whole pages of each state except the scales: 4096 if a state takes one byte an element."""
         return PAGE if self.in_bytes else _STEP
 
     @property
@@ -127,12 +127,12 @@ class Mode(NamedTuple):
 
     @property
     def whole_units(self) -> bool:
-        """True if a tile of an update is all that a rank has of a unit: a step needs whole parameters."""
+        """True if a tile of an update is a rank's whole partition of a unit, since a step needs whole parameters."""
         return State.PACKED in self.moments
 
     @property
     def matrix_rule(self) -> bool:
-        """True if the optimizer steps each matrix as a whole, and all else by AdamW."""
+        """True if the optimizer steps each matrix as a whole, and all other parameters by AdamW."""
         return bool(self.rule.not_of_matrices)
 
     @property
@@ -157,11 +157,11 @@ class Mode(NamedTuple):
 
     @property
     def element_bytes(self) -> int:
-        """Returns the bytes of all states of one trainable element that is in no matrix.
+        """Returns the bytes of all states of one trainable element outside of matrices.
 
         PACKED and the scales of blocks are left out.
         With Adam: 12 in bf16 and fp32, 14 in fp16; with bf16 moments 8, 8 and 10; with int8 moments 6, 6 and 8. A bf24
-        master has a byte less.
+        master takes one byte less.
         """
         uncounted = (State.PACKED, State.SCALES)
         return sum(dtype.itemsize for state, dtype in self.states.items() if state not in uncounted)
@@ -183,7 +183,7 @@ def moments_name(dtype: torch.dtype) -> str:
 
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"
 MUON, SINKGD = "muon", "sinkgd"
-# States that hold the weights, by precision, and the rules with their moments. A mode is one of each.
+# States that hold the weights, by precision, and the rules with their moments. A mode combines one of each.
 PRECISIONS: dict[str, dict[State, torch.dtype]] = {
     # Weight and low bits together give the master bit for bit: see kernels.split_master.
     "bf16": {State.WEIGHT: torch.bfloat16, State.MASTER_LOW_BITS: torch.int16},
@@ -196,7 +196,7 @@ MASTERS: dict[str, dict[State, torch.dtype]] = {
     # The upper 24 bits of an fp32; the kernels round to them stochastically.
     "bf24": {State.MASTER_LOW_BITS: torch.int8},
 }
-"""Forms of the master of a bf16 weight by their names in configs, with what differs from `PRECISIONS`."""
+"""Forms of the master of a bf16 weight by their names in configs, with the states that differ from `PRECISIONS`."""
 _ADAM = (State.EXP_AVG, State.EXP_AVG_SQ)
 RULE_LAYOUTS: dict[str, RuleLayout] = {
     ADAM: RuleLayout(_ADAM, on_device=True),
@@ -206,7 +206,7 @@ RULE_LAYOUTS: dict[str, RuleLayout] = {
     "momentum": RuleLayout((State.MOMENTUM_BUFFER,)),
     "sgd": RuleLayout(()),
     TORCH: RuleLayout((State.PACKED,), elementwise=False),
-    # AdamW's, for what is no matrix. The first is a matrix's momentum with Muon.
+    # AdamW's moments, for elements outside of matrices. With Muon, the first is also a matrix's momentum.
     MUON: RuleLayout(_ADAM, elementwise=False, not_of_matrices=(State.EXP_AVG_SQ,)),
     SINKGD: RuleLayout(_ADAM, elementwise=False, not_of_matrices=_ADAM),
 }
@@ -214,12 +214,12 @@ RULE_LAYOUTS: dict[str, RuleLayout] = {
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 """Dtypes of moments, by their names in configs."""
 ROOTS = (State.EXP_AVG_SQ, State.SUM)
-"""Moments whose 8 bits hold the root, without a sign."""
+"""Moments whose 8-bit codes hold the root, without a sign."""
 MOMENT_BLOCK = 256
-"""Elements of a block of moments in 8 bits, which has one scale of each moment; as `kernels.moments` has it."""
+"""Elements of a block of moments in 8 bits, with one scale for each moment. The kernels use the same number."""
 _SCALE_NBYTES = 4
 _STEP = 2048
-"""Step of a tile's elements where no state is smaller than 2 bytes: 4096 bytes of that."""
+"""Step of a tile's elements if each state takes at least 2 bytes an element: 4096 bytes of the smallest state."""
 
 
 def make_mode(precision: str, optimizer: str, moments: str = "fp32", master: str = "fp32") -> Mode:

@@ -1,4 +1,4 @@
-"""Parameters that an optimizer steps as a whole: which of them several ranks divide, and the memory that a step needs.
+"""Parameters that an optimizer steps as a whole: their division among ranks, and the memory that a step needs.
 
 A rank steps the parameters that it holds whole. A divided parameter is stepped on one of its ranks, its `home`: the
 other ranks send their elements there, and receive the result of the step.
@@ -45,7 +45,7 @@ class WholeSizes(NamedTuple):
     parameter: int = 0
     """The largest such parameter."""
     square: int = 0
-    """The square of the smaller dimension of a matrix, at most."""
+    """The largest square of the smaller dimension of a matrix."""
     tile: int = 0
     """The largest run of this rank's elements that a tile must contain, with the padding after it."""
     traded: int = 0
@@ -71,7 +71,7 @@ class DividedParameter(NamedTuple):
     home: int
     """Rank that steps it."""
     parts: tuple[ParameterShard, ...]
-    """The part of each rank that has one, in order."""
+    """The parts, one for each rank that holds some of the parameter, in order."""
 
 
 def divided(layout: UnitLayout, mode: Mode, world_size: int) -> tuple[DividedParameter, ...]:
@@ -87,11 +87,11 @@ def divided(layout: UnitLayout, mode: Mode, world_size: int) -> tuple[DividedPar
 def cuts(layout: UnitLayout, mode: Mode, part: range, alone: bool, tile_numel: int) -> tuple[range, ...]:
     """Returns the elements of each tile of a unit's update, counted in the rank's partition, in order.
 
-    What is in no matrix is in tiles of any size. A tile contains a matrix, or several that are small. Of several ranks
-    each has all its parts of matrices in one tile, since they are exchanged at once.
+    Elements outside of matrices are in tiles of any size. Another tile contains a matrix, or several small ones. With
+    several ranks, one tile contains all of a rank's parts of matrices, since ranks exchange these parts at once.
 
     Args:
-        tile_numel: largest number of elements of a tile that need not be larger.
+        tile_numel: largest number of elements of a tile, unless a whole matrix needs more.
     """
     rest = max(0, min(layout.rest_stop, part.stop) - part.start)
     ranges = [range(start, min(start + tile_numel, rest)) for start in range(0, rest, tile_numel)]
@@ -106,12 +106,12 @@ def cuts(layout: UnitLayout, mode: Mode, part: range, alone: bool, tile_numel: i
 
 
 def whole_sizes(layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size: int) -> WholeSizes:
-    """Returns the sizes of what an optimizer steps as a whole, for one rank."""
+    """Returns one rank's sizes of the parameters that an optimizer steps as a whole."""
     if not mode.steps_whole:
         return NO_WHOLE_SIZES
     numels = [segment.numel for layout in layouts for _, segment in _stepped_whole(layout, mode)]
     shapes = [segment.shape for layout in layouts for _, segment in _stepped_whole(layout, mode)]
-    # A rank sends the parts of divided parameters to their homes, and receives those of others as a home.
+    # A rank sends its parts of divided parameters to their homes. As a home, it receives the parts of other ranks.
     traded = [
         sum(
             part.numel
@@ -140,7 +140,7 @@ def _stepped_whole(layout: UnitLayout, mode: Mode) -> Iterator[tuple[int, Parame
 
 
 def _borders(layout: UnitLayout) -> list[int]:
-    """Returns where the matrices of a unit begin after the first one, and where they end with their padding."""
+    """Returns the first element of each matrix of a unit after the first one, and the end of the last one's padding."""
     starts = sorted(segment.start for segment in layout.segments if layout.is_matrix(segment) and segment.numel)
     return [*starts[1:], layout.trainable_stop]
 
@@ -183,7 +183,7 @@ def split(values: torch.Tensor, states: Mapping[State, torch.Tensor], noise: ker
 
 
 def weights_of(masters: torch.Tensor, kept: Mapping[State, torch.dtype]) -> torch.Tensor:
-    """Returns the weights that `split` stores of `masters`.
+    """Returns the weights that `split` stores for `masters`.
 
     Args:
         masters: (n,) fp32 on the CPU.
@@ -239,9 +239,9 @@ def put_weight(values: torch.Tensor, states: Mapping[State, torch.Tensor]) -> No
 
 
 MOMENTUM = "momentum_buffer"
-"""torch's name of the state of a matrix of Muon."""
+"""torch's name for the state that Muon keeps for a matrix."""
 MARK = "use_muon"
-"""Attribute of a parameter, and key of a group, that a user decides by; DeepSpeed's name."""
+"""Attribute of a parameter, and key of a group, by which a user chooses the matrices; DeepSpeed's name."""
 _ENDS = ("embed", "lm_head")
 """Parts of names of embeddings and heads, as DeepSpeed excludes them; in lower case."""
 
@@ -251,10 +251,10 @@ def matrices_of(model: nn.Module) -> frozenset[str]:
 
     A parameter is one of them if it has two dimensions, each above 1, and is no embedding and no head: no
     `nn.Embedding` contains it, the model does not name it as its output embeddings, and neither "embed" nor "lm_head"
-    is in its name. The attribute `use_muon` of a parameter comes before this rule.
+    is in its name. The attribute `use_muon` of a parameter overrides this rule.
 
     Raises:
-        ConfigError: a parameter is marked that has no two dimensions.
+        ConfigError: a marked parameter does not have two dimensions.
     """
     ends = _embeddings(model)
     names = set()
@@ -275,7 +275,7 @@ def checked_mark(mark: Any, name: str, shape: Sequence[int]) -> bool:
     """Returns a mark as a bool.
 
     Raises:
-        ConfigError: the mark is true, and the parameter has no two dimensions.
+        ConfigError: the mark is true, and the parameter does not have two dimensions.
     """
     if mark and len(shape) != 2:
         raise ConfigError(
@@ -286,7 +286,7 @@ def checked_mark(mark: Any, name: str, shape: Sequence[int]) -> bool:
 
 
 def states_of(mode: Mode, layout: UnitLayout, segment: ParameterSegment) -> dict[str, State]:
-    """Returns the moments that a kernel of ours keeps of a parameter, by the names that torch gives them."""
+    """Returns the moments that the library's kernel keeps for a parameter, by torch's names."""
     if not (mode.matrix_rule and layout.is_matrix(segment)):
         return {state.value: state for state in mode.moments if state is not State.PACKED}
     of_matrices = [state for state in mode.moments if state not in mode.partial]
@@ -296,7 +296,7 @@ def states_of(mode: Mode, layout: UnitLayout, segment: ParameterSegment) -> dict
 def for_rule(
     layouts: Sequence[UnitLayout], rule: str, matrices: Collection[str], world_size: int
 ) -> tuple[UnitLayout, ...]:
-    """Returns the layouts as a rule needs them: with the matrices last, if it has a way of its own for them."""
+    """Returns the layouts as a rule needs them: with the matrices last, if the rule steps matrices in its own way."""
     if not RULE_LAYOUTS[rule].not_of_matrices:
         return tuple(layouts)
     return tuple(
@@ -313,7 +313,7 @@ def product_flops(layouts: Sequence[UnitLayout], rule: str, iterations: int) -> 
 
 
 def _flops(shape: tuple[int, ...]) -> float:
-    """Returns the operations of an iteration on a matrix; a layer whose size alone is known is 12 squares."""
+    """Returns the operations of one iteration on a matrix; a layer of known size only counts as 12 squares."""
     if len(shape) != 2:
         # A decoder layer has four squares in attention, and an MLP of eight.
         return 12 * 6 * float((shape[0] / 12) ** 1.5)
@@ -328,7 +328,7 @@ def _embeddings(model: nn.Module) -> set[int]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         for parameter in module.parameters()
     }
-    # transformers' models name their head by this method; a tied one is the embedding's parameter anyhow.
+    # transformers' models return their head by this method. A tied head is the embedding's parameter anyhow.
     head = getattr(model, "get_output_embeddings", None)
     module = head() if callable(head) else None
     if isinstance(module, nn.Module):
@@ -352,15 +352,15 @@ def scales_of(mode: Mode, scales: torch.Tensor, numel: int, offset: int = 0) -> 
 
 
 def moment_sources(mode: Mode, state: State) -> tuple[State, ...]:
-    """Returns the states that together give the values of one: those in 8 bits need their scales."""
+    """Returns the states that together give the values of `state`: moments in 8 bits need their scales."""
     return (state, State.SCALES) if mode.in_blocks and state in mode.moments else (state,)
 
 
 def read(mode: Mode, states: Mapping[State, torch.Tensor], state: State, offset: int = 0) -> torch.Tensor:
-    """Returns the values of a moment; those in fp32 or bf16 without a copy.
+    """Returns the values of a moment, without a copy if it is fp32 or bf16.
 
     Args:
-        states: (n,) of the moment on the CPU, and of moments in 8 bits the scales from their first block on.
+        states: (n,) of the moment on the CPU; for moments in 8 bits also the scales, from the moment's first block on.
         offset: number of the first element in its block.
     """
     stored = states[state]
@@ -394,7 +394,8 @@ def write(mode: Mode, states: Mapping[State, torch.Tensor], state: State, start:
 
 # -- of torch ------------------------------------------------------------------------------------------
 #
-# Optimizers of torch by name: their classes, which of them a kernel of ours computes, and the states of the others.
+# Optimizers of torch by name: their classes, the ones that a kernel of the library computes, and the other ones'
+# states.
 
 
 WITHOUT_KERNEL = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
@@ -470,8 +471,8 @@ def with_states_of_torch(
 ) -> tuple[UnitLayout, ...]:
     """Returns the layouts with the states that an optimizer of torch keeps of each trainable parameter.
 
-    For a plan, which has no optimizer: parameters are meta tensors, or real ones of a few elements if the code needs
-    values; the states of these are scaled up.
+    Used by a plan, which has no optimizer. The parameters are meta tensors, or real tensors of a few elements if the
+    optimizer's code needs values. The states of real tensors are scaled up.
     """
     known: dict[tuple[int, ...], tuple[StateField, ...]] = {}
     completed = []
@@ -487,7 +488,7 @@ def with_states_of_torch(
 def _states(name: str, arguments: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[StateField, ...]:
     with contextlib.suppress(RuntimeError):
         return describe_state(_stepped(name, arguments, shape, "meta"))
-    # Each dimension of a state is one of the parameter's, or 1: small ones that differ show which.
+    # Each dimension of a state is a dimension of the parameter, or 1. Small dimensions that differ show which.
     small = tuple(5 + number for number in range(len(shape)))
     sizes = dict(zip(small, shape, strict=True))
     return tuple(

@@ -3,8 +3,9 @@
 micro-batch-major   one micro-batch after the other: forward and backward of the first, then of the second
 layer-major         all micro-batches pass through a block before the next block is fetched, forward and backward
 
-Layer-major fetches the weights of a block twice a step, whatever the number of micro-batches, and keeps what the
-backward needs of all of them. `initialize` and the planner decide by the same function, so a run does as planned.
+Layer-major fetches the weights of a block twice a step, for any number of micro-batches. It keeps the activations that
+the backward needs, for all micro-batches. `initialize` and the planner call the same function, so a run follows the
+plan.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SCHEDULES = ("auto", LAYER_MAJOR, MICRO_BATCH_MAJOR)
 _LEAST_BLOCKS = 2
 """Least number of blocks where the order of micro-batches and blocks makes a difference."""
 _TIED_SHARE = 2
-"""Gradients of tied weights may take one part in so many of the free memory; activations need the rest."""
+"""Gradients of tied weights may take the free memory divided by this number; activations need the rest."""
 
 
 class ScheduleChoice(NamedTuple):
@@ -36,7 +37,8 @@ class ScheduleChoice(NamedTuple):
 def makes_early_updates(speculate: object, on_cpu: bool) -> bool:
     """Returns whether a run tries updates under the backward.
 
-    On a CPU the kernels of updates take cores from the backward, where on a GPU they are idle: "auto" leaves it out.
+    On a CPU the kernels of updates take cores from the backward, so "auto" does not try. With a GPU these cores are
+    idle.
     """
     return speculate is True or (speculate == "auto" and not on_cpu)
 
@@ -54,17 +56,19 @@ def choose_schedule(
 ) -> ScheduleChoice:
     """Returns the schedule of a run.
 
-    A wish for layer-major is granted wherever the model allows it, even if the activations may not fit. "auto" takes
+    An explicit "layer-major" is used if the model allows it, even if the activations may not fit. "auto" takes
     layer-major only where it saves a transfer and is known to fit.
 
     Args:
-        blocks: repeated blocks that form a chain, each the input of the next; 0 if the model is no such chain.
+        blocks: number of repeated blocks that form a chain, where each block's output is the next one's input; 0
+            without a chain.
         moves: True if the weights of any unit come to the device and leave it during a step.
-        checkpointed: True if every block is computed again in the backward, and keeps its input alone.
+        checkpointed: True if the backward recomputes every block, so that a block keeps only its input.
         activation_nbytes: bytes on the device for the activations of all micro-batches of a step; None if unknown.
         free_nbytes: bytes of the device that activations may take; None if unknown.
-        tied_nbytes: bytes of the device for gradients of weights that two modules share: autograd keeps that of a tied
-            head for each micro-batch until its embedding has one too. Read where `activation_nbytes` is unknown.
+        tied_nbytes: bytes of the device for gradients of weights that two modules share. Autograd keeps a tied head's
+            gradient for each micro-batch until its embedding has a gradient too. Used only if `activation_nbytes` is
+            unknown.
     """
     assert asked in SCHEDULES, asked  # the config and the command line check what a user wrote
     if asked == MICRO_BATCH_MAJOR:

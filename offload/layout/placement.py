@@ -1,4 +1,4 @@
-"""Placement of one rank's partitions, and the memory for them and for the work on them, decided from sizes alone.
+"""Decides the placement of one rank's partitions, and the memory for them and for the work on them, from sizes alone.
 
 Pure functions; `initialize` carries out their decisions.
 """
@@ -45,8 +45,8 @@ from offload.swapper.store import StoreSpec
 #     left
 #
 # A growth leaves free 1.5 times the memory that activations have ever needed. If activations then run short, they
-# needed more than the growth had left, so the next growth leaves at least 1.5 times as much as the one before. Hence a
-# run sees a handful of shortages at most, whatever its batches are.
+# needed more than the growth had left free. So the next growth leaves at least 1.5 times as much free. Hence a run has
+# a handful of shortages at most, whatever its batches are.
 
 
 _MARGIN = 256 * MIB
@@ -72,21 +72,21 @@ class DeviceNeed:
     unit: int
     """Bytes of the largest unit that is paged in and out."""
     weights: int
-    """Bytes that spare every unit an eviction, within the config's limit. Memory beyond them goes to `totals`."""
+    """Bytes with which no unit is evicted, within the config's limit. An arena uses further bytes for `totals`."""
     totals: tuple[tuple[int, int], ...] = ()
-    """Units whose gradients may accumulate on the device, each with its bytes; those that gain most come first."""
+    """Units whose gradients may accumulate on the device, as (unit, bytes); the units that gain most come first."""
 
     def added(self, nbytes: int) -> tuple[tuple[int, int], ...]:
-        """Returns those of `totals`, taken greedily in order, that fit into an arena of `nbytes`."""
+        """Returns the entries of `totals` that fit into an arena of `nbytes`, taken greedily in order."""
         return that_fit(self.totals, nbytes - self.weights)
 
 
 def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
     """Returns how many bytes the device arena grows by after the first step; 0 if growth is not worth it.
 
-    Half as much memory as the activations of the first step took stays free, for longer sequences. If gradient totals
-    would use the memory, as much as the activations took stays free, because totals help less than weights. Growth by
-    less than the largest unit would not let one more unit stay.
+    For longer sequences, the growth leaves free half of the bytes that the activations of the first step took. If
+    gradient totals would use the memory, it leaves free all of these bytes, because totals help less than weights. A
+    growth by less than the largest unit would not let one more unit stay.
 
     Args:
         room: free memory of the device after the first step; `room.kept` counts the bytes that its activations took.
@@ -105,7 +105,7 @@ class ArenaHistory:
     grown: int = 0
     """Bytes of the arena that can be given back."""
     beside: int = 0
-    """Bytes that the last growth left for all that is not in the arena."""
+    """Bytes that the last growth left for everything outside the arena."""
     peak: int = 0
     """Most bytes that activations had needed, as far as was known when the arena last grew or gave memory back."""
     wait: int | None = 1
@@ -133,7 +133,7 @@ def next_growth(nbytes: int, need: DeviceNeed, room: DeviceRoom, history: ArenaH
     """Returns how many bytes the device arena grows by at the end of a step; 0 if it does not.
 
     Args:
-        history: the steps so far; its peak is left free as if activations took it in the last step.
+        history: the steps so far. The growth treats its peak as if activations had needed it in the last step.
     """
     if history.grown or history.wait != 0:
         return 0
@@ -176,10 +176,10 @@ def least_holds(parts: Partitions) -> str:
 
 
 def moving(parts: Partitions, tiers: TierMap) -> list[int]:
-    """Returns the bytes of each unit that are paged in and out of the device, 0 for one that stays there."""
+    """Returns the bytes of each unit that are paged in and out of the device; 0 for a unit that stays there."""
     return [
-        # With several ranks a resident weight is only a shard, and blocks are not values: such a unit is put together
-        # for every use, and evicted.
+        # With several ranks a resident weight is only a shard, and blocks are not values. Such a unit is assembled for
+        # every use, and evicted.
         0 if parts.device_resident(unit, row_tiers) else align_up(nbytes)
         for unit, (nbytes, row_tiers) in enumerate(zip(parts.unit_nbytes, tiers, strict=True))
     ]
@@ -196,15 +196,15 @@ def largest_moving(parts: Partitions, tiers: TierMap) -> int:
 
 # -- machine -------------------------------------------------------------------------------------------
 #
-# What a placement asks of a machine, and sizes of host buffers that planner and engine share.
+# The facts about a machine that a placement needs, and sizes of host buffers that planner and engine share.
 
 
 STAGING_BUFFERS = 3
-"""Host buffers that gradients leave the device through."""
+"""Host buffers through which gradients leave the device."""
 WINDOWS = 3
 """Host buffers of gradients that spill to disk: one is filled while the others are written."""
 CHUNK = 1 << 22
-"""Elements of a gradient that one call adds or whose squares it sums: one number for all callers, for equal bits."""
+"""Elements of a gradient that one call adds or sums the squares of. All callers use this number, for equal bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,7 +232,7 @@ class MachineMemory:
 _DEVICE_UNITS = 3
 """Units of the largest size that the device arena holds by default."""
 _ARENA_SHARE = 0.25
-"""Fraction of what `beside_arenas` leaves that the default arena takes at most where the CPU computes."""
+"""If the CPU computes, the default arena takes at most this fraction of the bytes that `beside_arenas` leaves."""
 LIBRARIES = 32 * MIB
 """Bytes of libraries that are loaded in the first step, and of threads' stacks."""
 _GRADIENT_SHARE = 0.75
@@ -256,7 +256,7 @@ def divide_device(
     whole = max(_DEVICE_UNITS * largest, sum(moving(parts, tiers)) + largest)
     live = whole if request.live is None else max(largest, align_up(request.live * mode.weight_dtype.itemsize))
     weights = min(whole, live)
-    # Where whole gradients add up before they are reduced, a step has one partition of each: there is no other sum.
+    # If whole gradients add up before they are reduced, a step has one partition of each gradient and no other sum.
     adds_up = request.accumulation > 1 and not machine.host_addressable and not parts.whole_gradients
     totals = to_add_up(parts, tiers) if adds_up else ()
     # Gradients on the device are an optimization that the least budget need not hold.
@@ -278,7 +278,7 @@ def divide_device(
         check_room(parts.node, least, machine.free_host if machine.host_addressable else machine.free_device)
         # By default the arena begins small and grows once the first step has shown the memory of the activations.
         room = most = min(_DEVICE_UNITS * largest, live)
-        if machine.host_addressable:  # the host budget, activations and gradients come out of the same memory
+        if machine.host_addressable:  # the host budget, activations and gradients share this memory
             share = int(_ARENA_SHARE * max(machine.free_host - beside_arenas(parts), 0)) // PAGE * PAGE
             room = most = max(largest, min(room, share))
         else:
@@ -289,7 +289,7 @@ def divide_device(
 
 # -- tile sizes ----------------------------------------------------------------------------------------
 #
-# Sizes of the update pipeline's tiles: elements of each, their number, and the bytes of their class of host memory.
+# Sizes of the update pipeline's tiles: elements of a tile, number of tiles, and bytes of their class of host memory.
 #
 # Pure functions of sizes.
 
@@ -297,7 +297,7 @@ def divide_device(
 _WHOLE_UNITS = 3
 """Number of tiles if each holds an entire unit: one is read, one computed, one written."""
 _MATRICES = 4
-"""Number of tiles if each holds a matrix: matrices differ in size, so that one more evens them out."""
+"""Number of tiles if each holds a matrix: matrices differ in size, and one tile more evens out the differences."""
 _TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
 """Smallest and largest bytes of the host buffer of one tile."""
 
@@ -308,8 +308,8 @@ def pipeline(parts: Partitions, mode: Mode, request: PlacementRequest, tiers: Ti
     if not numel:
         return 0, 0
     step = tile_growth(parts, mode, tiers)
-    # An optimizer of torch needs all elements of a parameter at once: its tiles are entire units. One with a rule for
-    # matrices needs a matrix at once.
+    # An optimizer of torch needs all elements of a parameter at once, so its tiles are entire units. An optimizer with
+    # a rule for matrices needs a matrix at once.
     if mode.steps_whole:
         most = _WHOLE_UNITS if mode.whole_units else _MATRICES
         return _scratch_nbytes(parts, mode) + step, _scratch_nbytes(parts, mode) + most * step
@@ -369,7 +369,7 @@ def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
 
 
 def _matrix_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
-    """Returns the bytes of a tile that holds any matrix, or else elements that are in none, in tiles as of others."""
+    """Returns the bytes of a tile that holds any matrix, and at least the usual number of other elements."""
     spilled = parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0
     matrix = 0
     for unit_mode in _modes(parts, mode):
@@ -384,15 +384,15 @@ def _matrix_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
 def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
     """Returns the bytes that a step with whole parameters needs in addition to its tiles.
 
-    These are an fp32 gradient, an fp32 master if masters have no memory of their own as a whole, and what ranks
-    exchange: of an optimizer of torch a master and a gradient, else an update. Rules of matrices also compute in the
-    memory of gradient and master, and of a square, so they have it for any precision.
+    The bytes hold an fp32 gradient, an fp32 master if no state is a whole master, and the values that ranks exchange.
+    With an optimizer of torch, ranks exchange a master and a gradient, else an update. Rules for matrices also compute
+    in the memory of gradient, master and a square, so they need it in every precision.
     """
     itemsize, whole = torch.float32.itemsize, parts.whole
     copies = 2 if State.MASTER_LOW_BITS in mode.weights or mode.matrix_rule or not parts.alone else 1
     squares = align_up(whole.square * itemsize) if mode.matrix_rule else 0
     traded = align_up((1 if mode.matrix_rule else 2) * whole.traded * itemsize)
-    # A model may have no matrix, and an arena gives no empty memory.
+    # A model may have no matrix, and an arena allocates no empty memory.
     return copies * align_up(whole.parameter * itemsize) + squares + traded or PAGE
 
 
@@ -401,7 +401,7 @@ def _tile_step(mode: Mode) -> int:
 
 
 def _tile_step_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
-    """Returns the bytes of a tile of one step: its elements, and the page of the scales of its blocks."""
+    """Returns the bytes of a tile of one step: its elements, and a page for the scales of its blocks."""
     return _tile_step(mode) * _tile_element_bytes(parts, mode, tiers) + (PAGE if mode.in_blocks else 0)
 
 
@@ -426,12 +426,12 @@ def _spills(parts: Partitions, tiers: TierMap) -> bool:
 
 # -- host ----------------------------------------------------------------------------------------------
 #
-# Host memory of a run: what each class of buffers needs, the default budget and its division, from sizes alone.
+# Host memory of a run: the need of each class of buffers, the default budget and its division, from sizes alone.
 
 
 HOST_SHARE = 0.8
-"""Fraction of the free host memory that the default budget takes at most; where the device computes there, of what its
-arena and `beside_arenas` leave."""
+"""Fraction of the free host memory that the default budget takes at most. If the device computes in host memory, it is
+the fraction of the bytes that the device's arena and `beside_arenas` leave."""
 _ACTIVATIONS = 512 * MIB
 """Bytes that the default budget leaves to activations at least, where the device computes in host memory."""
 _STREAM_NBYTES = 16 * MIB
@@ -441,7 +441,7 @@ _WINDOW_NBYTES = 32 * MIB
 
 
 class HostNeed(NamedTuple):
-    """Bytes of each class of host buffers for given tiers: the least that works, and the most that is useful."""
+    """Bytes of each class of host buffers for given tiers: the smallest that work, and the largest useful ones."""
 
     least: HostBudget
     most: HostBudget
@@ -466,7 +466,7 @@ def default_budget(
     arena, _ = divide_device(parts, mode, request, machine, configured_tiers)
     rest = machine.free_host - arena - beside_arenas(parts)
     rest = min(int(HOST_SHARE * rest), rest - _ACTIVATIONS)
-    # At least what works after all moves to DISK, if there is a drive to move to.
+    # At least the bytes that suffice after all moves to DISK, if the run has a drive.
     ways = [configured_tiers]
     if machine.drives:
         host = [(unit, state) for unit, row in enumerate(configured_tiers) for state in row if row[state] is Tier.HOST]
@@ -533,7 +533,7 @@ def _disk_weights(parts: Partitions, tiers: TierMap) -> list[tuple[int, int]]:
 
 
 _FEW = 1 << 16
-"""Elements of a tile below which its own work is longer than that of its elements, as measured on two cores."""
+"""Elements of a tile whose fixed work takes as long as the work on the elements, as measured on two cores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -554,7 +554,7 @@ class Placement:
     scratch_nbytes: int
     """For an optimizer of torch, bytes of the class of tiles for the largest parameter's fp32 gradient and master."""
     inputs_nbytes: int | None
-    """Bytes of host memory, besides `classes`, for inputs of blocks that are computed again; None: what is free."""
+    """Bytes of host memory, in addition to `classes`, for inputs of recomputed blocks; None for all free memory."""
     window_numel: int
     """Elements of a spilling gradient that are in HOST at a time; 0 if no gradient spills."""
     notices: tuple[str, ...]
@@ -571,8 +571,8 @@ class Placement:
         Args:
             slots: slots of the store; 0 without one.
         """
-        # With everything in memory an update waits for nothing but the cores that the forward computes on: side by
-        # side both take longer than one after the other.
+        # With everything in memory, an update waits only for the cores on which the forward computes. Run side by side,
+        # both take longer than one after the other.
         return wanted and not (on_cpu and alone and not slots and not self.on_disk and not self.spilled)
 
     @property
@@ -582,7 +582,7 @@ class Placement:
 
     @property
     def moving_nbytes(self) -> int:
-        """Bytes of the device arena without those of gradients that accumulate there (`added`)."""
+        """Bytes of the device arena, without the gradients that accumulate there (`added`)."""
         return self.device_nbytes - sum(nbytes for _, nbytes in self.added)
 
     def grown(self, nbytes: int) -> Placement:
@@ -603,7 +603,7 @@ class Placement:
         return replace(self, classes=classes, promoted=())
 
     def stored(self, parts: Partitions, slots: int) -> tuple[Mapping[State, int], ...]:
-        """Returns the bytes of each state that the store keeps, unit by unit; empty if there is no store.
+        """Returns for each unit the bytes of the states that the store keeps; empty if there is no store.
 
         Args:
             slots: 2 for a durable store, 1 for a store written in place, 0 for none.
@@ -734,7 +734,7 @@ def _fitting_tiers(
 def _budget_error(
     request: PlacementRequest, mode: Mode, budget: int, machine: MachineMemory, least: HostBudget
 ) -> BudgetError:
-    """Returns the error that names the budget, the smallest one that works, and the classes of the latter (`least`)."""
+    """Returns the error that names the budget, the smallest working budget, and the latter's classes (`least`)."""
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
     more = "" if machine.drives else "move states to nvme, or "
     pipeline = "a smaller sub_group_size lowers this"

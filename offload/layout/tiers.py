@@ -1,4 +1,4 @@
-"""The tier of every partition, where it returns between uses, decided from sizes alone.
+"""Decides the tier of every partition, to which it returns between uses, from sizes alone.
 
     as configured ─► exceeds the host budget:  partitions move down to DISK, one at a time
                  └─► budget has room left:     states are promoted to HOST, a fixed set of them
@@ -35,8 +35,8 @@ from offload.swapper.memory.host_arena import PinnedRegions
 CODES = BLOCK_FORMATS["int8"]
 """Format of the codes that ranks send. Every shard of a unit is a whole number of its blocks."""
 MOST_CODED_REPLICAS = 7
-"""Replicas up to which the codes of all sums, 130/128 bytes an element to each of r - 1 ranks, are fewer bytes than an
-all-reduce in fp32, which sends 8 (r - 1) / r of them."""
+"""Most replicas r for which codes of sums are smaller than an all-reduce in fp32. Codes take 130/128 bytes an element
+to each of r - 1 ranks; an all-reduce sends 8 (r - 1) / r bytes an element."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class Reduction:
     exchanges: int = 1
     """Units whose reductions may be under way at a time."""
     buckets: int = 1
-    """Buffers for gradients of `dtype` that wait to be sent; 0 if the sums of whole gradients themselves do."""
+    """Buffers for gradients of `dtype` that wait to be sent; 0 if ranks send the sums of whole gradients directly."""
     whole: bool = False
     """True if each rank adds up the whole gradients of a step's micro-batches before they are reduced."""
     replicas: int = 1
@@ -63,7 +63,7 @@ class Reduction:
     """True if each rank is a replica by itself, so its gradients are summed over the replicas in their own memory."""
 
     def dtype_of(self, layout: UnitLayout) -> torch.dtype:
-        """Returns the dtype that ranks send the gradients of a unit in."""
+        """Returns the dtype in which ranks send the gradients of a unit."""
         return torch.float32 if self.wide and layout.in_fp32 else self.dtype
 
     def numels(self, layouts: Iterable[UnitLayout]) -> list[int]:
@@ -73,21 +73,22 @@ class Reduction:
 
     @property
     def received(self) -> int:
-        """Buffers for the gradients that a rank receives. Replicas have added them up before the next exchange."""
+        """Number of buffers for the gradients that a rank receives. Replicas add them up before the next exchange."""
         if self.in_place:
             return 0
         return self.exchanges if self.replicas == 1 else 1
 
     @property
     def coded(self) -> int:
-        """Buffers for the codes that a rank sends."""
+        """Number of buffers for the codes that a rank sends."""
         return 0 if self.form is None else self.exchanges
 
     @property
     def sums(self) -> int:
         """Buffers for sums over replicas.
 
-        One that has become codes is free again. Sums in place need one for the zeros of a rank without a gradient.
+        Once a sum is encoded, its buffer is free again. Sums in place need one buffer for the zeros of a rank without a
+        gradient.
         """
         if self.replicas == 1:
             return 0
@@ -105,7 +106,7 @@ class Reduction:
     def buffer_nbytes(self, unit_numels: Sequence[int], shard_numels: Sequence[int]) -> int:
         """Returns the bytes of all buffers, without sums of whole gradients."""
         largest = max(unit_numels)
-        # Received and coded gradients take the bytes that are sent; a bucket takes those of values.
+        # Received and encoded gradients take the bytes that are sent; a bucket takes the bytes of values in `dtype`.
         through = (self.received + self.coded) * align_up(self.sent_nbytes(largest))
         sums = self.sums * align_up(max(shard_numels) * torch.float32.itemsize)
         sums += sum(map(align_up, self.sum_codes(shard_numels)))
@@ -129,7 +130,7 @@ class CodedGathers(NamedTuple):
     dtype: torch.dtype = torch.float32
     """Dtype of the weights."""
     elements: tuple[range, ...] = ()
-    """For each unit whole regions; empty if there are none."""
+    """For each unit, the range of whole regions that ranks gather as codes, which may be empty; () for no unit."""
     largest: int = 0
     """Elements of the largest region; 0 if there are none."""
 
@@ -143,7 +144,7 @@ NO_CODES = CodedGathers()
 
 
 def coded_gathers(config: Config, layouts: Sequence[UnitLayout], dtype: torch.dtype, shards: int) -> CodedGathers:
-    """Returns what the ranks of a replica gather as codes."""
+    """Returns the elements that the ranks of a replica gather as codes."""
     zero = config.zero_optimization
     elements, largest = [], 0
     for layout in layouts:
@@ -178,15 +179,15 @@ class NodeShards(NamedTuple):
     shards: int = 1
     """Number of shards of a unit over all ranks, a multiple of `ranks`."""
     unit_nbytes: tuple[int, ...] = ()
-    """Bytes of each unit that one rank keeps for its node."""
+    """For each unit, the bytes that one rank keeps for its node."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device memory for what one rank keeps of all units."""
+        """Bytes of the device memory for one rank's node shards of all units."""
         return align_up(sum(self.unit_nbytes))
 
     def range_of(self, shard: range, rank: int) -> range:
-        """Returns the range that a rank keeps of a region of a unit, given the range of its own shard."""
+        """Returns the range of a unit's region that a rank keeps for its node, given the range of its own shard."""
         start = shard.start - rank * len(shard)
         nbytes = len(shard) * self.shards // self.ranks
         first = start + rank % self.ranks * nbytes
@@ -207,11 +208,11 @@ def check_node(size: int, ranks: int) -> None:
 
 
 def node_shards_of(config: Config, layouts: Sequence[UnitLayout], mode: Mode, shards: int) -> NodeShards:
-    """Returns what the ranks of a node keep: nothing without the key, or if one node has all ranks."""
+    """Returns the node shards; none without the key, or if one node contains all ranks."""
     size = config.zero_optimization.zero_hpz_partition_size
     if size == 1 or shards <= size:
         return NO_NODE
-    # Both regions of a unit are divided evenly among the ranks, so among those of a node too.
+    # Both regions of a unit are divided evenly among all ranks, so they are among the ranks of a node too.
     sizes = (layout.numel * layout.mode_in(mode).weight_dtype.itemsize for layout in layouts)
     return NodeShards(size, shards, tuple(nbytes // size for nbytes in sizes))
 
@@ -239,10 +240,10 @@ TierMap = tuple[Mapping[State, Tier], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partitions:
-    """Bytes of each state of each unit that this rank holds. Units without trainable elements have a weight only."""
+    """Bytes that this rank holds of each state of each unit. Units without trainable elements have a weight only."""
 
     nbytes: tuple[Mapping[State, int], ...]
-    """GRAD is counted in the dtype that it has while it waits for its update."""
+    """For each unit, the bytes of each state. GRAD counts in the dtype in which it waits for its update."""
     trainable_numel: tuple[int, ...]
     """Elements of each unit that this rank updates."""
     unit_nbytes: tuple[int, ...]
@@ -253,7 +254,7 @@ class Partitions:
     alone: bool
     """True if this is the only rank."""
     whole: WholeSizes = NO_WHOLE_SIZES
-    """Sizes of what a step needs as a whole, for optimizers that need it."""
+    """Sizes of the parameters that a step needs as a whole, for optimizers that need it."""
     frozen: tuple[int, ...] = ()
     """Bytes at the end of each WEIGHT partition that no update writes; may be empty if they are 0 for all units."""
     in_place_nbytes: tuple[int | None, ...] = ()
@@ -269,16 +270,17 @@ class Partitions:
     coded: CodedGathers = NO_CODES
     """Weights that ranks gather as codes."""
     node: NodeShards = NO_NODE
-    """What this rank keeps of the weights for gathers within its node."""
+    """The node shards that this rank keeps for gathers within its node."""
     in_fp32: tuple[bool, ...] = ()
     """True for each unit whose weights stay in fp32."""
 
     @property
     def reduction_nbytes(self) -> int:
-        """Bytes of the device memory that ranks reduce their gradients through; 0 if there is one rank.
+        """Bytes of the device buffers for the reduction of gradients; 0 if there is one rank.
 
-        Each exchange takes a buffer for what this rank receives of a unit. What it sends is in a bucket, a sum, or
-        codes. With several replicas it takes one for the sum of this rank's shard instead.
+        Each exchange takes a buffer for the gradients of a unit that this rank receives. The gradients that it sends
+        are in a bucket, a sum, or codes. With several replicas, an exchange takes a buffer for the sum of this rank's
+        shard instead.
         """
         if self.reduction is None:
             return 0
@@ -287,7 +289,7 @@ class Partitions:
 
     @property
     def collectives_nbytes(self) -> int:
-        """Bytes of the device memory that ranks reduce gradients and gather weights through."""
+        """Bytes of the device buffers for the reduction of gradients and the gathers of weights."""
         return self.reduction_nbytes + self.coded.nbytes + self.node.nbytes
 
     @property
@@ -313,11 +315,11 @@ class PlacementRequest:
     host_memory: int | None = None
     device_memory: int | None = None
     states_off_device: float = 1.0
-    """Fraction of the states that leaves the device (`ratio`)."""
+    """Fraction of the states whose tier is not the device (`ratio`)."""
     cached_weights: int | None = None
     """Weights on DISK that HOST caches (`max_in_cpu`, `buffer_count` times `buffer_size`)."""
     small_unit: int = 0
-    """Units of at most so many elements stay on the device (`stage3_param_persistence_threshold`)."""
+    """Units of at most this many elements stay on the device (`stage3_param_persistence_threshold`)."""
     live: int | None = None
     """Elements on the device at a time, besides resident ones (`stage3_max_live_parameters`)."""
     tile: int | None = None
@@ -325,7 +327,7 @@ class PlacementRequest:
     accumulation: int = 1
     """Micro-batches of an optimizer step."""
     inputs: int | None = 0
-    """Bytes of an explicit `host_memory` for inputs of blocks that are computed again; None: half of what is left."""
+    """Bytes of an explicit `host_memory` for inputs of recomputed blocks; None for half of the bytes that are left."""
 
 
 def inputs_nbytes(request: PlacementRequest, left: int) -> int:
@@ -372,11 +374,11 @@ def partitions(
                 for state, dtype in layout.mode_in(mode).states.items()
                 if state is not State.WEIGHT
             }
-            # PACKED is sized by its fields; a state may be that of the elements outside of matrices alone.
+            # PACKED is sized by its fields. Some states exist only for the elements outside of matrices.
             if State.PACKED in row:
                 row[State.PACKED] = layout.packed_numel(rank) * WORD
             row |= {state: len(layout.rest(rank, world_size)) * mode.states[state].itemsize for state in mode.partial}
-            # States may be empty: an optimizer of torch may keep nothing of a unit's parameters here.
+            # States may be empty: an optimizer of torch may keep nothing for a unit's parameters on this rank.
             row = {state: nbytes for state, nbytes in row.items() if nbytes}
             row[State.GRAD] = numel * gradient_dtype.itemsize
         rows.append(row)
@@ -418,12 +420,12 @@ def configured(parts: Partitions, request: PlacementRequest, weight_itemsize: in
         zip(parts.nbytes, parts.trainable_numel, parts.unit_nbytes, strict=True)
     ):
         small = unit_nbytes <= request.small_unit * weight_itemsize
-        # A unit goes to its middle element's side of the ratio.
+        # The ratio splits the elements into two sides. A unit goes to the side of its middle element.
         states = Tier.DEVICE if passed + numel / 2 <= on_device else request.states
         passed += numel
         tiers = dict.fromkeys(row, states)
         weights = request.weights
-        if parts.in_place_nbytes:  # where the model's files are not read in place, their values are kept in host memory
+        if parts.in_place_nbytes:  # weights that are not read from the model's files stay in host memory
             weights = Tier.HOST if parts.in_place_nbytes[unit] is None else Tier.DISK
         tiers[State.WEIGHT] = Tier.DEVICE if small else weights
         # Later decisions may move gradients from HOST to the device or to disk.
@@ -434,7 +436,7 @@ def configured(parts: Partitions, request: PlacementRequest, weight_itemsize: in
 
 
 def gradients_on_device(parts: Partitions, tiers: TierMap, room: int) -> TierMap:
-    """Returns `tiers` with gradients on DEVICE for units all of whose states are there, greedily within `room` bytes.
+    """Returns `tiers` with gradients on DEVICE, greedily within `room` bytes, for units with all states on DEVICE.
 
     Such gradients accumulate on the device, and the device's own kernel updates their units. Gradients for which `room`
     is too small stay in HOST.
@@ -450,7 +452,7 @@ def gradients_on_device(parts: Partitions, tiers: TierMap, room: int) -> TierMap
 
 
 def to_add_up(parts: Partitions, tiers: TierMap) -> tuple[tuple[int, int], ...]:
-    """Returns units whose gradients leave the device, with the bytes that accumulation on the device would take.
+    """Returns (unit, bytes) for units whose gradients leave the device: the bytes of their accumulation on the device.
 
     Gradients that spill come first: each micro-batch would read and write them again.
     """
@@ -461,7 +463,7 @@ def to_add_up(parts: Partitions, tiers: TierMap) -> tuple[tuple[int, int], ...]:
 
 
 def that_fit(totals: Iterable[tuple[int, int]], room: int) -> tuple[tuple[int, int], ...]:
-    """Returns those of `totals`, (unit, bytes) each, that fit into `room` bytes, taken greedily in order."""
+    """Returns the pairs (unit, bytes) of `totals` that fit into `room` bytes, taken greedily in order."""
     fitting: list[tuple[int, int]] = []
     for unit, nbytes in totals:
         # A unit that does not fit is skipped, because a smaller one after it may.
@@ -483,11 +485,11 @@ _DOWN = (
     State.MASTER,
     State.WEIGHT,
 )
-"""States in the order that they leave HOST, least used first: weights are read twice a step or more."""
+"""States in the order in which they leave HOST, least used first: weights are read twice a step or more."""
 
 
 def demotions(tiers: TierMap) -> Iterator[TierMap]:
-    """Yields `tiers`, then tier maps with one partition more on DISK instead of HOST each time, the last unit's first.
+    """Yields `tiers`, then tier maps with one more partition moved from HOST to DISK each time, the last unit's first.
 
     A second series starts again and keeps gradients in HOST: the windows of gradients that spill may take more
     memory than the spill saves.
@@ -504,10 +506,10 @@ def demotions(tiers: TierMap) -> Iterator[TierMap]:
 
 
 def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
-    """Returns states whose tier is DISK and that fit into `room` bytes of HOST: of whole units, then of one more.
+    """Returns the states to promote to HOST within `room` bytes: all states of some units, then some of one more.
 
-    Greedily, unit by unit. A unit none of whose states is promoted can be updated under the backward
-    (`engine.update`), so the small states of the others stay with the large ones.
+    Chosen greedily, unit by unit. A unit without promoted states can be updated under the backward (`engine.update`),
+    so small states of other units are not promoted without the large ones.
     """
     promoted: list[tuple[int, State]] = []
     divided = False
@@ -541,10 +543,10 @@ def with_tier(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tie
 def copied_memory(
     parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[int, State]], early: bool
 ) -> PinnedRegions:
-    """Returns which memory of the resident class, of promoted states and of tiles an accelerator copies.
+    """Returns the parts of the resident class, of promoted states and of tiles that an accelerator copies.
 
     Args:
-        early: True if updates may be made under the backward, which copy weights of the DISK tier from the device into
+        early: True if updates may run under the backward. They copy weights of the DISK tier from the device into
             tiles.
     """
     resident = sum(

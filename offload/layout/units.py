@@ -24,18 +24,18 @@ _SMALLEST_SHARE = 64
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that move together, by their first name in the model, in the model's order."""
+    """Parameters that move together, by their first names in the model, in the model's order."""
 
     name: str
     parameters: tuple[str, ...]
     row: int | None = None
     """The expert whose rows of these parameters are the unit; None for whole parameters."""
     in_fp32: bool = False
-    """True if the weights stay in fp32, whatever the dtype of others is."""
+    """True if the weights stay in fp32, whatever the dtype of other weights is."""
 
 
 class Stack(NamedTuple):
-    """A module whose parameters stack experts, and are cut."""
+    """A module whose parameters stack experts and are cut into rows."""
 
     module: str
     parameters: tuple[str, ...]
@@ -54,7 +54,7 @@ class Units:
     units: tuple[Unit, ...]
     sites: dict[str, tuple[int, ...]]
     experts: dict[str, range] = field(default_factory=dict)
-    """For each module whose experts are units: these units, expert by expert."""
+    """For each module whose experts are units, the range of these units in the order of the experts."""
 
     @property
     def in_fp32(self) -> frozenset[str]:
@@ -72,18 +72,18 @@ def find_units(
 
     Each child of a `ModuleList` is a candidate, or of a `Sequential` if the model has no `ModuleList`. A parameter
     belongs to the deepest candidate above it. Parameters without a candidate form one unit for each module that owns
-    them. A tied parameter belongs to the first module that owns it. What stays in fp32 of a unit is a unit of its own,
-    which the same module needs: a unit has one dtype.
+    them. A tied parameter belongs to the first module that owns it. A unit has one dtype, so its parameters that stay
+    in fp32 form a unit of their own, which the same module needs.
 
     Args:
         model: the model; its structure must not change afterwards.
         named: names or class names of modules that are one unit each, including everything inside them.
-        stacks: modules whose experts are units. A stack within a module of `named` stays whole, and one whose experts
-            are too small to be units.
+        stacks: modules whose experts are units. A stack stays whole if it is within a module of `named`, or if its
+            experts are too small to be units.
         in_fp32: names of parameters that stay in fp32; see `parameters_in_fp32`.
 
     Raises:
-        ConfigError: `named` contains a name that no module and no class of a module has.
+        ConfigError: a name in `named` matches no module and no class of a module.
     """
     modules = dict(model.named_modules())
     candidates = _candidates(modules, named)
@@ -110,7 +110,7 @@ def find_units(
 def _large_stacks(
     stacks: Sequence[Stack], named: Sequence[str], owners: Mapping[str, str | None], sizes: Mapping[str, int]
 ) -> list[Stack]:
-    """Returns the stacks that are outside of the modules `named`, and whose experts are not too small to be units."""
+    """Returns the stacks outside of the modules `named` whose experts are large enough to be units."""
     inside = tuple(f"{name}." for name in named)
     outside = [stack for stack in stacks if not f"{stack.module}.".startswith(inside)]
     stacked = {name for stack in outside for name in stack.parameters}
@@ -172,7 +172,7 @@ def _join_small(owners: dict[str, str | None], numel: Mapping[str, int], expert:
 
 
 def _direct_owner(parameter: str, modules: dict[str, nn.Module]) -> str:
-    """Returns the module whose forward reads `parameter`: its owner, or for a parameter container the module above."""
+    """Returns the module whose forward reads `parameter`: its owner, or the module above a parameter container."""
     name = parameter.rpartition(".")[0]
     while name and isinstance(modules[name], nn.ParameterList | nn.ParameterDict):
         name = name.rpartition(".")[0]  # a parameter container has no forward of its own
@@ -184,8 +184,8 @@ def _sites(
 ) -> dict[str, tuple[int, ...]]:
     """Returns the modules that get hooks, with the units each needs.
 
-    They are each unit's own module and every module that owns parameters, because recomputation may call the latter
-    alone. A module of stacked experts needs none of them until it uses one.
+    These are each unit's own module and every module that owns parameters, because recomputation may call the latter
+    alone. A module of stacked experts needs no expert's unit until it uses the expert.
     """
     whole = [(index, unit) for index, unit in enumerate(units) if unit.row is None]
     unit_of = {id(model.get_parameter(name)): index for index, unit in whole for name in unit.parameters}
@@ -209,16 +209,17 @@ def parameters_in_fp32(model: nn.Module, wanted: Literal["auto"] | Sequence[str]
     """Returns the names of the parameters that stay in fp32 under bf16 and fp16.
 
     Args:
-        wanted: "auto" or names, as the config says. A name is that of a module or a parameter, or parts of one in a
-            row, as in the lists of transformers' classes; an asterisk is any text within a part. Or it is a class of
-            modules.
+        wanted: "auto" or names, as the config says. A name is the name of a module or a parameter, or consecutive parts
+            of one, as in the lists of transformers' classes. An asterisk is any text within a part. A name may also be
+            a class of modules.
 
     Raises:
-        ConfigError: a name is that of nothing with floating-point parameters.
+        ConfigError: a name matches nothing with floating-point parameters.
     """
     names = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     if wanted == "auto":
-        # transformers loads a model in 16 bits so. Where all weights are fp32, nobody has decided for some of them.
+        # transformers loads a model in 16 bits with these weights in fp32. If all weights are fp32, nobody chose fp32
+        # for some.
         if all(parameter.dtype is torch.float32 for parameter in names.values()):
             return frozenset()
         listed = listed_in_fp32(model)
@@ -246,11 +247,11 @@ def parameters_in_fp32(model: nn.Module, wanted: Literal["auto"] | Sequence[str]
 
 
 def listed_in_fp32(model: nn.Module, strict: bool = False, buffers: bool = False) -> frozenset[str]:
-    """Returns the names of the parameters that the model's classes list for fp32, as those of transformers do.
+    """Returns the names of the parameters that the model's classes list for fp32, as transformers' classes do.
 
     Args:
-        strict: True for those alone that transformers keeps in fp32 in a bf16 model too, and not in fp16 models alone.
-        buffers: True for the names of buffers too.
+        strict: True for only those parameters that transformers keeps in fp32 in bf16 models as well as in fp16 models.
+        buffers: True to return the names of buffers as well.
     """
     matching: set[str] = set()
     for path, module in model.named_modules():
@@ -266,7 +267,7 @@ def listed_in_fp32(model: nn.Module, strict: bool = False, buffers: bool = False
 
 
 def _pattern_of(names: Sequence[str], any_text: bool = False) -> re.Pattern[str]:
-    """Returns a pattern that finds one of the names in another one, as whole parts; see `parameters_in_fp32`."""
+    """Returns a pattern that finds one of `names` in a longer name, as whole parts; see `parameters_in_fp32`."""
     texts = [re.escape(name) for name in names]
     if any_text:
         texts = [text.replace(r"\*", r"[^.]*") for text in texts]
@@ -274,12 +275,12 @@ def _pattern_of(names: Sequence[str], any_text: bool = False) -> re.Pattern[str]
 
 
 def layers_inside(model: nn.Module, sites: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    """Returns for each site the layers of torch inside of it that need none but its units.
+    """Returns for each site the layers of torch inside of it that need no units except the site's own.
 
-    Once the site is called, such a layer needs no hooks, which cost several microseconds in each call. A caller that
-    calls the layer alone is served by its parameters' placeholders, since a layer of torch passes its parameters to
-    functions of torch. A module of anybody else may do anything with them. A site that is never called, such as an
-    `nn.ModuleDict`, serves nothing inside of it.
+    Once the site is called, such a layer needs no hooks, which cost several microseconds in each call. If a caller
+    calls the layer alone, its parameters' placeholders fetch the units, since a layer of torch passes its parameters to
+    functions of torch. Other modules may do anything with their parameters. A site that is never called, such as an
+    `nn.ModuleDict`, fetches nothing for the layers inside of it.
     """
     modules = dict(model.named_modules())
     layers: dict[str, list[str]] = {}
@@ -296,7 +297,7 @@ def _is_compiled_into(
 ) -> bool:
     """Returns True if an outer module is compiled and needs the same units: hooks inside would only break its graph.
 
-    A caller that calls the inner module alone is served by its parameters' placeholders.
+    If a caller calls the inner module alone, its parameters' placeholders fetch the units.
     """
     # The outer module's hooks fetch a superset of the units, so they suffice.
     return any(

@@ -1,8 +1,8 @@
 """The two caches of weights: host buffers with the reads into them, and device buffers with copies and gathers.
 
 Both belong to the pager, and know nothing of each other. The caller of a method holds the table's lock; a method that
-waits, copies or gathers releases it meanwhile. So whatever was true of a unit before such a call may be false after it,
-except what the unit's residency and pins promise.
+waits, copies or gathers releases it meanwhile. So another thread may change a unit during such a call, within the
+limits that the unit's residency and pins set.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def stream(
 ) -> Event:
     """Copies the `pieces` of a partition to their places in `unsharded`, chunk by chunk, and waits for the last copy.
 
-    With two host buffers or more, one is filled while another is copied. No read is in flight when this returns or
-    raises; after an error a copy may be.
+    With two host buffers or more, one is filled while another is copied. When this function returns or raises, no read
+    is in flight. After an error, a copy may be in flight.
 
     Args:
         host_buffers: host buffers of equal size, owned by the caller and free again on return.
         unsharded: the unit's device memory, (nbytes,) uint8.
         after: events that must be done before `unsharded` is written.
-        waiting: makes a context for each wait for a read.
+        waiting: returns a context for each wait for a read.
 
     Returns:
         The event of the last copy. The copy has ended.
@@ -73,8 +73,7 @@ def stream(
     try:
         while start < total or reading:
             while start < total and len(reading) < len(host_buffers):
-                # Chunks use the buffers in turn, so the buffer of this chunk is the one whose read was finished
-                # longest ago.
+                # Chunks use the buffers in turn, so this chunk gets the buffer whose read finished longest ago.
                 host_buffer = host_buffers[(start // host_buffers[0].nbytes) % len(host_buffers)]
                 if host_buffer.offset in copied:
                     copied[host_buffer.offset].wait()  # blocks: the copy to the device reads the buffer until then
@@ -97,7 +96,7 @@ def stream(
 
 
 def overlaps(pieces: Sequence[UploadPiece], first: int, last: int) -> list[tuple[range, int]]:
-    """Returns the byte ranges of the unit that hold bytes [first, last) of a partition, with offsets from `first`."""
+    """Returns the unit's byte ranges with bytes [first, last) of a partition, each with its offset from `first`."""
     parts: list[tuple[range, int]] = []
     for begin, target in pieces:
         start, stop = max(begin, first), min(begin + len(target), last)
@@ -121,18 +120,19 @@ class Gathers(Protocol):
 
 
 Expand = Callable[[int, torch.Tensor], None]
-"""A function that makes the expanded bytes of a unit, given its index and its device memory, (nbytes,) uint8."""
+"""A function that computes the expanded bytes of a unit, given its index and its device memory, (nbytes,) uint8."""
 
 
 class DeviceCache:
-    """Device buffers of weights: permanent ones of tier DEVICE, and ones that come and go."""
+    """Device buffers of weights: permanent buffers for tier DEVICE, and buffers for units that come and go."""
 
     def __init__(
         self, table: UnitTable, arena: DeviceArena, device: Device, peers: Gathers | None, expand: Expand | None = None
     ) -> None:
         """Allocates the permanent device buffers.
 
-        `peers` is None for one rank. `expand` makes the bytes of a unit that are in no partition; None without such.
+        `peers` is None for one rank. `expand` computes the bytes of a unit that are in no partition; None if all bytes
+        are in partitions.
         """
         self._table = table
         self._expand_unit = expand
@@ -188,7 +188,8 @@ class DeviceCache:
         place = self.find_room(entry, beyond)
         if place is None:
             return None
-        # upload and compute streams may still use what is dropped here: the new buffer's `after` has their events.
+        # upload and compute streams may still use the dropped units' memory: the new buffer's `after` contains their
+        # events.
         for unit in place.victims:
             self.drop(self._table.entries[unit])
         return self._arena.take_at(place.offset, entry.size.nbytes)
@@ -200,9 +201,9 @@ class DeviceCache:
         return find_room(self._arena.space, entry.size.nbytes, blocks, order, floor, beyond)
 
     def reserve(self, units: Sequence[int]) -> bool:
-        """Reserves room for all of `units`, and for nothing else; without effect if the room is not free.
+        """Reserves room for exactly `units` and returns True; returns False, without effect, if the room is not free.
 
-        No unit is dropped for it. `allocate` returns what is reserved, and `free_reserved` frees the rest.
+        Drops no unit for it. `allocate` returns the reserved buffer of a unit, and `free_reserved` frees those left.
         """
         self._first_floor()
         for unit in units:
@@ -227,7 +228,7 @@ class DeviceCache:
         return floor
 
     def _first_floor(self) -> tuple[int, int]:
-        """Returns the region of the first allocation for units that come and go."""
+        """Returns the region of the arena's first memory in which units come and go."""
         # At the first call all permanent buffers are allocated, so the longest free region is the one that units share.
         if self._floor is None:
             free = self._arena.space.holes
@@ -260,7 +261,7 @@ class DeviceCache:
         """
         start = self._arena.blocks[-1][0]
         inside = [e for e in self._table.entries if e.device_buffer is not None and e.device_buffer.offset >= start]
-        # A unit that another thread uploads has a place already, which its entry does not show yet.
+        # If another thread uploads a unit, the unit has a device buffer already, but its entry does not name it yet.
         uploading = any(entry.residency is Residency.UPLOADING for entry in self._table.entries)
         if not start or uploading or not all(self.idle(entry) for entry in inside):
             return 0
@@ -301,7 +302,7 @@ class DeviceCache:
             self._table.move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
 
     def close(self) -> None:
-        """Waits for copies in flight, for which no use may have waited, and lets go of the device memory."""
+        """Waits for copies in flight, since no use may have waited for them, and releases the device memory."""
         for entry in self._table.entries:
             entry.copied.wait()
             entry.uploaded.wait()
@@ -310,7 +311,7 @@ class DeviceCache:
     # -- reads in place -----------------------------------------------------------------------------
 
     def reads_in_place(self, size: UnitSize) -> bool:
-        """Returns True if a read may fill the device buffer of a unit: the host addresses it, and no byte is elsewhere.
+        """Returns True if a read may fill a unit's device buffer: the host addresses it, and the files hold all bytes.
 
         Such a read needs no host buffer, and no copy.
         """
@@ -329,18 +330,18 @@ class DeviceCache:
         self._table.move(entry, Residency.UPLOADING)
 
     def finish_read(self, entry: UnitEntry) -> None:
-        """Waits for the read in place of `entry` without the lock, then delivers it, as `HostCache.finish_read`."""
+        """Waits for the read in place of `entry` without the lock, then delivers it, like `HostCache.finish_read`."""
         if self._table.end_transfer(entry) is not None:
             self._table.move(entry, Residency.DEVICE)
 
     def latest_read(self) -> UnitEntry | None:
-        """Returns the unit that is read in place and used last; None if none is read in place."""
+        """Returns the unit with the furthest next use among those being read in place; None if there is none."""
         return self._table.used_last(entry for entry in self._table.entries if entry.reading_in_place)
 
     # -- copies -------------------------------------------------------------------------------------
 
     def upload(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
-        """Starts the copy of this rank's partition into `device_buffer`, and the gather of the others."""
+        """Starts the copy of this rank's partition into `device_buffer`, and the gather of the other partitions."""
         self._table.move(entry, Residency.UPLOADING)
         try:
             with self._table.timeline.span(Row.UPLOADS, entry.size.title, entry.size.shard_nbytes):
@@ -352,12 +353,12 @@ class DeviceCache:
         except BaseException as error:  # copies in flight may still write to the buffer, so it is never reused
             self._table.fail(error, entry)
             raise
-        # Only now: until here the unit must not look as if its buffer could be dropped.
+        # Only now: with a buffer in its entry, the unit would look as if its buffer could be dropped.
         entry.device_buffer = device_buffer
         self._table.move(entry, Residency.DEVICE)
 
     def _copy_shard(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
-        """Starts the copies of this rank's shard into `device_buffer`, and keeps the last event. Needs no lock."""
+        """Starts the copies of this rank's shard into `device_buffer`, and stores the last event. Needs no lock."""
         unsharded = self._arena.view(device_buffer)
         if entry.tier_buffer is not None:
             shard = self._arena.view(entry.tier_buffer)
@@ -385,7 +386,7 @@ class DeviceCache:
             )
 
     def _expand(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
-        """Starts the work that makes the bytes of a unit that are in no partition, ordered after the upload."""
+        """Starts the computation of the unit's expanded bytes, ordered after the upload."""
         expand = self._expand_unit
         if not entry.size.expanded_nbytes:
             return
@@ -393,8 +394,8 @@ class DeviceCache:
         unsharded = self._arena.view(device_buffer)
 
         def work() -> Event:
-            # upload stream: its copies have waited for the last compute that read this memory. A gather may have
-            # another stream, so its event is waited for.
+            # upload stream: its copies have waited for the last compute that read this memory. A gather may run on
+            # another stream, so this stream waits for its event.
             with self._device.uploading():
                 self._device.wait_event(entry.uploaded)
                 expand(entry.index, unsharded)
@@ -472,15 +473,17 @@ class HostCache:
 
         def distance(unit: int) -> int:
             entry = self._table.entries[unit]
-            # The thread that fetches a unit has recorded its use already: the order would report the use after that.
+            # The thread that fetches a unit has recorded this use already, so the order would report the use after this
+            # one.
             fetched_now = entry.pins and entry.residency is not Residency.DEVICE
             return 0 if fetched_now else self._table.access_order.distance(unit)
 
         going = victims(self._host.weights.space, nbytes, self._evictable(), distance, beyond)
-        # A thread that works ahead (`wait=False`) must not sit in `_evict` until a copy ends, with the lock.
+        # A thread that works ahead (`wait=False`) must not hold the lock in `_evict` until a copy ends.
         if going is None or not (wait or all(self._table.entries[unit].copied.done() for unit in going)):
             return None
-        # calling thread: it holds the lock from the choice to the allocation, so nobody takes what it frees.
+        # calling thread: it holds the lock from the choice to the allocation, so no other thread takes the freed
+        # memory.
         for unit in going:
             self._evict(self._table.entries[unit])
         return self._host.weights.take(nbytes)
@@ -533,7 +536,7 @@ class HostCache:
         )
 
     def _evict(self, entry: UnitEntry) -> None:
-        """Evicts the host buffer of `entry`, after the last copy out of it; without one, that of fresh weights."""
+        """Evicts the host buffer of `entry` after the last copy out of it; without one, its fresh weights."""
         if entry.host_buffer is None:
             assert entry.fresh is not None and not entry.fresh_stays
             entry.fresh.release()
@@ -644,7 +647,8 @@ class HostCache:
         for entry in self._table.entries:
             if entry.transfer is not None:
                 transfer, entry.transfer = entry.transfer, None
-                # Without the lock, which the callbacks of other reads may wait for on the thread that ends this one.
+                # Without the lock: the thread that ends this read may first run callbacks of other reads, which need
+                # the lock.
                 self._table.changed.without_lock(functools.partial(wait_for_all, [transfer.future]))
                 if transfer.host_buffer is not None:
                     transfer.host_buffer.release()

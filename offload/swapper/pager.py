@@ -19,11 +19,12 @@ waiters.
 it waits as long as no thread waits for the worker; otherwise it updates the unit without delivering its weights. A
 thread that acquires a unit may evict any host buffer that is clean and not being copied, and finishes prefetched reads
 that are in its way. The remaining buffers belong to writes and updates in progress, which end by themselves. While such
-a thread waits for a host buffer no other thread allocates one (`waiting_for_buffer`). Device buffers of units that are
-not pinned can be dropped; that of an upload ahead on another thread can be once the upload is started, for which its
-thread waits for nobody, and that of a read in place once the read has ended. If pinned units fill the arena, waiting
-cannot help, and the pager raises `BudgetError`. A thread waits for other ranks without the lock, and serves what they
-need meanwhile (`Peers.agree` calls `serve_gather`), so no worker and no buffer of any rank waits for another rank.
+a thread waits for a host buffer no other thread allocates one (`waiting_for_buffer`). The pager can drop the device
+buffer of any unit that is not pinned. If another thread uploads the unit ahead, the buffer can be dropped once that
+thread has started the upload, and it waits for nobody to start it. If a read fills the buffer in place, the buffer can
+be dropped once the read has ended. If pinned units fill the arena, waiting cannot help, and the pager raises
+`BudgetError`. A thread waits for other ranks without the lock, and serves what they need meanwhile (`Peers.agree` calls
+`serve_gather`), so no worker and no buffer of any rank waits for another rank.
 """
 
 from __future__ import annotations
@@ -59,17 +60,17 @@ def checksum(*facts: object) -> int:
 
 
 class GatherSeries(NamedTuple):
-    """Gathers that a rank could begin in a fixed order, each before the first use of its unit, without a round each.
+    """Gathers that a rank could begin in a fixed order, each before the first use of its unit, without further rounds.
 
-    Once all ranks have agreed, no use of a unit in `missing`, or of one that was on the device, needs a round.
+    Once all ranks have agreed, no use of a unit in `missing`, or of a unit that was on the device, needs a round.
     """
 
     missing: tuple[int, ...]
     """Units that are not on this rank's device, in the order of their uses. Their room is reserved."""
     ahead: int
-    """Number of gathers that begin before those that a use needs."""
+    """Number of gathers that begin earlier than a use needs them."""
     checksum: int
-    """Checksum of all of this, and of the units that are on the device. Never 0."""
+    """Checksum of `missing`, `ahead` and the units that are on the device. Never 0."""
     begin: Callable[[], None]
     """Begins the series on this rank; called when all ranks have agreed, before any gather."""
 
@@ -84,7 +85,7 @@ class UnitState(NamedTuple):
     ahead: int
     """The unit that this rank could gather next; -1 if none is to be gathered, or none has room."""
     series: GatherSeries | None = None
-    """The gathers that this rank could begin without a round each; None if it needs rounds."""
+    """The gathers that this rank could begin without further rounds; None if it needs rounds."""
 
 
 class GatherDecision(NamedTuple):
@@ -97,7 +98,7 @@ class GatherDecision(NamedTuple):
     all: bool = False
     """True if every rank has every unit: no rank needs the others until weights change."""
     ahead: int = -1
-    """The unit that all ranks gather as well, before its use; -1 for none."""
+    """A further unit, which all ranks gather before its use; -1 for none."""
     series: bool = False
     """True if a series has begun: `go_on` gathers the unit."""
 
@@ -133,20 +134,20 @@ class Peers(Gathers, Protocol):
 # [Note: every use is a round] Ranks differ in the units that are on their devices. Suppose a rank asked the others only
 # about units that it lacks. A rank that has all units would then run ahead into a collective of the user's own (such as
 # a loss over the batches of all ranks), and both would wait for ever. So every use asks the other ranks, also for a
-# unit that is on the device, and every rank acts on the same answer. There are two exceptions, both until weights
+# unit that is on the device, and every rank acts on the same answer. There are two exceptions, which hold until weights
 # change:
 #
 #     all have all    every unit is on every device, and stays there
 #     a series        all ranks have announced the same units on their devices, the same missing ones in the order in
-#                     which this pass is expected to use them, and room for all of those. They gather the missing units
+#                     which this pass is expected to use them, and room for all of these. They gather the missing units
 #                     in that order, each before its first use, and ask nobody.
 #
 # [Note: a series binds nobody to a path] Gathers of a series begin in their order, and a rank that asks for anything
-# else begins all that are left before it asks. So a rank that takes another path than was expected serves the others to
-# the end of the series, and costs some gathers in vain. On one path all ranks have begun the same gathers at the same
-# place of the program, since a use begins those up to its own unit and a fixed number more, never as many as happen to
-# be ready. That the units stay is promised by room: it is reserved for all of them before the rank announces a series,
-# nothing is dropped for it, and the first gather of any other unit ends the series on every rank.
+# else begins all that are left before it asks. So a rank that takes an unexpected path serves the others to the end of
+# the series, and some gathers are in vain. Ranks on the same path have begun the same gathers at the same place of the
+# program: a use begins the gathers up to its own unit and a fixed number more, never as many as happen to be ready. The
+# units stay on the device: a rank reserves room for all of them before it announces a series, and drops nothing for it.
+# The first gather of any other unit ends the series on every rank.
 
 
 class CommonUses(Fetcher):
@@ -163,16 +164,17 @@ class CommonUses(Fetcher):
         peers: Peers,
     ) -> None:
         super().__init__(table, host_cache, device_cache, prefetcher, wait_for_update)
-        # A use of a unit that stays would have to wait for its update here: none is fetched again after one.
+        # Units that stay on the device are never fetched again after an update, so `fetch` could not wait for the
+        # update.
         assert not any(entry.size.device_resident for entry in table.entries), (
             "each of these ranks has a part of a unit"
         )
         self._limits, self._peers = limits, peers
         self._nbytes = sum(entry.size.nbytes for entry in table.entries)
         self._settled: Container[int] = ()
-        """Units whose uses need no round until weights change; other ranks count on their being on this device."""
+        """Units whose uses need no round until weights change. Other ranks rely on their presence on this device."""
         self._may_begin = True
-        """False from a series that was not agreed on, or has ended, until weights change."""
+        """False after a series has ended, or was not agreed on, until weights change."""
 
     @property
     def settled(self) -> bool:
@@ -182,11 +184,11 @@ class CommonUses(Fetcher):
         self._settled, self._may_begin = (), True
 
     def prefetch(self) -> None:
-        """Starts reads alone: an upload would be a collective that the other ranks do not expect."""
+        """Starts reads only: an upload would be a collective that the other ranks do not expect."""
         self._prefetcher.read()
 
     def fetch(self, entry: UnitEntry, ahead: bool = False) -> None:
-        """Fetches `entry` together with the other ranks; with `ahead` also what is next, if all ranks have room."""
+        """Fetches `entry` together with the other ranks; with `ahead` also the next unit, if all ranks have room."""
         self._table.check()
         if entry.index not in self._settled and not self._ask(entry, ahead):
             return
@@ -224,7 +226,7 @@ class CommonUses(Fetcher):
 
         if ahead and entry.residency is Residency.DEVICE:
             self._prefetcher.read()
-        # Other ranks are waited for, and served, without the lock.
+        # `agree` waits for other ranks, and serves them, so this thread must not hold the lock.
         agreed = self._table.changed.without_lock(lambda: self._peers.agree(entry.index, state))
         if agreed.series:
             return True
@@ -245,7 +247,7 @@ class CommonUses(Fetcher):
         return False
 
     def _gather_beside(self, entry: UnitEntry) -> None:
-        """Gathers a unit as a round decided. A unit of a series may be dropped for another, so that one ends it."""
+        """Gathers a unit as a round decided. A unit outside the series may displace one of its units, and ends it."""
         if self.settled and entry.index not in self._settled:
             self._end_series()
         self._gather(entry)
@@ -256,9 +258,9 @@ class CommonUses(Fetcher):
     # -- series -------------------------------------------------------------------------------------
 
     def _possible_series(self, entry: UnitEntry) -> GatherSeries | None:
-        """Returns the series that this rank could begin with a use of `entry`, for which room is reserved from now on.
+        """Returns the series that this rank could begin with a use of `entry`, and reserves room for its units.
 
-        It is asked for once after each change of weights: where ranks differ, each try would take time in vain.
+        Tries once after each change of weights, else returns None: where ranks differ, further tries only cost time.
         """
         self._device_cache.free_reserved()
         order = self._table.access_order
@@ -294,9 +296,9 @@ class CommonUses(Fetcher):
 #     begin ─► copy, tile by tile, or the unit's host buffer ─► may_evict ─┬► adopt: the fresh weights become the newest
 #                                                                          └► drop
 #
-# The unit's old weights stay what every thread reads: on the device, or in the newest slot of the store. The fresh ones
-# are written to the other slot. They also stay in the host buffer of the old ones where the reads of the backward have
-# room next to it; that buffer is evicted as any other once the fresh weights are written.
+# The unit's old weights stay what every thread reads: on the device, or in the newest slot of the store. The fresh
+# weights are written to the other slot. They also stay in the unit's host buffer if the reads of the backward have room
+# next to it. Once the fresh weights are written, that buffer may be evicted like any other.
 #
 # Threads. The update worker calls everything but `paused`, which belongs to the thread that calls
 # `step()`.
@@ -333,10 +335,10 @@ class SpeculativeWeights:
             self._paused = False
 
     def begin(self, unit: int) -> Begun | None:
-        """Begins the update of a unit of tier DISK; None if its weights would have to be read for the update.
+        """Begins the update of a unit of tier DISK; returns None if the update would have to read its weights.
 
-        They would be read once more by the next forward then, so the update is better made after the step. The caller
-        holds the lock.
+        The next forward would then read them once more, so the update is better made after the step. The caller holds
+        the lock.
         """
         entry = self._entries[unit]
         assert entry.size.tier is Tier.DISK and entry.fresh is None
@@ -386,7 +388,7 @@ class SpeculativeWeights:
                 entry.uploaded.wait()
                 self._device.copy(destination, source)
             else:
-                # Not `copy_`, which would start a team of threads for this thread, next to those of the kernels.
+                # Not `copy_`, which would start a team of threads for this thread, next to the kernels' team.
                 ctypes.memmove(destination.data_ptr(), source.data_ptr(), destination.nbytes)
         finally:
             with self._lock:
@@ -404,7 +406,7 @@ class SpeculativeWeights:
         return self._arena.view(entry.device_buffer), True
 
     def may_evict(self, unit: int) -> None:
-        """Lets the memory of fresh weights be evicted, since they are written."""
+        """Allows eviction of the memory of fresh weights, whose writes have ended."""
         with self._lock:
             self._entries[unit].fresh_stays = False
             self._table.notify()
@@ -425,7 +427,7 @@ class SpeculativeWeights:
             return entry.host_buffer is not None
 
     def drop(self, unit: int) -> None:
-        """Frees the memory of fresh weights that are of no use."""
+        """Frees the memory of fresh weights that no step adopts."""
         with self._lock:
             entry = self._entries[unit]
             if entry.fresh is not None:
@@ -442,7 +444,7 @@ class SpeculativeWeights:
 #
 # Threads. `begin` belongs to the thread that runs the model, `wait` to every thread that fetches a unit, everything
 # else to the update worker. That thread also starts what its work has made possible: the upload of the fresh weights,
-# if they are used next (`Prefetcher.advance`).
+# if their unit is used next (`Prefetcher.advance`).
 
 
 class WeightUpdates:
@@ -519,7 +521,7 @@ class WeightUpdates:
     def delivers(self, unit: int) -> bool:
         """Returns whether the fresh weights of `unit` go into a host buffer.
 
-        A unit that streams from DISK has room for a chunk of it only, which helps nobody.
+        A unit that streams from DISK has a host buffer for one chunk only, from which no thread could fetch the unit.
         """
         return self._entries[unit].size.tier is not Tier.DEVICE and not self._host_cache.streams(self._entries[unit])
 
@@ -529,7 +531,7 @@ class WeightUpdates:
         Args:
             in_host_buffer: whether the fresh weights are in the unit's host buffer, or in its tier. If not, all of
                 their writes to the store must have ended.
-            unwritten: whether writes of them to the store are in flight.
+            unwritten: whether writes of the fresh weights to the store are in flight.
         """
         with self._lock:
             entry = self._entries[unit]
@@ -630,7 +632,7 @@ class Pager:
     def acquire(self, unit: int, ahead: bool = True) -> torch.Tensor:
         """Pins `unit` on the device and returns its weights.
 
-        Compute that the calling thread starts from now on is ordered after the upload, also if it is in flight. Waits
+        Compute that the calling thread starts from now on is ordered after the upload, which may be in flight. Waits
         for the update of the unit, for its read, and for the other ranks.
 
         Args:
@@ -671,7 +673,7 @@ class Pager:
 
     @uninterrupted
     def use_in_place(self, unit: int) -> None:
-        """Waits for the update of a `device_resident` unit, and begins a use without a pin, which needs no end."""
+        """Waits for the update of a `device_resident` unit, and begins a use, without a pin and without a `release`."""
         entry = self._entries[unit]
         with self.lock:
             self.table.access_order.use(unit)
@@ -685,7 +687,8 @@ class Pager:
         with self.lock:
             entry = self._entries[unit]
             assert entry.pins > 0, f"unit {entry.size.name} was released more often than acquired"
-            # compute stream: where several read the unit, this one follows the others, so that `read` covers them all.
+            # compute stream: if several streams read the unit, this stream waits for the others, so that `read` covers
+            # all.
             self._device.wait_event(entry.read)
             entry.read = self._device.record_event()
             entry.pins -= 1
@@ -703,7 +706,7 @@ class Pager:
             self._device.wait_event(uploaded)
 
     def waits(self, unit: int) -> bool:
-        """Returns True if `wait_upload` of a pinned unit may wait: with several ranks, as each may gather it again."""
+        """Returns True if `wait_upload` of a pinned unit may wait: with several ranks, any rank may gather it again."""
         return self._divided or self._entries[unit].uploaded is not DONE
 
     @uninterrupted
@@ -737,10 +740,10 @@ class Pager:
             block_sizes: sizes in bytes of buffers in the new memory that belong to the caller for good.
 
         Returns:
-            Those buffers, each (nbytes,) uint8.
+            The buffers, (nbytes,) uint8 tensors.
 
         Raises:
-            BudgetError: if the device has not as much free memory.
+            BudgetError: if the device has less free memory than `nbytes`.
         """
         with self.lock:
             return self._device_cache.grow(nbytes, block_sizes)
@@ -750,7 +753,7 @@ class Pager:
         """Frees the memory of `grow_device`; no forward or backward may run, and the caller has left its buffers.
 
         Returns:
-            The bytes; 0 if there are none, if a view of weights is alive there, or if other ranks count on the units.
+            The bytes; 0 if there are none, if a view of weights is alive there, or if other ranks rely on the units.
         """
         with self.lock, self._prefetcher.stopped():
             return 0 if self._fetcher.settled else self._device_cache.shrink()
@@ -763,7 +766,7 @@ class Pager:
 
     @uninterrupted
     def end_forward(self) -> None:
-        """Ends the outermost forward, and with it an evaluation; the next pass is one of training again."""
+        """Ends the outermost forward, and with it an evaluation; the next pass is a training pass again."""
         with self.lock:
             if self.table.access_order.kind is PassKind.EVAL:
                 self.table.access_order.finish()
@@ -802,7 +805,7 @@ class Pager:
             self.weight_updates.begin(units)
 
     def mark_rewritten(self, rewritten: bool) -> None:
-        """Notes whether bytes that the last commit names were written over, by a load that is not committed yet."""
+        """Records whether a load that is not committed yet has overwritten bytes that the last commit names."""
         self.table.rewritten = rewritten
 
     @uninterrupted
@@ -860,7 +863,7 @@ class Pager:
         The thread that starts the other engine calls it.
 
         Args:
-            drop_spare: frees what else is in the memory of the cache: promoted states.
+            drop_spare: frees the promoted states, which are in the memory of the cache too.
         """
         with self.lock, self._prefetcher.stopped():
             self._host_cache.give_cache(drop_spare)

@@ -27,10 +27,11 @@ from offload.swapper.memory.allocator import Allocator, Region, free_regions
 #     eval     one forward without a graph: evaluation, one token of a generation
 #
 # Each kind of run has an order of its own, so an evaluation between two steps does not disturb the order of the step.
-# The order is advice about the next uses, never a promise. A mispredicted use is served like any other, so a model
-# that branches stays correct and only reads a little more.
+# The order is advice about the next uses, never a promise. The pager serves a mispredicted use like any other, so a
+# model that branches stays correct and only reads a little more.
 #
-# Which experts of a layer come next is known before they are used (`expect`): from the router, not from the run before.
+# The router, not the run before, determines which experts of a layer come next, and it does so before their use
+# (`expect`).
 
 
 NEVER = 1 << 62
@@ -60,16 +61,16 @@ class _Order:
         self._first: dict[int, int] = {}
         """Position of each unit's first use."""
         self._following: list[int] = []
-        """For each position, that of the next use of the same unit; beyond the end it is in the repeated run."""
+        """For each position, the position of the unit's next use; a position beyond the end is in the repeated run."""
         self._next: dict[int, int] = {}
         """For each unit, the position of its next use at or after the cursor, counted in the same way."""
         self._expected: list[int] = []
         """Units of a group that come before all else, nearest first; see `expect`."""
         self._backwards: dict[int, tuple[Sequence[int], Collection[int]]] = {}
-        """For each unit that was expected: all units that were, and their group. Their backward has not begun."""
+        """For each expected unit whose backward has not begun: all units of the same `expect` call, and their group."""
 
     def expect(self, units: Sequence[int], group: Collection[int]) -> None:
-        """Predicts that `units` are the next uses of `group`; a run's next uses of the same units are in reverse."""
+        """Predicts that `units` are the next uses of `group`, and that the run then uses them in reverse order."""
         self._pass_over(group)
         self._expected = list(units)
         for unit in group:
@@ -77,13 +78,13 @@ class _Order:
         self._backwards |= dict.fromkeys(units, (tuple(units), group))
 
     def _pass_over(self, group: Collection[int]) -> None:
-        """Moves the cursor past uses of `group`, which the run before chose."""
+        """Moves the cursor past recorded uses of `group`: the run before chose these units."""
         while self.cursor < len(self.uses) and self.uses[self.cursor] in group:
             self._next[self.uses[self.cursor]] = self._following[self.cursor]
             self.cursor += 1
 
     def _use_expected(self, unit: int) -> bool | None:
-        """Returns whether `unit` was the next one expected; None if it was not expected at all."""
+        """Returns True if `unit` was the next expected unit, False if a later one, None if it was not expected."""
         if not self._expected and unit in self._backwards:
             units, group = self._backwards[unit]
             for choice in units:
@@ -156,7 +157,7 @@ class _Order:
             if distance < expected:
                 yield self._expected[distance]
             else:
-                # The modulo crosses the end of the run: after a step, the next step repeats the order.
+                # The modulo continues at the start of the run: after a step, the next step repeats the order.
                 yield self.uses[(self.cursor + distance - expected) % len(self.uses)]
 
     def upcoming(self) -> Iterator[int]:
@@ -171,7 +172,7 @@ class _Order:
         return next(filter(wanting, self._remaining()), None)
 
     def _remaining(self) -> Iterator[int]:
-        """Returns the uses that `upcoming` is about. Each decision asks for them, so no Python code runs for a use."""
+        """Returns the uses whose units `upcoming` yields. Fast, for each decision: no Python code runs for a use."""
         rest = itertools.islice(self.uses, self.cursor, None)
         again = itertools.islice(self.uses, self.cursor if self.wraps else 0)
         return itertools.chain(self._expected, rest, again)
@@ -187,7 +188,7 @@ class AccessOrder:
     def __init__(self) -> None:
         self._orders = {PassKind.TRAIN: _Order(wraps=False), PassKind.EVAL: _Order(wraps=True)}
         self.kind = PassKind.TRAIN
-        # The order of `kind`, which every use asks several times: a look-up by an enum runs Python code.
+        # The order of the current kind. Every use reads it several times, and a look-up by an enum runs Python code.
         self._now = self._orders[self.kind]
         self.unforeseen = 0
         """Number of mispredicted uses so far."""
@@ -220,11 +221,11 @@ class AccessOrder:
             self.unforeseen += 1
 
     def expect(self, units: Sequence[int], group: Collection[int]) -> None:
-        """Predicts that `units` are the next uses of `group` in the current run, and that those after are in reverse.
+        """Predicts that the current run next uses `units` of `group`, and that it then uses them in reverse order.
 
         Args:
             units: units of `group`, in the order of their uses.
-            group: units of which the run uses some, others each time: the experts of a layer.
+            group: units of which each run uses some, not always the same ones: the experts of a layer.
         """
         self._now.expect(units, group)
 
@@ -257,10 +258,10 @@ class AccessOrder:
 
 
 _ANSWERS = 4096
-"""Number of choices of an offset that are remembered: those of two steps of a model of some hundreds of units."""
+"""Number of cached choices of an offset: enough for two steps of a model with some hundreds of units."""
 
 _LATEST = 64
-"""Number of evictable units, those used latest, among which the best offset is sought first."""
+"""Number of evictable units among which the best offset is sought first: the units whose next use is furthest away."""
 
 
 class UnitBlock(NamedTuple):
@@ -288,7 +289,7 @@ class Eviction(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """Region [start, stop) for units that come and go, and the bytes of the largest unit besides the one to place."""
+    """Region [start, stop) for units that come and go, and the bytes of the largest unit except the one to place."""
 
     start: int
     stop: int
@@ -318,8 +319,8 @@ def victims(
             break
     else:
         return None
-    # Eviction by distance also picks blocks that do not border on the others. Those need not go. The last block
-    # chosen is never spared: without it the first loop found no room.
+    # Eviction by distance also picks blocks that do not border on the others. Such blocks need not go. The last block
+    # must go: without it the first loop found no room.
     for block in reversed(going[:-1]):
         fewer = [remaining for remaining in going if remaining is not block]
         if space.could_take(nbytes, (block[1:] for block in fewer)):
@@ -339,15 +340,15 @@ def find_room(
 
     A unit in use cannot be moved, so it should not be placed in the middle. Offsets are ranked by, in this order:
 
-    1. The largest other unit, of those that the region has room for next to this one (`largest_beside`), fits once
-       nothing else is in use. Two units then fit into the bytes of both, whatever came and went before. A prefetch
+    1. The largest other unit fits once nothing else is in use. Only units count for which the region has room next to
+       this one (`largest_beside`). Two units then fit into the bytes of both, whatever came and went before. A prefetch
        uses no other offset.
     2. The largest other unit fits now, without a further eviction.
     3. The evicted units are used late.
     4. Few bytes are evicted.
 
-    With `space.scatter`, one of the offsets that are best in the first two and evict the fewest units is drawn at
-    random.
+    With `space.scatter`, the result is drawn at random among the offsets that are best in the first two respects and
+    evict the fewest units.
 
     Args:
         beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for a use on demand.
@@ -392,17 +393,17 @@ class _Question(NamedTuple):
 _Score = tuple[bool, bool, int, int]
 
 
-# Each step asks the questions of the step before, several for each use of a unit. An answer found takes some 2 µs; one
-# to be computed 25 or more. Most answers are None.
+# Each step asks the questions of the step before, several for each use of a unit. A cached answer takes some 2 µs, a
+# new one 25 µs or more. Most answers are None.
 @functools.lru_cache(maxsize=_ANSWERS)
 def _best_place(question: _Question) -> Eviction | None:
     """Returns the offset with the best score, the lowest of equal ones; None if no offset is allowed.
 
-    Among many evictable units more bytes may be evicted than at another offset that is as good otherwise.
+    With many evictable units, the offset may evict more bytes than another offset that is otherwise as good.
     """
     if len(question.evictable) > 2 * _LATEST:
-        # No offset is better than one that evicts none but the units used latest, if that leaves the room it should:
-        # any other one evicts a unit that is used as soon, or sooner. Of thousands of experts, few need a look.
+        # The best offset evicts only units of `latest`, if one of these offsets leaves enough room: any other offset
+        # evicts a unit whose next use is as soon or sooner. So a few of thousands of experts are looked at.
         by_distance = sorted(zip(question.distances, question.evictable, strict=True), key=lambda pair: -pair[0])
         latest = [block for _, block in by_distance[:_LATEST]]
         score, place = max(_places(question, latest), key=lambda pair: pair[0], default=(None, None))
@@ -412,9 +413,9 @@ def _best_place(question: _Question) -> Eviction | None:
 
 
 def _places(question: _Question, near: Sequence[UnitBlock] | None = None) -> list[tuple[_Score, Eviction]]:
-    """Returns every offset that is allowed and worth a look, in ascending order, with its score.
+    """Returns the allowed offsets among the candidates, in ascending order, each with its score.
 
-    With `near`, evictable blocks, only offsets at their borders and at those of free memory are returned.
+    If evictable blocks are given as `near`, the candidates are the borders of these blocks and of free memory.
     """
     nbytes, holes, evictable, _, floor, beyond = question
     distances = {block.unit: distance for block, distance in zip(evictable, question.distances, strict=True)}
@@ -424,7 +425,7 @@ def _places(question: _Question, near: Sequence[UnitBlock] | None = None) -> lis
         if all(stop - start < nbytes for start, stop in free_regions(holes, allowed)):
             return []
     regions = free_regions(holes, [block[1:] for block in evictable])
-    # The longest region next to another one is the second where that one is the longest.
+    # The longest other region: the second longest, if a region is the longest itself.
     longest, second, *_ = (*sorted((stop - start for start, stop in regions), reverse=True), 0, 0)
     scored: list[tuple[_Score, Eviction]] = []
     for start, stop in regions:
@@ -443,16 +444,16 @@ def _places(question: _Question, near: Sequence[UnitBlock] | None = None) -> lis
             end = offset + nbytes
             if offset < start or end > stop:
                 continue
-            # `alone` asks what `left` asks, for the time when nothing else is in use.
+            # `alone` tests whether the largest unit fits once nothing else is in use; `left` is about the present.
             alone = max(offset - floor.start, floor.stop - end) >= floor.largest
             if beyond >= 0 and not alone:
                 continue
-            # Blocks lie in order: with hundreds of experts on the device, a look at each one is too slow.
+            # Found by bisection: with hundreds of experts on the device, a test of each block is too slow.
             overlapping = inside[bisect.bisect_right(lasts, offset) : bisect.bisect_left(firsts, end)]
             going = [evictable[position] for position in sorted([position for _, position in overlapping])]
             nearest = min([distances[block.unit] for block in going], default=NEVER + 1)
             if nearest > beyond:
-                # The largest region that stays free: elsewhere, before or after the unit.
+                # The size of the largest region that stays free: elsewhere, before or after the unit.
                 left = max(elsewhere, offset - start, stop - end)
                 score = (alone, left >= floor.largest, nearest, -sum([block.nbytes for block in going]))
                 scored.append((score, Eviction(offset, tuple([block.unit for block in going]))))
@@ -465,7 +466,7 @@ def next_to_fetch(
     """Returns the nearest upcoming unit within `limits.ahead` that `wanting` accepts; None if there is none.
 
     Args:
-        wanting: returns True for a unit that is not yet at its goal.
+        wanting: returns True for a unit that is not yet where the caller would move it.
     """
     if limits.ahead is None:
         return access_order.nearest(wanting)
@@ -483,7 +484,8 @@ def next_to_fetch(
 def leaves_room_ahead(capacity: int, buffer_sizes: Sequence[int], ahead: Iterable[int]) -> bool:
     """Returns True if buffers that cannot be evicted leave the memory for the next two reads.
 
-    Two, since one unit is read while the one before is used; the reads of a pass then never wait for these buffers.
+    Two reads, since one unit is read while the unit before is used. The reads of a pass then never wait for these
+    buffers.
 
     Args:
         ahead: bytes of each unit that the pass will still read, nearest first.

@@ -10,21 +10,22 @@ holds the pager's lock. No prefetch waits for a read or an update; an upload blo
     update worker                        advance   fresh weights may be used, or their write has ended
     runs callbacks of the I/O queue      advance   a read ahead has ended
 
-So a unit comes to the device as soon as it can, also while the model's thread computes, waits, or is the user's between
-two steps. All of them take the next unit of the access order, and one at a time: a second thread that finds this unit
-on its way starts no other, and the first one looks again when its upload has started.
+So a unit comes to the device as soon as possible, even while the model's thread computes, waits, or runs the user's
+code between two steps. All threads take the next unit of the access order, and one unit at a time. A second thread that
+finds this unit on its way starts no other unit, and the first thread looks again when its upload has started.
 
-A thread that *advances* works for nobody in particular, so it gives way. It evicts only what is used later, as every
-prefetch. It starts no upload while a thread fetches a unit that it needs now: the room is that unit's. It takes no host
-buffer while a thread waits for one, and none whose copy to the device is under way. Nothing makes it wait, except an
-upload from memory that is not pinned, which waits for compute that was started before. The threads that must not meet
-an upload ahead (the begin of updates and loads, a cache that goes to another engine, the end) wait for it: `stopped`.
+A thread that *advances* works for nobody in particular, so it gives way. Like every prefetch, it evicts only units that
+are used later. It starts no upload while another thread fetches a unit on demand: the room belongs to that unit. It
+takes no host buffer while a thread waits for one, and none whose copy to the device is under way. Nothing makes it
+wait, except an upload from memory that is not pinned, which waits for compute that was started before. Some operations
+must not meet an upload ahead: the begin of updates and loads, the transfer of the cache to another engine, and `close`.
+They wait for it by `stopped`.
 
 With several ranks an upload is a collective, which belongs to the thread that runs the model (`may_upload_elsewhere`).
 On a CPU an upload is a copy by the calling thread; see there as well.
 
-A unit that does not fit twice into the host buffers has none to be read ahead into. On a CPU with one rank it is read
-in place: the read fills its device buffer, which takes the place of the upload. Elsewhere it is streamed on demand.
+A unit that does not fit twice into the host buffers cannot be read ahead into one of them. On a CPU with one rank it is
+read in place: the read fills its device buffer, and no upload is needed. Elsewhere it is streamed on demand.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Prefetcher:
         """Starts reads of the units that come next, then uploads of those whose weights are in a host buffer."""
         if self._all_stay:
             return
-        # model's thread: both give the lock back while bytes move, so each looks anew at the next unit.
+        # model's thread: both calls release the lock while bytes move, so each looks up the next unit again.
         self.read()
         self._upload()
 
@@ -109,7 +110,7 @@ class Prefetcher:
         self._host_cache.read_ahead(self._limits, self._watch, wait)
 
     def next_with_room(self) -> int:
-        """Returns the very next unit if it can be uploaded now: in a host buffer, with room on the device; else -1."""
+        """Returns the next unit if it can be uploaded now, from a host buffer and with room on the device; else -1."""
         unit = next(self._table.access_order.upcoming(), None)
         if unit is None or unit != self._next_upload():
             return -1
@@ -126,7 +127,7 @@ class Prefetcher:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Waits, without the lock, until no thread advances. None does in the body, even if that releases the lock."""
+        """Waits without the lock until no thread advances. None advances in the body, even if it releases the lock."""
         self._held += 1
         try:
             # calling thread: the wait ends. An upload ahead waits for no thread, and `advance` notifies at its end.
@@ -139,16 +140,16 @@ class Prefetcher:
     # -- other threads ------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Starts what has become possible, on a thread that does not run the model; see [Note: who starts what]."""
+        """Starts reads and uploads, on a thread that does not run the model; see [Note: who starts what]."""
         if self._all_stay or self._held or self._table.failure is not None:
             return
         # An upload releases the lock: `stopped` on another thread waits for this count to fall.
         self._elsewhere += 1
         try:
-            # This thread works for nobody: the next free host buffer belongs to the thread that waits for one.
+            # This thread works ahead: the next free host buffer belongs to a thread that waits for one.
             if not self._host_cache.waiting_for_buffer:
                 self.read(wait=False)
-            # So does room on the device, as long as a thread has pinned a unit that is not there yet.
+            # Room on the device belongs to a unit that a thread has pinned and that is not there yet.
             if self._uploads_elsewhere and not any(
                 entry.pins and entry.residency is not Residency.DEVICE for entry in self._entries
             ):
@@ -160,7 +161,7 @@ class Prefetcher:
 
     def _watch(self, entry: UnitEntry) -> None:
         """Makes the end of a read ahead start the upload of its unit."""
-        # The callback gets the transfer as it is now: by the time that it runs, the entry may have the next one.
+        # The callback receives the present transfer: when it runs, the entry may already have another one.
         if self._uploads_elsewhere and entry.transfer is not None:
             entry.transfer.future.add_done_callback(functools.partial(self._arrived, entry, entry.transfer))
 
@@ -175,11 +176,11 @@ class Prefetcher:
             try:
                 # Otherwise another thread has delivered the read, or the engine has stopped.
                 if entry.transfer is transfer and self._table.failure is None:
-                    # Thread of the I/O queue: it has no current device until it takes this one.
+                    # Thread of the I/O queue: it has no current device before this call.
                     self._device.enter_thread()
                     self._host_cache.finish_read(entry)
                     self.advance()
-            except BaseException as error:  # no caller could receive it: every thread that waits for weights does
+            except BaseException as error:  # no caller can receive it; every thread that waits for weights does
                 self._table.fail(error)
 
     # -- any thread ---------------------------------------------------------------------------------
@@ -226,7 +227,7 @@ class Prefetcher:
     def reads_in_place(self, entry: UnitEntry) -> bool:
         """Returns True if reads of `entry` fill its device buffer.
 
-        A unit that fits twice into the host buffers is read into one of these, which keeps it for its next use.
+        A unit that fits twice into the host buffers is read into a host buffer, where it stays for its next use.
         """
         return self._host_cache.streams(entry) and self._device_cache.reads_in_place(entry.size)
 
@@ -250,27 +251,27 @@ class Fetcher:
 
     @property
     def settled(self) -> bool:
-        """True if other ranks count on units that are on this rank's device."""
+        """True if other ranks rely on units that are on this rank's device."""
         return False
 
     def forget(self) -> None:
-        """Begins anew, since weights change, on all ranks at once."""
+        """Resets the agreement with other ranks, since weights change on all ranks at once."""
 
     def serve(self, entry: UnitEntry) -> None:
-        """Takes part in a gather of a unit: of a series, or because a rank needs the unit."""
+        """Takes part in a gather of a unit, as a part of a series or because another rank needs the unit."""
         raise AssertionError("only ranks that divide units ask for a gather")
 
     def prefetch(self) -> None:
-        """Starts what is possible now, between two passes."""
+        """Starts the reads and uploads that are possible now, between two passes."""
         self._prefetcher.run()
 
     def fetch(self, entry: UnitEntry, ahead: bool = False) -> None:
         """Moves a unit to DEVICE, one arrow of the residency table at a time.
 
-        Each wait releases the lock, so the unit is looked at anew after each step.
+        Each wait releases the lock, so the loop looks up the unit's residency again after each step.
 
         Args:
-            ahead: True to start reads and uploads of what the access order predicts next as well.
+            ahead: True to also start reads and uploads of the units that the access order predicts next.
 
         Raises:
             BudgetError: if pinned units leave no room.
@@ -286,14 +287,16 @@ class Fetcher:
                     self._device_cache.start_read(entry, device_buffer, self._host_cache.reader(entry, Priority.URGENT))
             elif entry.residency is Residency.DISK:
                 if (host_buffer := self._host_cache.host_buffer(self._host_cache.buffer_nbytes(entry))) is None:
-                    # Buffers belong to writes and updates, which end by themselves, or to reads, which this delivers.
+                    # Buffers belong to writes and updates, which end by themselves, or to reads, which this call
+                    # delivers.
                     self._host_cache.wait_for_buffer(entry)
                 elif self._host_cache.streams(entry):
                     self._stream(entry, host_buffer)
                 else:
                     self._host_cache.start_read(entry, host_buffer, Priority.URGENT)
             elif entry.residency is Residency.READING:
-                # Started by this thread in the turn before, or ahead by any. The queue's threads end it.
+                # This thread started the read in the turn before, or any thread started it ahead. The queue's threads
+                # end it.
                 self._host_cache.finish_read(entry)
             elif entry.residency in (Residency.HOST, Residency.WRITING):
                 # WRITING too: the write to the drive only reads the host buffer, as the upload does.
@@ -302,7 +305,7 @@ class Fetcher:
             elif entry.reading_in_place:
                 self._device_cache.finish_read(entry)
             else:
-                # UPLOADING on another thread, which needs nothing of this one to start its copies.
+                # UPLOADING on another thread, which starts its copies without the help of this thread.
                 self._table.wait(f"waits for upload of {entry.size.title}")
         self._table.check()
         if ahead:
@@ -310,7 +313,7 @@ class Fetcher:
 
     def _stream(self, entry: UnitEntry, host_buffer: HostBuffer) -> None:
         """Moves a unit from DISK to DEVICE in chunks, through `host_buffer` and a second buffer if memory is free."""
-        # Without a wait for the second one: two threads that each hold one buffer would wait for each other.
+        # No wait for the second buffer: two threads that each hold one buffer would wait for each other.
         second = self._host_cache.host_buffer(host_buffer.nbytes)
         host_buffers = [host_buffer] if second is None else [host_buffer, second]
         device_buffer = None
@@ -318,7 +321,8 @@ class Fetcher:
             device_buffer = self._place(entry)
         finally:
             if device_buffer is None:
-                # `_place` has waited without the lock, so the unit is looked at anew, and others may use the buffers.
+                # `_place` has waited without the lock, so the caller must look up the unit again. Others may use the
+                # buffers.
                 for buffer in host_buffers:
                     buffer.release()
         if device_buffer is not None:
@@ -337,7 +341,7 @@ class Fetcher:
             if (reading := self._device_cache.latest_read()) is not None:
                 self._device_cache.finish_read(reading)  # its unit can be dropped then
             elif self._prefetcher.busy_elsewhere:
-                # The upload of another thread ends without this one, and its unit can be dropped then.
+                # The upload of another thread ends without the help of this thread. Then its unit can be dropped.
                 self._table.wait(f"waits for an upload ahead of {entry.size.title}")
             else:
                 raise self._device_cache.no_room(entry)

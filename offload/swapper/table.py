@@ -29,8 +29,8 @@ from offload.timeline import OFF, Row, Timeline
 #
 # States of a unit's weights, and the transitions between them.
 #
-# The pager keeps one residency for each unit: that of this rank's WEIGHT partition, the only state that moves as one.
-# The other states stay in their tier; an update streams them through tiles and writes them back.
+# The pager keeps one residency for each unit: the location of this rank's WEIGHT partition, the only state that moves
+# as a whole. The other states stay in their tier; an update streams them through tiles and writes them back.
 #
 #     state       invariant
 #     ---------   ---------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
 
 
 class UploadPiece(NamedTuple):
-    """Consecutive bytes of what a read delivers, and the bytes of the unit to which they are copied."""
+    """Consecutive bytes that a read delivers, and the bytes of the unit to which they are copied."""
 
     start: int
     """First byte in the host buffer."""
@@ -123,7 +123,7 @@ class UploadPiece(NamedTuple):
 
 
 def pieces_of(shard_ranges: Sequence[range]) -> tuple[UploadPiece, ...]:
-    """Returns the pieces of a partition, which consists of byte ranges of its unit, one after the other."""
+    """Returns the pieces of a partition that consists of `shard_ranges` of its unit, one after the other."""
     ends = itertools.accumulate(map(len, shard_ranges))
     return tuple(UploadPiece(end - len(target), target) for end, target in zip(ends, shard_ranges, strict=True))
 
@@ -143,7 +143,7 @@ class WeightSource(Protocol):
             buffer: receives the bytes; it belongs to the caller and must live until the future is done.
 
         Returns:
-            The request. Its `wait` raises `IoError` if the bytes cannot be read, are damaged, or are others by now.
+            The request. Its `wait` raises `IoError` if the bytes cannot be read, are damaged, or have changed on disk.
         """
 
 
@@ -151,7 +151,7 @@ class WeightSource(Protocol):
 
 
 class MemoryCounters:
-    """Counters of the bytes in use: of the device arena, and of each class of the host arena."""
+    """Timeline counters of the bytes in use, in the device arena and in each class of the host arena."""
 
     def __init__(self, host: HostArena, device: DeviceArena, timeline: Timeline) -> None:
         self._host, self._device, self._timeline = host, device, timeline
@@ -186,11 +186,11 @@ class UnitTable:
             record_memory: called after each change, under the lock.
         """
         self.changed = InterruptibleLock()
-        # Counts changes, so that a waiter can see if it missed one.
+        # Counts changes, so that a waiter can detect a change that it missed.
         self.version = 0
         self.entries = [UnitEntry(index, size, size.start) for index, size in enumerate(sizes)]
         self.on_device = {entry.index for entry in self.entries if entry.residency is Residency.DEVICE}
-        """Units whose residency is DEVICE: far fewer than all where units come and go."""
+        """Units whose residency is DEVICE. A search of this set is short where most units are elsewhere."""
         self.access_order = AccessOrder()
         self.timeline = timeline
         self._record_memory = record_memory
@@ -213,7 +213,7 @@ class UnitTable:
         """Wakes all threads that wait for a change."""
         self._record_memory()
         self.version += 1
-        # One condition serves all kinds of waits, so each waiter checks again for its own.
+        # One condition serves all kinds of waits, so each waiter checks again whether its own wait is over.
         self.changed.notify_all()
 
     def wait(self, what: str) -> None:
@@ -222,12 +222,12 @@ class UnitTable:
             self.changed.wait()
 
     def used_last(self, entries: Iterable[UnitEntry]) -> UnitEntry | None:
-        """Returns the entry whose next use is furthest away, the lowest index of equals; None if there is none."""
+        """Returns the entry whose next use is furthest away, of equals the lowest index; None without entries."""
         distance = self.access_order.distance
         return max(entries, key=lambda entry: (distance(entry.index), -entry.index), default=None)
 
     def end_transfer(self, entry: UnitEntry) -> Transfer | None:
-        """Waits for the read of `entry` without the lock, and returns it to the first of several waiting threads.
+        """Waits for the read of `entry` without the lock, and returns its transfer to the first waiting thread.
 
         Returns:
             The transfer, which the caller delivers; None if another thread has received it.
@@ -301,11 +301,11 @@ class UnitSize:
     """Bytes of all weights of the unit, as laid out on the device."""
     tier: Tier
     shard_nbytes: int
-    """Bytes of this rank's WEIGHT partition; of a unit in other files, those that its source delivers."""
+    """Bytes of this rank's WEIGHT partition; for a unit in other files, the bytes that its source delivers."""
     pieces: tuple[UploadPiece, ...]
-    """The bytes of these that are copied to the device, each with their place there."""
+    """The ranges of these bytes that are copied to the device, each with its place there."""
     expanded_nbytes: int = 0
-    """Bytes at the end of the unit that are in no partition: the device makes them from the others."""
+    """Bytes at the end of the unit that are in no partition: the device computes them from the other bytes."""
 
     @property
     def title(self) -> str:
@@ -317,7 +317,7 @@ class UnitSize:
         """Returns the bytes of the partitions of all ranks."""
         return self.nbytes - self.expanded_nbytes
 
-    # Those below are asked at each use of a unit.
+    # Cached: each use of a unit reads the properties below.
     @functools.cached_property
     def shard_ranges(self) -> tuple[range, ...]:
         """The byte ranges of the unit that form this rank's WEIGHT partition, in the order of the partition's bytes."""
@@ -343,7 +343,7 @@ class UnitSize:
 
 
 class Transfer(NamedTuple):
-    """A read in flight, with the host buffer that the read fills; None if it fills the unit's device buffer."""
+    """A read in flight. Its host buffer is None if the read fills the unit's device buffer."""
 
     host_buffer: HostBuffer | None
     future: Future
@@ -375,7 +375,7 @@ class UnitEntry:
     updating: bool = False
     """True until the result of a scheduled update is ready: no thread may read these weights."""
     in_update: bool = False
-    """True once the update worker has begun with the unit: the host buffer must stay."""
+    """True once the update worker has begun to update the unit: the host buffer must stay."""
     unwritten: bool = False
     """True while the write of the host buffer to the store is in flight: the host buffer must stay."""
     copying: int = 0

@@ -56,7 +56,7 @@ enum class Kind { kUring, kLibaio, kThreads };
 [[nodiscard]] std::unique_ptr<Backend> open_libaio(unsigned depth);
 [[nodiscard]] std::unique_ptr<Backend> open_calls();
 
-// What the end of a poll of the bell has where the end of a transfer has its slot.
+// Stands for the slot in the end of a poll of the bell, which has no slot.
 inline constexpr std::uint64_t kBell = ~std::uint64_t{0};
 
 // An eventfd: `ring` from any thread makes it readable.

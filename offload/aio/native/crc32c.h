@@ -8,7 +8,7 @@
 
 namespace offload {
 
-// Continues `crc`, that of the bytes before (0 at the start), over `nbytes` bytes of `data`.
+// Continues `crc`, the CRC of the bytes before (0 at the start), over `nbytes` bytes of `data`.
 [[nodiscard]] std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t nbytes);
 
 // Returns the methods that this processor supports, slowest first: "table", "instruction",
@@ -19,8 +19,9 @@ namespace offload {
 [[nodiscard]] std::uint32_t crc32c_by(std::string_view way, std::uint32_t crc, const void* data,
                                       std::size_t nbytes);
 
-// Blocks may end in any order and still give the CRC of the whole: a CRC without its inversions is
-// the remainder of the bytes as a polynomial, and the remainder of a sum is the sum of remainders.
+// Blocks may end in any order and still give the CRC of the whole. A CRC without its inversions is
+// the remainder of the bytes as a polynomial, and the remainder of a sum is the sum of the
+// remainders.
 //
 //     crc32c(whole) = crc32c_of_start(size of whole)
 //                     xor, over all blocks, crc32c_shifted(crc32c_raw(block), bytes after it)

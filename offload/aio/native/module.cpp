@@ -312,7 +312,7 @@ std::uint32_t crc32c_by(std::string_view way, nb::handle data, std::uint32_t val
 
 NB_MODULE(_native, module) {
     // At exit Python does not free everything (a pytest session, an engine that a script did not
-    // destroy). The leaks that nanobind would report then are not ours.
+    // destroy). nanobind would report these objects as leaks.
     nb::set_leak_warnings(false);
     nb::class_<Flight>(module, "Flight")
         .def("done", &Flight::done)

@@ -40,8 +40,9 @@ class NoSignals {
 
 constexpr unsigned kSteps = 8;  // steps of an octave
 
-// Reads whose checksums are computed before free slots get blocks again. Reads end in bursts; with
-// all of a burst at once the drive was measured to idle for a sixth of the time.
+// Reads whose checksums are computed before free slots get blocks again. Reads end in bursts. When
+// all checksums of a burst were computed at once, the drive was measured to idle for a sixth of the
+// time.
 constexpr std::size_t kChecks = 2;
 
 // Pause before a transfer for which the kernel had no resources is retried.

@@ -11,9 +11,9 @@ namespace {
 
 // Returns the part of a piece that O_DIRECT can move: [first, second).
 //
-// O_DIRECT needs offset, address and length to be multiples of a page. Bytes that stick out at
-// either end go through the buffered descriptor, and so does the whole piece if offset and address
-// differ modulo a page. The kernel keeps both ways coherent: a direct transfer first writes back
+// O_DIRECT needs offset, address and length to be multiples of a page. Unaligned bytes at either
+// end go through the buffered descriptor. So does the whole piece if offset and address differ
+// modulo a page. The kernel keeps both descriptors coherent: a direct transfer first writes back
 // and drops cached pages.
 std::pair<std::size_t, std::size_t> direct_part(const Piece& piece) {
     const auto address = reinterpret_cast<std::uintptr_t>(piece.data);

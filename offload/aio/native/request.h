@@ -37,8 +37,8 @@ struct Piece {
     std::size_t nbytes;
 };
 
-// Checksum options of a request: compute the CRC-32C, of the whole and of each page, and compare
-// that of the whole with an expected one.
+// Checksum options of a request: compute the CRC-32C of the whole and of each page, and compare the
+// CRC-32C of the whole with an expected one.
 struct Checksum {
     bool wanted = false;
     std::optional<std::uint32_t> expected;
@@ -68,7 +68,7 @@ struct Block {
     int buffered;        // the descriptor for bytes that O_DIRECT refuses
     std::uint64_t started_ns = 0;
     std::uint64_t took_ns = 0;
-    // By `sum`: the remainder of the block, and those of its parts of pages of the request.
+    // Set by `sum`: the remainder of the block, and the remainder of each part of a page in it.
     std::uint32_t crc = 0;
     std::vector<std::uint32_t> pages{};
     int error = 0;
@@ -94,8 +94,8 @@ class Request {
 
     // Valid once `done` without an error, if a checksum was requested.
     [[nodiscard]] std::uint32_t crc() const { return crc_; }
-    // The same of each page of which the request has bytes, or of those of its bytes. Pages are
-    // counted from the one of the file in which the first piece begins.
+    // The same for each page, over the bytes of the request in it. The first page is the page of
+    // the file in which the first piece begins.
     [[nodiscard]] const std::vector<std::uint32_t>& page_crcs() const { return page_crcs_; }
 
     [[nodiscard]] Operation operation() const { return operation_; }

@@ -18,8 +18,9 @@ namespace offload {
 //
 // Some drives move fewer bytes when they read and write at once than one after the other. For them
 // `window_bytes` is not 0, and blocks that are not urgent go in windows of one direction:
-// * once `window_bytes` of a direction have gone while the other one waited, or none of it is left,
-//   the direction turns, so nobody waits longer than one window of the other direction;
+// * once `window_bytes` of a direction have gone while the other direction waited, or no block of
+//   the direction is left, the direction turns. So no block waits longer than one window of the
+//   other direction;
 // * the first block after a turn waits until the blocks before the turn have ended.
 // Urgent blocks go at once whatever the direction. Without requests of the other direction, blocks
 // go in the same order as without windows.
@@ -50,7 +51,7 @@ class Schedule {
     };
 
     [[nodiscard]] bool in_windows(std::size_t priority) const;
-    // Returns the lane of a priority whose requests of the direction wait in it.
+    // Returns the lane of a priority in which requests of the direction wait.
     [[nodiscard]] std::size_t lane(std::size_t priority, std::size_t direction) const;
     [[nodiscard]] bool may_take(std::size_t priority) const;
     [[nodiscard]] std::optional<std::size_t> choose() const;

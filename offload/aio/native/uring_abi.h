@@ -1,12 +1,12 @@
-// What of the kernel's io_uring interface is used here, so that a build needs no recent headers.
-// The layout is fixed for ever: io_uring(7), include/uapi/linux/io_uring.h.
+// The part of the kernel's io_uring interface that is used here, so that a build needs no recent
+// headers. The layout is fixed for ever: io_uring(7), include/uapi/linux/io_uring.h.
 #pragma once
 
 #include <cstdint>
 
 namespace offload::uring {
 
-// The same on every architecture that has them, but for Alpha.
+// The same numbers on every architecture with these calls, except Alpha.
 constexpr long kSetupCall = 425;
 constexpr long kEnterCall = 426;
 constexpr long kRegisterCall = 427;

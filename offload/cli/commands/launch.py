@@ -99,7 +99,7 @@ def _program(name: str) -> str | None:
 
 # -- launch --------------------------------------------------------------------------------------------
 
-_HOSTS, _RANKS, _MEETING, _START = "Hosts", "Ranks", "Meeting place", "Start"
+_HOSTS, _RANKS, _MEETING, _SCRIPT = "Hosts", "Ranks", "Meeting place", "Start"
 _HOSTFILE = Path("/job/hostfile")
 """The hostfile of DeepSpeed's launcher, which some clusters write."""
 _ENVIRONMENT_FILE = ".deepspeed_env"
@@ -182,11 +182,11 @@ class _Typed:
     node_rank: Annotated[
         int | None, option(_MEETING, "--node-rank", "Number of this host, from 0, with --no-ssh.", min=0)
     ] = None
-    module: Annotated[bool, option(_START, "--module", "Run a module, as python -m does.", "-m")] = False
-    no_python: Annotated[bool, option(_START, "--no-python", "Run the script itself, without Python.")] = False
+    module: Annotated[bool, option(_SCRIPT, "--module", "Run a module, as python -m does.", "-m")] = False
+    no_python: Annotated[bool, option(_SCRIPT, "--no-python", "Run the script itself, without Python.")] = False
     no_local_rank: Annotated[bool, typer.Option("--no-local-rank", hidden=True)] = False
     no_ssh_check: Annotated[bool, typer.Option("--no-ssh-check", hidden=True)] = False
-    dry_run: Annotated[bool, option(_START, "--dry-run", "Print the commands, and run nothing.")] = False
+    dry_run: Annotated[bool, option(_SCRIPT, "--dry-run", "Print the commands, and run nothing.")] = False
 
 
 class Launch(Grouped):

@@ -1,4 +1,4 @@
-"""The AdamW step and sums of squares on a CUDA device, bitwise equal to those of the CPU.
+"""The AdamW step and sums of squares on a CUDA device, with the same bits as on the CPU.
 
     kernels   public functions; argument lists and grids of each kernel; machine code, cached in the user's cache folder
     driver    through ctypes: libcuda, in the context that torch uses, and NVIDIA's compiler, which torch brings

@@ -1,7 +1,7 @@
 """The part of CUDA's driver API that starts kernels, through ctypes, in the context that torch uses.
 
 torch calls the runtime API, which works in the primary context of a device. Memory and streams of torch belong to this
-context, so kernels that are loaded into it take both as they are.
+context, so kernels that are loaded into it can use both directly.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Driver:
         return Context(self, handle)
 
     def call(self, name: str, *arguments: object) -> None:
-        """Calls a function of the library. Raises `RuntimeError` for a failure, as torch does for errors of CUDA."""
+        """Calls a function of the library. Raises `RuntimeError` for a failure, as torch does."""
         result = getattr(self._library, name)(*arguments)
         if result:
             raise RuntimeError(f"{name}: {self._words(result)}")
@@ -209,7 +209,7 @@ class Compiler:
     """One loaded NVRTC."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Declares the functions of NVRTC of CUDA 12 or later, and asks it for its version and architectures.
+        """Declares the functions of NVRTC (CUDA 12 or later), and reads its version and architectures.
 
         Raises:
             ConfigError: the library lacks a function, or refuses.
@@ -279,7 +279,7 @@ def load_nvrtc(cuda: str) -> Compiler:
     name = f"libnvrtc.so.{major}"
     for candidate in (*_packaged(major, name), name):
         try:
-            # If torch or another package has loaded this library already, the loader returns that one.
+            # If torch or another package has loaded this library already, the loader returns the loaded library.
             return Compiler(ctypes.CDLL(candidate))
         except OSError:
             continue

@@ -77,7 +77,7 @@ def cache_path(version: str, name: str, source: str, options: Sequence[str]) -> 
 
 
 def _cached(path: Path) -> bytes | None:
-    """Returns the content of a cache file; None without one, or if it is damaged, or another may have written it."""
+    """Returns the content of a cache file; None if it is missing or damaged, or if another user may have written it."""
     try:
         content = read(read_cache(path), fields({"image": text(), "sha256": text()}))
         image = base64.b64decode(content["image"], validate=True)
@@ -106,7 +106,7 @@ GRADS = WEIGHTS
 MOMENTS = {(torch.float32, torch.float32): 0, (torch.bfloat16, torch.bfloat16): 1, (torch.int8, torch.uint8): 2}
 """Dtypes of both moments; in 8 bits the second one is a root."""
 BF24 = 3
-"""Beside `WEIGHTS`: a bf16 weight with 8 low bits."""
+"""Number of a bf16 weight with 8 low bits, in addition to `WEIGHTS`."""
 _CODES = MOMENTS[torch.int8, torch.uint8]
 _LANES, _WARP = 16, 32
 _THREADS, _MOST_BLOCKS = 256, 1 << 16
@@ -120,7 +120,7 @@ _SUMS = Signature(ADDRESS, ADDRESS, COUNT, COUNT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scalars:
-    """The numbers of a step as the kernel takes them: computed in double, rounded to fp32 once (native/adamw.cpp)."""
+    """The scalar arguments of the kernel for a step: computed in double, rounded to fp32 once (native/adamw.cpp)."""
 
     grad_scale: float
     keep: float
@@ -233,7 +233,7 @@ class Kernels:
         with self._context:
             kernel.launch(blocks=_blocks(len(sums) * _LANES), threads=_THREADS, stream=stream, arguments=arguments)
         if of_chunk == 1:
-            return sums  # each chunk has one block, such as a bias: the sum of the block is that of the chunk
+            return sums  # each chunk has one block, such as a bias: the sum of the block is the sum of the chunk
         totals = values.new_empty(chunks, dtype=torch.float64)
         kernel = self._kernel("chunk_sums", 0, grad)
         arguments.set(sums.data_ptr(), totals.data_ptr(), chunks, of_chunk)
@@ -269,7 +269,7 @@ class _ArrayPlace(NamedTuple):
     """Place of an array on the device."""
 
     address: int
-    """0 for an array that the partition does not have."""
+    """0 for an array that the partition lacks."""
     block_nbytes: int
     """Bytes of the elements of a block of moments, or of its scales."""
 
@@ -298,7 +298,7 @@ def _types(partition: Partition) -> tuple[int, int, int]:
 
 
 def _launches(segment: Segment) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yields the elements [start, stop) that one launch each updates, and the words of their noise."""
+    """Yields for each launch the elements [start, stop) that it updates, and the words of their noise."""
     if segment.start >= segment.stop:
         return
     if segment.noise is None:
@@ -332,7 +332,7 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
     Args:
         partition: contiguous (numel,) tensors on one CUDA device; the moments are exp_avg and exp_avg_sq,
             both fp32 or both bf16, or codes (int8 and uint8) with their scales.
-        segments: ordered, disjoint ranges of elements, each with an `AdamWStep`; of codes whole blocks.
+        segments: ordered, disjoint ranges of elements, each with an `AdamWStep`; with codes, ranges of whole blocks.
 
     Raises:
         ValueError: wrong device, shape or order of segments.
@@ -404,7 +404,7 @@ def why_not(device: torch.device) -> str | None:
     try:
         # Waits for the device once, at the start: a kernel that fails does so after its launch.
         squares = sum_squares(torch.full((BLOCK + 1,), 3.0, dtype=torch.float32, device=device), 2 * BLOCK).item()
-    except (ConfigError, RuntimeError) as error:  # torch's errors of CUDA are RuntimeErrors, and so are ours
+    except (ConfigError, RuntimeError) as error:  # both torch and `driver` raise RuntimeError for errors of CUDA
         return str(error)
     return None if squares == expected else f"a trial of the kernels gave {squares} in place of {expected}"
 

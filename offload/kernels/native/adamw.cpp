@@ -24,8 +24,8 @@ float lerp_weight(const double* settings) { return static_cast<float>(1.0 - sett
 // Whether Tensor.lerp_ starts from the gradient: it changes its formula there.
 bool lerps_from_grad(const double* settings) { return std::fabs(lerp_weight(settings)) >= 0.5f; }
 
-// With `kChooses` for segments of both kinds of decay and any beta1, else for those that have
-// neither L2 nor a beta1 below a half: a quarter of the operations are there for the choice.
+// `kChooses`: for both kinds of decay and any beta1. Otherwise for segments without L2 and with a
+// beta1 of at least a half, which saves a quarter of the operations.
 template <bool kChooses>
 struct AdamW {
     static constexpr int kMoments = 2;

@@ -8,13 +8,13 @@
 // restores every pattern except NaNs, which all become weight 0x7FC0, residual 0.
 //
 // [Note: bf24 master] With 8 low bits the master is the upper 24 bits of an fp32, as bf16 is its
-// upper 16. It is rounded to those before it is split:
+// upper 16. It is rounded to 24 bits before it is split:
 //     kept     = (bits(master) + random) with its lower 8 bits cut off
 //     weight   = (kept + 0x8000) >> 16
 //     residual = (kept - (weight << 16)) >> 8
 // `random` is 8 random bits, so that the mean over all of them is the master itself, or 0x80, which
-// rounds to nearest. A master that is stored stays what it is, whatever is added. In magnitude it
-// may be rounded up to the next power of two, and the largest ones to inf, as by any rounding.
+// rounds to nearest. A stored master keeps its value, whatever is added. As in any rounding, a
+// magnitude may be rounded up to the next power of two, and the largest ones to inf.
 #pragma once
 
 #include <bit>
@@ -102,7 +102,7 @@ OFFLOAD_INLINE float join(Bf16 weight, std::int16_t residual) {
     return std::bit_cast<float>(high + static_cast<std::uint32_t>(std::int32_t{residual}));
 }
 
-// The bits that the halves of a master keep.
+// The bits of a master that its two halves keep.
 OFFLOAD_INLINE std::uint32_t kept_bits(float master) {
     return master == master ? std::bit_cast<std::uint32_t>(master) : kNanBf16 << 16;
 }
@@ -122,7 +122,7 @@ OFFLOAD_INLINE float join(Bf16 weight, std::int8_t residual) {
 
 inline constexpr std::uint32_t kNearestBf24 = 0x80u;
 
-// Of the `random` bits the lower 8 are taken.
+// Uses the lower 8 of the `random` bits.
 OFFLOAD_INLINE std::uint32_t kept_bits(float master, std::uint32_t random) {
     const std::uint32_t sum = std::bit_cast<std::uint32_t>(master) + (random & 0xFFu);
     return master == master ? sum : kNanBf16 << 16;

@@ -14,8 +14,8 @@ void split_master(const float* master, Bf16* weight, std::int16_t* residual, std
 void join_master(const Bf16* weight, const std::int16_t* residual, float* master,
                  std::size_t numel);
 
-// See [Note: bf24 master]. Rounded with the noise of masters of a stream, in which the first one
-// has the number `element`; without one to nearest.
+// See [Note: bf24 master]. Masters are rounded with the noise of a stream, in which the first
+// master has the number `element`; without noise, to nearest.
 struct MasterNoise {
     std::uint64_t stream;
     std::uint64_t element;

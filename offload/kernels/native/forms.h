@@ -15,15 +15,15 @@ struct Forms {
     // Return where the fp32 values are: in the partition, or in `room`.
     float* (*load_weights)(const Buffers& at, float* room);
     const float* (*load_grads)(const Buffers& at, float* room);
-    // Stores what `load_weights` returned, with the new values. Noise rounds bf24 masters:
-    // `element` is the number of the tile's first one.
+    // Stores the values that `load_weights` returned, after the step. Noise rounds bf24 masters:
+    // `element` is the number of the tile's first element.
     void (*store_weights)(const Buffers& at, const float* weights, const Noise& noise,
                           std::uint32_t element);
     // Copies the values of a tile in order.
     void (*copy_in_order)(const float* values, float* to);
 };
 
-// Bytes of an element, and of what lies beside a weight.
+// Bytes of an element, and of the residual or master of a weight.
 [[nodiscard]] std::size_t size_of(Element type);
 [[nodiscard]] std::size_t size_beside(Element weight);
 
@@ -34,7 +34,7 @@ struct Forms {
 
 [[nodiscard]] Forms forms_of(const Buffers& buffers, Order order, Isa isa);
 
-// Of codes, in pairs, by whether they are of roots. What is encoded is the value of a code: see
+// Functions for codes, in pairs; index 1 is for codes of roots. They encode values of codes: see
 // moments.h.
 struct CodeForms {
     void (*decode[2])(const Code* codes, float scale, float* moments);
@@ -44,11 +44,11 @@ struct CodeForms {
 
 [[nodiscard]] CodeForms code_forms(Isa isa);
 
-// The arrays from element `start` on. With codes it begins a block, in which a rule of that many
-// `moments` has as many scales.
+// The arrays from element `start` on. With codes, `start` begins a block, and each block has one
+// scale for each of the `moments`.
 [[nodiscard]] Buffers from(const Buffers& buffers, std::size_t start, int moments);
 
-// A tile of which the first `numel` elements are those of a partition, and the others zeros.
+// A tile whose first `numel` elements come from a partition; the other elements are zeros.
 class PartialTile {
   public:
     PartialTile(const Buffers& at, std::size_t numel);

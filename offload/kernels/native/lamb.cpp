@@ -56,8 +56,8 @@ OFFLOAD_INLINE NewMoments new_moments(const Scalars& k, float g, float m, float 
     return {k.beta1 * m + k.one_minus_beta1 * g, k.beta2 * v + k.one_minus_beta2 * g * g};
 }
 
-// Updates the moments of a tile, and computes its directions from them as they are stored: those
-// are what the second pass reads, so the norm is of those.
+// Updates the moments of a tile, and computes its directions from the moments as stored. The second
+// pass reads the stored moments, so the norm must be the norm of their directions.
 template <class Moment>
 struct Directions;
 

@@ -180,8 +180,8 @@ void dequantize(int format, std::uintptr_t blocks, std::uintptr_t values, int ty
     });
 }
 
-// A moment in codes: their address, that of the first block's scale, and the floats from one to the
-// next.
+// A moment in codes: the address of the codes, the address of the first block's scale, the number
+// of floats from one scale to the next, and whether the codes are of roots.
 using Coded = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t, bool>;
 
 offload::CodedMoment coded(const Coded& given) {

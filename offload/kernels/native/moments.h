@@ -1,8 +1,8 @@
 // Moments in 8 bits: blocks of codes with a scale for each block and moment.
 //
 // [Note: codes of moments] A code is a multiple of its block's scale. A signed moment has codes
-// from -127 to 127; of a second moment, which has no sign, the root has codes from 0 to 255, and 1
-// at least where it is not zero: a second moment of zero would make a step as long as eps allows.
+// from -127 to 127. A second moment has no sign; its root has codes from 0 to 255. A root above
+// zero has a code of at least 1: a second moment of zero would make a step as long as eps allows.
 //     scale = largest / 127 or / 255, with its lower 8 bits cut off, and 2^-100 at least
 //     code  = floor(value / scale + chance), at most 127 or 255
 // The cut makes the product of a code and its scale exact, and the quotient of the largest value at
@@ -34,7 +34,7 @@ inline constexpr float kOne = 65536.0f;  // a code in fixed point
 inline constexpr std::uint32_t kNearest = 0x8000u;
 inline constexpr std::uint32_t kLeastChance = 4, kLargestChance = 0xFFFFu - 4;
 
-// The value of a code; of a root it is the root.
+// The value of a code; for codes of roots, the root.
 template <bool kRoot>
 OFFLOAD_INLINE float code_value(Code code, float scale) {
     if constexpr (kRoot) {

@@ -2,21 +2,21 @@
 //
 // [Note: stochastic rounding] A moment moves by less than half of bf16's spacing in most steps, and
 // would never move if it were rounded to nearest. Sixteen random bits are added below the bits that
-// remain, so that the mean over all of them is the value itself, exactly. They are a function of
+// remain, so that the mean over all of them is the value itself, exactly. The bits depend only on
 // the seed of the run, the unit, the update of the parameter, the moment, and the number of the
-// element in its unit, of nothing else: no thread, call, tile, rank, tier or resume changes them.
-// One number of 32 bits serves an element: its halves round the first and the second moment. A
-// master is rounded by the bits of another stream, which follows from that of the moments.
+// element in its unit. No thread, call, tile, rank, tier or resume changes them. One number of 32
+// bits serves an element: its halves round the first and the second moment. A master is rounded by
+// the bits of another stream, which is derived from the moments' stream.
 //
-// The hash is that of C. Wellons' "lowbias32", with a second word of key between its two rounds. It
-// takes two products of 32 bits, which every instruction set has for vectors.
+// The hash is C. Wellons' "lowbias32", with a second word of key between its two rounds. It takes
+// two products of 32 bits, which every instruction set has for vectors.
 #pragma once
 
 #include "bits.h"
 
 namespace offload {
 
-// A 64-bit finalizer (Stafford's variant 13, that of SplitMix64).
+// A 64-bit finalizer (Stafford's variant 13, as in SplitMix64).
 OFFLOAD_INLINE std::uint64_t mixed(std::uint64_t value) {
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9ull;
     value = (value ^ (value >> 27)) * 0x94D049BB133111EBull;
@@ -32,21 +32,22 @@ struct Noise {
 
 inline constexpr std::uint64_t kNoiseRange = std::uint64_t{1} << 32;
 
-// The noise of an element of a stream, and of those after it up to a multiple of kNoiseRange.
+// The noise of an element of a stream, and of the elements after it up to a multiple of
+// kNoiseRange.
 OFFLOAD_INLINE Noise noise_of(std::uint64_t stream, std::uint64_t element, std::size_t index) {
     const std::uint64_t key = mixed(stream + 0x9E3779B97F4A7C15ull * (element / kNoiseRange));
     return {static_cast<std::uint32_t>(key), static_cast<std::uint32_t>(key >> 32),
             static_cast<std::uint32_t>(element - index)};
 }
 
-// The stream that rounds masters, beside the one that rounds moments.
+// Returns the stream that rounds masters; `stream` rounds moments.
 OFFLOAD_INLINE std::uint64_t master_stream(std::uint64_t stream) {
     return mixed(stream ^ 0x6D6173746572ull);
 }
 
-// Calls `use` with the parts [start, stop) of `numel` elements, mostly one, each of which has one
-// key, and with the number of its first element in the stream, in which the first of all has the
-// number `element`.
+// Divides `numel` elements into parts [start, stop) with one key, usually one part. Calls `use`
+// with each part and the number of its first element in the stream. The first of all elements has
+// the number `element`.
 template <class Use>
 void each_key(std::uint64_t element, std::size_t numel, Use use) {
     std::size_t start = 0;

@@ -13,8 +13,8 @@ namespace offload {
 // Returns the node of the page of `memory`; -1 on a machine with one node or if it is unknown.
 [[nodiscard]] int node_of(const void* memory);
 
-// Restricts the calling thread to those of `allowed` that belong to `node`, or to all of `allowed`
-// if none does.
+// Restricts the calling thread to the processors of `allowed` that belong to `node`, or to all of
+// `allowed` if none does.
 void run_beside(int node, const cpu_set_t& allowed);
 
 }  // namespace offload

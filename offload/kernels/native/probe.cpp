@@ -9,8 +9,8 @@
 namespace offload {
 namespace {
 
-// Reads every word of a step's arrays, and writes what a step writes: the same words, which the
-// compiler cannot know.
+// Reads every word of a step's arrays, and writes the arrays that a step writes. It writes the same
+// words, which the compiler cannot know.
 struct Probe {
     struct Array {
         std::byte* bytes;

@@ -3,14 +3,14 @@
 // [Note: tiles] Weights and gradients of a tile become fp32 in the first-level cache, the rule
 // computes there, and the new weights are stored in their form. So a form is compiled once for each
 // instruction set, and a rule once for each form of moments. bf16 moments are loaded and rounded by
-// the rule's own loop, which has time for that while it waits for its divisions. What is fp32
-// already stays where it is. The end of a segment is copied into a tile of its own, so that each
-// loop has one length.
+// the rule's own loop, which has time for that while it waits for its divisions. Values that are
+// fp32 already stay where they are. The end of a segment is copied into a tile of its own, so that
+// each loop has one length.
 //
-// [Note: pairs] Beside moments in 16 or 8 bits a tile has another order: the elements with even
-// numbers are its first half, those with odd numbers its second. Two numbers of 16 bits that lie in
-// one word are then taken apart by a shift and a mask, and put together by an or, where in order
-// each register would be unpacked and packed across its halves.
+// [Note: pairs] With moments in 16 or 8 bits, a tile has another order: the elements with even
+// numbers are its first half, the elements with odd numbers its second half. Two numbers of 16 bits
+// that lie in one word are then taken apart by a shift and a mask, and put together by an or. In
+// the usual order each register would be unpacked and packed across its halves.
 #pragma once
 
 #include "moments.h"

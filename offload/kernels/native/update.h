@@ -58,8 +58,8 @@ void sgd(const Buffers& buffers, const std::vector<Segment>& segments);
 void plain_sgd(const Buffers& buffers, const std::vector<Segment>& segments);
 // lr, beta1, beta2, eps, weight_decay, step (from 1), grad_scale, ratio: the second pass of LAMB
 void lamb_move(const Buffers& buffers, const std::vector<Segment>& segments);
-// The lower bound of a step's time: reads every array of AdamW, and writes what AdamW writes, as it
-// is. The scales of codes are left out.
+// The lower bound of a step's time: reads every array of AdamW, and writes the arrays that AdamW
+// writes, unchanged. The scales of codes are left out.
 void probe(const Buffers& buffers, const std::vector<Segment>& segments);
 
 // The first pass of LAMB over one segment: its moments, and the sums of the squares of weights and

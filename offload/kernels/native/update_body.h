@@ -3,9 +3,10 @@
 //     static constexpr bool kRoots[2];  // which moments have no sign: codes hold their roots
 //     struct Scalars { explicit Scalars(const double* settings); };
 //     static float step(const Scalars&, float weight, float grad, float& first, float& second);
-// and each of its operations is that of the formula it cites, rounded once: see [Note: same bits].
-// Choices that a segment makes are selected by value, not by branch, so that one loop serves all.
-// A rule with `kWithoutGrad` is given no gradient. See [Note: tiles] for what is around the loops.
+// and each of its operations is an operation of the cited formula, rounded once: see [Note: same
+// bits]. Choices that a segment makes are selected by value, not by branch, so that one loop serves
+// all. A rule with `kWithoutGrad` is given no gradient. See [Note: tiles] for the code around the
+// loops.
 #pragma once
 
 #include <algorithm>
@@ -151,8 +152,8 @@ template <class R>
     return version_for<StepTile<R, float>>(isa);
 }
 
-// A tile's moments in codes around `step`, which is given them in fp32. The first `numel` elements
-// are those of a partition.
+// Decodes a tile's moments, calls `step` with them in fp32, and encodes them again. The first
+// `numel` elements come from a partition.
 template <class R, class Step>
 void with_codes(const CodeForms& codes, const Buffers& at, Tile tile, std::size_t numel,
                 Step step) {
@@ -166,7 +167,7 @@ void with_codes(const CodeForms& codes, const Buffers& at, Tile tile, std::size_
     }
     step(tile);
     for (int i = 0; i < R::kMoments; ++i) {
-        // A scale is that of the partition's elements.
+        // Only the partition's elements determine a scale.
         for (std::size_t j = numel; j < kTile; ++j) values[i][j / 2 + j % 2 * kHalf] = 0.0f;
         at.scales[i] =
             codes.encode[R::kRoots[i]](values[i], chances[i], static_cast<Code*>(at.moments[i]));

@@ -13,10 +13,10 @@ Region = tuple[int, int]
 
 
 def free_regions(holes: Iterable[Region], places: Iterable[tuple[int, int]]) -> list[Region]:
-    """Returns the free regions, in ascending order, once the blocks at `places`, (offset, nbytes) each, were freed.
+    """Returns the regions that are free once the blocks at `places`, (offset, nbytes), were freed, in ascending order.
 
     Args:
-        places: allocated blocks, each at once.
+        places: allocated blocks, each named once.
     """
     merged: list[Region] = []
     for start, stop in sorted([*holes, *[(at, at + align_up(max(size, 1))) for at, size in places]]):
@@ -40,8 +40,8 @@ def gaps(start: int, stop: int, regions: Iterable[Region]) -> list[Region]:
 class Allocator:
     """Best-fit allocator of offsets within `nbytes` bytes, in steps of 4096 bytes. Free neighbours are merged.
 
-    With `scatter`, each block is placed at a random end of a random hole that fits, so that the use of a stale view is
-    noticed. Best fit returns to the same address so often that a stale view would go unnoticed.
+    With `scatter`, each block is placed at a random end of a random hole that fits. This reveals the use of a stale
+    view: best fit returns to the same address so often that a stale view would often show the right values.
     """
 
     def __init__(self, nbytes: int, scatter: random.Random | None = None) -> None:
@@ -113,9 +113,9 @@ class Allocator:
         return tuple(self._holes)
 
     def could_take(self, nbytes: int, places: Iterable[tuple[int, int]]) -> bool:
-        """Returns True if `take` would succeed once the blocks at `places`, (offset, nbytes) each, were freed."""
+        """Returns True if `take` would succeed once the blocks at `places`, (offset, nbytes), were freed."""
         nbytes = align_up(max(nbytes, 1))
-        # Most questions are about the holes as they are, which need no sort.
+        # Most calls are answered by the present holes, without a sort.
         return any(
             stop - start >= nbytes for start, stop in (free_regions(self._holes, places) if places else self._holes)
         )

@@ -42,13 +42,13 @@ from offload.swapper.memory.limits import free_host_memory
 #
 # The host's side of one kind of accelerator: pinned memory, and waits of a thread.
 #
-# `AcceleratorDevice` is the same code for every accelerator. It reaches through a `HostSide` what torch offers for some
-# of them only:
+# `AcceleratorDevice` is the same code for every accelerator. Functions that torch offers for some accelerators only are
+# called through a `HostSide`:
 #
 #     CUDA, ROCm    `CudaHostSide`: memory of our own is pinned piece by piece through the runtime
 #     all others    `TorchHostSide`: torch allocates pinned memory
 #
-# `HOST_SIDES` has an entry for each type of device with a side of its own.
+# `HOST_SIDES` maps each type of device with its own host side to that class.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class HostSide(Protocol):
         """Pins the pages of `memory`, (nbytes,) uint8 of `allocate` from the start of a page.
 
         Returns:
-            None if they are pinned now, else the reason of the refusal, in words.
+            None if the pages are pinned now, else the reason of the refusal, in words.
         """
 
     def unpin(self, address: int) -> str | None:
@@ -82,13 +82,13 @@ class HostSide(Protocol):
 
 
 class TorchHostSide:
-    """The host's side of any accelerator, by the functions that torch offers for all of them.
+    """The host's side of any accelerator, built on functions that torch offers for all accelerators.
 
     Torch pins only memory that it allocates itself, so `allocate` returns such memory, pinned as a whole.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Takes the device; torch pins for the accelerator of the process, of which there is one kind."""
+        """Stores the device. Torch pins memory for the one kind of accelerator that a process uses."""
         self._device = device
         self._refusal = f"torch has not allocated this memory as pinned memory for {device.type}"
 
@@ -146,7 +146,7 @@ class DeviceRoom(NamedTuple):
     free: int
     """Unallocated bytes that this process may still allocate."""
     kept: int
-    """Bytes that torch caches of freed tensors: after a step, the peak of the step's activations."""
+    """Bytes of freed tensors that torch caches: after a step, the peak of the step's activations."""
 
 
 class _Done:
@@ -163,14 +163,14 @@ DONE: Event = _Done()
 
 
 class _Thread(threading.local):
-    """What a CPU device knows of the calling thread."""
+    """State of a CPU device for each calling thread."""
 
     copies_alone = False
-    """True if its copies must not take torch's other threads."""
+    """True if copies of this thread must not use torch's other threads."""
 
 
 class Device:
-    """A device that has completed its compute by the time that torch returns: the CPU. Any thread may call it.
+    """A device whose compute is complete when the call of torch returns: the CPU. Any thread may call it.
 
     "Device memory" is ordinary memory here: kernels may work on it in place (`host_addressable`).
     """
@@ -181,7 +181,7 @@ class Device:
         self._thread = _Thread()
 
     def free_bytes(self) -> int:
-        """Returns the bytes of device memory that this process may still allocate, with those that torch caches."""
+        """Returns the bytes of device memory that this process may still allocate, including torch's cached bytes."""
         return sum(self.room())
 
     def room(self) -> DeviceRoom:
@@ -190,7 +190,8 @@ class Device:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Allocates (nbytes,) uint8 of device memory. Raises torch's error, or `OSError`, if not enough is free."""
-        # On pages of 2 MiB, as the host arena: a step of 1B parameters, all in this memory, takes an eighth less time.
+        # On pages of 2 MiB, like the host arena: a step of 1B parameters, all in this memory, takes an eighth less
+        # time.
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(aligned_empty(nbytes), dtype=torch.uint8)
@@ -198,7 +199,7 @@ class Device:
     def give_back(self, memory: torch.Tensor, regions: Sequence[tuple[int, int]]) -> None:
         """Waits for all streams and gives regions of a result of `allocate` back to the system.
 
-        The tensor and its views stay, and must not be used before `take_back`; then the regions have any contents.
+        The tensor and its views stay, and must not be used before `take_back`. The regions' contents are lost.
 
         Args:
             regions: (start, stop) in bytes. A device that the host cannot address gives back all of the memory.
@@ -209,7 +210,7 @@ class Device:
     def take_back(self, memory: torch.Tensor) -> None:
         """Makes memory that was given back usable again by every stream, maybe at another address.
 
-        Raises torch's error, or `OSError`, if the device has not enough; then the memory is given back as before.
+        Raises torch's error, or `OSError`, if the device lacks memory. The memory then stays given back.
         """
 
     def allocate_host(self, nbytes: int) -> HostBlock:
@@ -220,15 +221,15 @@ class Device:
         """Pins parts of host memory for fast copies, the first part first, as far as the device grants it.
 
         Args:
-            parts: (nbytes,) uint8 each, of `allocate_host`, from whole pages; not written yet, and not registered.
+            parts: (nbytes,) uint8 tensors of whole pages of `allocate_host`, not written and not registered yet.
 
         Returns:
-            The number of bytes of each part that are now pinned: 0 on a CPU, which needs none.
+            The number of bytes of each part that are now pinned: 0 on a CPU, which needs no pinned memory.
         """
         return (0,) * len(parts)
 
     def unregister(self, parts: Sequence[torch.Tensor]) -> None:
-        """Waits for copies in flight and undoes `register` of these parts, before their memory is freed."""
+        """Waits for copies in flight and unpins these parts. Called before their memory is freed."""
 
     def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
         """Starts destination[:] = source, (nbytes,) uint8 of device and host, after `after`; returns its event."""
@@ -246,7 +247,7 @@ class Device:
 
     def _copy_now(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         # A copy by torch gives the calling thread an OpenMP team of its own. As soon as all teams together have more
-        # threads than there are cores, libgomp lets none wait actively any longer, and each parallel region of the
+        # threads than there are cores, libgomp no longer lets threads wait actively. Then each parallel region of the
         # compute wakes its threads from sleep: a step of gpt2-small on two cores took 7 % longer.
         if self._thread.copies_alone:
             np.copyto(destination.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())  # numpy has no bf16
@@ -291,7 +292,7 @@ class Device:
         """Blocks until all streams are idle."""
 
     def enter_thread(self, *, computes: bool = False) -> None:
-        """Prepares the calling thread, which is the library's own, for copies. It calls this first.
+        """Prepares the calling thread for copies. A thread of the library calls this method first.
 
         Args:
             computes: True if the thread runs the model.
@@ -301,14 +302,14 @@ class Device:
 
 # -- torch allocator -----------------------------------------------------------------------------------
 #
-# torch's caching allocator of a device: shortages that it has met, and memory that it keeps for later tensors.
+# torch's caching allocator of a device: its shortages so far, and the memory that it keeps for later tensors.
 
 
 class Shortages(NamedTuple):
-    """Counts of the times that the device ran out of memory, since the process began."""
+    """Counts of shortages of device memory since the process began."""
 
     retries: int
-    """Allocations for which torch gave up the memory that it kept, or tried to."""
+    """Allocations for which torch released its cached memory, or tried to."""
     errors: int
     """Allocations that failed: torch raised its out-of-memory error."""
 
@@ -317,7 +318,7 @@ def shortages(device: torch.device) -> Shortages:
     """Returns the shortages of `device` so far; zeros for a device whose shortages torch does not count."""
     if device.type == "cpu":
         return Shortages(0, 0)
-    # Not `memory_stats`, which renames hundreds of entries: this is called at every entry of an engine that has grown.
+    # Not `memory_stats`, which renames hundreds of entries: an engine that has grown calls this function in every call.
     nested = getattr(torch.get_device_module(device), "memory_stats_as_nested_dict", None)
     stats = memory_stats(device) if nested is None else nested(device)
     return Shortages(int(stats.get("num_alloc_retries", 0)), int(stats.get("num_ooms", 0)))
@@ -327,13 +328,13 @@ def memory_stats(device: torch.device) -> dict[str, Any]:
     """Returns the allocator's figures by torch's names for them; empty for a device without such figures."""
     if device.type == "cpu":
         return {}
-    # Not every device's module has the function: that of MPS has none.
+    # Not every device's module has the function: the module of MPS does not.
     stats = getattr(torch.get_device_module(device), "memory_stats", None)
     return {} if stats is None else dict(stats(device))
 
 
 def empty_cache(device: torch.device) -> None:
-    """Gives the memory of freed tensors of `device` that torch keeps back to the driver, for any allocation to use."""
+    """Returns torch's cached memory of freed tensors of `device` to the driver, so that any allocation can use it."""
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 
@@ -342,9 +343,9 @@ def empty_cache(device: torch.device) -> None:
 #
 # Any accelerator of torch, by `torch.Stream`, `torch.Event` and `torch.accelerator`: CUDA, ROCm, XPU, NPU.
 #
-# No call here names a kind of accelerator. Memory is asked for at the device's module, `torch.get_device_module`, which
-# has the functions `mem_get_info`, `memory_reserved` and `memory_allocated` for each of them. What torch does not offer
-# for all accelerators is behind `HostSide`. CUDA has run this code; ROCm, XPU and NPU have not.
+# No call here names a kind of accelerator. The device's module, `torch.get_device_module`, reports memory by
+# `mem_get_info`, `memory_reserved` and `memory_allocated` for each kind. `HostSide` contains the functions that torch
+# does not offer for all accelerators. CUDA has run this code; ROCm, XPU and NPU have not.
 
 
 logger = logging.getLogger("offload")
@@ -352,7 +353,7 @@ logger = logging.getLogger("offload")
 PIN_CHUNK = GIB
 """Bytes of host memory that one call pins at most: if a call is refused, the memory pinned before stays pinned."""
 PIN_LEAST = 16 * MIB
-"""Bytes of the smallest piece that is tried after larger ones were refused."""
+"""Bytes of the smallest piece that `_pin` tries after the device refused larger ones."""
 
 
 class _StreamEvent:
@@ -394,7 +395,7 @@ class AcceleratorDevice(Device):
     def room(self) -> DeviceRoom:
         free, total = self._module.mem_get_info(self.torch)
         reserved = self._module.memory_reserved(self.torch)
-        # Not every module has a function for the limit that a user has set; torch 2.6 has none.
+        # A limit that the user has set: not every module has a function that returns it, and torch 2.6 has none.
         limit = getattr(self._module, "get_per_process_memory_fraction", lambda _: 1.0)
         free = min(free, int(limit(self.torch) * total) - reserved)
         return DeviceRoom(max(free, 0), reserved - self._module.memory_allocated(self.torch))
@@ -404,13 +405,14 @@ class AcceleratorDevice(Device):
 
     def give_back(self, memory: torch.Tensor, regions: Sequence[tuple[int, int]]) -> None:
         self.synchronize()
-        # Views stay views of the storage, as in FSDP, and show its next memory after `take_back`.
+        # As in FSDP, views stay views of the storage. After `take_back` they show the storage's new memory.
         memory.untyped_storage().resize_(0)
         empty_cache(self.torch)
 
     def take_back(self, memory: torch.Tensor) -> None:
         memory.untyped_storage().resize_(memory.numel())
-        # all streams: compute in flight may still use what torch has reused here, and the others do not wait for it.
+        # all streams: compute in flight may still use the memory that torch reuses here, and other streams do not wait
+        # for it.
         self.synchronize()
 
     # -- pinned host memory -------------------------------------------------------------------------
@@ -424,7 +426,7 @@ class AcceleratorDevice(Device):
         try:
             for part in parts:
                 refusal = self._pin(part)
-                # After a refusal of the least piece nothing more is asked for: the limit counts all pinned memory.
+                # After a refusal of the smallest piece, no more pieces are tried: the limit counts all pinned memory.
                 if refusal is not None:
                     break
         except BaseException:
@@ -463,7 +465,7 @@ class AcceleratorDevice(Device):
         start, size = 0, PIN_CHUNK
         while start < part.nbytes:
             piece = part[start : start + size]
-            # Noted before the call: a Ctrl-C may come between any two lines, and a pinned piece must not be lost.
+            # Recorded before the call: a Ctrl-C may come between any two lines, and a pinned piece must not be lost.
             pieces.append((piece.data_ptr(), piece.data_ptr() + align_up(piece.nbytes)))
             refusal = self._side.pin(piece)
             if refusal is None:
@@ -480,7 +482,7 @@ class AcceleratorDevice(Device):
         """Waits for copies in flight and unpins all pieces.
 
         Raises:
-            RuntimeError: last of all, if the accelerator has failed or does not unpin a piece.
+            RuntimeError: after all other pieces, if the accelerator has failed or does not unpin a piece.
         """
         starts = [part.data_ptr() for part in parts if part.nbytes]
         refusals = []
@@ -518,7 +520,7 @@ class AcceleratorDevice(Device):
         after: Sequence[Event],
         host: torch.Tensor,
     ) -> Event:
-        """Starts a copy on `stream` after `after`; `host` is the one of the two (nbytes,) tensors in host memory."""
+        """Starts a copy on `stream` after `after`; `host` is `destination` or `source`, the one in host memory."""
         address = host.data_ptr()
         with self._submitting_to(stream):
             for event in after:
@@ -539,7 +541,7 @@ class AcceleratorDevice(Device):
 
     @staticmethod
     def _order(stream: torch.Stream, event: Event) -> None:
-        """Makes `stream` wait for `event`: on the device for one of its events, else by blocking the calling thread."""
+        """Makes `stream` wait for `event`: on the device for a stream's event, else by blocking the calling thread."""
         if isinstance(event, _StreamEvent):
             # Ordered on the device: the host thread continues.
             stream.wait_event(event.event)
@@ -555,7 +557,7 @@ class AcceleratorDevice(Device):
             yield
         finally:
             torch.accelerator.set_stream(before)
-            # A stream brings its device with it, and the thread's current device may be another one.
+            # `set_stream` also sets the current device, and the thread's current device may have been another one.
             if device != self.torch.index:
                 set_index(device)
 
@@ -597,7 +599,7 @@ def current_index() -> int:
 
 def set_index(index: int) -> None:
     """Makes the accelerator with this index the calling thread's current one."""
-    # As above.
+    # As in `current_index`: torch 2.6 has the earlier name only.
     change = getattr(torch.accelerator, "set_device_index", None) or torch.accelerator.set_device_idx
     change(index)
 
@@ -614,10 +616,10 @@ def cut(start: int, stop: int, borders: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class CudaHostSide:
-    """Pins memory of ours through the CUDA runtime, as torch exposes it; ROCm has the same names there."""
+    """Pins the library's own memory through the CUDA runtime, as torch exposes it, under the same names for ROCm."""
 
     def __init__(self, device: torch.device) -> None:
-        """Takes the GPU; nothing is asked of the driver yet."""
+        """Stores the GPU; does not call the driver yet."""
         self._device = device
         self._of_thread = threading.local()
 
@@ -644,8 +646,9 @@ class CudaHostSide:
     def wait(self, event: torch.Event) -> None:
         """Sleeps until `event` is done: a thread that spins would take a core from the update kernels.
 
-        The host spins in a wait for a `torch.Event`, since torch has no flag for it there. So a stream that only this
-        thread uses waits for `event`, and the host waits for an event of CUDA's on that stream, whose waits sleep.
+        In a wait for a `torch.Event` the host spins: torch offers no flag for this event to sleep instead. So a stream
+        that only this thread uses waits for `event`. The host then waits for a CUDA event on that stream, and such a
+        wait sleeps.
         """
         if event.query():
             return
@@ -658,7 +661,8 @@ class CudaHostSide:
         stream: torch.cuda.Stream | None = getattr(self._of_thread, "stream", None)
         if stream is None:
             # torch has a pool of 32 streams for each priority and hands them out in turns, so a new stream of the
-            # default priority may be one that copies, behind whose copies a wait would queue. Hence the high priority.
+            # default priority may be a stream that copies. A wait would then queue after these copies. Hence the high
+            # priority.
             stream = self._of_thread.stream = torch.cuda.Stream(self._device, priority=-1)
         return stream
 
@@ -745,11 +749,11 @@ def compute_device(name: str, setting: str = '"device"') -> torch.device:
 
 
 def _hint(name: str) -> str:
-    """Returns what somebody who has given such a name is looking for."""
+    """Returns a hint for a user who has given a name such as "rocm" or "cuda:1"; empty for other names."""
     if name in _ROCM:
         return "; ROCm is cuda to torch"
     kind, colon, index = name.partition(":")
-    # One process computes on one device, which it sees as the first.
+    # With this variable the process sees one device, as its first.
     return f"; CUDA_VISIBLE_DEVICES={index} chooses one of several" if colon and kind == "cuda" else ""
 
 
@@ -780,12 +784,12 @@ def host_side_of(device: torch.device) -> HostSide:
 #
 # Growing segments for torch's allocator of a GPU, unless the user has chosen otherwise.
 #
-# torch's allocator takes memory from the driver in segments. Of fixed size, each keeps the gaps that batches of other
-# lengths leave in it, and next to an arena that takes most of the GPU a gap is memory that nobody can use. A segment
-# that grows is one range of addresses, onto which memory is mapped as it is needed.
+# torch's allocator takes memory from the driver in segments. A segment of fixed size keeps the gaps that batches of
+# other lengths leave in it. Next to an arena that takes most of the GPU, nobody can use the memory of such a gap. A
+# segment that grows is one range of addresses, onto which memory is mapped as it is needed.
 #
-# torch reads the setting once, from the environment, when CUDA is first used. To change it later there is only a
-# private function, which sets every other setting of the user back to its default.
+# torch reads the setting once, from the environment, when CUDA is first used. Only a private function changes it later,
+# and that function resets every other setting of the user to its default.
 
 
 _NAME = "PYTORCH_CUDA_ALLOC_CONF"
@@ -803,8 +807,8 @@ def let_segments_grow(device: str) -> tuple[Remark, ...]:
     A further call changes nothing, and returns the same line.
 
     Returns:
-        The line if segments grow by this setting, or if it comes too late; nothing if there is no GPU of NVIDIA, or
-        if the user has set anything else.
+        The line if this setting makes segments grow, or if it comes too late. Nothing without a GPU of NVIDIA, or if
+        the user has set anything else.
     """
     if device == "cpu" or torch.version.hip is not None or not torch.cuda.is_available():
         return ()
@@ -815,7 +819,7 @@ def let_segments_grow(device: str) -> tuple[Remark, ...]:
 
 
 def growing_segments(environment: Mapping[str, str], in_use: bool) -> tuple[bool, Remark | None]:
-    """Returns whether the variable is to be set, and the line for the user, if any.
+    """Returns True if the caller must set the variable, else False; and the line for the user, if any.
 
     Args:
         in_use: True if CUDA has been used, and the environment read.

@@ -16,7 +16,7 @@ from offload.torch_internals import StorageReference, StorageUsers, in_second_st
 
 # -- viewed memory -------------------------------------------------------------------------------------
 #
-# A storage of its own over device memory, which shows whether a view of it is alive, and views that are used again.
+# Storages over device memory, which show whether a view is alive, and views that later uses share.
 
 
 class ViewPlaces(NamedTuple):
@@ -28,16 +28,16 @@ class ViewPlaces(NamedTuple):
 
 
 class ViewedMemory:
-    """Device memory as tensors, in a storage that nobody else has.
+    """Device memory as tensors, in a storage of this object alone.
 
-    The arena's own storage never dies, so it cannot show whether a unit's weights are still in use. This one counts
-    the tensors in it: those of this object, and those that others have made of them.
+    The arena's own storage never dies, so it cannot show whether a unit's weights are still in use. This storage shows
+    how many tensors are in it: this object's own tensors, and tensors that others have made of them.
     """
 
     def __init__(self, memory: torch.Tensor, places: ViewPlaces) -> None:
         """Lays a storage over `memory`, (nbytes,) uint8, which each view keeps alive."""
         self.memory, self.places = memory, places
-        with torch.inference_mode(False):  # a later forward could not train with tensors of that mode
+        with torch.inference_mode(False):  # a later forward could not train with tensors of inference mode
             flat = in_second_storage(memory).view(places.dtype)
             self.flat: torch.Tensor | None = flat
             """All of the memory, in the dtype of `places`."""
@@ -47,12 +47,12 @@ class ViewedMemory:
         self.address = storage.data_ptr()
         self._end = StorageReference(storage)
         self._users = StorageUsers(storage) if StorageUsers.counted() else None
-        del storage  # it would count
+        del storage  # a reference to the storage would count as a use
         self._own = 0 if self._users is None else self._users.count()
 
     @property
     def counted(self) -> bool:
-        """True if the memory can be used again: torch shows whether others use the storage."""
+        """True if torch counts the uses of the storage, so that a later use of the memory can share this object."""
         return self._users is not None
 
     @property
@@ -67,7 +67,7 @@ class ViewedMemory:
         return self._users is not None and self._users.count() - self._own > own
 
     def let_go(self) -> None:
-        """Ends a use. Without a count also this object's own tensors end, so that the storage's end tells of others."""
+        """Ends a use. Without a count, drops this object's tensors: the storage then ends with its last other user."""
         if self._users is None:
             self.flat, self.views = None, ()
 
@@ -81,15 +81,15 @@ class Binding:
         """Begins a use of the memory.
 
         Args:
-            updates: how often the weights have changed; None for a unit that stays, whose weights change in place.
+            updates: number of changes of the weights so far; None for a resident unit, whose weights change in place.
             waits: True if streams must wait for the upload of the unit.
         """
         self.unit, self.memory, self.updates, self.waits = unit, memory, updates, waits
         self.flat = memory.flat
-        """All weights of the unit in a row; None once this object needs them no more."""
+        """All weights of the unit as one flat tensor; None after `let_go`."""
 
     def let_go(self) -> None:
-        """Ends this object's own need of the weights: from now on views alone keep the binding alive."""
+        """Drops this object's own reference to the weights: from now on only views keep the binding alive."""
         self.flat = None
         self.memory.let_go()
 
@@ -103,11 +103,11 @@ class Binding:
 
 
 _VIEWS = 4096
-"""Number of views that an arena keeps, beyond which it drops all and makes them again."""
+"""Most views that an arena keeps. If there are more, it drops all of them."""
 
 
 class DeviceBuffer(NamedTuple):
-    """A byte range of the device arena: one unit's weights, or memory for another use that is never freed."""
+    """A byte range of the device arena: one unit's weights, or memory for another use, which is never freed."""
 
     offset: int
     nbytes: int
@@ -120,7 +120,7 @@ class DeviceArena:
 
     A buffer may be freed while compute that reads the buffer is in flight: the next owner of the memory writes after
     the events in `DeviceBuffer.after`. With `poison`, freed buffers are filled with NaN and buffers are placed at
-    random offsets, so that a use of a stale view is noticed.
+    random offsets, which reveals the use of a stale view.
     """
 
     def __init__(self, nbytes: int, device: Device, poison: bool = False) -> None:
@@ -133,11 +133,11 @@ class DeviceArena:
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Views of the memory, by offset and size."""
         self._viewed: dict[tuple[int, int], ViewedMemory] = {}
-        """Storages over those views, by the identities of view and division, which they keep alive."""
+        """Storages over these views, by the ids of view and places. The storages keep both objects alive."""
         self.given_back = False
         """True between `give_back` and `take_back`."""
         self._readers = [(0, nbytes, self._earlier_compute())]
-        """Ranges (start, stop, event): until the event, uploads may write the range or compute read the range."""
+        """Ranges (start, stop, event): until the event, uploads may write the range, or compute may read it."""
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         try:
@@ -161,7 +161,7 @@ class DeviceArena:
     def grow(self, nbytes: int) -> tuple[int, int]:
         """Adds `nbytes` of contiguous memory and returns their start and end.
 
-        Raises `BudgetError` if the device has not enough.
+        Raises `BudgetError` if the device lacks memory.
         """
         memory = self._allocate(nbytes)
         start = self.space.add(nbytes)
@@ -171,7 +171,7 @@ class DeviceArena:
         return start, start + nbytes
 
     def shrink(self) -> int:
-        """Frees the memory that `grow` added last, and returns its size; 0 if there is none, or a buffer uses some.
+        """Frees the memory that `grow` added last, and returns its size; 0 if there is none, or if a buffer is in it.
 
         Blocks the calling thread until copies in flight are done: torch's allocator may reuse the memory at once for
         compute, which does not wait for the streams of uploads and gathers.
@@ -195,33 +195,33 @@ class DeviceArena:
         Blocks the calling thread until copies and compute in flight are done.
 
         Args:
-            regions: regions that keep their contents, on a device that works in host memory; others have none.
+            regions: regions that keep their contents, on a device that works in host memory. Other regions lose them.
         """
         assert len(self.blocks) == 1, "grown memory is given back before"
-        self._views, self._viewed = {}, {}  # storages over the memory, which would not know its next address
+        self._views, self._viewed = {}, {}  # storages over the old memory do not follow it to its next address
         self._device.give_back(self.blocks[0][1], gaps(0, self.nbytes, regions))
         self.given_back = True
 
     def take_back(self) -> None:
-        """Takes as much memory as was given back. Raises `BudgetError` if the device has not enough, without effect."""
+        """Allocates the memory that was given back. Raises `BudgetError`, without effect, if too little is free."""
         try:
             self._device.take_back(self.blocks[0][1])
         except (torch.OutOfMemoryError, OSError) as error:
             advice = "free the memory that others took while the engine was asleep, and call again"
             raise self._too_small(self.nbytes, error, advice) from error
-        # Every stream has ended by now, so no buffer waits for an earlier one.
+        # All work of every stream has ended by now, so no buffer waits for an earlier owner's events.
         self._readers = []
         self.given_back = False
 
     def close(self) -> None:
-        """Lets go of the memory, which is free once nobody else holds a view of it. No copy may be in flight.
+        """Drops the memory, which is freed once nobody else holds a view of it. No copy may be in flight.
 
         An engine is a part of reference cycles, and Python may find the cycles long after the engine's end.
         """
         self.blocks, self._views, self._viewed = [], {}, {}
 
     def addresses(self) -> list[tuple[int, int]]:
-        """Returns the first address of each allocation, and the one after its end."""
+        """Returns the first address of each allocation, and the first address after its end."""
         return [(memory.data_ptr(), memory.data_ptr() + memory.numel()) for _, memory in self.blocks]
 
     @property
@@ -248,7 +248,7 @@ class DeviceArena:
         return self._buffer(offset, nbytes)
 
     def _buffer(self, offset: int, nbytes: int) -> DeviceBuffer:
-        """Returns a buffer of these bytes, with those events of the bytes' earlier owners that are not done."""
+        """Returns a buffer of these bytes, with the pending events of the bytes' earlier owners."""
         # Events that are done need no wait, and dropping them keeps the list short.
         self._readers = [reader for reader in self._readers if not reader[2].done()]
         stop = offset + nbytes
@@ -284,7 +284,7 @@ class DeviceArena:
         if view_of_unit is None:
             blocks = self.blocks
             start, memory = blocks[-1] if blocks[-1][0] <= offset else blocks[0]  # two at most
-            with without_modes():  # those of the caller must not reach later callers
+            with without_modes():  # the caller's modes must not reach later callers
                 view_of_unit = memory.narrow(0, offset - start, nbytes)
             if len(views) >= _VIEWS:
                 views.clear()
@@ -294,9 +294,9 @@ class DeviceArena:
     def viewed(self, memory: torch.Tensor, places: ViewPlaces) -> ViewedMemory:
         """Returns a buffer's memory, a result of `view`, in a storage of its own. One thread at a time may call it.
 
-        Where torch counts the tensors in a storage, it is the storage of the last use of that memory.
+        If torch counts the tensors in a storage, this is the storage of the last use of that memory.
         """
-        # A unit returns to few places, and for one of nine parameters torch takes 30 µs to make storage and views.
+        # A unit returns to few places, and torch takes 30 µs to make a storage and views for nine parameters.
         key, cache = (id(memory), id(places)), self._viewed
         viewed_memory = cache.get(key)
         if viewed_memory is None:

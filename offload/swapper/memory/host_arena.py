@@ -31,12 +31,12 @@ TILE_BUFFERS = 8
 
 
 class HostBudget(NamedTuple):
-    """Bytes of each class of host buffers; their sum is what the engine takes of the host budget."""
+    """Bytes of each class of host buffers. The engine takes their sum from the host budget."""
 
     tiles: int
     """Tiles of the update pipeline: `TILE_BUFFERS` tiles of all states."""
     weights: int
-    """Two buffers of the largest unit's weights, or of chunks of them if the unit is streamed."""
+    """Two buffers for the weights of the largest unit, or for chunks of its weights if the unit is streamed."""
     gradients: int
     """Windows of gradients that are spilled to disk."""
     resident: int
@@ -49,21 +49,22 @@ class HostBudget(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PinnedRegions:
-    """Memory of an arena that an accelerator copies, besides staging, gradients, and buffers of weights.
+    """Memory of an arena that an accelerator copies, in addition to staging, gradients, and buffers of weights.
 
-    Only such memory is pinned: pinning takes time at the start, and the system cannot move pinned pages.
+    Only memory that an accelerator copies is pinned: pinning takes time at the start, and the system cannot move pinned
+    pages.
     """
 
     resident: int
-    """Bytes of `HostBudget.resident` with weights and gradients, which the device copies."""
+    """Bytes of `HostBudget.resident` that hold weights and gradients, which the device copies."""
     promoted: int
-    """Bytes of `HostBudget.cache` that hold states of the optimizer, which the CPU alone uses."""
+    """Bytes of `HostBudget.cache` that hold states of the optimizer, which only the CPU uses."""
     tiles: bool
     """True if updates or commits copy states between tiles and the device."""
 
 
 class Mapping:
-    """Host memory of one allocation, on pages of 2 MiB if the system grants them, that a device can pin in parts."""
+    """Host memory of one allocation, which a device can pin in parts; on pages of 2 MiB if the system grants them."""
 
     def __init__(self, nbytes: int, device: Device) -> None:
         block = device.allocate_host(max(nbytes, 1))
@@ -79,14 +80,14 @@ class Mapping:
         return self.bytes[start : max(start, stop)]
 
     def give(self, start: int, nbytes: int) -> None:
-        """Frees a region without pinned bytes. Its pages go back to the system, whose free memory counts them."""
+        """Frees a region without pinned bytes, and returns its pages to the system."""
         self.space.give(start, nbytes)
         self.release(start, start + nbytes)
 
     def release(self, start: int, stop: int) -> None:
-        """Gives the whole pages of [start, stop), none of which is pinned, back to the system, where that is possible.
+        """Returns the whole pages of [start, stop), none of them pinned, to the system, if the memory allows that.
 
-        They read as zero, and are taken again when they are written.
+        The pages then read as zeros, and a write allocates them again.
         """
         if self._releases_pages:
             release_pages(self.memory[start:stop])
@@ -143,7 +144,7 @@ class Region:
     def take_last(self, nbytes: int) -> HostBuffer | None:
         """Allocates a buffer of `nbytes` as near to the end of the class as possible; None if no hole is large enough.
 
-        The end of the cache is not pinned where promoted states take it: see `PinnedRegions`.
+        For promoted states, since the end of the cache is not pinned: see `PinnedRegions`.
         """
         offset = self.space.take_last(nbytes)
         return None if offset is None else HostBuffer(self, offset, nbytes)
@@ -192,17 +193,17 @@ class HostArena:
         self.given_back = False
         """True between `give_back` and `pin`."""
         self.pinned: dict[str, int] = {}
-        """Pinned bytes of each part that the device copies, by name, those that it copies most first."""
+        """Pinned bytes of each part that the device copies, by name; parts with the most copies come first."""
         try:
             self.pin()
-            # Last: an arena that a Ctrl-C left unfinished must not count for the other engines.
+            # Done last: an arena that a Ctrl-C left unfinished must not count for the other engines.
             self._memory._join(self)
         except BaseException:
             self.close()
             raise
 
     def _parts_to_pin(self, copied: PinnedRegions) -> dict[str, torch.Tensor]:
-        """Returns the parts that the device copies: first those whose bytes it copies most often in a step."""
+        """Returns the parts that the device copies, by name; parts with the most copies in a step come first."""
         weights, cache = self.weights.start + self.classes.weights, self._start + self._without_cache
         bounds = {
             "staging": (self.staging.start, self.staging.start + self.classes.staging),
@@ -215,22 +216,22 @@ class HostArena:
         return {name: self._mapping.pages(*bound) for name, bound in bounds.items()}
 
     def take_copied(self, nbytes: int) -> HostBuffer | None:
-        """Allocates a partition of the HOST tier that the device copies: of weights or gradients."""
+        """Allocates a buffer for a partition of the HOST tier that the device copies: weights or gradients."""
         return (self._copied if self._copied.space.nbytes else self.resident).take(nbytes)
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes that this engine takes of the host budget."""
+        """Returns the bytes that this engine takes from the host budget."""
         return sum(self.classes)
 
     @property
     def _taken_bytes(self) -> int:
-        """Returns the bytes that the arena takes of its mapping: whole pages."""
+        """Returns the bytes of whole pages that the arena takes from its mapping."""
         return align_up(max(self.nbytes, 1))
 
     @property
     def _without_cache(self) -> int:
-        """Returns the bytes that the arena takes of its mapping without the cache: whole pages."""
+        """Returns the bytes of whole pages that the arena takes from its mapping without the cache."""
         return align_up(max(self.nbytes - self.classes.cache, 1))
 
     @property
@@ -240,7 +241,7 @@ class HostArena:
 
     @property
     def regions(self) -> dict[str, Region]:
-        """Returns the classes by name; weights and their cache are one, and so are all partitions of the HOST tier."""
+        """Returns the classes by name. Weights and their cache are one class, as are all partitions of tier HOST."""
         named = {name: getattr(self, name) for name in ("tiles", "weights", "gradients", "resident", "staging")}
         return named | ({"copied": self._copied} if self._copied.space.nbytes else {})
 
@@ -250,11 +251,11 @@ class HostArena:
         return sum(self.pinned.values())
 
     def drop_cache(self) -> None:
-        """Returns the cache of weights to the process. No buffer of weights may be in use."""
+        """Frees the cache of weights for other engines of the process. No buffer of weights may be in use."""
         assert self.weights.space.used_bytes == 0, "a host buffer of weights is in use"
         # Weights and cache are the last class, so dropping the cache shortens the arena and moves no other class.
         before = self._taken_bytes
-        # Unpinned first: another arena may take the memory, and pins what its own device copies of it.
+        # Unpinned first: another arena may take the memory, and pins those parts of it that its own device copies.
         if "cache" in self._parts:
             self.pinned.pop("cache")
             self._mapping.device.unregister([self._parts.pop("cache")])
@@ -266,12 +267,12 @@ class HostArena:
     def give_back(self, spared: Sequence[tuple[int, int]] = ()) -> None:
         """Waits for copies in flight, unpins the arena and gives its pages back to the system.
 
-        Buffers stay, and must not be used before `pin`; then they have any contents.
+        Buffers stay, and must not be used before `pin`. Their contents are lost.
 
         Args:
             spared: (start, stop) within the arena of bytes that keep their contents, in ordinary memory.
         """
-        # Pinned pages cannot go.
+        # The system cannot take pinned pages.
         self._mapping.device.unregister(tuple(self._parts.values()))
         self.given_back = True
         self.pinned = dict.fromkeys(self.pinned, 0)
@@ -279,7 +280,7 @@ class HostArena:
             self._mapping.release(self._start + start, self._start + stop)
 
     def pin(self) -> None:
-        """Pins what the device copies of the arena: at its start, and after `give_back`."""
+        """Pins the parts of the arena that the device copies. Called at the arena's start, and after `give_back`."""
         pinned = self._mapping.device.register(tuple(self._parts.values()))
         self.pinned, self.given_back = dict(zip(self._parts, pinned, strict=True)), False
 
@@ -301,7 +302,7 @@ class HostMemory:
 
     @property
     def needed_bytes(self) -> int:
-        """Returns the bytes that the present engines cannot do without: their arenas without their caches."""
+        """Returns the bytes that the present engines need at least: their arenas without their caches."""
         with self._lock:
             return sum(arena.nbytes - arena.classes.cache for arena in self._arenas)
 
@@ -317,7 +318,7 @@ class HostMemory:
         The largest caches of other engines are dropped first if the budget requires it.
         """
         with self._lock:
-            # The largest cache goes first, so that few engines lose theirs. `give_cache` runs on this thread and
+            # The largest cache goes first, so that few engines lose their caches. `give_cache` runs on this thread and
             # acquires the lock of the other engine's pager: the order of locks is this lock, then a pager's.
             for lender in sorted(self._arenas, key=lambda arena: -arena.classes.cache):
                 if budget is not None and self._taken_bytes + nbytes > align_up(budget):

@@ -15,9 +15,9 @@ def free_host_memory() -> int:
 
 
 def memory_limits() -> Iterator[tuple[int, int]]:
-    """Yields the limit of each of this process's cgroups and the bytes that the cgroup uses; not of their parents.
+    """Yields the limit and the used bytes of each of this process's cgroups, without their parents.
 
-    What the kernel keeps of files for the cgroup is not among them: it gives way to allocations.
+    The used bytes do not include the kernel's cache of files, which gives way to allocations.
     """
     for line in _read("/proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
@@ -28,7 +28,7 @@ def memory_limits() -> Iterator[tuple[int, int]]:
             limit_name, used_name, of_files = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         else:
             continue
-        # Inside a container the path may be the one on the host: then the mount itself is the cgroup of this process.
+        # Inside a container the path may be the path on the host. The mount itself is then this process's cgroup.
         for place in (folder, folder[: -len(path)]):
             limit, used = _read(f"{place}/{limit_name}").strip(), _read(f"{place}/{used_name}").strip()
             if limit.isdigit() and used.isdigit():
@@ -36,7 +36,7 @@ def memory_limits() -> Iterator[tuple[int, int]]:
 
 
 def _file_nbytes(stat: str, prefix: str) -> int:
-    """Returns the bytes of files in memory by a cgroup's statistics, whose rows with its children have a prefix."""
+    """Returns the bytes of files in memory from a cgroup's statistics. Rows that include its children have a prefix."""
     rows = dict(row.split() for row in stat.splitlines())
     return sum(int(rows.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
 

@@ -1,8 +1,8 @@
 """A lock with a wait for changes that survives a Ctrl-C on the main thread.
 
 `threading.Condition` is written in Python: an interrupt between two of its lines can leave its lock released inside a
-`with` block, whose end then releases the lock of another thread. Here a Ctrl-C is handled during the wait itself, and
-every exit from the wait acquires the lock again.
+`with` block. The end of the block then releases the lock of another thread. Here a Ctrl-C is handled during the wait
+itself, and every exit from the wait acquires the lock again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class InterruptibleLock:
     """A lock and its condition. A thread enters `lock` by `with`, and only once; the caller of a method holds it."""
 
     def __init__(self, lock: threading.RLock | None = None) -> None:
-        """Makes a condition of a lock of its own, or one more condition of `lock`."""
+        """Creates a condition with a new lock, or one more condition of `lock`."""
         self.lock = threading.RLock() if lock is None else lock
         self._waiters: list[threading.Lock] = []
 
@@ -32,8 +32,8 @@ class InterruptibleLock:
     @uninterrupted
     def wait(self) -> None:
         """Waits without the lock until `notify_all`, or until an exception; holds the lock again on return."""
-        # Each waiter has a lock of its own, acquired here and released by `notify_all`. The wait is a second acquire of
-        # that lock.
+        # Each waiter has its own lock, acquired here and released by `notify_all`. To wait, the thread acquires its
+        # lock again.
         waiter = threading.Lock()
         waiter.acquire()
 

@@ -15,9 +15,9 @@ step, such as the checksums of the data. Last it writes the record. Blobs and re
     writes ► fdatasync of every drive ► blob ► fsync ► record ► fsync
 
 No byte that the last durable record names is overwritten before the next record is durable, except frozen weights when
-a load replaces them. Folders are synced after names were added. So a process may be killed, and the power may fail, at
-any moment. **Recovery.** The newest record with a valid checksum wins. docs/reference/store-format.md describes the
-files for other programs.
+a load replaces them. Whoever adds a name to a folder then syncs the folder. So a process may be killed, and the power
+may fail, at any moment. **Recovery.** The newest record with a valid checksum wins. docs/reference/store-format.md
+describes the files for other programs.
 
 | file | contents |
 |---|---|

@@ -22,7 +22,7 @@ logger = logging.getLogger("offload")
 
 _STRIPE_BYTES = 2 * MIB
 _LEAST_MEASURED, _MOST_MEASURED = 8 * MIB, 128 * MIB
-"""Limits of the bytes that a start moves to and from each drive in one pass of its measurement."""
+"""Least and most bytes that a start moves to and from each drive in one pass of its measurement."""
 
 
 class Shortage(NamedTuple):
@@ -121,7 +121,7 @@ def places_of(folders: Sequence[Path]) -> tuple[str, ...]:
 
 
 def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, run_id: str | None) -> StoreManifest:
-    """Returns the manifest of a new store. Several drives are measured, and share the stripes by their speeds.
+    """Returns the manifest of a new store. Measures several drives, and divides the stripes by their speeds.
 
     Args:
         spec: The contents of the store. All drives together must have room for the store.
@@ -146,7 +146,7 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, 
 
 
 def _measured(folders: Sequence[Path], nbytes: int) -> list[Bandwidth]:
-    """Measures each drive with a queue of default settings, a small store of `nbytes` not for longer than it trains."""
+    """Measures each drive with a queue of default settings. For a small store of `nbytes`, the measurement is short."""
     most = min(max(nbytes, _LEAST_MEASURED), _MOST_MEASURED) // PAGE * PAGE
     measured = bandwidths(folders, nbytes=most, rounds=3)
     for folder, bandwidth in zip(folders, measured, strict=True):

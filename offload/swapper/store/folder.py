@@ -1,7 +1,7 @@
-"""The folder of a rank on one drive: private, locked by one process, with small files; bytes shared by two files.
+"""The folder of a rank on one drive: its lock, its small files, notes of a run, and bytes that two files share.
 
-The folder of the drive is the user's, who may name a link. The run's folder, the rank's folder and the files in it are
-opened from there on by `offload.fileio.inner_files`, which follows no link.
+The user names the folder of the drive, which may be a link. Below it, `offload.fileio.inner_files` opens the run's
+folder, the rank's folder and the files in it, and follows no link.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from offload.sizes import MIB, PAGE
 
 
 FILES = ("commit", "states", "blob.0", "blob.1", "suspect", "undo", "manifest.json", "lock")
-"""Names of all files that a rank's folder may hold, the lock last. Temporary files that replace one are `*.tmp`."""
+"""Names of all files that a rank's folder may hold, the lock last. The temporary file of a replacement is `*.tmp`."""
 
 _IN_RANK = {*FILES, *(f"{name.partition('.')[0]}.tmp" for name in FILES)}
 """Files of a rank's folder, and those that replace them."""
 _MOST = {"commit": 2 * PAGE, "manifest.json": 64 * MIB, "blob.0": 2**63 - 1, "blob.1": 2**63 - 1}
-"""Most bytes that are read of a file. Of a blob all are, which its record counts, and which the drive must hold."""
+"""Most bytes that `read_whole` reads of a file. A blob has no such limit: it is read as a whole."""
 _MOST_OF_NOTE = MIB
 
 Use = Literal["train", "read", "delete"]
-"""What a process locks a rank's folder for."""
+"""Purpose for which a process locks a rank's folder."""
 
 STAGED, REPLACED = "new-", "old-"
-"""Before the name of a rank's folder, while a run changes its number of ranks: it waits for its place, or had it."""
+"""Prefixes of a rank's folder during a change of the number of ranks: of a new folder, and of a replaced one."""
 
 
 def folders_aside(run: Path) -> list[Path]:
-    """Returns the folders of ranks that are not in their place in a run's folder on one drive, by name.
+    """Returns the ranks' folders that are not in their place in a run's folder on one drive, sorted by name.
 
     A change of the number of ranks has made them. Without its note in the run's folder nothing reads them.
     """
@@ -80,11 +80,11 @@ def rank_number(name: str) -> int | None:
 class Lock:
     """Exclusive lock of this process on a rank's folder.
 
-    The folder itself is locked as well as the file, where the file system can: a cleaner of old files may delete the
-    file, and leaves a locked folder alone.
+    Locks the file, and the folder itself if the file system supports that: a cleaner of old files may delete the file,
+    but does not touch a locked folder.
 
     Args:
-        use: What it is locked for. A reader needs no file of the lock where this user may not write one.
+        use: Purpose of the lock. A reader needs no lock file in a folder where this user may not write one.
 
     Raises:
         StoreError: with the name of the holder, if another process or engine holds the folder; or if the file system
@@ -95,22 +95,22 @@ class Lock:
     def __init__(self, folder: Path, use: Use = "train") -> None:
         self._folder: int | None = None
         self._lock: DirLock | None = None
-        # An administrator may delete the runs of others. All else that is written, or trusted, is this user's.
+        # Only a reader, and an administrator who deletes a run, may use a folder of another user.
         ours = use == "train" or (use == "delete" and os.geteuid() != 0)
         try:
             with _refusing(folder), inner_folder(folder, 2, ours) as descriptor:
                 self._folder = os.dup(descriptor)
                 if use == "train":
-                    for name in FILES:  # none may be another user's, or no regular file
+                    for name in FILES:  # each must be this user's, and a regular file
                         with contextlib.suppress(FileNotFoundError):
                             os.close(open_inner(folder / name, 3, ours=True))
                 try:
-                    # In a folder of another user a reader makes and changes nothing.
+                    # A reader creates and changes nothing in a folder of another user.
                     if use != "read" or os.fstat(descriptor).st_uid == os.geteuid():
                         self._lock = DirLock(folder / "lock", opener=inner_opener(3, ours=ours))
                 except OSError as error:
-                    # Mounted for reads, as a snapshot is: no process can write here, and readers need no file. Nor do
-                    # they in a folder of another user, whose processes lock the folder too.
+                    # The folder is mounted read-only, such as a snapshot, and no process can write here. Or it belongs
+                    # to another user, whose processes lock the folder too. In both cases a reader needs no lock file.
                     if error.errno == errno.EACCES and use != "read":
                         raise StoreError(
                             f"{folder} is another user's, who alone may change it: its lock cannot be opened "
@@ -186,14 +186,14 @@ def in_use(folder: Path, who: str, use: Use) -> StoreError:
 def holder(folder: Path) -> str | None:
     """Returns the holder of the rank's folder, as recorded in its lock file; None if the lock is free or unreadable.
 
-    Tests the lock with a shared one, which is released at once.
+    Tests the lock: acquires a shared lock and releases it at once.
     """
     return holder_of(folder / "lock", inner_opener(3))
 
 
 @contextlib.contextmanager
 def _refusing(folder: Path) -> Iterator[None]:
-    """Raises `StoreError` for what is no folder of a rank, or has something else in the place of a file."""
+    """Turns errors in the body into `StoreError`: the folder is no rank's folder, or something is in a file's place."""
     try:
         yield
     except FileNotFoundError:
@@ -209,7 +209,7 @@ def _refusing(folder: Path) -> Iterator[None]:
 
 
 def check_owner(run: Path) -> None:
-    """Raises `StoreError` if the folder of a run is there, and is a link or another user's."""
+    """Raises `StoreError` if a run's folder exists, and is a link or belongs to another user."""
     with _refusing(run), contextlib.suppress(FileNotFoundError), inner_folder(run, 1, ours=True):
         pass
 
@@ -245,7 +245,7 @@ def _make_folder(folder: Path) -> None:
         try:
             with contextlib.suppress(FileExistsError):
                 run.mkdir(mode=0o700)
-            # From the run's folder itself: by its path, a link in its place would lead elsewhere.
+            # Opened relative to the run's folder: a link in the place of that folder would lead elsewhere.
             with inner_folder(run, 1, ours=True) as descriptor, contextlib.suppress(FileExistsError):
                 os.mkdir(folder.name, 0o700, dir_fd=descriptor)
             with inner_folder(folder, 2, ours=True):
@@ -267,10 +267,10 @@ def _make_folder(folder: Path) -> None:
 
 
 def sync_names(folder: Path) -> None:
-    """Makes the name of a folder durable, and those of all folders above it on its file system, whoever has made them.
+    """Makes durable the names of a folder and of all folders above it on its file system, whoever created them.
 
     A power cut must not lose the folders of a durable commit, and a name is durable once its parent is synced. Another
-    rank, or the user, may have made some of them a moment ago.
+    rank, or the user, may have created some of the folders a moment ago.
 
     Raises:
         OSError: if a folder above cannot be synced.
@@ -278,8 +278,8 @@ def sync_names(folder: Path) -> None:
     here = real_path(folder)
     while not here.is_mount():
         here = here.parent
-        # A folder that this process may not read cannot be synced. It may be used all the same: most file systems
-        # write names no later than the files below them.
+        # This process cannot sync a folder that it may not read, and goes on without: most file systems write names no
+        # later than the files below them.
         with contextlib.suppress(PermissionError):
             sync_folder(here)
 
@@ -288,14 +288,14 @@ def remove_files(folder: Path) -> None:
     """Deletes a store's files in a rank's folder, and the folder itself unless other files are in it."""
     with inner_folder(folder, 2) as descriptor:
         temporary = [name for name in os.listdir(descriptor) if name.endswith(".tmp")]
-        # The manifest near the end, since it says whose files these are. The lock last: once its name is gone, another
-        # process may lock the folder and write new files.
+        # The manifest is deleted near the end, since it names the owner of these files. The lock is deleted last: once
+        # its name is gone, another process may lock the folder and write new files.
         for name in (*temporary, *FILES):
             with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(name, dir_fd=descriptor)
         sync(descriptor, folder)
     with inner_folder(folder.parent, 1) as run, contextlib.suppress(OSError):
-        # Fails if other files are in the folder, which then stays.
+        # Fails if other files are in the folder. The folder then stays.
         os.rmdir(folder.name, dir_fd=run)
 
 
@@ -308,23 +308,23 @@ def _depth(path: Path) -> int:
 
 
 def read_whole(path: Path) -> bytes:
-    """Returns the bytes of a file of a rank, or of a note in a run's folder; of a commit file those of both records.
+    """Returns the bytes of a rank's file or of a note in a run's folder. Of a commit file, reads at most both records.
 
     Never waits for another process.
 
     Raises:
-        OSError: if there is no such file, or anything but a regular file of a likely size, links included.
+        OSError: if there is no such file, or if it is a link, no regular file, or too large.
     """
     return read_inner(path, _depth(path), _MOST.get(path.name, _MOST_OF_NOTE), whole=path.name != "commit")
 
 
 def is_there(path: Path) -> bool:
-    """Returns True if there is such a file of a rank or a run, or anything else in its place."""
+    """Returns True if a rank's or a run's file exists, or anything else is in its place."""
     return inner_status(path, _depth(path)) is not None
 
 
 def unlink(path: Path) -> None:
-    """Deletes a file of a rank, or a note in a run's folder, if it is there; a link in its place is deleted itself."""
+    """Deletes a file of a rank, or a note in a run's folder, if it exists. Deletes a link itself, not its target."""
     with contextlib.suppress(FileNotFoundError), inner_folder(path.parent, _depth(path) - 1) as folder:
         os.unlink(path.name, dir_fd=folder)
 
@@ -374,7 +374,7 @@ def writing_in_place(path: Path) -> Iterator[Callable[[bytes | memoryview, int],
 
     try:
         yield write
-        # On the descriptor that wrote: another one may not be told of an error that the system met meanwhile.
+        # Synced by the descriptor that wrote: the system may not report an earlier write error to another descriptor.
         with _named(path, *last):
             sync(descriptor, path)
     finally:
@@ -418,7 +418,7 @@ def reserve(path: Path, nbytes: int) -> None:
 
 
 def reserve_blobs(folder: Path, nbytes: int) -> None:
-    """Reserves `nbytes` and a quarter more for each blob, so that later commits fit on a drive that others fill."""
+    """Reserves `nbytes` and a quarter more for each blob, so that later commits fit even if others fill the drive."""
     paths = [folder / "blob.0", folder / "blob.1"]
     have = [None if (status := inner_status(path, 3)) is None else status.st_size for path in paths]
     for path, size in zip(paths, have, strict=True):
@@ -480,14 +480,15 @@ def clone_range(source: int, start: int, nbytes: int, destination: int, offset: 
     try:
         fcntl.ioctl(destination, _FICLONERANGE, _RANGE.pack(source, start, nbytes, offset))
     except OSError:
-        # Two file systems, or one that cannot share. The caller copies instead; a failing drive then fails the copy.
+        # The files are on two file systems, or theirs cannot share bytes. The caller copies instead; if the drive
+        # fails, the copy fails.
         return False
     return True
 
 
 # -- run notes -----------------------------------------------------------------------------------------
 #
-# Notes next to the swap files: how a run ended, and that a commit was found damaged.
+# Notes next to the swap files: how a run ended, and whether a process found damage in a commit.
 #
 # The notes of an end are stored in the run's folder on its first drive, for all ranks. The note of damage is stored in
 # the rank's folder on that drive.
@@ -505,10 +506,10 @@ RESHARDED = "resharded.json"
 
 
 def read_finished(run: Path) -> dict[str, Any] | None:
-    """Returns the note that the run in a folder has ended; None without one, and for a file that is no such note.
+    """Returns the note that the run in a folder has ended; None without such a note, or if the file is no such note.
 
-    A run writes the note durably before it deletes a file. What cannot be read is therefore damage or a file of
-    somebody else's, and the swap files next to it may be the whole run.
+    A run writes the note durably before it deletes a file. An unreadable file is therefore damage or somebody else's
+    file, and the swap files next to it may be the whole run.
     """
     try:
         note: dict[str, Any] = read(read_whole(run / FINISHED), fields({"steps": whole()}))
@@ -561,13 +562,13 @@ class RunNotes:
 
     @property
     def suspect(self) -> bool:
-        """True if an earlier process found damage in the last commit. Then all of the commit is compared at `open`."""
+        """True if an earlier process found damage in the last commit. Then `open` verifies the whole commit."""
         return is_there(self._suspect)
 
     def mark_suspect(self) -> None:
         """Writes the note of damage, which does not survive every power cut. Any thread may call this method."""
-        # The caller reports the damage itself; a note that cannot be written must not hide that error. Nor does a
-        # verification write into a folder of another user.
+        # The caller reports the damage itself; a note that cannot be written must not hide that error. A verification
+        # does not write into a folder of another user either.
         with contextlib.suppress(OSError, StoreError):
             reserve(self._suspect, 1)
 

@@ -86,7 +86,7 @@ class CommitRecord(NamedTuple):
             self.blob_crc,
             len(self.slots),
         )
-        # The checksum covers the whole page, so a write that was cut short anywhere is noticed.
+        # The checksum covers the whole page, so a reader detects a write that was cut short anywhere.
         body = (head + bytes(bitmap)).ljust(PAGE - _CRC.size, b"\0")
         return body + _CRC.pack(crc32c(body))
 
@@ -100,7 +100,7 @@ class CommitRecord(NamedTuple):
         # Any mismatch means no record: the caller falls back to the other page.
         if magic != _MAGIC or version != FORMAT_VERSION or crc != crc32c(body) or units > MAX_UNITS:
             return None
-        # A record of the other page has been copied here, or was made up.
+        # The record was copied here from the other page, or no commit wrote it.
         if blob != which or not 0 < serial < 2**63 or step >= 2**63:
             return None
         bitmap = body[_HEAD.size :]
@@ -148,7 +148,7 @@ def read_records(path: Path) -> Records:
 
 
 def unpack_records(data: bytes) -> Records:
-    """Returns the records in the bytes of a commit file; of a short file, complete pages count."""
+    """Returns the records in the bytes of a commit file; ignores an incomplete page of a short file."""
     pages = [data[start : start + PAGE] for start in (0, PAGE)]
     unpacked = [CommitRecord.unpack(page, which) for which, page in enumerate(pages)]
     valid = sorted((record for record in unpacked if record is not None), key=lambda record: -record.serial)
@@ -184,10 +184,10 @@ def read_if_any(path: Path) -> bytes:
     except (FileNotFoundError, NotADirectoryError):
         return b""
     except OSError as error:
-        # Not a missing file: a start would otherwise take a run for none and delete its commits, and a resume would
-        # take a commit for damaged.
+        # The file exists. If it counted as missing, a start would find no run and delete its commits, and a resume
+        # would take a commit for damaged.
         wrong = IoError(str(path), 0, 0, error.errno or errno.EIO, "read")
-        wrong.strerror = error.strerror  # which may say more than the system's words for the number
+        wrong.strerror = error.strerror  # may be more specific than the system's text for the number
         raise wrong from error
 
 
@@ -252,7 +252,7 @@ class StoreSpec(NamedTuple):
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """Returns for each unit the bytes at the end of WEIGHT that are stored once and named by both slots.
+        """Returns for each unit the bytes at the end of WEIGHT that are stored once, as a part of both slots.
 
         All are 0 in a store with one slot.
         """
@@ -276,7 +276,7 @@ class StoreSpec(NamedTuple):
     def places(self) -> list[dict[State, tuple[Extents, ...]]]:
         """Returns for each unit and state the extents of its slots.
 
-        The slots of a state follow each other; the bytes that both share come after the last one.
+        The slots of a state follow each other; the bytes that both slots share come after the second slot.
         """
         end = 0
         table: list[dict[State, tuple[Extents, ...]]] = []
@@ -288,7 +288,7 @@ class StoreSpec(NamedTuple):
                 # The frozen bytes follow the last slot; every slot names them as its second extent.
                 behind = Extent(end + self.slots * own, shared)
                 slots = [(Extent(end + slot * own, own), behind) for slot in range(self.slots)]
-                # Empty extents are left out: most states have no frozen bytes, and a frozen unit has no others.
+                # Empty extents are left out: most states have no frozen bytes, and a frozen unit has only frozen bytes.
                 row[state] = tuple(Extents(tuple(extent for extent in slot if extent.nbytes)) for slot in slots)
                 end = behind.offset + behind.nbytes
             table.append(row)
@@ -336,7 +336,7 @@ class StoreManifest:
             "about": self.spec.about,
             "extents": _plain_places(self.spec),
         }
-        # A line for each key. With `indent` the encoder is Python code, which is slow where parameters are thousands.
+        # A line for each key. With `indent`, json encodes in Python code, which is slow for thousands of parameters.
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
         return ("{\n" + ",\n".join(lines) + "\n}").encode()
 
@@ -350,7 +350,7 @@ class StoreManifest:
         """Returns the manifest in `data`.
 
         Raises:
-            StoreError: with `where`, the location of the data, and the reason.
+            StoreError: if `data` is no manifest; names `where`, the location of the data, and the reason.
         """
         try:
             content = read(data, fields({}))
@@ -371,7 +371,7 @@ class StoreManifest:
                 {State(name): sum(nbytes for _, nbytes in slots[0]) for name, slots in row.items()}
                 for row in content["extents"]
             )
-            # Frozen bytes are in the extents that both slots name. With one slot nothing is shared, or recorded.
+            # The extents that both slots name hold the frozen bytes. A store with one slot does not record them.
             weights = [row.get(State.WEIGHT.value, ()) for row in content["extents"]]
             frozen = tuple(
                 sum(extent[1] for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
@@ -404,7 +404,7 @@ def _made_by(content: Mapping[str, Any]) -> str:
     return str(about.get("offload", "unknown")) if isinstance(about, dict) else "unknown"
 
 
-# Records of whatever origin: these are the kinds and ranges that the code elsewhere takes for granted.
+# A manifest may come from anybody. These tables list the kinds and ranges of values that all other code relies on.
 MOST_RANKS = 1 << 16
 _DIMENSION = whole(0, 1 << 48)
 _FIELDS = rows(rows(anything, 3, 3))
@@ -426,7 +426,7 @@ _UNIT = fields(
     {"matrices": maybe(whole()), "in_fp32": flag},
 )
 _UNIT_IN_WORDS = fields({"name": text(), "parameters": rows(_PARAMETER)})
-"""A unit of a checkpoint with parts, which its own manifest describes for people alone."""
+"""A unit of a checkpoint with parts. The checkpoint's manifest describes units for human readers only."""
 
 
 def check_layout(value: Any, name: str) -> None:
@@ -476,7 +476,7 @@ _MANIFEST = fields(
         "slots": whole(1, 2),
         "layout": check_layout,
         "about": ABOUT,
-        # The sum of a state's bytes, and of all of them, stays a number that files can have.
+        # The bytes of each state, and of all states together, stay within the largest possible file size.
         "extents": rows(table(rows(rows(rows(whole(0, 1 << 56), 2, 2), 0, 2), 1, 2)), 0, 1 << 16),
     },
     {"run_id": text("[^\0]*", "the id of a run"), "drive": whole(0, 1023)},
@@ -500,7 +500,7 @@ def read_manifest(path: Path) -> StoreManifest:
 
 
 def check_rank(manifest: StoreManifest, rank: int, folder: Path) -> None:
-    """Raises `StoreError` if the files in the folder of `rank` are those of another rank."""
+    """Raises `StoreError` if the files in the folder of `rank` belong to another rank."""
     if manifest.rank != rank:
         raise StoreError(
             f"{folder} has the swap files of rank {manifest.rank}, expected those of rank {rank}: folders of ranks "
@@ -568,7 +568,7 @@ def _advice_of_modes(there: str, here: str, folder: Path) -> str:
 
 
 def _words(mode: str) -> tuple[str, str, dict[str, str]]:
-    """Returns dtype and optimizer of a mode's name, and the forms of master and moments; Adam and fp32 have no word."""
+    """Returns the dtype, the optimizer and the forms in a mode's name; Adam and fp32 do not appear in the name."""
     dtype, *extras = mode.split(" ")
     forms = {"moments": "fp32", "master": "fp32"}
     optimizer = ""
@@ -634,7 +634,7 @@ class Blob:
     """The bytes of a blob, whose checksum the caller has verified.
 
     Raises:
-        ValueError: If the bytes are no blob, which a right checksum does not show.
+        ValueError: If the bytes are no blob, although their checksum is correct.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -668,7 +668,7 @@ class Blob:
         return self._bytes(WRITTEN) if WRITTEN in self._header else None
 
     def contents(self) -> dict[str, torch.Tensor]:
-        """Returns the engine's tensors, without those of the store."""
+        """Returns the engine's tensors, without the store's own tensors."""
         try:
             tensors = tensors_in(self._data)
         except ValueError as error:
@@ -681,13 +681,14 @@ class Blob:
 
 
 def tensors_in(data: bytes) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a safetensors file's bytes; raises `ValueError` if they are none."""
+    """Returns the tensors in the bytes of a safetensors file; raises `ValueError` for other bytes."""
     import safetensors
     import safetensors.torch
 
     try:
         return dict(safetensors.torch.load(data))
-    # The library checks sizes and places, and raises these for the rest: a dtype that torch has not, a shape of it.
+    # The library checks sizes and offsets itself. It raises these errors for a dtype unknown to torch, or a wrong
+    # shape.
     except (safetensors.SafetensorError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"the bytes are no safetensors file: {type(error).__name__}: {error}") from error
 
@@ -711,8 +712,9 @@ def pack_blob(contents: Mapping[str, torch.Tensor], table: torch.Tensor, manifes
 # Checksums of slots: a CRC-32C for each checksum range, the bytes written by one request or by a few small ones.
 #
 # An update writes a partition tile by tile, so most ranges are tiles. A blob contains these checksums; a live run
-# compares its reads with finer ones (`page_sums`). An export reads everything in order, in chunks of another size: the
-# checksums of two neighbours can be joined to that of both, so bytes are compared as soon as they reach a border.
+# compares its reads with finer checksums (`page_sums`). An export reads everything in order, in chunks of another size.
+# The checksums of two neighbours can be joined to one checksum of both, so an export compares bytes as soon as it
+# reaches the border of a range.
 
 
 STATES = tuple(state for state in State if state is not State.GRAD)
@@ -749,7 +751,7 @@ def renewed(old: Slot, new: Iterable[ChecksumRange]) -> Slot:
 
 
 def joined(checksum_ranges: Iterable[ChecksumRange], least: int) -> list[ChecksumRange]:
-    """Returns the ranges with neighbours joined until each but the last has at least `least` bytes.
+    """Joins neighbouring ranges until each, except the last one, has at least `least` bytes; returns the joined ranges.
 
     Args:
         checksum_ranges: neighbours in order, without gaps.
@@ -802,7 +804,7 @@ def unpack(rows: bytes) -> dict[Key, Slot]:
     """Returns the table that `pack` packed.
 
     Raises:
-        StoreError: if a row is none of a table, or the ranges of a slot have gaps.
+        StoreError: if a row is invalid, or the ranges of a slot have gaps.
     """
     table: dict[Key, list[ChecksumRange]] = {}
     for unit, state, start, nbytes, crc in _ROW.iter_unpack(rows):
@@ -819,7 +821,7 @@ def unpack(rows: bytes) -> dict[Key, Slot]:
 
 
 def check_whole(table: Mapping[Key, Slot], places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
-    """Raises `StoreError` if a table does not contain the checksums of all bytes of each slot, and of no others."""
+    """Raises `StoreError` unless a table contains the checksums of all bytes of each slot, and no other checksums."""
     for unit, row in enumerate(places):
         for state, slots in row.items():
             slot, nbytes = table.get((unit, state), ()), slots[0].nbytes
@@ -831,7 +833,7 @@ def check_whole(table: Mapping[Key, Slot], places: Sequence[Mapping[State, Seque
 
 
 _MOST_PASSAGES = 64
-"""Passages of a slot that may be open: as many as threads read it at a time, and those of readers that have stopped."""
+"""Most open passages of a slot: one for each thread that reads the slot, and those that stopped readers have left."""
 
 
 class _Passage(NamedTuple):
@@ -847,8 +849,8 @@ class _Passage(NamedTuple):
 class Passages:
     """Comparison of sequential reads with the checksums of ranges. Any thread may add a read.
 
-    A read that ends inside a range stays open, and the read of the bytes after it is compared together with it. Of
-    many open ones the oldest is forgotten: its bytes are compared when they are read again.
+    A read that ends inside a range stays open, and is compared together with the read of the bytes after it. If too
+    many reads are open, the oldest one is dropped. Its bytes are compared when they are read again.
     """
 
     def __init__(self) -> None:
@@ -860,11 +862,11 @@ class Passages:
         """
 
     def compare(self, key: Key, slot: Slot, start: int, nbytes: int, crc: int) -> tuple[bool, range]:
-        """Returns True if the bytes read are those written, and the range of bytes that is now verified.
+        """Returns whether the bytes read equal those written, and the range of bytes that is now verified.
 
         The bytes are compared together with earlier bytes that could not be compared yet. If no comparison is possible
-        yet, the result is True with an empty range. The calls must come in the order of the bytes: a read inside a
-        range whose predecessor did not come first is never compared.
+        yet, the result is True with an empty range. The calls must come in the order of the bytes: a read that begins
+        inside a range is never compared if no call passed the bytes before it.
 
         Args:
             slot: the checksum ranges of the slot at the time of the request.
@@ -880,7 +882,7 @@ class Passages:
             if of is not slot:
                 open_ = deque(maxlen=_MOST_PASSAGES)
                 self._open[key] = slot, open_
-            # A read that continues a passage takes it over. Two readers of the same bytes have a passage each.
+            # A read that continues a passage replaces it. Two readers of the same bytes have two passages.
             passage = next((candidate for candidate in reversed(open_) if candidate.end == start), None)
             if passage is not None:
                 open_.remove(passage)
@@ -901,9 +903,10 @@ class Passages:
 #
 # Checksums of one slot's bytes in memory, page by page, so that every read of any bytes can be compared.
 #
-# The blob of a commit contains a few checksums of a slot, one for each range that an update has written. A read of
-# other bytes could not be compared with them. In memory a slot therefore has a CRC-32C for each page of 4096 bytes: the
-# native queue computes those of a request along with that of the whole, at no cost of its own.
+# The blob of a commit contains a few checksums of a slot, one for each range that an update has written. They cannot
+# verify a read that begins or ends inside a range. In memory a slot therefore has a CRC-32C for each page of 4096
+# bytes. The native queue computes the checksums of a request's pages together with the request's own checksum, at no
+# extra cost.
 #
 #     pages     the usual case: a read of whole pages is compared by one comparison of memory
 #     parts     of a page that two writes share, a checksum for each; a read that cuts a part splits it first
@@ -923,28 +926,28 @@ class _PagePart(NamedTuple):
 
 
 class PageSums:
-    """The checksums of all bytes of one slot. Whoever replaces the slot makes another object.
+    """The checksums of all bytes of one slot. An update that replaces the slot creates a new object (`renewed`).
 
     Any thread may call any method.
     """
 
     def __init__(self, nbytes: int, ranges: Iterable[ChecksumRange] = ()) -> None:
-        """Creates the checksums of zeros, but for `ranges`.
+        """Creates the checksums of a slot of zeros, except for the bytes in `ranges`.
 
         Args:
-            ranges: ranges whose only known checksum is that of the whole.
+            ranges: ranges with one known checksum for the whole range, and none for its pages.
         """
         self.nbytes = nbytes
         self._sums = bytearray(_packed(crc32c_of_zeros(PAGE)) * (nbytes // PAGE))
         if nbytes % PAGE:
             self._sums += _packed(crc32c_of_zeros(nbytes % PAGE))
         self._parts: dict[int, list[_PagePart]] = {}
-        """The parts of pages that are not written as a whole, in order, by the number of the page."""
+        """For each page that was not written as a whole, by number: its parts in order."""
         self._ranges = list(ranges)
         self._lock = threading.Lock()
 
     def renewed(self, writes: Sequence[tuple[int, int, bytes]]) -> PageSums:
-        """Returns the checksums after the slot was written from byte 0 on. Bytes after the last write keep theirs.
+        """Returns the checksums after writes from byte 0 on. Bytes after the last write keep their checksums.
 
         Args:
             writes: start, number of bytes and checksums of the pages of each write, in order, without gaps.
@@ -956,7 +959,7 @@ class PageSums:
             new._parts = {page: parts for page, parts in self._parts.items() if page * PAGE >= end}
             new._ranges = [checksum_range for checksum_range in self._ranges if checksum_range.start >= end]
         for start, nbytes, _ in writes:
-            # Of the bytes before, nothing is left in a page that several writes share.
+            # In a page that several writes share, none of the old bytes are left.
             for border in (start, start + nbytes):
                 if border % PAGE:
                     new._parts[border // PAGE] = []
@@ -965,7 +968,7 @@ class PageSums:
         return new
 
     def record(self, start: int, nbytes: int, sums: bytes) -> None:
-        """Enters the checksums of bytes that were written, or proven right.
+        """Records the checksums of bytes that were written, or verified.
 
         Args:
             sums: the checksum of the bytes in each page, as `Future.page_crcs` returns them.
@@ -982,13 +985,13 @@ class PageSums:
                 self._put(page, _PagePart(begin, end, _unpacked(sums, page - first)))
 
     def mark_proven(self, ranges: Iterable[ChecksumRange]) -> None:
-        """Removes ranges all of whose bytes were recorded from those that `unproven` returns."""
+        """Ends the unproven state of `ranges`, all of whose bytes were recorded: `unproven` returns them no longer."""
         proven = set(ranges)
         with self._lock:
             self._ranges = [checksum_range for checksum_range in self._ranges if checksum_range not in proven]
 
     def unproven(self, start: int, nbytes: int) -> list[ChecksumRange]:
-        """Returns the ranges with bytes in [start, start + nbytes) of whose pages no checksums are known yet."""
+        """Returns the ranges that overlap [start, start + nbytes) and whose pages have no known checksums yet."""
         if not self._ranges:
             return []
         with self._lock:
@@ -999,13 +1002,13 @@ class PageSums:
             ]
 
     def pages_to_read(self, start: int, nbytes: int) -> list[range]:
-        """Returns the bytes of pages that a comparison of [start, start + nbytes) needs as a whole."""
+        """Returns the byte ranges of the pages that must be read as a whole to verify [start, start + nbytes)."""
         with self._lock:
             cut = [ends for ends in self._cut_pages(start, start + nbytes) if self._joined(*ends) is None]
         return [self._page(page) for page in sorted({begin // PAGE for begin, _ in cut})]
 
     def first_damage(self, start: int, nbytes: int, sums: bytes, pages: Mapping[int, memoryview]) -> range | None:
-        """Compares bytes that were read, none of which is in an unproven range; returns the first damaged page.
+        """Compares bytes that were read, all outside unproven ranges; returns the first damaged page, or None.
 
         Args:
             pages: the bytes of `pages_to_read`, by the number of the page.
@@ -1038,7 +1041,7 @@ class PageSums:
         return range(-(-start // PAGE), max(last, -(-start // PAGE)))
 
     def _cut_pages(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Returns the bytes of [start, stop) in pages that it does not contain as a whole: none, one or two ranges."""
+        """Returns the parts of [start, stop) in pages that it covers only partly: none, one or two ranges."""
         whole = self._whole_pages(start, stop)
         if not whole and start < stop and start // PAGE == (stop - 1) // PAGE:
             return [(start, stop)]
@@ -1053,7 +1056,7 @@ class PageSums:
         return [_PagePart(of.start, of.stop, _unpacked(self._sums, page))]
 
     def _put(self, page: int, new: _PagePart) -> None:
-        """Enters a part. What is left of parts that it overwrites is known only if it is zeros."""
+        """Records a part. The rest of a part that it cuts keeps a known checksum only if that part was all zeros."""
         parts = [new]
         for old in self._parts_of(page):
             for begin, end in ((old.start, min(old.stop, new.start)), (max(old.start, new.stop), old.stop)):
@@ -1068,7 +1071,7 @@ class PageSums:
         self._sums[_at(page) : _at(page + 1)] = _packed(0 if crc is None else crc)
 
     def _joined(self, start: int, stop: int) -> int | None:
-        """Returns the CRC-32C of bytes of one page; None if they do not begin and end where parts do."""
+        """Returns the CRC-32C of [start, stop) in one page; None if it does not begin and end at borders of parts."""
         crc, at = 0, start
         for part in self._parts_of(start // PAGE):
             if part.start == at and part.stop <= stop:
@@ -1076,7 +1079,7 @@ class PageSums:
         return crc if at == stop else None
 
     def _fits(self, start: int, stop: int, crc: int, pages: Mapping[int, memoryview]) -> bool:
-        """Returns True if `crc` is that of bytes of one page, whose parts are split at both ends if necessary."""
+        """Returns True if `crc` matches [start, stop) in one page; splits the page's parts at both ends if needed."""
         expected = self._joined(start, stop)
         page = start // PAGE
         if expected is None and page in pages:
@@ -1092,7 +1095,7 @@ class PageSums:
                         split.append(_PagePart(begin, end, crc32c(some)))
                 else:
                     split.append(part)
-            # The checksum of the page stays.
+            # The split does not change the checksum of the page.
             self._parts[page] = split
             expected = self._joined(start, stop)
         return expected == crc
@@ -1112,14 +1115,14 @@ def _unpacked(sums: bytes | bytearray, page: int) -> int:
 
 # -- checksum table ------------------------------------------------------------------------------------
 #
-# The checksums of a store's newest slots: those that a commit contains, and those of pages for every read.
+# The checksums of a store's newest slots: of ranges, for the commits, and of pages, to verify every read.
 #
-# Threads: the update worker alone replaces checksums, each by one assignment. Any thread takes those of a slot when it
-# submits a read, and compares the bytes with them, whatever is written meanwhile.
+# Threads: the update worker alone replaces checksums, each by one assignment. Any thread takes a slot's checksums when
+# it submits a read, and compares the bytes with these, even if the slot is replaced in the meantime.
 
 
 _MIN_CHECKSUM_NBYTES = MIB // 4
-"""If a slot would have too many checksums, those of neighbours are joined until each covers this many bytes."""
+"""If a slot would have too many checksums, neighbours are joined until each checksum covers this many bytes."""
 
 
 class ChecksumTable:
@@ -1130,7 +1133,7 @@ class ChecksumTable:
         self._pages: dict[Key, PageSums] = {}
 
     def fill_zeros(self, places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
-        """Enters the checksums of slots that were never written."""
+        """Sets the checksums of slots that were never written."""
         for unit, row in enumerate(places):
             for state, slots in row.items():
                 # A range for each extent: frozen bytes have checksums of their own.
@@ -1175,12 +1178,12 @@ class ChecksumTable:
         return sum_of(self._slots[key], 0, nbytes)
 
     def replace(self, key: Key, writes: Sequence[tuple[int, Future]], own_nbytes: int) -> None:
-        """Enters the checksums of the writes to a slot. Frozen weights after the last write keep theirs.
+        """Records the checksums of the writes to a slot. Frozen weights after the last write keep their checksums.
 
         Args:
             writes: The start and the ended future of each write, in order, without gaps and from byte 0 on.
-            own_nbytes: The bytes at the start of the slot that updates write. No checksum covers some of these
-                and some after them, since an update would replace it.
+            own_nbytes: The bytes at the start of the slot that updates write. No checksum covers bytes on both sides of
+                their end, since an update would replace only some of its bytes.
         """
         self._pages[key] = self._pages[key].renewed([(at, future.wait(), future.page_crcs()) for at, future in writes])
         new = [ChecksumRange(start, future.wait(), future.crc32c()) for start, future in writes]

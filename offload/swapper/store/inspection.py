@@ -58,7 +58,7 @@ class Commit(NamedTuple):
 
     @property
     def contents(self) -> dict[str, torch.Tensor]:
-        """Returns the engine's tensors, without those of the store."""
+        """Returns the engine's tensors, without the store's own tensors."""
         return {} if self.blob is None else self.blob.contents()
 
     @property
@@ -83,7 +83,7 @@ class RankFiles(NamedTuple):
     commits: tuple[Commit, ...]
     """The valid commits, newest first."""
     manifest: StoreManifest | None
-    """The manifest in the newest commit whose blob is intact, with the drives of the file, else that of the file."""
+    """The manifest in the newest intact blob, with the drives of `manifest.json`; else `manifest.json` itself."""
     drive: int
     """Index of the drive that holds the folder. Records and blobs are stored on drive 0."""
     other_format: str | None
@@ -93,7 +93,7 @@ class RankFiles(NamedTuple):
 
     @property
     def whole(self) -> tuple[Commit, ...]:
-        """Returns the commits whose blob is intact, newest first; the others cannot be read."""
+        """Returns the commits whose blob is intact, newest first. Other commits cannot be read."""
         return tuple(commit for commit in self.commits if commit.blob is not None)
 
     @property
@@ -149,8 +149,8 @@ def is_run(folder: Path) -> bool:
 def leftovers(run: Path, all_rank_files: Sequence[RankFiles]) -> list[str]:
     """Returns files and folders of a run that nothing reads.
 
-    These are interrupted replacements, ranks beyond the world size, and those of a change of the number of ranks, which
-    are needed only while its note is there.
+    These are temporary files of interrupted replacements, folders of ranks beyond the world size, and folders of a
+    change of the number of ranks. The latter are needed only while the note of the change exists.
     """
     places = {run, *(folder for rank_files in all_rank_files for folder in rank_files.folders)}
     left = [str(path) for place in places for path in place.glob("*.tmp")]
@@ -167,8 +167,8 @@ def look(folder: Path) -> RankFiles:
     for _ in range(_TRIES):
         before = _bytes(folder / "commit")
         rank_files = _look(folder)
-        # If the commit file changed, there was a commit meanwhile, and the blobs may be of another commit than the
-        # records. Then all is read again.
+        # If the commit file changed, a commit took place during the read, and the blobs may belong to another commit
+        # than the records. Then the loop reads everything again.
         if _bytes(folder / "commit") == before:
             break
     return rank_files
@@ -197,12 +197,13 @@ def _look(folder: Path) -> RankFiles:
                 units = f"{len(commit.record.slots)} and {len(manifest.spec.partitions)}"
                 raise StoreError(f"cannot read {folder}: record and manifest of a commit are of {units} units")
     if manifest is not None:
-        # A record of another number of units, which no run writes, names no slots of these files.
+        # A record with another number of units names no slots of these files. No run writes such a record.
         units_here = len(manifest.spec.partitions)
         commits = tuple(c if len(c.record.slots) == units_here else c._replace(blob=None) for c in commits)
     with contextlib.suppress(StoreError):  # reported below, with the manifests of the other drives
         file = read_manifest(folder / "manifest.json")
-        # A resume writes into the file where the drives are now; a commit has that from the next one on.
+        # A resume writes the present folders of the drives into the file. Only the next commit's blob contains them
+        # too.
         if manifest is None:
             manifest = file
         elif _same_but_places(file, manifest):
@@ -256,7 +257,7 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
 
 def blob_of(record: CommitRecord, data: bytes) -> Blob | None:
     """Returns the blob of a record in the bytes of its file; None if they do not match its length and checksum."""
-    # The file may be longer than the blob, since room is reserved in advance.
+    # The file may be longer than the blob, since a start reserves room in advance.
     data = data[: record.blob_nbytes]
     if len(data) != record.blob_nbytes or crc32c(data) != record.blob_crc:
         return None
@@ -267,7 +268,7 @@ def blob_of(record: CommitRecord, data: bytes) -> Blob | None:
 
 
 def _wrong_drives(folder: Path, manifest: StoreManifest | None) -> list[Wrong]:
-    """Returns the manifests and states of all drives that are missing, cut short, or of another store."""
+    """Returns the manifests and states files, on all drives, that are missing, too short, or of another store."""
     if manifest is None:
         path = folder / "manifest.json"
         try:
@@ -307,15 +308,15 @@ def _wrong_drives(folder: Path, manifest: StoreManifest | None) -> list[Wrong]:
 
 
 def _same_but_places(one: StoreManifest, other: StoreManifest) -> bool:
-    """Returns True if two manifests differ at most in the places where their drives were."""
+    """Returns True if two manifests are equal, apart from the folders of their drives."""
     return len(one.drives) == len(other.drives) and dataclasses.replace(one, drives=other.drives) == other
 
 
 def _folders(folder: Path, manifest: StoreManifest | None) -> tuple[Path, ...]:
-    """Returns the rank's folder on each drive, `folder` being the one on the first."""
+    """Returns the rank's folder on each drive; `folder` is its folder on the first drive."""
     if manifest is None:
         return (folder,)
-    # Of a path such as "." the name of the run is not a part.
+    # A path such as "." does not contain the name of the run.
     here = Path(os.path.abspath(folder))
     run, rank, first = here.parent.name, here.name, Path(manifest.drives[0])
     # While the original is there, a copy must not be read together with drives that the original goes on writing.
@@ -323,7 +324,7 @@ def _folders(folder: Path, manifest: StoreManifest | None) -> tuple[Path, ...]:
     folders = [folder]
     for drive in manifest.drives[1:]:
         original = Path(drive) / run / rank
-        # Where it would be if all drives had been copied, or mounted elsewhere, side by side as they were.
+        # The folder's place if all drives were copied, or mounted elsewhere, with the same relative paths.
         beside = Path(os.path.normpath(here.parent.parent / os.path.relpath(drive, first))) / run / rank
         folders.append(beside if is_copy or store_id(beside) == manifest.id else original)
     return tuple(folders)
@@ -347,7 +348,7 @@ def place_of(folder: Path) -> tuple[str | None, int, Path | None]:
 
 
 def place_in(manifest: bytes, folder: Path) -> tuple[str | None, int, Path | None]:
-    """Returns the identity that the bytes of a manifest claim for the rank's folder, as `place_of` does."""
+    """Returns the result of `place_of` for a rank's folder whose manifest has these bytes."""
     notes, folder = _object_in(manifest), Path(os.path.abspath(folder))
     drives, drive = notes.get("drives"), notes.get("drive") or 0
     if type(drive) is not int or drive < 0 or not isinstance(notes.get("id"), str | None):

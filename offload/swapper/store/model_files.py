@@ -27,8 +27,8 @@ from offload.timeline import Row, now
 #     in-place layout        [ pages of b  c  a ]   what one read puts into a host buffer
 #     unit                      [ a | b | c ]       each tensor is copied to its own place on the device
 #
-# Direct I/O moves whole pages from a page's border to a page's border. So a host buffer receives pages as they are in
-# the file, and the copy to the device, which is made anyway, puts each tensor where the unit has it.
+# Direct I/O moves whole pages. So a host buffer receives pages as they are in the file. The copy to the device, which
+# is needed anyway, puts each tensor at its place in the unit.
 
 
 class FileRange(NamedTuple):
@@ -74,8 +74,8 @@ def arrange_in_place(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapp
             extents[-1] = before._replace(nbytes=max(before.stop, last) - before.start)
         else:
             extents.append(FileRange(path, first, last - first))
-    # A range that ends with its file may be no whole number of pages. It comes last: what follows it would have
-    # another place within a page than in its file, and so would go through the page cache.
+    # A range that ends with its file may not fill its last page. It comes last: ranges after it would have other
+    # offsets within a page than in their file, and so would be read through the page cache.
     extents.sort(key=lambda extent: extent.nbytes % PAGE != 0)
     begins, total = dict[FileRange, int](), 0
     for extent in extents:
@@ -121,9 +121,13 @@ class ModelFiles:
         self._files: dict[str, DirectFile] = {}
         try:
             for path in dict.fromkeys(
-                extent.path for layout in in_place_layouts if layout for extent in layout.extents
+                extent.path
+                for in_place_layout in in_place_layouts
+                if in_place_layout
+                for extent in in_place_layout.extents
             ):
-                # Read only: a model's folder may belong to another user, and nothing of ours is ever in it.
+                # Opened for reads only: a model's folder may belong to another user, and this library writes no files
+                # there.
                 self._files[path] = DirectFile(path, writable=False)
                 self._check([path])
         except BaseException:
@@ -151,27 +155,27 @@ class ModelFiles:
             file.close()
 
     def _check(self, paths: Sequence[str]) -> None:
-        """Raises `IoError` (ESTALE) if one of the files is not what it was when its header was read."""
+        """Raises `IoError` (ESTALE) if one of the files has changed since its header was read."""
         for path in paths:
-            # The descriptor's file: a new file under the same name does not change what is open.
+            # Compares the open file: a new file under the same name does not change it.
             stamp = Stamp.of(os.fstat(self._files[path].descriptors.buffered))
             if stamp != self._stamps[path]:
                 raise IoError(path, 0, 0, errno.ESTALE, "read weights from")
 
 
 class Unchanged(VerifiedRead):
-    """A read whose file is compared with its stamp by each `wait`, after the bytes have come."""
+    """A read of a model file. Each `wait` compares the file with its stamp, after the bytes have arrived."""
 
     def __init__(self, future: Future, check: Callable[[], None]) -> None:
         super().__init__(future)
         self._check = check
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the read and returns its bytes. Raises the `IoError` of a changed file, or that of the read."""
+        """Waits for the read and returns its bytes. Raises `IoError` if the file has changed, or if the read failed."""
         try:
             nbytes = self._future.wait(timeout)
         except IoError:
-            self._check()  # the end of a file that was truncated has this cause
+            self._check()  # a truncated file may have caused the error
             raise
         self._check()
         return nbytes

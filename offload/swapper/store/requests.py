@@ -1,6 +1,6 @@
 """Requests of a store to an I/O queue: for bytes in several extents, and reads that are compared with checksums.
 
-`CheckedRead` is a read of a live run, of any bytes; `Compared` one of an export, which goes through a file in order.
+A live run reads any bytes by `CheckedRead`. An export, which reads a file in order, uses `Compared`.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def bytes_of(file: File, place: Extents, start: int, nbytes: int, copied: File |
     """Returns the file and the offset at which a queue finds bytes of a slot.
 
     Args:
-        copied: the slot as a file of its own, where some of its bytes are elsewhere; see `Undo.slots`.
+        copied: the slot as a file of its own, if some of the slot's bytes are in other files; see `Undo.slots`.
     """
     if copied is not None:
         return copied, start
     extents = place.extents_of(start, nbytes)
-    # Most requests lie in one extent and need no `Joined`. A request for a weight may also reach into its second
+    # Most requests lie in one extent and need no `Joined`. A request for a weight may also reach into the slot's second
     # extent, the frozen bytes.
     return (file, extents[0].offset) if len(extents) == 1 else (Joined([(file, extent) for extent in extents]), 0)
 
@@ -77,17 +77,17 @@ _CHUNK_NBYTES = 8 * MIB
 
 
 class VerifiedRead:
-    """A read in flight whose bytes the first `wait` verifies. Every `wait` has that outcome, on any thread."""
+    """A read in flight whose bytes the first `wait` verifies. Each later `wait`, on any thread, ends the same way."""
 
     def __init__(self, future: Future) -> None:
         self._future = future
-        # Two threads may wait for one read, and a comparison may consume the reads before it: only one is made.
+        # Two threads may wait for one read, and only one may verify it: a comparison may consume the reads before it.
         self._lock = threading.Lock()
         self._verified = False
         self._damage: IoError | None = None
 
     def _verify(self, nbytes: int) -> None:
-        """Raises `IoError` if the bytes are not those written. Called once, after the read has ended."""
+        """Raises `IoError` if the bytes differ from those written. Called once, after the read has ended."""
 
     def done(self) -> bool:
         """Returns True if the read has ended; the bytes may not be verified yet."""
@@ -117,8 +117,8 @@ class VerifiedRead:
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         """Calls `function` with the request of the queue once the read has ended."""
-        # Not with this object: reads end on the queue's thread, and a `wait` there would take the damage from the
-        # thread that uses the bytes.
+        # Not with this object: the callback runs on the queue's thread, and a `wait` there would raise the error there
+        # instead of on the thread that uses the bytes.
         self._future.add_done_callback(function)
 
 
@@ -134,9 +134,9 @@ class Compared(VerifiedRead):
 
 
 class CheckedRead(VerifiedRead):
-    """A read of a live run, of any bytes, which are compared with the checksums of their pages.
+    """A read of any bytes in a live run, verified by the checksums of their pages.
 
-    Bytes that differ are read once more, since a fault on their way from the drive leaves those on the drive right.
+    If bytes differ, they are read once more: after a fault in transit, the bytes on the drive are still right.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class CheckedRead(VerifiedRead):
         """Submits the read.
 
         Args:
-            sums: The checksums of the newest bytes. Those of a later write are in another object, or written by it.
+            sums: The checksums of the newest bytes. A later write replaces this object, or records its checksums in it.
             start: The first byte, as `sums` counts.
             buffer: Receives the bytes; it belongs to the caller and must live until the future is done.
             submit: Starts to read from a byte offset into a buffer, with checksums.
@@ -175,10 +175,10 @@ class CheckedRead(VerifiedRead):
                 "written at first and were so the second time: training goes on with the right ones, but the drive, "
                 "its cable or the memory is failing"
             )
-        self._buffer, self._pages = memoryview(b""), {}  # the caller's memory again, and of no use
+        self._buffer, self._pages = memoryview(b""), {}  # no longer needed; the memory is the caller's again
 
     def _read_pages(self, nbytes: int) -> dict[int, tuple[memoryview, Future]]:
-        """Starts to read whole pages where the request covers only a part that has no checksum of its own."""
+        """Starts to read whole those pages of which the request covers a part without its own checksum."""
         pages = {}
         for page_range in self._sums.pages_to_read(self._start, nbytes):
             memory = aligned_empty(len(page_range))
@@ -186,9 +186,9 @@ class CheckedRead(VerifiedRead):
         return pages
 
     def _first_damage(self, nbytes: int) -> range | None:
-        """Returns the first bytes that are not those written; None if all are right."""
+        """Returns the range of the first damaged bytes; None if all bytes are right."""
         sums, start, page_sums = self._sums, self._start, self._future.page_crcs()
-        # Read first, whatever is compared: no memory is freed while the queue writes to it.
+        # Waits for all reads before any comparison: no memory may be freed while the queue writes to it.
         pages = {number: memory for number, (memory, future) in self._pages.items() if future.wait()}
         if unproven := sums.unproven(start, nbytes):
             expected = sum_of(unproven, start, nbytes)
@@ -205,7 +205,7 @@ class CheckedRead(VerifiedRead):
         return sums.first_damage(start, nbytes, page_sums, pages)
 
     def _prove(self, of: ChecksumRange) -> bool:
-        """Reads a range whose only known checksum is that of the whole, to learn those of its pages."""
+        """Verifies an unproven range by a read of the whole range, and records the checksums of its pages."""
         buffer, parts, crc = aligned_empty(min(of.nbytes, _CHUNK_NBYTES + PAGE)), list[tuple[int, int, bytes]](), 0
         at, stop = of.start, of.start + of.nbytes
         while at < stop:
@@ -245,7 +245,7 @@ class DriveSpans:
         Args:
             began: the value of `now()` before the submission.
         """
-        if not self._recorded.started:  # spans that begin before the start are dropped, and `OFF` never starts
+        if not self._recorded.started:  # a timeline drops spans that begin before its start, and `OFF` never starts
             return future
         title = self._titles[unit][state]
 

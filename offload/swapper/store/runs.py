@@ -1,4 +1,4 @@
-"""Runs seen from outside: whether a run exists and how it ended, and its removal."""
+"""The status and the removal of runs, from outside: whether a run exists, how it ended, and which files it has."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from offload.swapper.store.format import StoreManifest, read_manifest, was_commi
 from offload.swapper.store.inspection import RankFiles, allocated_nbytes, is_rank, look, store_id
 
 NOTE = fields({}, {"steps": whole()})
-"""What a note of a run's end must be; its other fields are shown, or compared with those of a start."""
+"""Format of the note of a run's end. Other fields are shown, or compared with the fields of a new start."""
 
 
 class RunStatus(NamedTuple):
@@ -42,7 +42,7 @@ class RunStatus(NamedTuple):
     exists: bool
     """True if the run holds a commit, or must have held one, and has not finished."""
     finished: dict[str, Any] | None
-    """Contents of `finished.json` if the run ended, else None. {} if they cannot be read and no commit is there."""
+    """Contents of `finished.json` if the run ended, else None; {} if the file is unreadable and there is no commit."""
     closed: bool = False
     """True if the run was closed without a request to keep its files: a new start may replace them."""
 
@@ -76,7 +76,7 @@ def read_closed(run: Path) -> dict[str, Any] | None:
 
 
 def note_saved(run: Path, step: int) -> None:
-    """Adds to `closed.json` that the weights of the run's last step are in other files. The ranks must be locked.
+    """Records in `closed.json` that the weights of the run's last step are in other files. The ranks must be locked.
 
     Does nothing if the run was not closed at this step.
     """
@@ -115,7 +115,7 @@ class Removal(NamedTuple):
     finished: bool
     """True if the run has ended."""
     not_found: tuple[str, ...] = ()
-    """The ranks' folders on drives that are not where the run had them. Their files are not deleted."""
+    """The ranks' folders on drives that are missing from their places. Their files are not deleted."""
 
 
 def find_removal(path: Path) -> Removal:
@@ -124,7 +124,7 @@ def find_removal(path: Path) -> Removal:
     Raises:
         StoreError: if `path` is not a run folder, or is a later drive of a run whose first drive is present.
     """
-    # A path such as "." lacks the run's name, which its folders on other drives have too.
+    # Resolved: a path such as "." lacks the run's name, which is a part of its folders' paths on other drives.
     path = Path(os.path.abspath(path))
     _check_run(path)
     note = path / FINISHED
@@ -176,7 +176,7 @@ def _aside(run: Path, ranks: Sequence[Path]) -> tuple[Path, ...]:
     for folder in here:
         with contextlib.suppress(StoreError):  # a kill came before the manifest
             drives |= {Path(drive) / run.name: None for drive in read_manifest(folder / "manifest.json").drives[1:]}
-    # Where the manifest of a folder aside says; as in `_is_of`, the folders there must say it too.
+    # At the places that a folder's manifest names; as in `_is_of`, the folders there must name the same store.
     ids = {known_id for folder in (*here, *ranks) if (known_id := store_id(folder)) is not None}
     there = (folder for drive in drives for folder in folders_aside(drive))
     return (*here, *(folder for folder in there if _says_so(folder, ids, run)))
@@ -196,7 +196,7 @@ def remove_run(path: Path) -> Removal:
         for rank in ranks:
             locks.enter_context(Lock(rank, "delete"))
         removal = find_removal(path)
-        # All other folders of the run are locked as well: a process may be starting a store in one of them.
+        # Locks all other folders of the run as well: a process may be starting a store in one of them.
         for folder in removal.folders:
             if folder not in ranks and folder.is_dir():
                 locks.enter_context(Lock(folder, "delete"))
@@ -211,7 +211,7 @@ def remove_run(path: Path) -> Removal:
 
 
 def _check_run(path: Path) -> None:
-    """Raises `StoreError` if a run's folder is a link, or another user's, which an administrator alone may delete."""
+    """Raises `StoreError` if a run's folder is a link, or is another user's and this user is no administrator."""
     if path.is_symlink():
         raise StoreError(f"{path} is a symbolic link, which is not followed: give its target, {os.path.realpath(path)}")
     if os.geteuid() != 0:
@@ -233,17 +233,18 @@ def _folders_on_other_drives(rank_files: RankFiles) -> tuple[Path, ...]:
 
 
 def _is_of(rank_files: RankFiles, folder: Path) -> bool:
-    """Returns True if a folder that a manifest names on another drive is of its store, and may be deleted with it.
+    """Returns True if a folder that a manifest names on another drive is of the same store, and may be deleted too.
 
-    Nothing seals a manifest, which may come from anybody. So the folder must belong to the owner of the first one, and
-    say of itself that it is of this store. A start that was killed before it said so has left the states and locks.
+    A manifest is not signed and may come from anybody. So the folder must belong to the owner of the first folder, and
+    its own manifest must name this store. A start that was killed before it wrote a manifest has left the states and
+    locks.
     """
     assert rank_files.manifest is not None
     return _says_so(folder, {rank_files.manifest.id}, rank_files.folder.parent)
 
 
 def _says_so(folder: Path, ids: set[str], run: Path) -> bool:
-    """Returns True if a rank's folder belongs to the owner of a run, and is of one of the stores; see `_is_of`."""
+    """Returns True if a rank's folder belongs to a run's owner, and its manifest names one of `ids`; see `_is_of`."""
     try:
         with inner_folder(folder, 2) as there, inner_folder(run, 1) as first:
             owner, expected, names = os.fstat(there).st_uid, os.fstat(first).st_uid, set(os.listdir(there))
@@ -263,7 +264,7 @@ def _not_found(rank_files: RankFiles) -> tuple[Path, ...]:
     manifest, copies = rank_files.manifest, rank_files.folders[1:]
     first = _first_drive(manifest, rank_files.folder)
     if first.exists() and rank_files.folder.samefile(first):
-        # With its drive in place, a folder that is missing was removed, as by a removal that was interrupted.
+        # The drive is in its place, so a missing folder was removed, for example by an interrupted removal.
         return tuple(folder for folder in copies if not folder.parent.parent.is_dir())
     if store_id(first) != manifest.id:
         return copies
@@ -287,7 +288,7 @@ def other_runs(paths: Sequence[str | Path], run: str) -> list[OtherRun]:
     """Returns the runs under the drives `paths`, other than `run`, that contain swap files and that no process uses."""
 
     def in_use_elsewhere(folder: Path) -> bool:
-        """The process holds the first drive of the store whose later drive this folder is on."""
+        """Returns True if a process holds the first drive of the store, of which this folder is on a later drive."""
         try:
             first = read_manifest(folder / "manifest.json").drives[0]
         except (StoreError, IndexError):
@@ -304,7 +305,7 @@ def other_runs(paths: Sequence[str | Path], run: str) -> list[OtherRun]:
             if holder(folder) or (not (folder / "commit").exists() and in_use_elsewhere(folder)):
                 taken.add(name)
                 continue
-            # A run on several of these drives is one run, and its bytes are added up.
+            # A run on several of these drives counts once, with the sum of its bytes.
             before = sizes.get(name, OtherRun(folder.parent, 0))
             sizes[name] = before._replace(nbytes=before.nbytes + allocated_nbytes([folder]))
     return [size for name, size in sorted(sizes.items()) if name not in taken]

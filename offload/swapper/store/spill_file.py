@@ -26,9 +26,9 @@ from offload.timeline import Row, now
 class SpillFile:
     """Room on the drives for gradients of units, or other bytes by key: the bytes of each key are on one drive.
 
-    Each read is compared with the checksums of the writes, which are in memory only; before the first write, bytes are
-    zeros. Any thread may call `read` and `write`. The caller must wait for all futures, at the latest before `close`,
-    and for a write before bytes of it are read.
+    Each read is compared with the checksums of the writes, which exist in memory only. Before the first write, all
+    bytes are zeros. Any thread may call `read` and `write`. The caller must wait for all futures, at the latest before
+    `close`. Before it reads bytes, it must wait for the write of these bytes.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class SpillFile:
 
         Args:
             nbytes: number of bytes to reserve for each key; a key is the index of a unit if `spans` are recorded.
-            written: counts the bytes written to each drive; None for a count of its own.
-            what: name of the contents, for the error of missing room.
+            written: counts the bytes written to each drive; None for a counter of this object's own.
+            what: name of the contents, for the error message if room is missing.
 
         Raises:
             StoreError: if a file cannot be created, or there is not enough room.
@@ -80,7 +80,7 @@ class SpillFile:
         """Starts to fill `buffer` from byte `start` of the key's bytes.
 
         Returns:
-            The request. Its `wait` raises `IoError` (EBADMSG) if the bytes are not those written.
+            The request. Its `wait` raises `IoError` (EBADMSG) if the bytes differ from those written.
         """
         began = now()
         drive, offset = self._places[key]
@@ -94,14 +94,14 @@ class SpillFile:
         return self._spans.show(Row.READS, key, State.GRAD, began, len(buffer), future)
 
     def _record(self, key: int) -> None:
-        """Enters the checksums of all writes that have ended."""
+        """Records the checksums of all writes that have ended."""
         with self._lock:
             writes, self._new[key] = self._new[key], []
             for start, future in writes:
                 if not future.done():
                     self._new[key].append((start, future))
                     continue
-                # Whoever waits for a write that has failed is told, and reads nothing of it.
+                # A caller's `wait` for a failed write raises the error, so no caller reads its bytes.
                 with contextlib.suppress(IoError):
                     self._sums[key].record(start, future.wait(), future.page_crcs())
 
@@ -115,7 +115,7 @@ class SpillFile:
         began = now()
         drive, offset = self._places[key]
         self._written.add(drive, len(buffer))
-        self._record(key)  # so that their number has a bound
+        self._record(key)  # so that the number of unrecorded writes stays bounded
         future = self._queue.write(self._files[drive], offset + start, buffer, checksum=True)
         with self._lock:
             self._new[key].append((start, future))
@@ -138,7 +138,7 @@ def _nameless(folder: Path, nbytes: int, what: str) -> DirectFile:
     name = folder / f".offload-spill-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A name that is taken is another's file, or a link to one.
+        # If the name exists, it is somebody else's file, or a link to one.
         file = DirectFile(name, create=True, opener=open_new)
     except OSError as error:
         raise StoreError(
