@@ -51,8 +51,7 @@ from offload.swapper.table import WeightSource
 from offload.timeline import Phase, Row, now
 
 # -- pass meter ----------------------------------------------------------------------------------------
-#
-# Seconds of the forwards of an engine, and what they waited for.
+# Seconds of an engine's forwards, divided into waits, copies and compute.
 
 
 class PassSeconds(NamedTuple):
@@ -61,13 +60,13 @@ class PassSeconds(NamedTuple):
     total: float
     """All forwards, from the first module to the last."""
     drive: float
-    """Waits for reads of weights. A unit that is larger than a host buffer is read and copied at once: all of it."""
+    """Waits for reads of weights. For a unit larger than a host buffer, reads and copies count here together."""
     copies: float
-    """Copies of weights to the device, as far as the thread of the model makes them: on a CPU all of it."""
+    """Copies of weights to the device that the model's thread makes. On a CPU these are all copies."""
 
     @property
     def compute(self) -> float:
-        """All else; on a GPU also waits of the device for copies, which are not measured."""
+        """The rest of `total`. On a GPU it includes the device's waits for copies, which are not measured."""
         return max(self.total - self.drive - self.copies, 0.0)
 
     @property
@@ -104,7 +103,7 @@ class PassMeter:
             self._began = None
 
     def on_span(self, row: Row, name: str, nanoseconds: int, nbytes: int) -> None:
-        """Adds a wait or a copy. Between forwards, those of prefetches are no cost of a forward."""
+        """Adds a wait or a copy during a forward. Between forwards, prefetches cost a forward nothing."""
         if self._began is None:  # also before the first forward: the filling of host memory
             return
         # A span "in chunks" is a unit that is read and copied piece by piece, and contains its waits; its copies are
@@ -122,8 +121,7 @@ class PassMeter:
 
 
 # -- engine --------------------------------------------------------------------------------------------
-#
-# The engine of a model that is run and not trained.
+# The engine of a model that runs without training.
 
 
 _Batch = TypeVar("_Batch")
@@ -174,7 +172,7 @@ class InferenceEngine(ModelEngine):
             **kwargs: its keywords, such as `max_new_tokens` and `do_sample`.
 
         Returns:
-            What the model's `generate` returns, on the engine's device.
+            The result of the model's `generate`, on the engine's device.
 
         Raises:
             UsageError: if the model has no `generate`.
@@ -193,7 +191,7 @@ class InferenceEngine(ModelEngine):
             return generate(*args, **kwargs)
 
     def map(self, function: Callable[[_Batch], _T], batches: Iterable[_Batch]) -> list[_T]:
-        """Returns what `function` returns for each batch, in order.
+        """Returns the results of `function` for all batches, in order.
 
         All batches pass through one block of the model before the next block is fetched: the weights are read and
         copied once for all of them. The first call runs two batches one after the other, which shows whether the model
@@ -210,7 +208,7 @@ class InferenceEngine(ModelEngine):
         self._core.enter()
         # Bound by default arguments: a closure would see the last batch.
         works = [lambda batch=batch: function(batch) for batch in batches]
-        # Apart from the rest: of many batches that run one by one each would read all weights.
+        # The trial runs apart from the rest: if many batches ran one by one, each would read all weights.
         first = self._core.components.schedule.trial
         results: list[_T] = []
         with torch.no_grad():
@@ -220,12 +218,12 @@ class InferenceEngine(ModelEngine):
         return results
 
     def pass_seconds(self) -> PassSeconds:
-        """Returns the seconds of all forwards so far, and what they waited for."""
+        """Returns the seconds of all forwards so far, divided into waits, copies and compute."""
         return self._meter.seconds
 
     def destroy(self) -> None:
         """Joins every thread, frees all memory and closes the files. Idempotent. The parameters stay placeholders."""
-        # Swap files, if the config asked for them, are copies of the model's own: nothing to keep.
+        # Swap files, if the config asked for them, are copies of the model's files, so they are deleted.
         self._core.shutdown.destroy(remove=True)
 
     def __enter__(self) -> InferenceEngine:
@@ -238,12 +236,11 @@ class InferenceEngine(ModelEngine):
 
 
 # -- tensor places -------------------------------------------------------------------------------------
-#
-# Tensors of a model that can be read in place: their bytes in its files are those that the model computes with.
+# Tensors of a model that can be read in place, because the model computes with the very bytes of its files.
 
 
 _MOST_RUNS = 64
-"""Most runs of a parameter in the files that is still read in place. Each run costs a copy to the device."""
+"""Most runs in the files of a parameter that is read in place. Each run costs a copy to the device."""
 
 
 class TensorPlaces:
@@ -261,7 +258,7 @@ class TensorPlaces:
             self.stamps[os.path.realpath(stored.path)] = stored.stamp
 
     def images(self, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[UnitImage | None, ...]:
-        """Returns each unit as it lies in the files; None for a unit that is not read there."""
+        """Returns the image of each unit in the files; None for a unit that is not read in place."""
         sizes = {path: stamp.nbytes for path, stamp in self.stamps.items()}
         images: list[UnitImage | None] = []
         for layout in layouts:
@@ -275,7 +272,7 @@ class TensorPlaces:
         return tuple(images)
 
     def _ranges(self, segment: Segment, itemsize: int) -> Iterator[tuple[FileRange, int]]:
-        """Yields the bytes in the files that make up a parameter, each with their first byte in the unit."""
+        """Yields the ranges of the files that make up a parameter, each with its first byte in the unit."""
         target = segment.start * itemsize
         if segment.inner:
             starts = inner_starts(segment.inner)
@@ -290,13 +287,13 @@ class TensorPlaces:
             target += nbytes
 
     def _runs(self, segment: Segment) -> list[StoredRun]:
-        """Returns the elements of the files that make up a parameter, or an expert's row of one."""
+        """Returns the elements of the files that make up a parameter, or an expert's row of a parameter."""
         origin = origin_of(self._model.get_parameter(segment.parameter))
         assert isinstance(origin, Stored | Converted)
         return origin.runs(range(segment.first, segment.first + segment.numel))
 
     def why_not(self, segment: Segment, dtype: torch.dtype) -> str | None:
-        """Returns the reason, a clause after the parameter's name, why it cannot be read in place; None if it can."""
+        """Returns, as a clause, why a parameter cannot be read in place; None if it can."""
         if segment.form:
             return "is quantized"
         if segment.inner:
@@ -314,7 +311,7 @@ class TensorPlaces:
 
 
 def _inner_tensors(model: nn.Module, name: str) -> dict[str, Stored]:
-    """Returns those inner tensors of a quantized parameter that are in a file, such as its codes and scales."""
+    """Returns the inner tensors of a quantized parameter, such as codes and scales, that are in a file."""
     owner = model.get_submodule(name.rpartition(".")[0])
     sources = {
         inner: tensor.source
@@ -337,25 +334,25 @@ def _tensors_of(origin: Any) -> Sequence[Stored]:
 logger = logging.getLogger("offload")
 
 _OF_TRAINING = ("optimizer", "scheduler", "activation_checkpointing", "gradient_clipping", "wall_clock_breakdown")
-"""Keys of a config that a forward has no use for."""
+"""Keys of a config that inference ignores."""
 _OF_RUNS = {"durability": "none", "resume": "never", "activations": None, "log": None, "speculate": False}
-"""The same in the block "offload", with the values that they have here."""
+"""Keys of the block "offload" that inference overrides, with their values."""
 
 
 def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwargs: Any) -> InferenceEngine:
     """Returns an engine that runs a model without training it.
 
-    Weights are read from the model's own safetensors files at each use, where their bytes are those that the model
-    computes with. Otherwise they are kept in host memory, and a line says why. Nothing is copied to a disk, unless
+    Weights are read from the model's own safetensors files at each use if the model computes with the very bytes of the
+    files. Otherwise they are kept in host memory, and a line gives the reason. Nothing is copied to a disk, unless
     "offload_param" of the config asks for it. The model is set to evaluation, and its parameters are frozen. Each
-    process is an engine of its own: under `torchrun` give each its own rows.
+    process is an engine of its own: under `torchrun` give each process its own rows.
 
     Args:
         model: A folder with a config and safetensors, one safetensors file next to a config, or a `torch.nn.Module`.
             The parameters of a module that come from `offload.load_pretrained` are read in place; values that are in
             memory already are kept in host memory.
-        config: DeepSpeed JSON, as a path or as a dict; None for the defaults. Without "bf16" and "fp16" the dtype is
-            that of the files.
+        config: DeepSpeed JSON, as a path or as a dict; None for the defaults. Without "bf16" and "fp16" the engine
+            takes the dtype of the files.
         model_class: Class of transformers to build for a folder; None for the architecture that its config names.
         **kwargs: Passed to `offload.load_pretrained`, for a folder: `attn_implementation="eager"`.
 
@@ -464,7 +461,7 @@ def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]
     Raises:
         ConfigError: If the config is wrong.
     """
-    # A training's JSON serves as it is: its blocks about steps have nothing to say here.
+    # A training's JSON can be used unchanged: its blocks about steps are ignored here.
     content = {key: value for key, value in content.items() if key not in _OF_TRAINING}
     if not any(name in content for name in ("bf16", "bfloat16", "fp16")):
         # The dtype of a parameter's values, in its file if they are still there.
@@ -479,9 +476,9 @@ def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]
         if dtype != "fp32":
             content[dtype] = {"enabled": True}
     zero = content.get("zero_optimization")
-    # Whoever names a tier wants the weights there, also in copies.
+    # A config that names a tier wants the weights there, even as copies.
     in_place = not isinstance(zero, Mapping) or "offload_param" not in zero
-    # What is no mapping is left to the check of the config, which says what is wrong.
+    # A value that is no mapping is left to the check of the config, which reports it.
     if isinstance(zero, Mapping):
         content["zero_optimization"] = {key: value for key, value in zero.items() if key != "offload_optimizer"}
     block = content.get("offload", {})
@@ -495,7 +492,7 @@ def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]
             'zero_optimization.offload_param to {"device": "nvme", "nvme_path": …} or to {"device": "cpu"}, or leave '
             '"frozen" out'
         )
-    # A forward keeps no activations of its blocks, so nothing speaks against turns where there are blocks.
+    # A forward keeps no activations of its blocks, so batches can take turns wherever there are blocks.
     if loaded.offload.schedule == "auto":
         order = LAYER_MAJOR if len(blocks_of(model, loaded.units)) > 1 else MICRO_BATCH_MAJOR
         loaded = load_config({**content, "offload": {**content["offload"], "schedule": order}})
@@ -513,7 +510,7 @@ def _most_bytes(tensors: Iterable[tuple[torch.dtype, int]]) -> str:
 
 
 def _lines(plan: Plan, places: TensorPlaces) -> Sequence[str]:
-    """Returns lines on the units that are read in place, and on those that are not and why."""
+    """Returns lines about the units that are read in place, and about other units with the reason."""
     units = [image for image in plan.images if image is not None]
     lines = []
     if units:
