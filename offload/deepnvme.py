@@ -74,13 +74,13 @@ class aio_handle:
     `block_size` is in bytes, `queue_depth` in blocks for each of the `intra_op_parallelism` threads. `single_submit`
     and `overlap_events` have no effect: the queue submits all requests at once, and takes completions as they come. A
     buffer is a contiguous CPU tensor, a numpy array, or an object with the buffer protocol, of any size and address.
-    `file_offset`, in bytes, may be any too. The handle owns the buffer, and keeps it alive, until `wait` has returned.
-    Requests in flight complete in any order: call `wait` between a write and a read of the same bytes.
+    `file_offset` is in bytes, and may have any value. The handle owns the buffer, and keeps it alive, until `wait` has
+    returned. Requests in flight complete in any order: call `wait` between a write and a read of the same bytes.
 
     `filename` is a path or a descriptor. A write creates a missing file with mode 0600, and never truncates one. The
     file of a descriptor is opened a second time for the request; the descriptor stays the caller's, and may be closed
     at once. A file that cannot be opened raises `IoError` in the call. Any other failure raises `IoError` in the
-    synchronous call or in `wait`. `validate` reads the file again by ordinary reads when the request has ended; bytes
+    synchronous call or in `wait`. With `validate` the file is read again by ordinary reads after the request, and bytes
     that differ raise `IoError` (EBADMSG).
 
     One thread at a time may use a handle. Dropping it lets requests in flight end without a report; `close` reports.
@@ -122,7 +122,7 @@ class aio_handle:
         return self._threads
 
     def get_alignment(self) -> int:
-        """Returns the alignment in bytes that lets buffers bypass the page cache. Unaligned ones work too."""
+        """Returns the alignment in bytes that lets buffers bypass the page cache. Unaligned buffers work too."""
         return PAGE
 
     # -- reads and writes ---------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class aio_handle:
         return self.pwrite(buffer, filename, False, False, file_offset)
 
     def pread(self, buffer: Memory, filename: Filename, validate: bool, async_: bool, file_offset: int = 0) -> int:
-        """Reads as `async_pread` or `sync_pread` does, and returns what that one returns.
+        """Reads as `async_pread` or `sync_pread` does, with the same result.
 
         Args:
             buffer: destination.
@@ -180,7 +180,7 @@ class aio_handle:
         return self._submit("read", buffer, filename, validate, async_, file_offset)
 
     def pwrite(self, buffer: Memory, filename: Filename, validate: bool, async_: bool, file_offset: int = 0) -> int:
-        """Writes as `async_pwrite` or `sync_pwrite` does, and returns what that one returns.
+        """Writes as `async_pwrite` or `sync_pwrite` does, with the same result.
 
         Args:
             buffer: source.
@@ -278,7 +278,7 @@ class aio_handle:
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Unpins a tensor of `new_cpu_locked_tensor`, of any handle. Returns False if it is none, or was freed.
+        """Unpins a tensor of any handle's `new_cpu_locked_tensor`; returns False for another or a freed tensor.
 
         Args:
             tensor: a tensor.
@@ -353,7 +353,7 @@ def _bytes(buffer: Memory) -> memoryview:
             f"expected a contiguous tensor, got a view or layout whose bytes are not its values in order (shape "
             f"{tuple(buffer.shape)}, {buffer.layout}): call .contiguous(), or .resolve_conj() or .resolve_neg()"
         )
-    # `Tensor.numpy` would forbid for ever to resize the storage, which is how some callers free memory.
+    # `Tensor.numpy` would make the storage unresizable for ever, and some callers free memory by a resize.
     memory = (ctypes.c_ubyte * buffer.nbytes).from_address(buffer.data_ptr())
     vars(memory)["owner"] = buffer
     return memoryview(memory)

@@ -11,16 +11,16 @@ the engine calls at the end of a step. With n steps taken, N steps of warm-up an
                      then min / (1 + rate * more)        more: decay intervals since the end of the cycle
     LRRangeTest      min * (1 + rate * n / size)         n / size rounded down with a staircase
 
-N is at least 2. The first three count one behind, so that their first two steps both use the start value. DeepSpeed
-counts the same way, so a run has the same learning rates under both. If DeepSpeed's behaviour differs from its
-documentation, these classes follow the documentation:
+N is at least 2. The first three schedules count one step behind, so that their first two steps both use the start
+value. DeepSpeed counts the same way, so a run has the same learning rates under both. If DeepSpeed's behaviour differs
+from its documentation, these classes follow the documentation:
 
     the first step of WarmupCosineLR is at warmup_min_ratio             DeepSpeed: at 0
     the first step of OneCycle has the momentum of both ends            DeepSpeed: that of the middle
     OneCycle changes betas[0] and leaves betas[1]                       DeepSpeed: betas[1] becomes 0.99
 
-The state consists of `last_batch_iteration`, which is the number of steps taken less one, and of the groups' own
-learning rates. The params are not part of it: after a resume those of the script apply, so that a run can be extended.
+The state consists of `last_batch_iteration`, the number of steps taken less one, and of the groups' own learning rates.
+The params are not part of the state: after a resume the script's params apply, so that a run can be extended.
 
 Scripts that import the classes from `deepspeed.runtime.lr_schedules` can import them from here:
 
@@ -55,9 +55,9 @@ __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "Warmup
 
 
 def set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Sets values of a group of parameters: numbers, or sequences of them, by key.
+    """Sets values of a group of parameters, numbers or sequences of numbers, by key.
 
-    A tensor in the group is filled, as torch's schedules do: a script or a compiled step may hold the tensor.
+    A tensor in the group is filled, as torch's schedules fill it: a script or a compiled step may hold the tensor.
     """
     for key, value in values.items():
         present = group.get(key)
@@ -72,7 +72,7 @@ class Schedule(abc.ABC):
     """A schedule that sets `lr` of each group of an optimizer."""
 
     PEAK: ClassVar[str] = ""
-    """Field of the params that is the highest rate of a group; empty if no field is."""
+    """Name of the param that is the highest rate of a group; empty if there is no such param."""
 
     def __init__(self, optimizer: Any, params: ScheduleParams, last_batch_iteration: int) -> None:
         """Sets the learning rates of the next step.
@@ -135,7 +135,7 @@ class Schedule(abc.ABC):
             raise
 
     def take_in(self) -> None:
-        """Sets the values of the last group, which was just added to the optimizer. Other groups keep theirs.
+        """Sets the values of the last group, which was just added to the optimizer. Other groups keep their values.
 
         Raises:
             UsageError: if the params have no value for the group.
@@ -167,11 +167,12 @@ class Schedule(abc.ABC):
             state: the result of `state_dict`, or a state of DeepSpeed, which holds only the iteration.
 
         Raises:
-            UsageError: if the state is none, or has learning rates for another number of groups. Nothing changes.
+            UsageError: if `state` is not a state of a schedule, or has learning rates for another number of groups.
+                Nothing changes.
             ConfigError: if a value of the next step is invalid. Nothing changes.
         """
         known = state if isinstance(state, Mapping) else {}
-        # A resumed run scales the learning rates that were saved, not those of the script.
+        # A resumed run scales the saved learning rates, not the script's.
         position, rates = known.get("last_batch_iteration"), known.get("base_lrs", self.base_lrs)
         are_numbers = isinstance(rates, list | tuple) and all(isinstance(rate, int | float) for rate in rates)
         if not isinstance(position, int) or abs(position) > MOST or not are_numbers:
@@ -265,7 +266,7 @@ def _warn_of_short_training(params: WarmupDecayParams | WarmupCosineParams) -> N
 class WarmupLR(Schedule):
     """A rise to a learning rate over a number of steps, after which the rate stays.
 
-    `warmup_min_lr` and `warmup_max_lr` are a number, or a list of one for each group. A `warmup_max_lr` of None or
+    `warmup_min_lr` and `warmup_max_lr` are a number, or a list with one number per group. A `warmup_max_lr` of None or
     "auto" is each group's own learning rate.
     """
 
@@ -424,7 +425,7 @@ class WarmupCosineLR(Schedule):
 class OneCycle(Schedule):
     """A cycle from one learning rate up to another and back, with the momentum (betas[0]) reversed; then a decay.
 
-    `cycle_min_lr`, `cycle_max_lr`, `cycle_min_mom` and `cycle_max_mom` are a number, or a list of one for each group.
+    `cycle_min_lr`, `cycle_max_lr`, `cycle_min_mom` and `cycle_max_mom` are a number, or a list of one per group.
     """
 
     PEAK = "cycle_max_lr"
@@ -546,7 +547,7 @@ class OneCycle(Schedule):
         return done * stairs // size / stairs if stairs else done / size
 
     def _intervals(self, steps: int) -> float:
-        """Returns the number of decay intervals since the end of the cycle, with its fraction; 0 without a decay."""
+        """Returns the decay intervals since the end of the cycle, also in part; 0 without a decay."""
         size = self._params.decay_step_size
         return max(0, steps - sum(self._sizes)) / size if size else 0.0
 
@@ -554,7 +555,7 @@ class OneCycle(Schedule):
 class LRRangeTest(Schedule):
     """A rise without an end, linear or in stairs, to find the largest learning rate that trains.
 
-    `lr_range_test_min_lr` is a number, or a list of one for each group.
+    `lr_range_test_min_lr` is a number, or a list with one number per group.
     """
 
     _params: RangeTestParams

@@ -74,9 +74,9 @@ __all__ = [
 
 
 class Inspection:
-    """A live view of an engine: each attribute is read when it is asked for. Made by `inspect`.
+    """A live view of an engine, made by `inspect`: an access to an attribute reads its current value.
 
-    Units are numbered from 0, in the order of `layouts`. Bytes and elements are those of this rank.
+    Units are numbered from 0, in the order of `layouts`. Bytes and elements are counted on this rank.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -187,7 +187,7 @@ class Inspection:
 
     @property
     def device_budget(self) -> DeviceBudget:
-        """What runs a forward again with a smaller device arena when device memory runs out."""
+        """The component that repeats a forward with a smaller device arena when device memory runs out."""
         return self._core.device_budget
 
     @property
@@ -240,7 +240,7 @@ class Inspection:
     # Weights.
 
     def residency(self, unit: int) -> Residency:
-        """Returns where the weights of a unit are."""
+        """Returns the residency of a unit's weights."""
         return self._parts.pager.residency(unit)
 
     @property
@@ -344,7 +344,7 @@ def settle(engine: Engine, commit: bool = True) -> None:
 
     Args:
         engine: The engine.
-        commit: True to deliver, as the next call of the engine would, what the commit of the last step waits for.
+        commit: True to begin a call of the engine, which delivers the contents that the last step's commit waits for.
 
     Raises:
         EngineFailed: if a background thread has failed.
@@ -393,10 +393,10 @@ def fail(engine: Engine, error: BaseException) -> None:
 
 
 class Patcher(Protocol):
-    """What undoes a change at the end of a test: pytest's `monkeypatch`, or the object of its `context()`."""
+    """An object that undoes changes at the end of a test: pytest's `monkeypatch`, or the object of its `context()`."""
 
     def setattr(self, target: Any, name: str, value: Any) -> None:
-        """Sets an attribute, and notes its value of before."""
+        """Sets an attribute, and records its previous value."""
 
 
 POINTS: Mapping[str, Sequence[str]] = {
@@ -542,7 +542,7 @@ def replace(patch: Patcher, point: str, value: Any) -> None:
     Args:
         patch: pytest's `monkeypatch`.
         point: A name of `POINTS`.
-        value: What stands there instead. A method's replacement takes `self`.
+        value: The replacement. A method's replacement takes `self`.
     """
     for owner, name in _targets(point):
         patch.setattr(owner, name, value)

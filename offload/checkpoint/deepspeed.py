@@ -1,7 +1,7 @@
 """Reads the files that DeepSpeed's ranks save in ZeRO stages 1, 2 and 3.
 
     mp_rank_00_model_states.pt                        stages 1 and 2: names, counters, buffers, 16-bit weights
-    zero_pp_rank_<r>_mp_rank_00_model_states.pt       stage 3: the same from rank r, and its part of frozen weights
+    zero_pp_rank_<r>_mp_rank_00_model_states.pt       stage 3: the same of rank r, and its part of frozen weights
     [bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt    masters and moments of rank r, in flat tensors
 
 In stages 1 and 2 a group of parameters is one flat tensor that is cut at any element, and a table lists each rank's
@@ -34,8 +34,7 @@ from offload.fileio.torch_file import StoredTensor, plain, read_torch_file
 from offload.states import State
 
 # -- model states --------------------------------------------------------------------------------------
-#
-# Facts in DeepSpeed's files of model states: counters, schedule, config, and what the user has added.
+# Facts in DeepSpeed's files of model states: counters, schedule, config, and the user's own values.
 
 
 _OF_DEEPSPEED = """module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments
@@ -88,7 +87,7 @@ def contents_of(
         counters=SavedCounters(
             global_steps=steps,
             skipped_steps=int(model.get("skipped_steps") or 0),
-            # DeepSpeed does not save its count of micro-batches. A checkpoint is saved between steps, so it follows.
+            # DeepSpeed does not save its count of micro-batches. A save is between steps, so the count follows.
             micro_steps=steps * (accumulation if isinstance(accumulation, int) else 1),
             global_samples=int(model.get("global_samples") or 0),
         ),
@@ -117,7 +116,7 @@ def is_zero(folder: Path) -> bool:
 
 
 def model_files(folder: Path) -> dict[int, Path]:
-    """Returns the files of model states by rank; one file, of rank 0, in stages 1 and 2.
+    """Returns the files of model states by rank. In stages 1 and 2 there is one file, of rank 0.
 
     Raises:
         StoreError: If layers or tensors are divided among ranks.
@@ -154,9 +153,10 @@ def read_zero(folder: Path, states: bool) -> SavedContents:
             f"{folder} contains no file of a rank's optimizer states, such as zero_pp_rank_0_mp_rank_00_optim_states.pt"
             ": fetch all files of the checkpoint, or, if it was saved without ZeRO, save it with a stage of ZeRO"
         )
-    # This reads where tensors are in their files, not their values: so the files of hundreds of ranks fit in memory.
+    # This reads the places of tensors in their files, not their values, so the files of hundreds of ranks fit in
+    # memory.
     ranks = [read_torch_file(files[rank])["optimizer_state_dict"] for rank in sorted(files)]
-    # DeepSpeed's optimizer for bf16 without partitioned gradients saves no stage, and files like those of stage 1.
+    # DeepSpeed's optimizer for bf16 without partitioned gradients saves no stage number, and files as in stage 1.
     stage = int(plain(ranks[0].get("zero_stage", 1)))
     size = _check_ranks(folder, files, ranks[0], model, models if stage == 3 else None)
     optimizer = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
@@ -168,7 +168,7 @@ def read_zero(folder: Path, states: bool) -> SavedContents:
         parameters |= _frozen_3(model, models_of_all)
     else:
         parameters = _stages_1_and_2(folder, model, ranks, states)
-        # Frozen weights are neither trained, nor buffers, nor tied to another.
+        # All other entries are frozen weights: they are not trained, no buffers, and not tied to another weight.
         known = {*parameters, *(model.get("buffer_names") or ()), *(model.get("shared_params") or ())}
         parameters |= {
             name: SavedParameter(tensor.shape, False, {State.WEIGHT: whole(tensor, name)})
@@ -202,7 +202,7 @@ def buffers_of(model: Mapping[str, Any]) -> dict[str, StoredTensor]:
 def _check_ranks(
     folder: Path, files: Mapping[int, Path], first: Mapping[str, Any], model: Any, models: Mapping[int, Path] | None
 ) -> int:
-    """Returns the number of ranks; raises `StoreError` if a file of one is missing.
+    """Returns the number of ranks; raises `StoreError` if a rank's file is missing.
 
     Args:
         models: Files of model states by rank, if each rank has one.
@@ -236,7 +236,7 @@ def _check_ranks(
 def _stages_1_and_2(
     folder: Path, model: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], states: bool
 ) -> dict[str, SavedParameter]:
-    """Returns the trained parameters, whose fragments lie in the flat tensors of the ranks, in the order of ranks."""
+    """Returns the trained parameters: fragments of the ranks' flat tensors, in the order of ranks."""
     shapes = {name: shape_of(shape) for group in model["param_shapes"] for name, shape in group.items()}
     parts: dict[str, dict[State, list[Fragment]]] = {name: {} for name in shapes}
     steps = dict.fromkeys(shapes, 0)
@@ -244,11 +244,12 @@ def _stages_1_and_2(
         base = saved["base_optimizer_state"]
         for group, mapping in enumerate(saved["param_slice_mappings"]):
             group_state = base["state"].get(group, {})
-            # FusedAdam counts the steps of a group, torch's optimizers those of each tensor.
+            # FusedAdam counts the steps of a group, and torch's optimizers count the steps of each tensor.
             count = count_of_steps(group_state.get("step"), count_of_steps(base["param_groups"][group].get("step")))
             flat = {State.WEIGHT: saved["single_partition_of_fp32_groups"][group]}
             flat |= _moments(group_state) if states else {}
-            # The table has a fragment's place in this rank's tensor. In the parameter it follows those of ranks before.
+            # The table has a fragment's place in this rank's tensor. In the parameter, fragments are in the order of
+            # ranks.
             for name, place in mapping.items():
                 start, numel = (int(attributes(place)[key]) for key in ("start", "numel"))
                 for state, tensor in flat.items():
@@ -269,7 +270,7 @@ def _moments(group_state: Mapping[str, Any]) -> dict[State, Any]:
 def _stage_3(
     folder: Path, model: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], states: bool
 ) -> dict[str, SavedParameter]:
-    """Returns the trained parameters. Each rank has an equal part of each, in the flat tensor of its group."""
+    """Returns the trained parameters. The flat tensor of a group has an equal part of each parameter on every rank."""
     if (folder / OFFLOADED).is_dir():
         raise StoreError(
             f"{folder} was saved with the optimizer on NVMe, of which DeepSpeed copies swap files without a table of "
@@ -287,7 +288,7 @@ def _stage_3(
         for name, shape in shapes.items():
             parameter = SavedParameter(shape_of(shape), True, {state: [] for state in flats[0]}, steps)
             part = -(-parameter.numel // len(ranks))
-            # A small parameter may end before the last ranks: all elements of their parts are padding.
+            # A small parameter may end before the last ranks. Then their parts are padding only.
             for rank, flat in enumerate(flats):
                 numel = max(0, min(part, parameter.numel - rank * part))
                 for state, parts in parameter.states.items():
@@ -299,7 +300,7 @@ def _stage_3(
 
 
 def _frozen_3(model: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, SavedParameter]]:
-    """Yields each frozen parameter with its name. Each rank has an equal part of it, flat."""
+    """Yields each frozen parameter with its name. Every rank has an equal, flat part of the parameter."""
     for name, shape in (model.get("frozen_param_shapes") or {}).items():
         parameter = SavedParameter(shape_of(shape), False, {})
         part = -(-parameter.numel // len(models))
@@ -346,7 +347,7 @@ def read_universal(folder: Path, states: bool) -> SavedContents:
         )
     model = read_torch_file(models[min(models)])
     optimizer = read_torch_file(folder / PARAMETERS / OPTIMIZER_STATE)
-    # Stage 3 counts the steps once for all parameters, stages 1 and 2 for each of them.
+    # Stage 3 counts the steps once for all parameters, stages 1 and 2 once for each parameter.
     inner = optimizer.get("optimizer_state_dict") or {}
     steps = count_of_steps(inner.get("state", {}).get(0, {}).get("step"))
     shapes = {name: shape_of(shape) for group in model.get("param_shapes") or () for name, shape in group.items()}
@@ -388,7 +389,7 @@ def _parameter(folder: Path, shapes: Mapping[str, tuple[int, ...]], states: bool
     """Returns the parameter of a folder.
 
     Args:
-        shapes: Shapes of the parameters that train; those of stage 3 are stored flat.
+        shapes: Shapes of the parameters that train, since stage 3 stores parameters flat.
         steps: Number of updates, for a folder that does not contain it.
     """
     tensors: dict[State, Any] = {}

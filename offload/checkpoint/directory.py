@@ -10,9 +10,9 @@ An existing checkpoint is exchanged with the new one in one step (`RENAME_EXCHAN
 cannot. Either way a folder whose name has no leading dot is complete, whenever the process is killed. Leftovers of a
 killed save are recognized by name and content. The next save into the folder removes them, whatever its tag.
 
-Foreign files are never touched. A folder is deleted only if all its files are named as those of a checkpoint, and its
-manifest is that of a checkpoint. If the folder has one of the names above, its manifest may also be missing or cut
-off. Its files are deleted one by one.
+Foreign files are never touched. A folder is deleted only if all its files have the names of a checkpoint's files, and
+its manifest is a checkpoint's. If the folder has one of the names above, its manifest may also be missing or cut off.
+Its files are deleted one by one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 #     <tag>/pp0of2-tp1of2/manifest.json       a part: a checkpoint of the processes that have the same layers and the
 #     <tag>/pp0of2-tp1of2/states.rank0...     same shards
 #
-# All parts are written into one folder, which gets its name at the end: a checkpoint has all of them, or is none.
+# All parts are written into one folder, which gets its final name at the end, so a checkpoint contains all its parts.
 
 
 _FILES = re.compile(r"manifest\.json|(states|progress)\.rank[0-9]+\.safetensors")
@@ -71,7 +71,7 @@ _FILES = re.compile(r"manifest\.json|(states|progress)\.rank[0-9]+\.safetensors"
 def described_part(
     world: World, layout: Mapping[str, Any], about: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the description of a process's part, and what is said about its model."""
+    """Returns `layout` and `about` of a manifest, for the part of this process."""
     if not world.divides_model:
         return dict(layout), dict(about)
     divided = {name: world.dims.get(name) for name in sorted(world.sharded)}
@@ -82,10 +82,10 @@ def own_part(world: World, checkpoint: Path) -> Path:
     """Returns the folder of a process's part of a checkpoint; without a grid the checkpoint itself.
 
     Raises:
-        StoreError: If another grid has saved the checkpoint, or none, or files of a part are missing.
+        StoreError: If the checkpoint was saved by another grid or without a grid, or if files of a part are missing.
     """
     manifest = read_manifest(checkpoint)
-    # A part that is named itself is no whole model either.
+    # A checkpoint path that leads to a single part is no whole model either.
     is_part = "tensor_parallel" in manifest.layout or "pipeline" in manifest.layout
     saved = manifest.parts or (("a part of a grid",) if is_part else ())
     if saved == world.parts:
@@ -103,7 +103,7 @@ def own_part(world: World, checkpoint: Path) -> Path:
 
 
 def counted_units(described: Mapping[str, Any], layouts: Sequence[UnitLayout], world: World) -> list[Any]:
-    """Returns the units of a part for people, without parameters that another part has counted."""
+    """Returns the units of a part to show to users, without parameters that another part has counted."""
     if not world.divides_model:
         return list(described["units"])
     elsewhere = world.counted_elsewhere(layouts)
@@ -139,10 +139,10 @@ def delete(folder: Path, depth: int = 1) -> None:
     the folder; this raises `OSError`.
 
     Args:
-        depth: Number of names at its end that no link may have.
+        depth: Number of names at the end of the path that must not be links.
     """
     with contextlib.suppress(FileNotFoundError):
-        # From the folder itself: by its path, a link that somebody puts there would lead to files of others.
+        # Files are deleted relative to the open folder: on its path somebody could put a link to files of others.
         with inner_folder(folder, depth) as here:
             for name in sorted(os.listdir(here), key=lambda name: name == MANIFEST):
                 if PART.fullmatch(name) and stat.S_ISDIR(os.stat(name, dir_fd=here, follow_symlinks=False).st_mode):
@@ -155,7 +155,7 @@ def delete(folder: Path, depth: int = 1) -> None:
 
 
 def check_parts(checkpoint: Path, manifest: Manifest) -> None:
-    """Raises `StoreError` if a part of a checkpoint is incomplete, or is that of another save."""
+    """Raises `StoreError` if a part of a checkpoint is incomplete, or belongs to another save."""
     # A whole checkpoint is checked as it is read.
     if manifest.parts and (wrong := wrong_files(checkpoint, manifest)):
         reasons = "; ".join(f"{name} {reason}" for name, reason in wrong.items())
@@ -334,7 +334,7 @@ def make_folder(folder: Path) -> None:
     """Creates a folder and its missing parents durably: a power cut after the return does not lose them."""
     with naming_errors(folder, "make"):
         folder.mkdir(parents=True, exist_ok=True)
-        # Also those that the caller has made a moment ago: a save that has returned must not vanish with one of them.
+        # Folders that the caller has just made are synced too: a finished save must not vanish with one of them.
         sync_names(folder)
 
 

@@ -5,9 +5,9 @@
     <dir>/<tag>/states.rank<r>.safetensors   partitions of rank r, one flat tensor for each unit and state
     <dir>/<tag>/progress.rank<r>.safetensors everything else of rank r: counters, generators, schedule, buffers
 
-A folder is a checkpoint if its manifest says so, never because of names alone: other programs write a file named
-`manifest.json` too, and so do the swap files of a run. `offload.checkpoint.directory` creates and deletes these
-folders. Looking at a checkpoint does not import torch.
+The content of its manifest makes a folder a checkpoint, never names alone: other programs write a file named
+`manifest.json` too, and so does the store of a run. `offload.checkpoint.directory` creates and deletes these folders.
+Looking at a checkpoint does not import torch.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ FORMAT_OF_PARTS = 2
 """Format of a manifest whose checkpoint has parts; earlier versions do not know them."""
 MANIFEST, LATEST = "manifest.json", "latest"
 LATEST_UNIVERSAL = "latest_universal"
-"""What DeepSpeed names `latest` for universal checkpoints."""
+"""DeepSpeed's name of `latest` for universal checkpoints."""
 PART = re.compile(r"pp[0-9]{1,6}of[0-9]{1,6}(-tp[0-9]{1,6}of[0-9]{1,6})?|tp[0-9]{1,6}of[0-9]{1,6}")
 """Name of the folder of a part; see `offload.checkpoint.directory`."""
 _FILE = re.compile(rf"(states|progress)\.rank[0-9]{{1,9}}\.safetensors|({PART.pattern})/manifest\.json")
 _KIND = "offload checkpoint"
 _KIND_IN = re.compile(rb'"kind":\s*"offload checkpoint"')
-"""Finds the kind in a manifest of ours that is no longer valid JSON."""
+"""Finds the kind in a manifest of offload that is no longer valid JSON."""
 _MOST_OF_MANIFEST, _MOST_OF_LATEST = 512 * MIB, 4 * KIB
-"""Bytes of these files at most; a manifest has a checksum of each tensor of each rank."""
+"""Most bytes of these files. A manifest has a checksum of each tensor of each rank."""
 _ASIDE = ("partial", "old", "removed")
 _LONGEST = 255 - max(len(f"..{what}") for what in _ASIDE)
 """Longest tag in bytes. A file system limits names to 255 bytes, and `aside` adds two dots and a word to the tag."""
@@ -90,7 +90,7 @@ class Manifest(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that saved states: those of one replica, in each part."""
+        """Number of ranks that saved states: in each part, the ranks of one replica."""
         return int(self.layout["world_size"])
 
     @property
@@ -131,7 +131,7 @@ class Manifest(NamedTuple):
             # Only after the format has been checked: another format may have another checksum.
             if content.pop("crc32c", None) != _sum_of(content):
                 raise ValueError("the file does not match its checksum, so it is damaged")
-            # Last, since a checksum finds damage, and anybody can write one.
+            # Checked last: a checksum finds damage, but a made-up manifest can have a valid one.
             _MANIFEST(content, "")
             files = {name: Saved(saved["nbytes"], saved["crc32c"]) for name, saved in content["files"].items()}
             return cls(**{name: content[_KEYS.get(name, name)] for name in cls._fields if name != "files"}, files=files)
@@ -140,7 +140,7 @@ class Manifest(NamedTuple):
 
 
 def _check_files(value: Any, name: str) -> None:
-    """Raises `ValueError` if `value` does not give size and checksums of files of a checkpoint, under their names."""
+    """Raises `ValueError` unless `value` gives size and checksums for each name of a checkpoint's file."""
     table(fields({"nbytes": whole(0, 1 << 56), "crc32c": table(whole(0, (1 << 32) - 1))}))(value, name)
     for file in value:
         if not _FILE.fullmatch(file):
@@ -148,11 +148,11 @@ def _check_files(value: Any, name: str) -> None:
 
 
 def _check_layout(value: Any, name: str) -> None:
-    """Raises `ValueError` if `value` describes no model, or has parts whose names lead out of the checkpoint."""
+    """Raises `ValueError` if `value` describes no model, or if a part's name leads out of the checkpoint."""
     check_layout(value, name)
     parts = rows(text(PART.pattern, "the name of a part, such as pp0of2-tp1of2"))
     fields({"world_size": anything, "mode": anything, "units": anything}, {"parts": parts})(value, name)
-    # A part that is named twice would be read twice, and counted so.
+    # A part that is named twice would be read and counted twice.
     if len(set(value.get("parts", ()))) < len(value.get("parts", ())):
         raise wrong_kind("parts of different names", name, value["parts"])
 
@@ -305,9 +305,9 @@ def refuse_rank(folder: Path) -> None:
 
 
 def depth_in(folder: Path) -> int:
-    """Returns the number of names, at the end of the path of a file of a checkpoint, that no link may have.
+    """Returns the number of names at the end of a checkpoint file's path that must not be links.
 
-    The user may name the checkpoint's folder by a link. A part and the files are below it.
+    A user may give a link to the checkpoint's folder. Parts and files below it must not be links.
     """
     return 2 if PART.fullmatch(folder.name) else 1
 
@@ -324,12 +324,12 @@ def checkpoints(folder: Path) -> dict[str, Manifest]:
 
 
 def instead_of(checkpoint: Path) -> str:
-    """Returns what to do about a checkpoint that is incomplete or damaged: names the newest complete one before it."""
+    """Returns advice for an incomplete or damaged checkpoint: the newest complete checkpoint before it."""
     if is_checkpoint(checkpoint.parent):
-        checkpoint = checkpoint.parent  # this is one of its parts, which no other replaces
+        checkpoint = checkpoint.parent  # `checkpoint` is a part, which no other part replaces
     manifests = checkpoints(checkpoint.parent)
     tags, known = list(manifests), checkpoint.name in manifests
-    # Without its manifest the place of this one among the others is not known.
+    # Without its manifest the checkpoint's place in the order is not known.
     before = tags[: tags.index(checkpoint.name)] if known else tags
     complete = [tag for tag in before if not wrong_files(checkpoint.parent / tag, manifests[tag])]
     if not complete:
@@ -367,7 +367,8 @@ def find(load_dir: str | os.PathLike[str], tag: Any, is_other: Callable[[Path], 
         except (OSError, ValueError) as error:
             raise StoreError(f"cannot read {latest}: {error}") from error
     path = folder / check_tag(tag)
-    # A link that the user names, or has made, is the user's. One that a file of another names leads anywhere.
+    # A link that this user gives or has made may be followed. A link of another user that `latest` names may lead
+    # anywhere.
     if named.endswith(" names") and path.is_symlink() and (owner := path.lstat().st_uid) not in (os.geteuid(), 0):
         raise StoreError(
             f"{path}, which {named}, is a symbolic link of {owner_name(owner)}, which is not followed: give its "
@@ -384,7 +385,7 @@ def find(load_dir: str | os.PathLike[str], tag: Any, is_other: Callable[[Path], 
 
 
 def _tags(folder: Path, is_other: Callable[[Path], bool]) -> str:
-    """Returns the tags of a folder's checkpoints in words, those of another program at the end."""
+    """Returns the tags of a folder's checkpoints in words, with the tags of another program at the end."""
     others = sorted(path.name for path in folder.iterdir() if is_other(path)) if folder.is_dir() else []
     return ", ".join([*checkpoints(folder), *others]) or "none"
 
@@ -410,12 +411,12 @@ def read_text(path: Path) -> str:
     """
     # A cache of downloads may consist of links, which are this user's own.
     if path.is_symlink() and path.lstat().st_uid in (os.geteuid(), 0):
-        path = Path(os.path.realpath(path))  # of a loop it is the path itself
+        path = Path(os.path.realpath(path))  # for a loop of links this is the path itself
     return read_inner(path, 1, _MOST_OF_LATEST).decode()
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Reads the manifest of a checkpoint; raises `StoreError`, which names the newest complete one next to it."""
+    """Returns the manifest of a checkpoint; raises `StoreError`, which names the newest complete one beside it."""
     try:
         return _read_manifest(checkpoint)
     except StoreError as error:

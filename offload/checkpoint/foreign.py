@@ -1,7 +1,8 @@
 """Another program's checkpoint in the form that an engine loads: each parameter is a unit of its own.
 
-Weights count as masters in fp32, whatever dtype the model has, so the checkpoint counts as one of an engine in fp32. An
-engine makes its own weights of them. Tensors stay in the program's files until they are read, chunk by chunk.
+Weights count as masters in fp32, whatever dtype the model has, so the checkpoint counts as an fp32 engine's. The
+loading engine makes its own weights from these masters. Tensors stay in the program's files until they are read, chunk
+by chunk.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from offload.states import State
 def snapshot(contents: SavedContents) -> Snapshot:
     """Returns the counters, the schedule, the groups' numbers, the loss scale and the buffers.
 
-    Other programs save neither random generators nor the position in the data, nor which class the schedule has: the
-    snapshot has no generators, and its settings say no schedule and no optimizer.
+    Other programs save neither random generators, nor the position in the data, nor the class of the schedule. So the
+    snapshot has no generators, and its settings name no schedule and no optimizer.
     """
     groups = [_numbers(group) for group in contents.groups]
     facts = {
@@ -95,7 +96,7 @@ def _plain(value: Any) -> Any:
 
 _PRECISION = "fp32"
 _OPEN = 64
-"""Files that are open at a time: a universal checkpoint has three of each parameter."""
+"""Most files that are open at a time: a universal checkpoint has three for each parameter."""
 
 _NAMED = 3
 """Most names in a line."""
@@ -106,7 +107,7 @@ _FORMATS = (
     ("DeepSpeed", is_zero, read_zero),
     (DCP, is_dcp, read_dcp),
 )
-"""A program, whether a folder is one checkpoint of a kind of it, and the reader of all but the tensors of a folder."""
+"""For each format: the program, a test for a folder of this format, and a reader of everything but tensors."""
 
 
 def is_foreign(folder: Path) -> bool:
@@ -141,7 +142,7 @@ class ForeignCheckpoint(FoundCheckpoint):
             for part in parts
         )
         try:
-            # In the order of files: the shards of a tensor are in those of several ranks.
+            # In the order of files: the shards of a tensor are in the files of several ranks.
             compare_storages(sorted(storages)[rank::world_size], queue)
         except IoError as error:
             raise StoreError(
@@ -175,7 +176,7 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
             f"{folder} does not have the contents of a checkpoint of {program}: expected files of one "
             f"save, and {lacks}; fetch all of its files again, or load another checkpoint"
         ) from error
-    # What the user has added, as JSON, and the names of what JSON cannot hold.
+    # The user's own values as JSON, and the names of values that JSON cannot hold.
     plain = {str(key): _plain(value) for key, value in contents.theirs.items()}
     lost = [str(key) for key, value in contents.theirs.items() if value is not None and plain[str(key)] is None]
     client = {key: value for key, value in plain.items() if key not in lost}
@@ -197,7 +198,7 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
 
 
 def _mode(contents: SavedContents, folder: Path, states: bool) -> Mode:
-    """Returns the mode that has the optimizer states of a checkpoint; raises `StoreError` if none has."""
+    """Returns the mode with the optimizer states of a checkpoint; raises `StoreError` if there is no such mode."""
     if not states:
         return make_mode(_PRECISION, ADAM)
     for name, rule in RULE_LAYOUTS.items():
@@ -211,7 +212,7 @@ def _mode(contents: SavedContents, folder: Path, states: bool) -> Mode:
 
 
 def _notices(folder: Path, contents: SavedContents, lost: Sequence[str], moments: Sequence[State]) -> tuple[str, ...]:
-    """Returns lines about what the checkpoint does not have, or has and is not loaded."""
+    """Returns lines about contents that the checkpoint lacks, or that are not loaded."""
     notices = [
         f"{folder} is a checkpoint of {contents.program}, of which neither random generators nor a position in the "
         "data are loaded: both go on from where they are"
@@ -238,7 +239,7 @@ def _notices(folder: Path, contents: SavedContents, lost: Sequence[str], moments
 
 
 class _Widened:
-    """A read of 16-bit values into the end of their memory, which the first `wait` makes fp32 in all of it."""
+    """A read of 16-bit values into the end of their memory. The first `wait` widens them to fp32, in all of it."""
 
     def __init__(self, future: Future, memory: memoryview, dtype: torch.dtype) -> None:
         self._future, self._memory, self._dtype = future, memory, dtype
@@ -252,7 +253,7 @@ class _Widened:
         """Waits for the read, widens its values, and returns the number of bytes read."""
         nbytes = self._future.wait()
         if not self._widened:
-            # Copied first: the wider values would overwrite those that are still to be read.
+            # Copied first: the wider values would overwrite 16-bit values that are not widened yet.
             memory, dtype = self._memory, self._dtype
             values = torch.frombuffer(memory, dtype=dtype, offset=len(memory) - nbytes).clone()
             torch.frombuffer(memory, dtype=torch.float32).copy_(values)
@@ -274,7 +275,7 @@ class ForeignStates:
         self._files.clear()
 
     def scales(self, unit: int) -> torch.Tensor:
-        """Raises `AssertionError`: moments of other programs have no scales, so nobody calls this."""
+        """Raises `AssertionError`: moments of other programs have no scales, so this is never called."""
         raise AssertionError(unit)
 
     def read(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Pending]:
@@ -302,7 +303,7 @@ class ForeignStates:
     def _read(self, part: Fragment, start: int, memory: memoryview) -> Pending:
         """Begins to read elements of a fragment, from `start` on, which fill `memory` as fp32."""
         nbytes = len(memory) // torch.float32.itemsize * part.dtype.itemsize
-        # 16-bit values fill the second half of their memory, from where they are widened to all of it.
+        # 16-bit values fill the second half of their memory, and are then widened to all of it.
         file, offset = self._open(part.storage.path), part.offset + start * part.dtype.itemsize
         future = self._queue.read(file, offset, memory[len(memory) - nbytes :])
         return future if part.dtype is torch.float32 else _Widened(future, memory, part.dtype)
@@ -337,13 +338,13 @@ def compare_storages(storages: Iterable[Storage], queue: Queue) -> None:
     def begin(chunk: _StorageChunk, buffer: memoryview) -> Sequence[Future]:
         path = chunk.storage.path
         if path not in files:
-            # Storages of a file follow one another, so the file before is done with but for reads in flight.
+            # Storages of a file follow one another, so only reads in flight still use the file before.
             files.clear()
             files[path] = DirectFile(path, writable=False)
         return [queue.read(files[path], chunk.storage.offset + chunk.start, buffer[: chunk.nbytes])]
 
     def end(chunk: _StorageChunk, buffer: memoryview) -> tuple[()]:
-        # Chunks end in order, so that the sum of a storage goes on from that of the chunk before.
+        # Chunks end in order, so a storage's sum continues from the chunk before.
         total = zlib.crc32(buffer[: chunk.nbytes], sums.pop(chunk.storage, 0))
         if chunk.start + chunk.nbytes < chunk.storage.nbytes:
             sums[chunk.storage] = total

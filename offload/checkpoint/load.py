@@ -53,7 +53,7 @@ from offload.swapper.store.format import tensors_in
 
 
 class FoundStates(Protocol):
-    """States that were found and fit this engine: those of a checkpoint, or of a run's swap files."""
+    """Saved states that fit this engine: of a checkpoint, or of a run's swap files."""
 
     @property
     def mode(self) -> Mode:
@@ -138,7 +138,7 @@ class SavedStates:
     """The states of the partitions of all ranks that saved; implements `StateReader`.
 
     Args:
-        partitions: Reads their partitions; closed by `close`.
+        partitions: Reader of the ranks' partitions; closed by `close`.
     """
 
     def __init__(self, layouts: Sequence[UnitLayout], mode: Mode, world_size: int, partitions: PartitionReader) -> None:
@@ -161,7 +161,7 @@ class SavedStates:
         source = run.saved
         assert source is not None
         itemsize = self._layouts[source.unit].mode_in(self._mode).states[state].itemsize
-        # `segment_shards` finds the partitions of a segment's elements. This segment is made up, with those of the run.
+        # `segment_shards` finds the partitions of a segment's elements. This made-up segment is the run's elements.
         segment = ParameterSegment("", (), source.start, run.stop - run.start, source.trainable)
         layout = self._layouts[source.unit]
         if state is State.PACKED:  # of one rank, the home of the parameter
@@ -178,8 +178,8 @@ class SavedStates:
     def scales(self, unit: int) -> torch.Tensor:
         """Returns the scales of moments in 8 bits, (blocks * moments,) of all trainable elements of a unit.
 
-        A run of elements may begin within a block, so its scales are not read with its codes, but those of the whole
-        unit at once: a byte for each moment of 64 elements.
+        A run of elements may begin within a block, so its scales are not read with its codes. The scales of the whole
+        unit are read at once: a byte for each moment of 64 elements.
         """
         if unit == self._unit:
             return self._scales
@@ -187,7 +187,7 @@ class SavedStates:
         used = len(self._mode.part(State.SCALES, 0, own))
         parts = []
         for rank in range(self._world_size):
-            # Those of each rank are padded to whole pages.
+            # The scales of each rank are padded to whole pages.
             buffer = aligned_empty(len(self._mode.padded_part(State.SCALES, 0, own)) * torch.float32.itemsize)
             self._partitions.read(rank, unit, State.SCALES, 0, buffer).wait()
             parts.append(torch.frombuffer(buffer, dtype=torch.float32)[:used])
@@ -202,7 +202,7 @@ class SavedMoments(NamedTuple):
     states: Mapping[State, torch.Tensor]
     """(numel,) of each moment."""
     scales: torch.Tensor | None
-    """Those of the whole unit; None if the moments are not in 8 bits."""
+    """Scales of the whole unit; None if the moments are not in 8 bits."""
     position: int
     """First element, counted in the unit."""
 
@@ -249,9 +249,9 @@ class FoundCheckpoint:
     progress: Snapshot
     contents: Mapping[str, torch.Tensor]
     own: bool
-    """True if `progress` is this rank's own; False if it is that of rank 0, because the number of ranks differs."""
+    """True if `progress` is this rank's own; False if it is rank 0's, because the number of ranks differs."""
     notices: tuple[str, ...] = ()
-    """Lines for the user about what is in the checkpoint and is not loaded."""
+    """Lines for the user about contents of the checkpoint that are not loaded."""
 
     @property
     def client_state(self) -> Any:
@@ -268,7 +268,8 @@ class FoundCheckpoint:
         Args:
             now: Present counts, which apply to parameters that the checkpoint does not contain.
         """
-        # A tied name and a row of a parameter that is whole there have the unit and the name of the first in it.
+        # In the checkpoint, a tied name and a row of a whole parameter lead to the unit and the first name of the
+        # parameter.
         counts = self.progress.facts["parameter_steps"]
         saved = {
             (u, s.parameter): counts[u][i] for u, row in enumerate(self.layouts) for i, s in enumerate(row.segments)
@@ -348,7 +349,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
                 raise ValueError(f"{name} contains other tensors than the manifest lists")
             if locations[file_rank].keys() != manifest.files[name].sums.keys():
                 raise ValueError(f"the manifest lacks the checksum of a tensor of {name}")
-        # With another number of ranks no saved progress belongs to this rank, so every rank reads that of rank 0.
+        # With another number of ranks no saved progress belongs to this rank, so every rank reads rank 0's progress.
         own = manifest.ranks == world_size
         name = progress_file(rank if own else 0)
         if name not in manifest.files:
@@ -380,7 +381,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
 def with_first_names(
     saved: Mapping[str, tuple[int, ParameterSegment]], tied_here: Mapping[str, str]
 ) -> dict[str, tuple[int, ParameterSegment]]:
-    """Returns the parameters of a checkpoint by name, and under the names that come first in this model.
+    """Returns the parameters of a checkpoint by their names, and by the first names of tied parameters in this model.
 
     The checkpoint may have saved a tied parameter under a name that is not the first one here.
     """
@@ -389,10 +390,13 @@ def with_first_names(
 
 
 def buffers_among_weights(checkpoint: FoundCheckpoint, names: Collection[str], queue: Queue) -> dict[str, torch.Tensor]:
-    """Returns buffers that a checkpoint has as frozen weights, in fp32, since its program does not distinguish them."""
+    """Returns, in fp32, the buffers that a checkpoint stores as frozen weights.
+
+    The program that wrote such a checkpoint does not distinguish buffers from weights.
+    """
     among = {name: checkpoint.saved[name] for name in names if name in checkpoint.saved}
     tensors: dict[str, torch.Tensor] = {}
-    # Most checkpoints name their buffers, and their files are not opened again.
+    # Most checkpoints name their buffers. Then the files are not opened again.
     if among:
         with contextlib.closing(checkpoint.open(queue)) as reader:
             for name, (unit, segment) in among.items():
@@ -473,17 +477,17 @@ def convert(saved: Mapping[State, torch.Tensor], target: Mapping[State, torch.Te
         target: (numel,) of each state of the engine's mode; filled.
     """
     weight = target[State.WEIGHT]
-    # A bf16 weight without low bits is frozen. With room for them `split` rounds it as it rounds trainable weights.
+    # A bf16 weight without low bits is frozen. With room for low bits `split` rounds it as it rounds trainable weights.
     if weight.dtype == torch.bfloat16 and State.MASTER_LOW_BITS not in target:
         target = {**target, State.MASTER_LOW_BITS: torch.empty(len(weight), dtype=torch.int16, device="cpu")}
     split(join(saved), target)
 
 
 def in_words(saved: Mode, mode: Mode, states: bool, in_fp32: tuple[int, int] = (0, 0)) -> str | None:
-    """Returns what a load changes where the modes differ, and what follows; None if nothing does.
+    """Returns a line for the user about states that a load converts between modes; None if there are none.
 
     Args:
-        in_fp32: number of weights in fp32 if others are in 16 bits, in the checkpoint and in the engine.
+        in_fp32: number of weights that stay in fp32 while others are in 16 bits, in the checkpoint and in the engine.
     """
     changed = []
     if saved.precision != mode.precision:
@@ -517,7 +521,7 @@ def in_words(saved: Mode, mode: Mode, states: bool, in_fp32: tuple[int, int] = (
 class CheckpointSource:
     """A checkpoint as source of weights. Changes nothing; implements `Source`.
 
-    Damage of a tensor shows when its last byte has been read.
+    A damaged tensor is noticed when its last byte has been read.
 
     Args:
         queue: Queue for the reads; owned by the caller.

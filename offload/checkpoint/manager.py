@@ -48,7 +48,7 @@ from offload.sizes import count_of
 
 
 _ITERATION = "last_batch_iteration"
-"""Key of DeepSpeed's schedules, and of those here with the same names."""
+"""Key in the states of DeepSpeed's schedules, and of the schedules here with the same names."""
 
 
 def check_fits(
@@ -75,7 +75,7 @@ def check_fits(
     wanted |= {name: tuple(value.shape) for name, value in buffers.items()}
     saved_shapes |= {name: tuple(value.shape) for name, value in checkpoint.progress.buffers.items()}
     difference(wanted, names | buffers.keys(), saved_shapes).check(options.strict, what)
-    # Masters and moments of another form are converted.
+    # Masters and moments of another form are converted, so only another optimizer is an error.
     if options.states and checkpoint.mode.optimizer != shards.mode.optimizer:
         if not _all_states(checkpoint.mode, checkpoint.layouts):
             required = f"this engine's optimizer keeps {_names(_all_states(shards.mode, shards.layouts))}"
@@ -97,7 +97,7 @@ def check_fits(
         if segment.name not in checkpoint.saved:
             continue
         unit, there = checkpoint.saved[segment.name]
-        # The states of weights that were frozen begin at zero.
+        # If a weight is frozen on either side, its states begin at zero or are not read.
         if not (there.trainable and segment.trainable) and not there.kept and not segment.kept:
             continue
         saved_states = _fields(checkpoint.mode, checkpoint.layouts[unit], there)
@@ -120,8 +120,8 @@ def _check_forms(checkpoint: FoundCheckpoint, shards: LocalShards, what: str) ->
     """Raises `StoreError` if a frozen weight of the checkpoint is stored in another form than in this engine."""
     for segment in (segment for layout in shards.layouts for segment in layout.segments):
         saved = [place for _, place in all_places(segment, checkpoint.saved)]
-        # What decides the meaning of a parameter's bytes, but their number. Blocks are counted in elements of the
-        # weights' dtype, so the same blocks have other counts in another dtype.
+        # The facts that decide the meaning of a parameter's bytes, without the number of elements: blocks are counted
+        # in elements of the weights' dtype, so the same blocks have other counts in another dtype.
         same = {(place.form, place.inner, place.kind) for place in saved} <= {
             (segment.form, segment.inner, segment.kind)
         }
@@ -134,7 +134,7 @@ def _check_forms(checkpoint: FoundCheckpoint, shards: LocalShards, what: str) ->
 
 
 def _check_precisions(checkpoint: FoundCheckpoint, shards: LocalShards, what: str) -> None:
-    """Raises `StoreError` if the parameters of a unit are in fp32 and in 16 bits in the checkpoint."""
+    """Raises `StoreError` if the checkpoint has some parameters of a unit in fp32 and others in 16 bits."""
     for layout in shards.layouts:
         modes: dict[bool, str] = {}
         for segment in layout.segments:
@@ -149,7 +149,7 @@ def _check_precisions(checkpoint: FoundCheckpoint, shards: LocalShards, what: st
 
 
 def _check_blocks(checkpoint: FoundCheckpoint, shards: LocalShards, what: str) -> None:
-    """Raises `StoreError` if two experts share a block of 8-bit moments in the checkpoint, and are apart here."""
+    """Raises `StoreError` if experts share a block of 8-bit moments in the checkpoint, but are separate units here."""
     for segment in (segment for layout in shards.layouts for segment in layout.segments if segment.trainable):
         rows = [place for _, place in all_places(segment, checkpoint.saved)]
         if any(place.start % MOMENT_BLOCK or (len(rows) > 1 and place.numel % MOMENT_BLOCK) for place in rows):
@@ -168,7 +168,7 @@ def _form(segment: ParameterSegment, mode: Mode) -> str:
 
 
 def _fields(mode: Mode, layout: UnitLayout, segment: ParameterSegment) -> Mapping[str, StateField | None]:
-    """Returns the states of a parameter by name, with their form where an optimizer of torch chooses it."""
+    """Returns the states of a parameter by name, with the form of those that an optimizer of torch has chosen."""
     return dict.fromkeys(states_of(mode, layout, segment)) | {field.name: field for field in segment.kept}
 
 
@@ -177,7 +177,7 @@ def _names(states: Collection[str]) -> str:
 
 
 def check_progress(checkpoint: FoundCheckpoint, options: LoadOptions, groups: int, schedule: Any) -> None:
-    """Checks that the checkpoint has as many parameter groups as this optimizer, and the same keys of the schedule.
+    """Checks that the checkpoint has this optimizer's number of parameter groups, and this schedule's keys.
 
     Raises:
         StoreError: If the number of groups or the keys of the schedule differ.
@@ -279,7 +279,7 @@ class Checkpoints:
         return Loaded(folder, from_plain(inspected[0].client_state), tuple(notices))
 
     def _moment(self, pending: int, client_state: Any) -> TrainingPosition:
-        """Returns the state of this rank that is saved with its partitions."""
+        """Returns this rank's state that is saved in addition to its partitions."""
         self._components.unit_views.check_not_gathered("saved")
         if client_state is not None and not isinstance(client_state, Mapping):
             raise UsageError(f"client_state must be a dict or None, got {type(client_state).__name__}")
@@ -317,13 +317,13 @@ class Checkpoints:
                 checkpoint, options, len(self._state.optimizer.param_groups), scheduler_state(self._state.lr_scheduler)
             )
             self._state.registered.check_fits(checkpoint.progress.facts["registered"], f"the checkpoint {folder}")
-        # The commit after the load contains the user's states. One that cannot be committed raises here, before
-        # anything changes.
+        # The commit after the load contains the user's states. A state that cannot be committed raises here, before any
+        # change.
         self._state.of_the_user()
         return checkpoint.for_rows(self._components.layouts)
 
     def _changed_form(self, checkpoint: FoundCheckpoint, options: LoadOptions) -> list[str]:
-        """Returns a notice if what trains here has another form than in a checkpoint of this program."""
+        """Returns a notice if trained states have another form here than in a checkpoint of this program."""
         trains = any(layout.trainable_stop for layout in self._components.layouts)
         if not trains or options.module_only or isinstance(checkpoint, ForeignCheckpoint):
             return []
@@ -354,11 +354,11 @@ class Checkpoints:
         if not options.schedule:
             facts["scheduler"] = None
         saved_buffers = {name: value for name, value in checkpoint.progress.buffers.items() if name in buffers}
-        # This model knows which names are buffers among those that the checkpoint calls weights.
+        # The checkpoint may store this model's buffers as weights.
         saved_buffers |= buffers_among_weights(checkpoint, buffers.keys() - saved_buffers.keys(), queue)
         progress = checkpoint.progress._replace(facts=facts, buffers=saved_buffers)
         if not progress.generators:
-            # Another program's checkpoint has none: those of this process go on.
+            # Another program's checkpoint has no generators: the generators of this process go on.
             progress = progress._replace(generators=self._state.take().generators)
         notices = [*checkpoint.notices, *self._changed_form(checkpoint, options)]
         if options.module_only:
@@ -376,8 +376,8 @@ class Checkpoints:
                 logger.warning("offload: %s", notice)
         if components.store is not None and self._state.commits:
             snapshot = self._state.take()
-            # `restore` sets the saved generators only at the next call of the engine, so the snapshot contains this
-            # process's present ones. The commit must contain those of the checkpoint.
+            # `restore` sets the saved generators only at the next call of the engine, so the
+            # snapshot contains this process's present generators. The commit must contain the checkpoint's.
             components.store.commit(
                 self._state.global_steps,
                 (snapshot if options.module_only else snapshot._replace(generators=progress.generators)).pack(),

@@ -1,8 +1,8 @@
 """Second pass of loading a checkpoint: fills this rank's partitions, chunk by chunk.
 
-The elements of each chunk are found by the names of their parameters, so that units and ranks may differ from those of
-the save. Partitions that the store keeps are written to the slots that the last commit does not name, so a kill leaves
-this commit intact. Frozen weights are the exception: they have no second slot, so those that differ are written in
+The elements of each chunk are found by the names of their parameters, so units and ranks may differ from the save.
+Partitions that the store keeps are written to the slots that the last commit does not name, so a kill leaves this
+commit intact. Frozen weights are the exception: they have no second slot, so frozen weights that differ are written in
 place, over the bytes of this commit.
 """
 
@@ -39,7 +39,7 @@ class _RestoreChunk(NamedTuple):
     first: int
     """Element `start` of the partition, counted in the unit."""
     kept: bool = False
-    """True if the engine keeps its own values: they are only read, or copied to the slot that is written."""
+    """True if the engine keeps its own values, which are only compared, or copied to the slot that is written."""
 
 
 class CheckpointRestorer:
@@ -54,9 +54,9 @@ class CheckpointRestorer:
         self._scale_runs = [scale_runs(layout, source.saved, shards.mode) for layout in shards.layouts]
         saved_units = ([run.saved.unit for run in unit_runs if run.saved is not None] for unit_runs in self._runs)
         self._saved_modes = [source.mode_of(units[0]) if units else source.mode for units in saved_units]
-        """The checkpoint's mode of the parameters of each unit: one mode, by `check_fits`."""
+        """For each unit the mode of its parameters in the checkpoint. `check_fits` allows one mode per unit."""
         self._keeps_commit = shards.store is not None and shards.store.durable is not None
-        """True if the store has made a commit, which must stay; its states that train have a second slot."""
+        """True if the store has made a commit, which must stay intact. States that train have a second slot."""
         self._buffers = flow_buffers()
         self._saved = source.open(queue)
 
@@ -111,10 +111,10 @@ class CheckpointRestorer:
         return 0 if self._shards.store is None else self._shards.store.target(unit)
 
     def _converts(self, unit: int) -> bool:
-        """Returns True if weights of a unit are converted: the modes store them differently, or mine has masters."""
+        """Returns True if weights of a unit are converted: both modes differ, or the engine's mode has masters."""
         weights = self._shards.mode_of(unit).weights
-        # With full masters (fp32, for a 16-bit weight), a weight that was frozen in the checkpoint has none there.
-        # Its master is made from the weight.
+        # With full masters (fp32, for a 16-bit weight), the checkpoint has no master of a weight that was frozen. Its
+        # master is made from the weight.
         return self._saved_modes[unit].weights != weights or State.MASTER in weights
 
     def _makes_masters(self, unit: int, targets: Sequence[State]) -> bool:
@@ -122,9 +122,9 @@ class CheckpointRestorer:
         return self._converts(unit) and State.WEIGHT in targets
 
     def _differ(self, unit: int, targets: Sequence[State]) -> bool:
-        """Returns whether these target states of a unit are not stored in the checkpoint in the engine's form."""
+        """Returns whether the checkpoint stores some target states of a unit in another form than the engine."""
         own, saved = self._shards.mode_of(unit).states, self._saved_modes[unit].states
-        # Optimizers with other states are refused, so moments differ in their form alone.
+        # Optimizers with other states are refused, so moments can only differ in form.
         other_form = any(saved.get(state, own[state]) != own[state] for state in targets)
         return self._makes_masters(unit, targets) or other_form
 
@@ -171,8 +171,8 @@ class CheckpointRestorer:
         mode, saved_mode = self._shards.mode_of(unit), self._saved_modes[unit]
         weights = mode.weights
         for state, nbytes in self._shards.states(unit).items() if share else ():
-            # This rank's values of a state by itself, counted in the unit: words, scales, or elements. A state that not
-            # every parameter has is that of the first elements.
+            # This rank's values of the state alone, counted in the unit: words, scales, or elements. A state that not
+            # every parameter has belongs to the first elements.
             if state is State.PACKED:
                 part = range(nbytes // WORD)
             else:
@@ -210,7 +210,7 @@ class CheckpointRestorer:
             sources = tuple(state for state in targets if state is not State.SCALES)
         # Each chunk begins at a multiple of a page in every state, as direct I/O requires.
         step = self._shards.mode.tile_step if State.SCALES in targets else self._shards.mode.page_step
-        # Bytes of that many elements of all states that share the buffer.
+        # Bytes of `step` elements of all states that share the buffer.
         sides = [(targets, self._shards.mode_of(unit))]
         if self._differ(unit, targets):
             sides.append((sources, self._saved_modes[unit]))
@@ -253,10 +253,10 @@ class CheckpointRestorer:
         return sides[1], sides[0]
 
     def _overlaps(self, chunk: _RestoreChunk) -> list[Run]:
-        """Returns the runs of a chunk, in elements of its unit. Those of PACKED and SCALES are in their own values."""
+        """Returns the runs of a chunk, in elements of its unit. Runs of PACKED and SCALES are in their own values."""
         last = chunk.first + chunk.stop - chunk.start
         if chunk.targets == (State.SCALES,):
-            # After the scales of this rank comes padding, not the scales of the next one.
+            # After the scales of this rank comes padding, not the scales of the next rank.
             share = self._shards.shares[chunk.unit][0]
             last = min(last, self._shards.mode.part(State.SCALES, share.start, share.stop).stop)
             return overlaps(self._scale_runs[chunk.unit], chunk.first, last)
@@ -322,7 +322,8 @@ class CheckpointRestorer:
                 part = slice(run.start - chunk.first, run.stop - chunk.first)
                 states = saved if run.saved.trainable else {State.WEIGHT: saved[State.WEIGHT]}
                 if run.start >= codes:
-                    # Bytes of codes and scales, not values: as numbers some are NaNs, which a copy may change.
+                    # These are bytes of codes and scales, not values. As numbers some are NaNs, which a copy may
+                    # change.
                     copied = states[State.WEIGHT][part].view(torch.uint8)
                     converted[State.WEIGHT][part].view(torch.uint8).copy_(copied)
                     continue
@@ -341,7 +342,7 @@ class CheckpointRestorer:
                             optimizer_states.write(self._shards.mode, converted, state, part.start, values)
 
     def _frozen_to_write(self) -> set[int]:
-        """Returns the units whose frozen weights must be written: those that differ, or all without a durable store.
+        """Returns the units whose frozen weights must be written: units that differ, or all units without a commit.
 
         Nothing is written yet. One half of each buffer receives the checkpoint's weights, the other half the engine's
         own.

@@ -58,8 +58,7 @@ from offload.swapper.store import find_shortage
 from offload.swapper.store.inspection import is_rank
 
 # -- save request --------------------------------------------------------------------------------------
-#
-# What is saved, and where: the arguments of a save, checked, and the state of a rank other than its partitions.
+# Content and place of a save: its checked arguments, and a rank's state other than its partitions.
 
 
 class SaveRequest(NamedTuple):
@@ -126,7 +125,7 @@ class _PartitionChunk(NamedTuple):
     start: int
     stop: int
     compare: bool
-    """True if the read must be compared: the store has no checksum to compare with that of the write."""
+    """True if the read must be compared, because the store has no checksum for a comparison with the write."""
 
 
 @contextlib.contextmanager
@@ -152,12 +151,12 @@ def save(
     Args:
         take: Returns all that this rank saves in addition to its partitions.
         ranks: All processes that train together.
-        world: The place of this one among them. The first replica of each part saves the states.
+        world: The place of this process among them. The first replica of each part saves the states.
 
     Raises:
         StoreError: If there is not enough room, a name is taken, or another process saves into the folder.
-        IoError: If something cannot be written. Existing checkpoints are unchanged. Only if the last renames fail may
-            one of the same tag be replaced already, or have its `.old` name.
+        IoError: If something cannot be written. Existing checkpoints are unchanged. Only if the last renames fail, a
+            checkpoint of the same tag may be replaced already, or have its `.old` name.
     """
     # Ranks with different arguments would write files that do not belong together.
     ranks.same({"folder": str(order.folder), "tag": order.tag, "frozen": order.frozen, "keep_last": order.keep_last})
@@ -194,7 +193,7 @@ def save(
             return world.part, {**files, progress_file(rank): (len(progress), {"": crc32c(progress)})}
 
         def end_part(files: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-            # The first process of a part writes its manifest, which that of the whole names with its checksum.
+            # The first process of a part writes the part's manifest. The whole manifest names it with its checksum.
             if rank:
                 return {}
             layout, about = described_part(world, position.layout, position.about)
@@ -251,7 +250,7 @@ def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack, parts: Se
             "free (the existing checkpoints stay until the new one is written); free some room, save elsewhere, or "
             "keep fewer of them (keep_last of save_checkpoint, save_total_limit of a Trainer)"
         )
-    # By one process, as others may see a shared folder of theirs later than this one.
+    # Made by one process: if each process made its own, others might see the shared folder too late.
     for part in parts:
         make_folder(partial / part)
     return partial
@@ -294,15 +293,15 @@ def _write_states(
                         continue
                     nbytes = tensors[name].nbytes
                     expected = _expected(shards, unit, state, nbytes)
-                    # A shared partition is not read at all: the store's checksum is saved as that of the tensor.
-                    # Without a checksum the file could not be verified later, so the partition is copied and summed.
+                    # A shared partition is not read at all: the store's checksum is saved as the tensor's. Without a
+                    # checksum the file could not be verified later, so the partition is copied and summed.
                     if store is not None and expected is not None:
                         offset = writer.places[name].offset
                         if store.clone(unit, state, nbytes, writer.descriptor, offset):
                             sums[name] = expected
                             continue
                     writer.reserve(name)
-                    # One checksum a byte: that of the write is compared, so the read needs none.
+                    # Each byte gets one checksum: the write's checksum is compared, so the read needs none.
                     compare = expected is None
                     for start in range(0, nbytes, BUFFER_NBYTES):
                         yield _PartitionChunk(name, unit, state, start, min(start + BUFFER_NBYTES, nbytes), compare)
@@ -312,14 +311,14 @@ def _write_states(
 
 
 def _expected(shards: LocalShards, unit: int, state: State, nbytes: int) -> int | None:
-    """Returns the CRC-32C of the store's write of a partition; None if there is none."""
+    """Returns the CRC-32C of the store's write of a partition; None if the store has no checksum."""
     if shards.store is None or not shards.store.keeps(unit, state):
         return None
     return shards.store.sum_of(unit, state, nbytes)
 
 
 def _compare(shards: LocalShards, chunk: _PartitionChunk, crc: int, path: Path) -> None:
-    """Raises an error if the checksum of a partition is not that of the store's write.
+    """Compares the checksum of a partition with the checksum of the store's write.
 
     Raises:
         IoError: If the swap files are damaged; names the bytes.

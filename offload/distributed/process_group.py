@@ -1,15 +1,15 @@
 """Process groups of one run: the messages between ranks, and the detection of lost ranks.
 
-    control    a few numbers of every rank to every rank, on the host, through gloo
+    control    numbers of each rank, sent to all ranks between the hosts, through gloo
     replica    weights and gradients of one replica (`mesh`), between the devices' memories, through gloo on CPUs, NCCL
                on GPUs, and torch's default backend of any other accelerator
     across     sums of gradients of all replicas, in the same way, between the ranks that hold the same shard
 
-One thread at a time may call: the thread that runs the model, or its backward, and the update worker while that thread
-waits for it in `step()` (`optimizers.matrices.ParameterExchange`). Every wait is a series of waits of one
-second, so that Ctrl-C can end it (but not inside of a backward that torch runs on a thread of its own, as on a GPU:
-there the main thread waits in C++). Each rank also counts up every second in torch's own key-value store (`Heartbeat`).
-When a connection breaks, these counts show the remaining ranks which rank has ended.
+Only one thread at a time may call: the thread that runs the model or its backward, or the update worker while that
+thread waits in `step()` (`optimizers.matrices.ParameterExchange`). Every wait is a series of waits of one second, so
+that Ctrl-C can end it. The exception is a backward that torch runs on a thread of its own, as on a GPU: there the main
+thread waits in C++. Each rank also counts up every second in torch's own key-value store (`Heartbeat`). When a
+connection breaks, these counts show the remaining ranks which rank has ended.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from offload.torch_internals import without_saved_tensor_hooks
 #
 # Counts of what one rank sends to the others: collectives and bytes, by kind.
 #
-# Bytes are the payload that this rank has for others, once for each rank that receives it. A ring or a tree of the
-# backend may pass other ranks' bytes on, and adds headers: neither is counted, so the numbers are the same with any
-# backend. With n ranks, a unit of W bytes of weights and G bytes of gradients:
+# Bytes are this rank's own payload, counted once for each rank that receives it. Headers, and other ranks' bytes that a
+# ring or a tree of the backend passes on, are not counted, so the numbers are the same with any backend. With n ranks,
+# a unit of W bytes of weights and G bytes of gradients:
 #
 #     gather of weights          W / n to each of n - 1 ranks:  W (n - 1) / n
 #     reduction of gradients     G / n to each of n - 1 ranks:  G (n - 1) / n; 0 bytes from a rank without gradients
@@ -56,14 +56,13 @@ from offload.torch_internals import without_saved_tensor_hooks
 # With r replicas of s shards (`mesh`), s takes the place of n, and an all-reduce over the replicas follows a reduction:
 #
 #     sum of S bytes             S / r to each of r - 1 ranks, twice:  2 S (r - 1) / r
-#
-# With a secondary partition over nodes of s ranks, W (s - 1) / s is what a gather within a node sends.
+# With a secondary partition over nodes of s ranks, a gather within a node sends W (s - 1) / s bytes.
 #
 # Where codes are sent (`payload`), W and G are their bytes, 130 for 128 elements, and the codes of a sum of S elements
 # go to each of r - 1 ranks once.
 #
-# This is what ZeRO's paper counts as the volume of an all-gather and of a reduce-scatter (arXiv 1910.02054, section 7).
-# A collective counts also if the rank sends nothing, since the rank takes part and waits.
+# ZeRO's paper counts the volume of an all-gather and of a reduce-scatter in the same way (arXiv 1910.02054, section 7).
+# A collective in which this rank sends nothing is counted too, since the rank takes part and waits.
 
 
 class Kind(enum.Enum):
@@ -78,7 +77,7 @@ class Kind(enum.Enum):
 
     @property
     def purpose(self) -> str:
-        """What such a collective is for, in messages on waits and lost ranks."""
+        """The purpose of such a collective, in messages about waits and lost ranks."""
         return {"gradients": "reduce gradients", "sequence": "exchange parts of sequences"}.get(self.value, self.value)
 
 
@@ -90,22 +89,26 @@ class Sent(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """What this rank has sent to others since its engine was created, by kind. All is 0 with one rank."""
+    """The collectives and bytes that this rank has sent since its engine was created, by kind; 0 with one rank."""
 
     weights: Sent = Sent()
-    """Gathers of weights for forwards, backwards and reads; one for each of a unit's trainable and frozen part. Those
-    within a node are counted apart."""
+    """Gathers of weights for forwards, backwards and reads: one for a unit's trainable part, one for its frozen part.
+
+    `node_weights` counts the gathers within a node.
+    """
     node_weights: Sent = Sent()
     """Gathers of weights within a node, from a secondary partition (`zero_hpz_partition_size`)."""
     gradients: Sent = Sent()
-    """Reductions of gradients, one for each unit whose gradients are complete or must make room; with several replicas
-    two, or one if a replica has one shard."""
+    """Reductions of gradients: one whenever the gradients of a unit are complete or must make room.
+
+    With several replicas there are two each time, or one if a replica has only one shard.
+    """
     agreement: Sent = Sent()
-    """Rounds: all ranks announce what each does next."""
+    """Rounds, in which every rank announces its next action."""
     parameters: Sent = Sent()
     """Parts of parameters that an optimizer steps as a whole: Muon, SinkGD, optimizers of torch."""
     sequence: Sent = Sent()
-    """Parts of sequences and of heads that ranks of sequence parallelism exchange round attention, and of a loss."""
+    """Parts of sequences, heads and losses that the ranks of sequence parallelism exchange, mostly around attention."""
     messages: Sent = Sent()
     """All others: decisions on a step, norms of LAMB, edits and reads of states, checkpoints, the start."""
 
@@ -115,7 +118,7 @@ class Communication(NamedTuple):
         return Sent(sum(sent.collectives for sent in self), sum(sent.nbytes for sent in self))
 
     def since(self, before: Communication) -> Communication:
-        """Returns what was sent after `before` was taken."""
+        """Returns the counts since `before` was taken."""
         return Communication(
             *(
                 Sent(now.collectives - then.collectives, now.nbytes - then.nbytes)
@@ -124,7 +127,7 @@ class Communication(NamedTuple):
         )
 
     def plus(self, other: Communication) -> Communication:
-        """Returns what was sent here and there."""
+        """Returns the sums of both counts."""
         return Communication(
             *(
                 Sent(one.collectives + two.collectives, one.nbytes + two.nbytes)
@@ -150,12 +153,12 @@ class Communication(NamedTuple):
 #                                              all-reduce  all-reduce
 #
 # This is torch's `init_device_mesh(type, (replicas, shards), mesh_dim_names=("replicate", "shard"))`: the ranks of a
-# replica follow each other, as torchrun numbers those of a machine. A shard has the number of the rank that holds it in
-# replica 0. What needs one copy of the states, such as a checkpoint, is done there.
+# replica are consecutive, as torchrun numbers the ranks of a machine. A shard has the number of the rank that holds it
+# in replica 0. Work that needs only one copy of the states, such as a checkpoint, is done in replica 0.
 
 
 class Mesh(NamedTuple):
-    """Numbers of replicas, and of the shards of each."""
+    """The number of replicas, and the number of shards in a replica."""
 
     replicas: int = 1
     shards: int = 1
@@ -179,7 +182,7 @@ class Mesh(NamedTuple):
         return range(first, first + self.shards)
 
     def shards_among(self, ranks: Iterable[int], rank: int) -> list[int]:
-        """Returns the shards of those of `ranks` that are in the replica of `rank`."""
+        """Returns the shard of every member of `ranks` that is in the replica of `rank`."""
         own = self.replica(rank)
         return [self.shard_of(member) for member in ranks if member in own]
 
@@ -205,7 +208,7 @@ def mesh_of(shard_size: int, ranks: int, which: str = "") -> Mesh:
 
     Args:
         shard_size: the config's "mics_shard_size"; 0 or less for one replica.
-        which: words for which ranks they are, after their number in the error; empty for all.
+        which: words that describe the ranks in the error, after their number; empty for all ranks of the run.
 
     Raises:
         ConfigError: if the ranks cannot be divided into replicas of this size.
@@ -222,7 +225,7 @@ def mesh_of(shard_size: int, ranks: int, which: str = "") -> Mesh:
 
 
 def check_same(shards: Sequence[int]) -> None:
-    """Raises `ConfigError` if ranks would create different groups, and so wait for each other."""
+    """Raises `ConfigError` if shard sizes differ: the ranks would create different groups and wait for each other."""
     for rank, row in enumerate(shards):
         if row != shards[0]:
             raise ConfigError(
@@ -239,7 +242,7 @@ def check_same(shards: Sequence[int]) -> None:
 
 
 class DeviceGroups(NamedTuple):
-    """One rank's groups, None where they would have this rank alone. They are those of a two-dimensional mesh."""
+    """One rank's groups in a two-dimensional mesh; None for a group that would contain this rank alone."""
 
     replica: Any
     """The ranks of this rank's replica."""
@@ -257,13 +260,13 @@ LONG = datetime.timedelta(days=7)
 
 
 def make_control(divisions: Sequence[Sequence[int]]) -> Any:
-    """Creates a group for messages in each of `divisions`, and returns this process's. All processes call this."""
+    """Creates one group for control messages per division, and returns this process's group. Collective."""
     return _own([list(members) for members in divisions], "gloo", LONG)
 
 
 def _own(groups: list[list[int]], backend: str, timeout: datetime.timedelta | None) -> Any:
-    # Not by `init_device_mesh`: where a dimension has all ranks, it takes torch's default group, in which the user's
-    # own messages are, and older versions of torch take no timeout there.
+    # `init_device_mesh` is not used: for a dimension of all ranks it takes torch's default group, which carries the
+    # user's own messages. There, older versions of torch also accept no timeout.
     return dist.new_subgroups_by_enumeration(groups, timeout=timeout, backend=backend)[0]
 
 
@@ -274,28 +277,27 @@ def gather_into(everyone: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
 
 
 # -- bounded store -------------------------------------------------------------------------------------
-#
-# torch's key-value store with an end to every call.
-#
-# torch's own calls have none. After a cable was cut, a call that waits for an answer returns when TCP gives up,
-# after some 15 minutes, and no Ctrl-C is obeyed until then. torch makes one call at a time, so all later ones wait
-# for it.
+# torch's key-value store with a time limit for every call.
+# torch's own calls have no limit. After a cable was cut, a call that waits for an answer returns when TCP gives up,
+# after some 15 minutes, and no Ctrl-C is obeyed until then. torch makes one call at a time, so all later ones wait for
+# it.
 #
 #     any thread    get, set ─► calls ─► waits `LONGEST` seconds at most
 #     own thread                calls ─► torch's store, one call after the other
 #
-# The thread exists from the beginning: Python starts none while it ends, which is when a rank publishes why.
+# The thread exists from the beginning: Python starts no thread while it shuts down, when a rank publishes the reason
+# for its end.
 
 
 LONGEST = 150.0
 """Seconds for one call of the store.
 
-More than the silence after which a rank is taken for lost (`SILENT`): the ranks that still reach the store
-name the one behind a cut cable before it ends by itself. A launcher may end them afterwards.
+The limit is longer than `SILENT`, the silence after which a rank is taken for lost. The ranks that still reach the
+store therefore name the rank with the cut cable before that rank ends by itself. A launcher may end them afterwards.
 """
 
 _MOST_CALLS = 8
-"""Calls that may wait for the thread. Each thread waits for its call, so there are as many as threads that call."""
+"""Calls that may wait for the thread. Each caller waits for its own call, so a caller has at most one."""
 
 
 class _StoreCall:
@@ -355,7 +357,7 @@ class BoundedStore:
 
     @uninterrupted
     def _within(self, act: Callable[[], Any]) -> Any:
-        """Returns the result of `act`, called on the thread of this object, or raises what it has raised."""
+        """Returns the result of `act`, called on the thread of this object, or raises its error."""
         if self.refusal is not None:
             raise RuntimeError(self.refusal)
         call = _StoreCall(act)
@@ -405,24 +407,27 @@ UNABLE = "it could not start: "
 
 
 def ranks_store() -> Any:
-    """Returns torch's key-value store, with a prefix of its own for each call, the same one on every rank."""
+    """Returns torch's key-value store, with a prefix that is new at each call and the same on every rank."""
     store = dist.distributed_c10d._get_default_store()
     return dist.distributed_c10d.PrefixStore(f"offload/{next(_engines)}", store)
 
 
 def stay_away(reason: str) -> None:
-    """Tells ranks that wait for this one that it will create no engine, if the key-value store can be reached."""
+    """Publishes that this rank will create no engine, so that other ranks do not wait for it.
+
+    Does nothing if the key-value store cannot be reached.
+    """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         with contextlib.suppress(RuntimeError):
             ranks_store().set(f"end/{dist.get_rank()}", reason)
 
 
 def join_launcher() -> None:
-    """Sets the variables of torchrun's if srun or mpirun has started this process as one of several.
+    """Sets torchrun's environment variables if srun or mpirun has started this process as one of several.
 
     Raises:
-        ConfigError: if MPI's ranks are on several machines and nothing says where rank 0 is, or a variable is not what
-            srun and mpirun set.
+        ConfigError: if MPI's ranks are on several machines and the address of rank 0 is unknown, or if a variable has a
+            value that srun and mpirun do not set.
     """
     os.environ.update(ranks_environment(os.environ))
 
@@ -431,7 +436,7 @@ def meet_others() -> None:
     """Creates torch's default process group if a launcher has started several ranks and there is none yet.
 
     Raises:
-        ConfigError: if the group cannot be created, as where the port of rank 0 is in use.
+        ConfigError: if the group cannot be created, for example because the port of rank 0 is in use.
     """
     if not dist.is_available() or dist.is_initialized():
         return
@@ -456,11 +461,11 @@ def meet_others() -> None:
 
 
 def _place_after_restart() -> dict[str, Any]:
-    """Returns store, rank and size of ranks that torchrun has started again on one machine; else nothing.
+    """Returns the store, rank and size of ranks that torchrun has restarted on one machine; otherwise {}.
 
-    torchrun keeps its store when it starts ranks again, with the addresses of those that were killed. A rank that reads
-    one before it is overwritten waits for a process that is gone. On several machines torchrun counts restarts
-    differently, so that the count is no prefix there: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a store.
+    After a restart torchrun's store still contains the addresses of the killed ranks. A rank that reads such an address
+    before it is overwritten waits for a process that is gone. On several machines torchrun counts restarts differently,
+    so the count cannot be a prefix there: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start its own store.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts == "0" or os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE"):
@@ -471,13 +476,13 @@ def _place_after_restart() -> dict[str, Any]:
 
 
 def _place_on_one_machine() -> dict[str, Any]:
-    """Returns store, rank and size of ranks that meet at an address which no other machine reaches; else nothing.
+    """Returns the store, rank and size of ranks that meet at an address of this machine alone; otherwise {}.
 
     The store of torch's own rendezvous listens on all interfaces, whatever MASTER_ADDR is.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), rank_number(os.environ, "MASTER_PORT", 0)
     rank, size = rank_number(os.environ, "RANK", 0), rank_number(os.environ, "WORLD_SIZE", 1)
-    # torchrun serves a store, and says so.
+    # torchrun sets this variable if it serves a store itself.
     if not address.startswith("127.") or not 0 < port < 2**16 or os.environ.get(_AGENT_STORE) == "True":
         return {}
     served: dict[str, Any] = {}
@@ -499,9 +504,9 @@ def device_backend(device_type: str) -> str:
 
 
 def as_the_first(decide: Callable[[], Any], to: str) -> Any:
-    """Returns on every rank the result of `decide` on rank 0, sent as JSON. A process that trains alone calls `decide`.
+    """Returns rank 0's result of `decide` on every rank, sent as JSON; a process that trains alone returns its own.
 
-    All ranks call this, for decisions that ranks on machines of different kinds would make differently.
+    Collective. For decisions that machines of different kinds would make differently.
 
     Args:
         decide: called on rank 0 only.
@@ -533,7 +538,7 @@ def as_the_first(decide: Callable[[], Any], to: str) -> Any:
 
 
 def _decided(store: BoundedStore, to: str) -> str | None:
-    """Returns the decision of rank 0, None before; raises `RankError` if rank 0 has ended instead, or is cut off."""
+    """Returns the decision of rank 0, or None if there is none yet; raises `RankError` if rank 0 is lost."""
     try:
         decided = store.get("decided")
         ended = store.get("end/0") if decided is None else None
@@ -629,7 +634,7 @@ class Heartbeat:
             machine, process = self.places[rank]
             where = f"rank {rank} (process {process} on {machine.partition('/')[0]})"
             ended = self.ended(rank)
-            if self.cut_off is not None:  # of no rank is anything known then
+            if self.cut_off is not None:  # nothing is known of any rank then
                 return [f"{self.cut_off}: this machine, or the one that serves the store, is cut off"]
             if ended is not None:
                 losses.append(f"{where} has ended: {ended}")
@@ -641,7 +646,7 @@ class Heartbeat:
 
     @property
     def cut_off(self) -> str | None:
-        """Words for a store that has not answered in time; None while it answers, or says that it is gone."""
+        """Words for a store that has not answered in time; None while its calls end, even with errors."""
         return self._store.refusal
 
     def location(self, rank: int) -> list[str] | None:
@@ -650,7 +655,7 @@ class Heartbeat:
         return None if message is None else message.split("\n")
 
     def silent(self, rank: int) -> float:
-        """Returns the seconds since this method first saw the newest count of `rank` that it has read.
+        """Returns the seconds since this method last saw a new count of `rank`.
 
         A count that changed since the last call is 0 seconds old, however long ago that call was.
         """
@@ -671,9 +676,9 @@ class Heartbeat:
             self._store.set(f"error/{self.rank}", error)
 
     def tell(self, ranks: Sequence[int], calls: Sequence[str]) -> str:
-        """Returns what each of `ranks` is about to do, with the exception that it has published, if any."""
+        """Returns the next call of every rank, with the exception that the rank has published, if any."""
         rows = [(rank, call, self._get(f"error/{rank}")) for rank, call in zip(ranks, calls, strict=True)]
-        # A rank may have the error of these very calls already, which would stand in itself.
+        # A rank may have published the error about these very calls, and the error's text would then contain itself.
         return "; ".join(
             f"rank {rank} {call}{'' if error is None or _DIFFERENT in error else f', after {error}'}"
             for rank, call, error in rows
@@ -716,17 +721,17 @@ def is_alive(process: int) -> bool:
 
 @uninterrupted  # a Ctrl-C between the hooks' going and coming would lose them
 def begin(start: Callable[[], Any]) -> Any:
-    """Returns the work of a collective that `start` begins.
+    """Calls `start`, which begins a collective, and returns the collective's work.
 
-    gloo keeps the state of the thread that begins it with the work, and so its saved-tensor hooks. A gather may begin
-    within the checkpointing of one unit and be waited for at another one: its work would hold the graph until then.
+    The work of gloo keeps the state of the thread that began it, saved-tensor hooks included. A gather may begin within
+    the checkpointing of one unit and be waited for in another unit. Its work would keep the graph alive until then.
     """
     with without_saved_tensor_hooks():
         return start()
 
 
 class CollectiveWork:
-    """A collective under way, as an `Event`; with a `work` of None, one that has ended already."""
+    """A collective under way, as an `Event`. If `work` is None, the collective has ended already."""
 
     def __init__(self, ranks: Ranks, work: Any = None, to: str = "") -> None:
         self.work, self._ranks, self._to = work, ranks, to
@@ -741,7 +746,7 @@ class CollectiveWork:
             self._ranks.wait(self.work, self._to)  # also after completion, which may be a failure
 
     def order_compute(self) -> None:
-        """Makes compute that the calling thread starts from now on wait for the collective.
+        """Makes all later compute of the calling thread wait for the collective.
 
         On a CPU the thread itself waits, and `RankError` is raised if a rank is lost. On a GPU the thread continues: a
         lost rank is noticed by the next message between hosts, which aborts the collective.
@@ -772,10 +777,10 @@ class AllDone:
 
 
 class Ranks:
-    """The processes that train together, as one of them sees them. The module says which thread may call.
+    """The processes that train together, from the view of one. The module's docstring names the threads that may call.
 
-    An object of this class is a world of one process: its collectives return at once, with what this process has.
-    `ProcessGroup` joins several processes, and overrides them.
+    An object of this class is a world of one process: its collectives return at once, with this process's own values.
+    `ProcessGroup` joins several processes, and overrides the collectives.
     """
 
     on_gpu = False
@@ -801,7 +806,7 @@ class Ranks:
         The group has a mesh of its own, and watches all processes as these ranks do.
 
         Args:
-            divisions: all processes, in groups of one size, the same list on every process.
+            divisions: groups of equal size that together contain all processes; the same list on every process.
             shard_size: ranks of a replica in the mesh; None for "mics_shard_size", -1 for all.
 
         Raises:
@@ -812,9 +817,9 @@ class Ranks:
     # -- control messages ---------------------------------------------------------------------------
 
     def collect(self, numbers: Sequence[int], to: str) -> list[list[int]]:
-        """Returns every rank's `numbers`, of the same length, in rank order; `to` is the purpose, for messages.
+        """Returns every rank's `numbers`, of equal length, in rank order; `to` is the purpose, for messages.
 
-        For announcements alone, which are counted as such.
+        Only for announcements, since `Communication.agreement` counts the call.
         """
         return [list(numbers)]
 
@@ -827,18 +832,18 @@ class Ranks:
         return [value]
 
     def broadcast(self, values: torch.Tensor, source: int) -> None:
-        """Overwrites `values`, on the CPU, with those of rank `source`."""
+        """Overwrites `values`, on the CPU, with the values of rank `source`."""
 
     def swap(
         self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
     ) -> None:
-        """Sends each rank of this replica some elements, and receives some from each.
+        """Sends elements to each rank of this replica, and receives elements from each.
 
         The tensors are on the CPU, of one dtype.
 
         Args:
-            received: (n,), filled with what each shard's rank gives to this one, in the order of shards.
-            sent: (m,), what this rank gives, in the same order.
+            received: (n,), filled with the elements that each shard's rank sends to this rank, in the order of shards.
+            sent: (m,), the elements that this rank sends, in the same order.
         """
         received.copy_(sent)
 
@@ -849,7 +854,8 @@ class Ranks:
 
         Args:
             unsharded: (nbytes,) uint8 on the device; the caller keeps it allocated until the returned event is done.
-            shard_ranges: this rank's byte ranges; those of all shards are equally long and adjacent, in their order.
+            shard_ranges: this rank's byte ranges. Around each of them the ranges of all shards are equally long and
+                adjacent, in the order of the shards.
             uploaded: event after which this rank's ranges are filled, by copies on the upload stream.
 
         Returns:
@@ -858,7 +864,7 @@ class Ranks:
         return uploaded
 
     def gather_parts(self, everyone: torch.Tensor, own: torch.Tensor) -> CollectiveWork:
-        """Starts the gather of each shard's part into `everyone`, in their order; `own` may be a view of it."""
+        """Starts the gather of all shards' parts into `everyone`, in shard order; `own` may be a view of `everyone`."""
         everyone.copy_(own)
         return CollectiveWork(self)
 
@@ -867,8 +873,8 @@ class Ranks:
     ) -> CollectiveWork:
         """Starts an exchange in this replica: row s of `sent` goes to shard s, and a row comes from each of `senders`.
 
-        Several may be under way: gloo matches them by a number of their own, and NCCL carries them out on one stream,
-        both in the order in which they began, which is the same on every rank.
+        Several exchanges may be under way. gloo matches them by number, and NCCL runs them on one stream: both keep the
+        order in which the exchanges began, and this order is the same on every rank.
 
         Args:
             received: (len(senders), numel) on the device, filled by the exchange.
@@ -886,8 +892,8 @@ class Ranks:
     def all_reduce(self, values: torch.Tensor) -> CollectiveWork:
         """Starts the sum of `values` over the ranks that hold the same shard.
 
-        All of them receive the same bits, as the backend adds each element up on one rank and sends the sum to the
-        others, on which the replicas of DistributedDataParallel rely too.
+        All of these ranks receive the same bits: the backend sums each element on one rank and sends the sum to the
+        others. The replicas of DistributedDataParallel rely on this too.
 
         Args:
             values: (n,) on the device, replaced by the sum; filled by compute that the calling thread has started.
@@ -895,7 +901,7 @@ class Ranks:
         return CollectiveWork(self)
 
     def gather_sums(self, everyone: torch.Tensor, own: torch.Tensor) -> CollectiveWork:
-        """Starts the gather of each replica's sum of this shard into `everyone`, in their order, as `gather_parts`."""
+        """Starts the gather of all replicas' sums of this shard into `everyone`; otherwise as `gather_parts`."""
         everyone.copy_(own)
         return CollectiveWork(self)
 
@@ -913,11 +919,11 @@ class Ranks:
         """Publishes the exception that is about to end this rank, for the other ranks' messages."""
 
     def described(self, calls: Sequence[str]) -> str:
-        """Returns what each rank is about to do, in the words of `calls`, and the exception that it has published."""
+        """Returns each rank's next call, in the words of `calls`, and the exception that the rank has published."""
         return f"rank {self.rank} {calls[0]}"
 
     def fail(self, reason: str) -> RankError:
-        """Returns the error of this rank, which has left a collective; publishes its end, so that others end too."""
+        """Publishes the end of this rank, which has left a collective, so that others end too; returns its error."""
         raise AssertionError("a process that trains alone has left nobody in a collective")
 
     def look(self) -> None:
@@ -945,7 +951,7 @@ class ProcessGroup(Ranks):
         """Waits for all processes, and creates the process groups. Every process calls this.
 
         Raises:
-            ConfigError: if `shard_size` does not fit the number of ranks, or ranks have different ones.
+            ConfigError: if `shard_size` does not fit the number of ranks, or differs between ranks.
         """
         super().__init__()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -970,7 +976,7 @@ class ProcessGroup(Ranks):
         self.here = self._pulse.here
 
     def _device_groups(self, divisions: Sequence[Sequence[int]]) -> DeviceGroups:
-        """Creates the groups for weights and gradients within `divisions`, and returns this rank's. Collective."""
+        """Creates the groups for weights and gradients within `divisions`; returns this rank's groups. Collective."""
         # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
         backend, timeout = (device_backend(self._device.torch.type), None) if self.on_gpu else ("gloo", LONG)
 
@@ -1139,7 +1145,7 @@ class ProcessGroup(Ranks):
         return True
 
     def _blame(self, error: Exception | None) -> RankError:
-        """Records and logs a loss of ranks, and returns its error. Waits some seconds to learn which are lost."""
+        """Records and logs a loss of ranks, and returns its error. Waits some seconds to find the lost ranks."""
         # Several collectives may be under way, and fail one after the other: the loss is found, and logged, once.
         if self._lost is not None:
             return self._lost
@@ -1197,12 +1203,12 @@ class ProcessGroup(Ranks):
             for group in (self._control, *self._groups.all):
                 with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user may have destroyed them
                     dist.destroy_process_group(group)
-            # The threads of a group of gloo end with its last reference, and wake a hundred times a second until then.
+            # The threads of a gloo group wake a hundred times a second, and end only with the group's last reference.
             self._control, self._groups = None, DeviceGroups(None, None)
 
 
 def join_ranks(device: Device, shard_size: int) -> Ranks:
-    """Returns the ranks of this run, those of torch's default process group.
+    """Returns the ranks of torch's default process group, or a world of one process if there is no group.
 
     For the arguments and errors see `ProcessGroup`.
     """

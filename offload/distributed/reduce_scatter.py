@@ -2,9 +2,9 @@
 
     .grad ─► whole gradients of a unit ─► each rank its partition ─► added in fp32, in rank order ─► host buffer
 
-The reduce-scatter is an exchange: each rank receives the others' values for its partition and adds them itself. That
+The reduce-scatter is an exchange: each rank receives the others' values for its partition and adds them itself. This
 moves as many bytes as a ring, rounds once instead of at every hop, and gives the same bits whatever the network does.
-Where there are several replicas of the model, each does so by itself, and they add up their sums (see `ReplicaSums`).
+With several replicas of the model, each replica reduces its own gradients, and `ReplicaSums` adds up the results.
 
     each micro-batch is reduced     buckets that all units use in turn
     each step is reduced            a sum for each unit, to which its micro-batches are added; the last one is reduced
@@ -12,17 +12,17 @@ Where there are several replicas of the model, each does so by itself, and they 
                                     the last one is reduced; if the buckets have the dtype of sums
 
 A unit is reduced when the backward has given gradients of all its parameters, when a gradient of another unit arrives,
-or when the backward ends; from a bucket also when a second gradient of a parameter arrives. The rest is reduced before
-the step, or before a gradient is read. Ranks need not reach that moment together, nor have gradients of the same
-parameters (see `agreement`).
+or when the backward ends. A unit in a bucket is also reduced when a second gradient of a parameter arrives. All other
+gradients are reduced before the step, or before a gradient is read. Ranks need not reach this moment together, nor have
+gradients of the same parameters (see `agreement`).
 
     overlap_comm        reduce 1: start 1    reduce 2: start 2, add 1    ...    end: add the last
     otherwise           reduce 1: start 1, add 1    reduce 2: start 2, add 2    ...
 
 With `overlap_comm` an exchange is under way during the backward of the next unit. Its values are added when the next
 unit is reduced, at the end of the backward, or before a gradient or the memory is needed, whichever comes first. All
-ranks start the same exchanges in the same order. Each adds the values when it needs to: by then all of them are there,
-and additions keep the order of the exchanges, so the sums have the same bits.
+ranks start the same exchanges in the same order. Each rank adds the values in its own time: additions wait for the
+exchange and keep the order of the exchanges, so the sums have the same bits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from offload.timeline import OFF, Row, Timeline
 
 
 class GradientExchange(NamedTuple):
-    """A reduction that has begun, and whose values are not added up."""
+    """A reduction that has begun and whose values are not added up yet."""
 
     unit: int
     received: torch.Tensor
@@ -75,7 +75,7 @@ class GradientExchange(NamedTuple):
 
 
 class ExchangeMemory:
-    """Memory of exchanges that are under way: what is sent of a unit, and what is received."""
+    """Memory of the exchanges under way: for the rows that this rank sends, and for the rows that it receives."""
 
     def __init__(
         self,
@@ -93,27 +93,27 @@ class ExchangeMemory:
         # Gradients of any dtype become codes.
         self._sent = deque([keep(nbytes) for _ in range(reduction.coded)] or rounded)
         self._received = deque(keep(nbytes) for _ in range(reduction.received))
-        """That of the oldest exchange first, as in `_sent`."""
+        """The memory of the oldest exchange comes first, as in `_sent`."""
 
     def send(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the rows that are sent for `values`, (shards, numel), as codes or in `dtype`.
 
-        Compute orders the memory's next use.
+        A later call uses the memory again; compute orders that use after this one.
         """
         if not self._sent:
             return values
-        # Ordered after the exchange that sent from this memory before, as all additions are.
+        # This write is ordered after the exchange that last sent from this memory, as all additions are.
         memory = self._sent[0]
         self._sent.rotate(-1)
         if self.form is None:
             return memory.view(dtype)[: values.numel()].view_as(values).copy_(values)
-        # A shard is a whole number of blocks, so the codes of all rows are those of each.
+        # A shard is a whole number of blocks, so all rows together have the same codes as row by row.
         rows = memory[: self.form.stored_nbytes(values.numel())]
         quantize(self.form, values.view(-1), rows)
         return rows.view(len(values), -1)
 
     def receive(self, senders: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory for rows of `numel` elements of `dtype`, or of their codes, from ranks, (senders, ...)."""
+        """Returns memory for one row from each sender, (senders, ...): `numel` elements of `dtype`, or their codes."""
         memory = self._received[0]
         self._received.rotate(-1)
         if self.form is None:
@@ -123,7 +123,7 @@ class ExchangeMemory:
 
 
 def values_of(row: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-    """Returns elements [first, stop) of a row that came from a rank: a view, or of codes (uint8) new values in fp32."""
+    """Returns elements [first, stop) of a received row: a view, or new fp32 values if the row holds codes (uint8)."""
     if row.dtype is not torch.uint8:
         return row[first:stop]
     start = first // CODES.values * CODES.values
@@ -135,13 +135,13 @@ def values_of(row: torch.Tensor, first: int, stop: int) -> torch.Tensor:
 
 
 def mean_of(received: torch.Tensor, first: int, stop: int, ranks: int, in_place: bool) -> torch.Tensor:
-    """Returns the mean over `ranks` of elements [first, stop) of what some of them sent, in fp32.
+    """Returns the fp32 mean over `ranks` ranks of elements [first, stop) of the rows that some of them sent.
 
     The rows are added up in the order of the ranks, so that every run of the same ranks gives the same bits.
 
     Args:
-        in_place: True if the mean may take the place of the first row's values, where these are fp32: new memory costs
-            more than the arithmetic on it. Otherwise it is new memory.
+        in_place: True if the mean may overwrite the first row's values where these are fp32, since new memory costs
+            more than the arithmetic. False for a mean in new memory.
     """
     # Each operation is a pass over memory, so nothing is copied before it is added or divided.
     row, *rest = [values_of(row, first, stop) for row in received]
@@ -156,7 +156,7 @@ def mean_of(received: torch.Tensor, first: int, stop: int, ranks: int, in_place:
 
 
 def zero_between(memory: torch.Tensor, ranges: Iterable[tuple[int, int]]) -> None:
-    """Zeroes the elements of `memory` that are in none of `ranges`, which have a first element and an end."""
+    """Zeroes the elements of `memory` outside of all `ranges`, which are (start, stop)."""
     stop = 0
     for start, end in sorted(ranges):
         memory[stop:start].zero_()
@@ -170,17 +170,17 @@ def zero_between(memory: torch.Tensor, ranges: Iterable[tuple[int, int]]) -> Non
 #
 #     ranks of a replica: exchange ─► each adds up its shard in fp32 ─► ranks with the same shard: all-reduce
 #
-# The first part, within a replica, is complete when the second begins. The second is under way during the backward of
-# the next unit, if `overlap_comm` is on: it is the part that leaves a machine. With codes (`payload.gradients`) each
-# rank receives the codes of all sums of its shard instead, and adds their values up in the order of the replicas. A
-# rank that is a replica by itself has nothing to add up first: its fp32 gradients are all-reduced where they are.
+# The first part, within a replica, is complete when the second begins. With `overlap_comm` the second, which leaves a
+# machine, is under way during the backward of the next unit. With codes (`payload.gradients`) each rank receives the
+# codes of all sums of its shard instead, and adds their values up in the order of the replicas. A rank that is a
+# replica by itself has no first part: its fp32 gradients are all-reduced in place.
 
 
 class ReplicaSum(NamedTuple):
     """A sum that has begun."""
 
     rows: torch.Tensor
-    """(1, numel) fp32, the sum over all ranks once `work` is done; or (replicas, bytes) of codes of their sums."""
+    """(1, numel) fp32, the sum over all ranks once `work` is done; or (replicas, nbytes), the codes of each sum."""
     work: CollectiveWork
 
 
@@ -191,19 +191,20 @@ class ReplicaSums:
         """Takes over the memory.
 
         Args:
-            memory: for each sum that may be under way, (numel of the largest shard of a unit,) fp32 on the device; with
-                codes or in place one for all.
-            codes: for each sum that may be under way the memory of the codes of all replicas; none without codes.
+            memory: a tensor for each sum that may be under way, (numel of the largest shard of a unit,) fp32 on the
+                device; with codes or in place, one tensor for all sums.
+            codes: a tensor for each sum that may be under way, for the codes of all replicas; none without codes.
         """
         self._ranks = ranks
         self._memory, self._codes = deque(memory), deque(codes)
-        """That of the oldest sum first."""
+        """In both, the memory of the oldest sum comes first."""
 
     def begin_in_place(self, rows: torch.Tensor | None, numel: int) -> ReplicaSum:
-        """Starts the sum over the replicas of the gradients of ranks each of which is one, in their own memory.
+        """Starts the sum over the replicas in the gradients' own memory. Each rank is a replica.
 
         Args:
-            rows: (1, numel), in fp32; None for a rank without a gradient, no earlier sum of which may be under way.
+            rows: (1, numel), in fp32; None if this rank has no gradient. No earlier sum of such a rank may be under
+                way.
         """
         if rows is None:
             rows = self._memory[0][:numel].zero_().view(1, -1)
@@ -212,11 +213,11 @@ class ReplicaSums:
     def begin(self, received: torch.Tensor, numel: int) -> ReplicaSum:
         """Adds up the rows of `received` in their order, and starts the sum over the replicas.
 
-        Every rank calls this, also where no rank of its replica has a gradient.
+        Every rank calls this, also if no rank of its replica has a gradient.
 
         Args:
-            received: (ranks of this replica that have gradients, ...), values or codes; not read any more once compute
-                is ordered after what the calling thread has started.
+            received: (ranks of this replica that have gradients, ...), values or codes. Compute that is ordered after
+                the calling thread's compute may overwrite them.
         """
         total = self._memory[0][:numel]
         self._memory.rotate(-1)
@@ -240,21 +241,20 @@ class ReplicaSums:
 
 
 # -- reduction order -----------------------------------------------------------------------------------
-#
-# The order in which a backward reduces units, expected to be that of the one before.
+# The order in which a backward reduces units. It is expected to be the order of the backward before.
 
 
 class ReductionOrder:
-    """The reductions of the backward that runs, and of the one before that reduced anything."""
+    """The reductions of the current backward, and of the last earlier backward that reduced anything."""
 
     def __init__(self, predicts: bool) -> None:
-        """Begins without a backward. `predicts` is False where none is expected to be as the one before."""
+        """Begins without a backward. `predicts` is False if no backward is expected to repeat the one before."""
         self._predicts = predicts
         self._before: tuple[int, ...] = ()
         self._now: list[int] = []
 
     def expected(self, unit: int, in_turn: bool) -> tuple[int, ...]:
-        """Records a reduction, and returns all that are expected from it on; nothing but for a backward's first.
+        """Records a reduction. Returns the reductions expected from it on if it is a backward's first, otherwise ().
 
         Args:
             in_turn: True if micro-batches take turns: each reduces other units.
@@ -264,7 +264,7 @@ class ReductionOrder:
         return self._before if first and self._before[:1] == (unit,) else ()
 
     def end_backward(self) -> None:
-        """Ends a backward. One that has reduced nothing, as where micro-batches add up, changes nothing."""
+        """Ends a backward. A backward that has reduced nothing, as when micro-batches add up, changes nothing."""
         if self._now:
             self._before, self._now = tuple(self._now), []
 
@@ -276,7 +276,7 @@ class _Held(NamedTuple):
     """Gradients of a unit on this rank that are not reduced."""
 
     memory: torch.Tensor
-    """Each segment that has a gradient at its position in the unit. All else is filled with zeros before it is sent."""
+    """Gradients, each at its segment's position in the unit. The rest is filled with zeros before it is sent."""
     segments: set[int]
     """Segments that have a gradient."""
 
@@ -284,8 +284,8 @@ class _Held(NamedTuple):
 class ReduceScatterAccumulator(GradientAccumulator):
     """The mean of all ranks' gradients; see `GradientAccumulator` for the threads that may call each method.
 
-    Takes memory of the device arena, which `Partitions.reduction_nbytes` counts: buckets, or a sum for each unit; and
-    for each exchange that may be under way a buffer for values received, this rank's own among them.
+    Takes memory of the device arena, which `Partitions.reduction_nbytes` counts: buckets, or a sum for each unit. Each
+    exchange that may be under way has a buffer for the received values, this rank's own values included.
     """
 
     def __init__(
@@ -354,7 +354,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._wanted = [{p for p, s in enumerate(layout.segments) if s.trainable and s.numel} for layout in layouts]
         self._seen: list[set[int]] = [set() for _ in layouts]
         self._aside: list[tuple[int, int, torch.Tensor, Event]] = []
-        """Gradients of weights that stay in fp32, which came amid those of the same module's other unit."""
+        """Gradients of weights that stay in fp32 and that arrived amid the gradients of the same module's other
+        unit."""
 
     def adder(self, unit: int, segment: int) -> Callable[[torch.Tensor], None]:
         """Returns `add` for one parameter."""
@@ -365,14 +366,14 @@ class ReduceScatterAccumulator(GradientAccumulator):
     def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Copies a gradient to a bucket, or adds it to the sum of its unit.
 
-        Reduces the unit under way before if the gradient belongs to another one, or if it does not add up with an
-        earlier one of the same parameter; and this unit afterwards if it is complete.
+        Before that, reduces the unit under way if the gradient belongs to another unit, or if it does not add up with
+        an earlier gradient of the same parameter. Afterwards, reduces this unit if it is complete.
         """
         place = self._layouts[unit].segments[segment]
         if not place.numel:
             return
         adds_up, last = self._sums()
-        # A unit that others interrupt would be sent more than once.
+        # If gradients of another unit interrupted a unit, the unit would be sent more than once.
         if self._layouts[unit].in_fp32 and self._unit not in (-1, unit):
             self._aside.append((unit, segment, gradient, self._device.record_event()))
             return
@@ -395,7 +396,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._reduce()
 
     def _sums(self) -> tuple[bool, bool]:
-        """Returns whether gradients of the backward that runs add up with earlier ones, and whether it is the last."""
+        """Returns whether this backward's gradients add up with earlier ones, and whether it is the last to do so."""
         if self._adds_up:
             return True, self._callbacks.is_last_micro_batch()
         adds_up = self._adds_up_turns and self._schedule.interleaves
@@ -403,16 +404,16 @@ class ReduceScatterAccumulator(GradientAccumulator):
 
     def _hold(self, unit: int) -> _Held:
         if not self._room[unit]:
-            self._add_received()  # what is sent from this memory
+            self._add_received()  # frees memory that is being sent
         if not self._room[unit]:
-            # More units lie between two blocks, where each micro-batch passes all of them, than there are buckets. Or
-            # it is the first step, whose micro-batches pass one by one. The sum that began first is reduced so far.
+            # Between two blocks, where each micro-batch passes all units, there are more units than buckets. Or this is
+            # the first step, in which micro-batches pass one by one. The sum that began first is reduced early.
             self._unit = next(iter(self._held))
             self._reduce()
             self._add_received()
         memory = self._room[unit].pop().view(self.dtype if self._adds_up else self._sent[unit])
         # compute stream: the exchange before has read this memory on a stream of the backend. The additions are ordered
-        # after it, but may have gone to another stream than that of this gradient, if the model uses several.
+        # after that exchange, but may be on another stream than this gradient if the model uses several.
         self._device.wait_event(self._added)
         unit_sum = self._held[unit] = _Held(memory, set())
         return unit_sum
@@ -434,7 +435,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._add(unit, segment, gradient)
 
     def _flush(self) -> None:
-        """Reduces the unit under way, if there is one, and puts all that was received where it waits for its update."""
+        """Reduces the unit under way, if there is one, and stores all received sums for their updates."""
         while self._unit >= 0:
             self._reduce()
         self._order.end_backward()
@@ -468,7 +469,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """
         part, mesh = self._parts[unit], self._ranks.mesh
         sends = self._ranks.rank in holders
-        # compute stream: NCCL waits for that of the calling thread, which need not have added up what came here.
+        # compute stream: NCCL waits for the calling thread's stream, but another stream may have added up received
+        # rows.
         self._device.wait_event(self._added)
         assert sends or unit != self._unit, "the other ranks take what was announced for what is sent"
         rows = sent = None
@@ -489,7 +491,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         senders = mesh.shards_among(holders, self._ranks.rank)
         if self._in_place:
             if rows is None:
-                self._add_received()  # of the zeros that this rank may have sent before from the same memory
+                self._add_received()  # ends a sum of zeros that this rank may have begun from the same memory
             received, work = self._over_replicas.begin_in_place(rows, len(part))
         else:
             received = self._memory.receive(len(senders), len(part), self._sent[unit])
@@ -500,11 +502,11 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 self._free(unit, sent)
                 sent = None
         self._under_way.append(GradientExchange(unit, received, sent, work))
-        # The one before is added up while the new one runs; without overlap the new one itself.
+        # The exchange before is added up while the new one runs; without overlap the new one is added up here.
         self._add_received(self._exchanges - 1)
 
     def _free(self, unit: int, sent: torch.Tensor | None) -> None:
-        """Gives memory of gradients back, to compute that follows what the calling thread has started."""
+        """Frees memory of gradients, for compute that is ordered after the calling thread's compute."""
         self._device.wait_event(self._added)
         self._added = self._device.record_event()
         self._room[unit].extend([] if sent is None else [sent.view(torch.uint8)])
@@ -516,7 +518,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
 
     @uninterrupted
     def _add_received(self, left: int = 0) -> None:
-        """Waits for the oldest exchanges, and puts their sums where gradients wait for their update.
+        """Waits for the oldest exchanges, and stores their sums for the updates.
 
         Args:
             left: number of the newest exchanges that stay under way.
@@ -546,7 +548,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._adding = False
 
     def _put_mean(self, unit: int, received: torch.Tensor) -> None:
-        """Adds up the contributions to this rank's partition of `unit`, and stores their mean or adds it."""
+        """Adds up the contributions to this rank's partition of `unit`, and passes their mean to `put`."""
         part = self._parts[unit]
         for position, segment in enumerate(self._layouts[unit].segments):
             first, last = max(segment.start, part.start), min(segment.stop, part.stop)
@@ -554,14 +556,14 @@ class ReduceScatterAccumulator(GradientAccumulator):
             for start in range(first, last, CHUNK):
                 stop = min(start + CHUNK, last)
                 at = start - part.start
-                # Nothing reads what was received again, and on the host `put` has copied the mean when it returns.
+                # Nothing reads the received rows again, and on the host `put` has copied the mean when it returns.
                 mean = mean_of(received, at, at + stop - start, self._ranks.size, self._device.host_addressable)
                 self.put(unit, position, start - segment.start, mean)
 
     # -- what needs all that was received ------------------------------------------------------------
 
     def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
-        """Returns the statistics that decide a step, with all that other ranks have reduced until now."""
+        """Returns the statistics that decide a step, after all exchanges under way."""
         self._finish()
         return super().known(elsewhere)
 
@@ -614,7 +616,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
 
     def close(self) -> None:
         """Waits for exchanges under way, whose memory other ranks read and write, and closes the rest."""
-        # Of a lost rank the log has said which, and what is under way has failed.
+        # If a rank is lost, the log has named it, and the exchanges under way have failed.
         if not self._ranks.lost:
             with contextlib.suppress(RankError):
                 self._drop_received()

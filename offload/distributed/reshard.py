@@ -1,4 +1,4 @@
-"""The start of a run with another number of ranks than it had: each rank writes its part of the states anew.
+"""Resharding: the start of a run with another number of ranks, each of which writes its part of the states anew.
 
     rank 0 locks the run's folders ─► all compare every byte with its checksum ─► each writes new-rank<r>, its first
     commit ─► rank 0 switches (`switch`) ─► the start resumes the run as one of this number of ranks
@@ -68,7 +68,7 @@ class FormerRun:
 
     source: StoreSource
     specs: Sequence[StoreSpec]
-    """What each rank's store contains; the ranks of the first replica only."""
+    """Contents of each rank's store; the ranks of the first replica only."""
     layouts: tuple[UnitLayout, ...]
     mode: Mode
     saved: Mapping[str, tuple[int, ParameterSegment]]
@@ -86,7 +86,7 @@ class FormerRun:
         return self.layouts[unit].mode_in(self.mode)
 
     def open(self, queue: Queue) -> SavedStates:
-        """Returns the states; `queue` is that of the source already."""
+        """Returns the states. The source reads through `queue` already."""
         return SavedStates(self.layouts, self.mode, self.world_size, self.source)
 
     def compare(self, rank: int, size: int) -> None:
@@ -149,15 +149,15 @@ class StoredShards:
 
 
 # -- switch --------------------------------------------------------------------------------------------
-#
-# The step from the folders of a run to those of its successor with another number of ranks. One note decides.
+# The step from the folders of a run to the folders of its successor with another number of ranks. The note
+# `resharded.json` decides which folders are the run.
 #
 #     new-rank<r> written and committed ─► resharded.json ─► rank<r> becomes old-rank<r>, new-rank<r> becomes rank<r>
 #                                                         └─► no resharded.json ─► old-rank<r> deleted
 #
-# Without the note the folders `rank<r>` are the run, and the next start deletes those next to them. With the note
-# the run is the one that the note names, and the next start ends the renames. Either way no state is lost by a kill.
-# Whoever holds the locks of the run's ranks owns the folders next to them too.
+# Without the note the folders `rank<r>` are the run, and the next start deletes the folders next to them. With the
+# note, the stores that it names are the run, and the next start finishes the renames. Either way a kill loses no state.
+# The process that holds the locks of the run's ranks also owns the folders next to them.
 
 
 class Switch(NamedTuple):
@@ -172,10 +172,10 @@ class Switch(NamedTuple):
 
 
 def carry_out(folders: Sequence[Path], change: Switch) -> None:
-    """Makes the new folders the run and deletes those before. The caller holds the locks of both.
+    """Makes the new folders the run and deletes the former folders. The caller holds the locks of both.
 
     Args:
-        change: the stores before and after; those after are complete and durable.
+        change: the stores before and after; the new stores are complete and durable.
 
     Raises:
         StoreError: if a folder of the new ranks is missing.
@@ -274,7 +274,7 @@ def _delete_aside(folders: Sequence[Path]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewRanks:
-    """The run as the ranks of this start will have it."""
+    """The run after resharding, as one rank of this start sees it."""
 
     drives: Sequence[str]
     run: str
@@ -284,9 +284,9 @@ class NewRanks:
     mode: Mode
     shares: Sequence[tuple[range, range]]
     ranks: AllOrNothing
-    """The ranks among which states are divided: of a grid those of a column."""
+    """The ranks among which states are divided; in a grid, the ranks of a column."""
     everyone: AllOrNothing
-    """All processes of a grid; without one this process alone."""
+    """All processes of a grid; without a grid, this process alone."""
     place: Mapping[str, Any]
     """The place of a column in the grid, as its swap files contain it."""
     mesh: Mesh
@@ -340,7 +340,7 @@ def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> s
 
 
 def _found(new: NewRanks) -> tuple[Mesh | None, int | None]:
-    """Returns how the run's ranks are arranged, None without a run; and in a grid the last commit of all columns.
+    """Returns the mesh of the run, None without a run; and in a grid the last commit that all columns have.
 
     Nothing is locked yet. If another process replaces that commit before the locks are taken, `_open` raises an error.
 
@@ -348,7 +348,7 @@ def _found(new: NewRanks) -> tuple[Mesh | None, int | None]:
         StoreError: if the columns are of two runs.
     """
     run = new.folders[0]
-    known: list[int] | None = new.ranks.by_first(lambda: _mesh_of(run))  # as JSON has it
+    known: list[int] | None = new.ranks.by_first(lambda: _mesh_of(run))  # a list, as JSON has no tuples
     if new.everyone.size == 1:
         return (None if known is None else Mesh(*known)), None
     # Rank 0 of each column looks: the others may not see all folders.
@@ -422,7 +422,7 @@ def _prepare(
 
 
 def _mesh_of(run: Path) -> Mesh | None:
-    """Returns how the run's ranks are arranged; None if no manifest says so, or if the run makes no commits."""
+    """Returns the mesh of the run's ranks; None if there is no manifest, or if the run makes no commits."""
     manifests = (look(folder).manifest for folder in rank_folders(run) if is_rank(folder))
     known = next((manifest for manifest in manifests if manifest is not None), None)
     if known is None or known.spec.slots < 2:
@@ -470,7 +470,7 @@ def _open(
     sources = [_on_drives(rank_files, new) for rank_files in ranks_of(run, looked)]
     source = opened.enter_context(contextlib.closing(StoreSource(run, queue, sources, at)))
     keep_flags = {segment.name: segment.kept for layout in new.layouts for segment in layout.segments}
-    # What the former ranks would store of this model. `compare` reports a difference as any other resume does.
+    # The layouts in which the former ranks would store this model. `compare` reports differences, as in any resume.
     expected = placed_for(new.layouts, new.mode, len(sources))
     expected = tuple(with_kept(layout, keep_flags, len(sources)) for layout in expected)
     specs = store_specs(expected, new.mode, before.shards, replicas=before.replicas)

@@ -1,16 +1,17 @@
-"""Files of `torch.save`, read without running what their pickle says, and without a tensor in memory.
+"""Files of `torch.save`, read without running code that their pickle names, and without a tensor in memory.
 
 Such a file is a zip archive whose records are not compressed: `data.pkl`, a pickle of the object in which each tensor
 names its storage, and the bytes of each storage as a record of its own. An ordinary unpickler imports the classes that
 a pickle names and calls them, so a file from a stranger could run any code.
 
 Here the pickle is data: `pickletools` of Python takes it apart, and `_Program` makes plain containers and tensors of
-it. Any other name becomes a `Global`, and what it would make a `Record`: both have names and values, and do nothing.
-What a pickle may take is bounded by its own length: a hundred bytes can describe 2**60 values.
+it. Any other name becomes a `Global`, and an object that a call of it would make becomes a `Record`: both have names
+and values, and do nothing. The pickle's own length bounds the memory and the time for it: a hundred bytes can describe
+2**60 values.
 
 torch's reader of plain weights (`weights_only=True`) runs nothing either, but is not bounded: a pickle of 150 bytes
-keeps it busy for hours, and one of 40 takes as much memory as it names. It does not say where in the file a tensor
-lies, either, and cannot read the metadata of torch.distributed.checkpoint.
+keeps it busy for hours, and one of 40 takes as much memory as it names. It also gives no position of a tensor in the
+file, and cannot read the metadata of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from offload.torch_internals import rebuild_tensor
 
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-"""Of a zip file: signature, length of the name, length of the extra field. The record's bytes follow both."""
+"""Header of a record in a zip file: signature, lengths of name and extra field. The record's bytes follow both."""
 _SIGNATURE = b"PK\x03\x04"
 _STORAGES = {
     "torch.FloatStorage": torch.float32,
@@ -60,20 +61,20 @@ _STORAGES = {
 """Dtype of the values in each typed storage, by the name in a pickle."""
 
 _LONGEST_PICKLE = 256 * MIB
-"""Bytes of a pickle: it has no values of tensors. The metadata of a checkpoint of a hundred ranks has 30 MiB."""
+"""Most bytes of a pickle, which has no values of tensors. A checkpoint of a hundred ranks has 30 MiB of metadata."""
 _LONGEST_READ = 64 * MIB
-"""Bytes of one value in a pickle, and of the index of a file."""
+"""Most bytes of one value in a pickle, and of the index of a file."""
 _LONGEST_NAME = 1024
-"""Characters of a class's name."""
+"""Most characters of a class's name."""
 _MOST_SHARED = 16
-"""Times as many values as the pickle has instructions, which its containers may come to where they share values."""
+"""Most values in all containers, for each instruction of the pickle. A shared value counts in each container."""
 _DEEPEST = 100
-"""Containers within each other."""
+"""Most containers within each other."""
 _MOST_DIMENSIONS = 64
 _LONGEST_KEY = 16
-"""Values of a tuple that is the key of a dict."""
+"""Most values of a tuple that is the key of a dict."""
 _LARGEST_IN_MEMORY = 4 * GIB
-"""Bytes of a storage that is read into memory: of buffers and counters."""
+"""Most bytes of a storage that is read into memory, for buffers and counters."""
 
 
 class Storage(NamedTuple):
@@ -84,7 +85,7 @@ class Storage(NamedTuple):
     """First byte in the file."""
     nbytes: int
     crc32: int
-    """CRC-32 of the bytes, as zip files have it."""
+    """CRC-32 of the bytes, from the zip file's index."""
 
 
 class StoredTensor(NamedTuple):
@@ -152,14 +153,14 @@ class Global:
 
 @dataclass(eq=False)
 class Record:
-    """An object of a class that this reader does not know: what the pickle says of it, and no behaviour."""
+    """An object of a class that this reader does not know: its values in the pickle, and no behaviour."""
 
     name: str
     """Module and name of the class, or of the function that would have made the object."""
     args: tuple[Any, ...] = ()
     """Arguments of the call that would have made the object."""
     state: Any = field(default_factory=dict)
-    """Attributes by name, where the object has ordinary ones."""
+    """Attributes by name, if the object has ordinary attributes."""
 
 
 def plain(value: Any) -> Any:
@@ -168,9 +169,9 @@ def plain(value: Any) -> Any:
 
 
 def read_torch_file(path: Path, part: range | None = None) -> Any:
-    """Returns the object that `torch.save` has written, with a `StoredTensor` for each tensor. Runs nothing of it.
+    """Returns the object that `torch.save` has written, with a `StoredTensor` for each tensor. Runs no code of it.
 
-    `part` are the bytes of the file that `torch.save` has written; None for all.
+    `part` is the range of bytes that `torch.save` has written; None for the whole file.
 
     Raises:
         StoreError: If the file is missing, not complete, of the format before torch 1.6, or no such file at all.
@@ -200,7 +201,7 @@ def read_torch_file(path: Path, part: range | None = None) -> Any:
 def read_pickle(path: Path) -> Any:
     """Returns the object of a pickle without tensors, with a `Record` for each object of a class.
 
-    Runs nothing of it.
+    Runs no code of the file.
 
     Raises:
         StoreError: If the file is missing, not complete, or no pickle.
@@ -213,14 +214,14 @@ def read_pickle(path: Path) -> Any:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Raises what a file that is damaged or made up has caused as `StoreError` with the path."""
+    """Converts any error of a damaged or made-up file into a `StoreError` with the path."""
     try:
         yield
     except StoreError:
         raise
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
-    # Among them those of zipfile, and MemoryError: a damaged file makes all of them raise almost anything.
+    # Errors of zipfile and MemoryError are among them: a damaged file can raise almost any error.
     except Exception as error:
         raise StoreError(
             f"{path} is not a complete file of torch.save or torch.distributed.checkpoint: {type(error).__name__}: "
@@ -235,7 +236,7 @@ class _Part(io.RawIOBase):
         super().__init__()
         nbytes = file.seek(0, io.SEEK_END)
         self._file, self.bytes = file, range(nbytes) if part is None else part
-        """Bytes of the file that this one consists of."""
+        """Range of the open file's bytes that this file consists of."""
         if not 0 <= self.bytes.start <= self.bytes.stop <= nbytes:
             raise ValueError(f"it has {nbytes} bytes, expected {self.bytes.stop} at least")
         self._at = 0
@@ -251,15 +252,15 @@ class _Part(io.RawIOBase):
         return self._at
 
     def read(self, nbytes: int = -1, /) -> bytes:
-        """Returns bytes, at most `nbytes`; raises `ValueError` for more than a file of torch.save has at once."""
-        # The length may be one that a made-up index has named.
+        """Returns bytes, at most `nbytes`; raises `ValueError` for more than `_LONGEST_READ`."""
+        # The length may come from a made-up index.
         nbytes = len(self.bytes) - self._at if nbytes < 0 else nbytes
         if nbytes > _LONGEST_READ:
             raise ValueError(f"a record or an index of {nbytes} bytes")
         return super().read(nbytes) or b""
 
     def readinto(self, buffer: Any, /) -> int:
-        # The end of the part is the end of the file to whoever reads it.
+        # A reader sees the end of the part as the end of the file.
         view = memoryview(buffer)[: max(0, len(self.bytes) - self._at)]
         self._file.seek(self.bytes.start + self._at)
         view[:] = data = self._file.read(len(view))
@@ -280,7 +281,7 @@ class _ArchiveRecord(NamedTuple):
 
 
 def _records(archive: zipfile.ZipFile) -> dict[str, _ArchiveRecord]:
-    """Returns the records of a file by name, without the name of the folder that they all are in.
+    """Returns the records of a file by name, without the name of their common folder.
 
     Raises:
         ValueError: If records are compressed, lie over one another, or have one name.
@@ -290,7 +291,7 @@ def _records(archive: zipfile.ZipFile) -> dict[str, _ArchiveRecord]:
     places: dict[str, _ArchiveRecord] = {}
     for info, end in zip(infos, ends, strict=True):
         name = info.filename.partition("/")[2]
-        # Records that share bytes would come to more than the file has.
+        # Records that share bytes could add up to more bytes than the file has.
         if info.header_offset < 0 or info.header_offset + info.file_size > end:
             raise ValueError(f"the record {name[:99]!r} reaches beyond its place")
         if info.compress_type != zipfile.ZIP_STORED or name in places:
@@ -300,7 +301,7 @@ def _records(archive: zipfile.ZipFile) -> dict[str, _ArchiveRecord]:
 
 
 class _Storages:
-    """The storages of a file, whose records have places by name."""
+    """The storages of a file, by their names in the pickle."""
 
     def __init__(self, path: Path, file: _Part, records: dict[str, _ArchiveRecord]) -> None:
         self._path, self._file, self._records = path, file, records
@@ -308,7 +309,7 @@ class _Storages:
 
     def find(self, key: str) -> Storage:
         """Returns the place of a storage's bytes, which follow the local header of the record."""
-        # Tied tensors share a storage, whose place is looked up once.
+        # Tied tensors share a storage, so its place is looked up once.
         if key not in self._found:
             info, end = self._records[f"data/{key}"]
             self._file.seek(info.header_offset)
@@ -322,7 +323,7 @@ class _Storages:
 
 
 class _Bytes:
-    """The bytes of a pickle for `pickletools`, which reads as many at once as a made-up length says."""
+    """The bytes of a pickle for `pickletools`, with a limit for each read: a length in a pickle may be made up."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -362,10 +363,10 @@ _PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
 
 
 class _Program:
-    """The machine that a pickle is a program for, without the instructions that would run code of others.
+    """The machine that runs a pickle's instructions, except for those that would run other code.
 
     Args:
-        storage: Returns the place of a storage by its name in the pickle; None where there are none.
+        storage: Returns the place of a storage by its name in the pickle; None for a pickle without storages.
     """
 
     def __init__(self, storage: Callable[[str], Storage] | None) -> None:
@@ -430,7 +431,7 @@ class _Program:
             state = stack.pop()
             if isinstance(stack[-1], Record):
                 stack[-1].state = state
-            elif not isinstance(stack[-1], OrderedDict):  # whose attributes count for nothing here
+            elif not isinstance(stack[-1], OrderedDict):  # whose attributes are ignored
                 raise ValueError(f"attributes of {type(stack[-1]).__name__}")
         elif name == "BINPERSID":
             stack.append(self._stored(stack.pop()))
@@ -448,7 +449,7 @@ class _Program:
         return values
 
     def _behind_mark(self) -> list[Any]:
-        """Takes the values behind the last mark from the stack, and the mark, and returns the values."""
+        """Removes the last mark, and the values after it, from the stack; returns the values."""
         at = len(self._stack) - 1
         while at >= 0 and self._stack[at] is not _MARK:
             at -= 1
@@ -472,7 +473,7 @@ class _Program:
         return _TypedStorage(storage, dtype)
 
     def _made(self, made_by: Any, arguments: Any) -> Any:
-        """Returns what a call would make, which is made here for the containers and tensors of torch.save alone."""
+        """Returns the result of a call: a container or tensor of torch.save, or a `Record` for anything else."""
         if not isinstance(made_by, Global) or not isinstance(arguments, tuple):
             raise ValueError(f"a call of {type(made_by).__name__}")
         name = made_by.name
@@ -490,7 +491,7 @@ class _Program:
         values = arguments[0] if arguments else ()
         if not isinstance(values, list | tuple):
             raise ValueError(f"{name} of {type(values).__name__}")
-        # Each call copies all values, which a pickle can ask for again in four bytes.
+        # Each call copies all values, and a pickle needs only four bytes for another call.
         self._copied += len(values)
         if self._copied > _MOST_SHARED * self._steps:
             raise ValueError("it copies a container again and again")
@@ -517,9 +518,9 @@ def _global(module: Any, name: Any) -> Global:
 
 
 def _key(value: Any) -> Any:
-    """Returns `value` if it may be a key of a dict or an item of a set, whose hash takes no time worth mentioning.
+    """Returns `value` if it may be a key of a dict or an item of a set; raises `ValueError` if its hash may be slow.
 
-    Tuples within tuples can take hours, and integers beyond those of a word can all have one hash.
+    A hash of tuples within tuples can take hours, and large integers can all have the same hash.
     """
     for item in value if type(value) is tuple and len(value) <= _LONGEST_KEY else (value,):
         known = isinstance(item, str | bytes | float | Global | Record | None)
@@ -529,7 +530,7 @@ def _key(value: Any) -> Any:
 
 
 def _add(values: list[Any], to: Any) -> None:
-    """Adds values to a list or a set. A record drops them: those of a class that is derived from a list."""
+    """Adds values to a list or a set. Drops them for a `Record`, whose class may be derived from a list."""
     if type(to) is list:
         to.extend(values)
     elif type(to) is set:
@@ -539,7 +540,7 @@ def _add(values: list[Any], to: Any) -> None:
 
 
 def _set(items: list[tuple[Any, Any]], to: Any) -> None:
-    """Sets items of a dict. A record drops them: those of a class that is derived from a dict."""
+    """Sets items of a dict. Drops them for a `Record`, whose class may be derived from a dict."""
     if isinstance(to, dict):
         to.update((_key(key), value) for key, value in items)
     elif not isinstance(to, Record):
@@ -553,7 +554,7 @@ def _size(value: Any) -> int:
 
 
 def _tensor(place: Any, start: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
-    """Returns a tensor by the storage, first element, shape and strides that a pickle names."""
+    """Returns a tensor with the storage, first element, shape and strides that a pickle names."""
     if not isinstance(place, _TypedStorage) or not len(shape) == len(stride) <= _MOST_DIMENSIONS:
         raise ValueError("a tensor without storage, or with a stride for none of its dimensions")
     storage, dtype = place
@@ -566,10 +567,10 @@ def _tensor(place: Any, start: Any, shape: Any, stride: Any, *_: Any) -> StoredT
 
 
 def _check_size(content: Any, most: int) -> None:
-    """Raises `ValueError` if containers come to more than `most` values, or contain themselves.
+    """Raises `ValueError` if the containers add up to more than `most` values, or contain themselves.
 
-    Whoever goes through them goes through a container as often as it is in others. A record is no container: it is
-    looked into once.
+    A container counts as often as other containers contain it, as a reader would visit it so often. A record is no
+    container, and is visited once.
     """
     left: list[tuple[Any, int]] = [(content, 0)]
     records: dict[int, Record] = {}
@@ -594,8 +595,7 @@ def _check_size(content: Any, most: int) -> None:
 # -- torch file writer ---------------------------------------------------------------------------------
 #
 # Files that `torch.load` reads, whose tensors are written in chunks, without a complete tensor in memory.
-#
-# `torch.save` writes complete tensors alone. The format is that of `offload.fileio.torch_file`.
+# `torch.save` can only write complete tensors. The format is the one that this module reads.
 
 
 _ROOT = "archive"
@@ -634,7 +634,7 @@ class _Pickler(pickle.Pickler):
         return ("storage", value.kind, value.key, "cpu", value.numel) if isinstance(value, _Storage) else None
 
     def reducer_override(self, value: Any, /) -> Any:
-        """Returns how a tensor is made of its storage when the file is read."""
+        """Returns the call that makes a tensor from its storage when the file is read."""
         if not isinstance(value, Tensor | torch.Tensor):
             return NotImplemented
         shape = tuple(value.shape)
@@ -648,7 +648,7 @@ class _Pickler(pickle.Pickler):
 class TorchFileWriter:
     """A new file of `torch.save`, whose tensors are written one after the other, in chunks.
 
-    Call `begin` and then `write` for each of `tensors`. The file is durable after `close`; its name is so after
+    Call `begin` and then `write` for each of `tensors`. The file is durable after `close`, and its name after
     `sync_folder` of its folder.
 
     Args:

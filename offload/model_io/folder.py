@@ -1,4 +1,4 @@
-"""Weight files of a model's folder, whose tensors are read one by one: safetensors, or else those of torch.save.
+"""Weight files of a model's folder, whose tensors are read one by one: safetensors, or else files of torch.save.
 
 Files of `torch.save` (`pytorch_model.bin`) contain a pickle, and nothing in it is executed: see
 `offload.fileio.torch_file`.
@@ -58,7 +58,7 @@ class Stored(NamedTuple):
         A chunk is valid until the next one is requested.
 
         Args:
-            part: The elements to read, from whose first one positions are counted; None for all.
+            part: The elements to read; None for all. Positions are counted from the first of them.
 
         Raises:
             IoError: If the file cannot be read.
@@ -75,7 +75,7 @@ class Stored(NamedTuple):
                 yield start // itemsize, torch.frombuffer(chunk, dtype=self.dtype)
 
     def runs(self, part: range) -> list[StoredRun]:
-        """Returns the elements of the files that are `part` of the values, in order: of one tensor, one run."""
+        """Returns the elements of the files that make up `part` of the values: one run, since this is one tensor."""
         return [StoredRun(self, part.start, len(part))]
 
     def whole(self) -> torch.Tensor:
@@ -130,8 +130,8 @@ class StoredRun(NamedTuple):
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Returns all tensors of a folder's weight files, or of one safetensors file, by name. Reads only headers.
 
-    The tensors of a folder are in `model.safetensors`, or else in the files that its index names; in a folder without
-    them in `pytorch_model.bin` or the files of that index.
+    The tensors of a folder are in `model.safetensors`, or else in the files that its index names. In a folder without
+    safetensors they are in `pytorch_model.bin`, or in the files that its index names.
 
     Raises:
         StoreError: If the folder contains neither, or a file is missing, incomplete or contradicts the index.
@@ -180,7 +180,7 @@ def _of_file(path: Path) -> dict[str, Stored]:
 
 
 def _of_pickle(path: Path) -> dict[str, TensorLocation]:
-    """Returns the location of each tensor in a file of `torch.save`; raises `StoreError` if it is no dict of them."""
+    """Returns the location of each tensor in a file of `torch.save`; raises `StoreError` without a dict of tensors."""
     content = read_torch_file(path)
     locations: dict[str, TensorLocation] = {}
     for name, tensor in content.items() if isinstance(content, dict) else [("the object", content)]:
@@ -237,9 +237,9 @@ def _what_is_there(folder: Path) -> str:
 # Folders that bitsandbytes has quantized: layers of its classes are built, whose codes `initialize` reads later.
 #
 # In such a folder a weight of 4 bits is several tensors: its codes under the weight's name, and below that name scales,
-# the code book, the same of scales that are quantized themselves, and a JSON text in bytes. One of 8 bits is its codes,
-# and the scales of its rows. Codes and scales are paged tensors, whose bytes stay in the files until then:
-# code that asks for them before, as DoRA's does, reads them. What is small is read now.
+# the code book, both again for scales that are quantized themselves, and a JSON text in bytes. A weight of 8 bits has
+# codes, and scales of its rows. Codes and scales are paged tensors, whose bytes stay in the files until `initialize`
+# reads them. Code that asks for them before, as DoRA's does, reads them then. Small tensors are read at once.
 
 
 _METHOD = "bitsandbytes"
@@ -298,7 +298,7 @@ def build_layers(model: Any, folder: Path, stored: Mapping[str, Stored], built: 
 
 
 def _replace(model: Any, settings: Any, folder: Path) -> None:
-    """Lets transformers replace linear layers by those of bitsandbytes, as its own `from_pretrained` does."""
+    """Lets transformers replace linear layers by layers of bitsandbytes, as its own `from_pretrained` does."""
     from transformers import quantizers
 
     library: Any = quantizers
@@ -308,7 +308,7 @@ def _replace(model: Any, settings: Any, folder: Path) -> None:
         quantizer.preprocess_model(model, device_map={"": "cpu"})
         quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
-    # The quantizer is transformers' own code, and says which package is missing.
+    # The quantizer is transformers' own code, and its error names a missing package.
     except (ImportError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"transformers cannot build the quantized layers of {folder}: {error}") from error
 
@@ -320,7 +320,7 @@ def _four_bits(name: str, module: Any, stored: Mapping[str, Stored], folder: Pat
     parts = {key[len(name) + 1 :]: stored[key] for key in stored if key.startswith(f"{name}.")}
     if name not in stored or "absmax" not in parts or not any(_STATE in f".{key}" for key in parts):
         raise _lacks(name, folder)
-    # The scales stay in the file, so the state is made with others.
+    # The scales stay in the file, so the state is made with empty scales first.
     small = {key: part.whole() for key, part in parts.items() if key != "absmax"}
     state: Any = functional.QuantState.from_dict(
         {**small, "absmax": torch.empty(0, dtype=torch.float32, device="cpu")}, device=torch.device("cpu")

@@ -39,23 +39,23 @@ from offload.states import State
 
 @dataclass(frozen=True, kw_only=True)
 class PartLayout:
-    """What one part has: the layers of some stages, and one shard of each parameter that is divided."""
+    """The layout of one part: the layers of some stages, and one shard of each divided parameter."""
 
     layouts: tuple[UnitLayout, ...]
     mode: Mode
     about: Mapping[str, Any]
     """Made by `described_part`."""
     position: int
-    """Position in the pipeline; 0 without one."""
+    """Position in the pipeline; 0 without a pipeline."""
     coordinate: int
-    """Which shards; 0 without tensor parallelism."""
+    """Number of the part's shards in tensor parallelism; 0 without it."""
     in_pipeline: bool
 
     @classmethod
     def of(
         cls, description: Mapping[str, Any], about: Mapping[str, Any], layouts: tuple[UnitLayout, ...], mode: Mode
     ) -> PartLayout:
-        """Returns the part whose description and `about` are of `described_part`."""
+        """Returns the part with the description and `about` that `described_part` returned."""
         return cls(
             layouts=layouts,
             mode=mode,
@@ -67,7 +67,7 @@ class PartLayout:
 
 
 class PieceOf(NamedTuple):
-    """Where a part has its piece of a parameter."""
+    """The place of a part's piece of a parameter."""
 
     part: int
     unit: int
@@ -79,31 +79,32 @@ class WholeParameter(NamedTuple):
 
     segment: ParameterSegment
     dim: int | None
-    """The dimension along which the pieces are cut; None for one piece that is all."""
+    """The dimension along which the pieces are cut; None for a parameter in one piece."""
     pieces: tuple[PieceOf, ...]
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Elements of a row of each piece; see `strips`."""
+        """The number of elements in a row of each piece; see `strips`."""
         shapes = [piece.segment.shape[self.dim or 0 :] for piece in self.pieces]
         return tuple(math.prod(shape) for shape in shapes)
 
 
 class WholeModel(NamedTuple):
-    """A whole model, put together of parts."""
+    """A whole model, joined from its parts."""
 
     layouts: tuple[UnitLayout, ...]
     parameters: tuple[tuple[WholeParameter, ...], ...]
-    """Those of each unit, in the order of its segments."""
+    """The parameters of each unit, in the order of its segments."""
     about: Mapping[str, Any]
     names: Mapping[tuple[int, str], str]
-    """The whole model's name of each parameter and buffer, by position and own name; without those left out."""
+    """The whole model's name of each parameter and buffer that is kept, by position and name in the part."""
 
 
 def whole_model(parts: Sequence[PartLayout], buffers: Sequence[Sequence[str]]) -> WholeModel:
-    """Puts parts together.
+    """Returns the whole model, joined from its parts.
 
-    Names of a pipeline begin with the number of the stage. They are left without it if no two are the same then.
+    Names of a pipeline begin with the number of the stage. The number is dropped if all names stay different without
+    it.
 
     Raises:
         StoreError: If it is not known how parameters are divided, or parts are stored as blocks.
@@ -142,7 +143,7 @@ def _names(parts: Sequence[tuple[PartLayout, Sequence[str]]]) -> dict[tuple[int,
     short = [(position, name, tied, name.partition(".")[2]) for position, name, tied in own]
     untied = {short_name for *_, tied, short_name in short if not tied}
     counted = [short_name for *_, tied, short_name in short if not (tied and short_name in untied)]
-    # A copy of a tied layer has the name of the first; all other names must distinguish layers.
+    # A copy of a tied layer gets the name of the first layer. All other names must differ between layers.
     if len(set(counted)) == len(counted):
         return {(p, name): short_name for p, name, tied, short_name in short if not (tied and short_name in untied)}
     return {(position, name): name for position, name, _ in own}
@@ -178,13 +179,13 @@ def _parameter(name: str, segment: ParameterSegment, row: Sequence[int], parts: 
 
 
 def _about(first: Sequence[PartLayout], names: Mapping[tuple[int, str], str]) -> dict[str, Any]:
-    """Returns what is said about the whole model, whose tied names are those of all stages."""
+    """Returns `about` of the whole model, with the tied names of all stages."""
     tied: dict[str, str] = {}
     loader_ties: list[str] = []
     for part in first:
         for alias, name in part.about["tied"].items():
             if (whole := names.get((part.position, name))) is not None:
-                # Under the stage's number if the other names are.
+                # With the stage's number if the other names have it.
                 wholly = alias if whole == name else alias.partition(".")[2]
                 tied[wholly] = whole
                 if alias in part.about.get("loader_ties", ()):
@@ -195,8 +196,7 @@ def _about(first: Sequence[PartLayout], names: Mapping[tuple[int, str], str]) ->
 
 
 # -- strips --------------------------------------------------------------------------------------------
-#
-# Pure arithmetic of a tensor that is cut along one dimension: which elements of the pieces are those of the whole.
+# Pure arithmetic for a tensor that is cut along one dimension: finds the elements of the whole in the pieces.
 #
 # whole (4, 6), cut along 1       a row of the whole has a part of each piece's row; neighbouring rows are read at once
 # a a a a | b b
@@ -206,13 +206,13 @@ def _about(first: Sequence[PartLayout], names: Mapping[tuple[int, str], str]) ->
 
 
 class Strip(NamedTuple):
-    """Elements [start, stop) of one piece, which are the same columns of `rows` rows of the whole."""
+    """Elements [start, stop) of one piece: the same columns in each of `rows` rows of the whole."""
 
     piece: int
     start: int
     stop: int
     at: int
-    """Position of the first of them in the range of the whole."""
+    """Position of the first element in the requested range of the whole."""
     rows: int
 
 
@@ -220,15 +220,15 @@ def strips(widths: Sequence[int], start: int, stop: int) -> Iterator[Strip]:
     """Yields the strips that make up elements [start, stop) of the whole.
 
     Args:
-        widths: For each piece the elements between two elements of it that are one row apart: the product of its sizes
-            from the dimension of the cut on. Their sum is a row of the whole.
+        widths: The number of elements in a row of each piece: the product of the piece's sizes from the cut dimension
+            on. The sum of all widths is a row of the whole.
     """
     borders, at = [0, *itertools.accumulate(widths)], start
     row = borders[-1]
     while at < stop:
         number, within = divmod(at, row)
         whole_rows = 0 if within else (stop - at) // row
-        # Rows that are there as a whole are one read of each piece; at the ends a read for each part of a row.
+        # All complete rows are one read of each piece. An incomplete row at either end is a read of its own.
         columns = range(row) if whole_rows else range(within, min(row, within + stop - at))
         rows = whole_rows or 1
         for piece, (left, right) in enumerate(itertools.pairwise(borders)):
@@ -254,7 +254,7 @@ class OpenPart(NamedTuple):
 
 
 class WholeSource:
-    """The parts of a model as one; implements `offload.model_io.source.Source`."""
+    """The parts of a model as one source of weights; implements `offload.model_io.source.Source`."""
 
     def __init__(self, parts: Sequence[OpenPart], step: int, close: Callable[[], None] = lambda: None) -> None:
         # Raises `StoreError` if the parts cannot be put together.
@@ -265,11 +265,11 @@ class WholeSource:
             raise StoreError(f"the parts are in different modes, {', '.join(modes)}: give parts of one run")
         (self._mode,) = modes.values()
         self._parameters = whole.parameters
-        # One rank and no padding between states of ranks: `read` finds bytes by their elements alone.
+        # Described as one rank, without padding between ranks: `read` finds bytes by element numbers alone.
         self.description: Mapping[str, Any] = describe(whole.layouts, self._mode, 1)
         self.about, self.step = whole.about, step
         self.client_state: Mapping[str, Any] = {}
-        """Each part has its own, and none describes the whole."""
+        """Empty: each part has a state of its own, and none describes the whole."""
         self.frozen = all(part.frozen for part in parts)
         self.buffers: Mapping[str, torch.Tensor] = {
             whole.names[part.layout.position, name]: value
@@ -283,7 +283,7 @@ class WholeSource:
         assert rank == 0
         size = self._mode.states[state].itemsize
         joined, first, last = _Joined(len(buffer)), start // size, (start + len(buffer)) // size
-        # Padding between parameters is not read: nobody looks at those bytes of the buffer.
+        # Padding between parameters is not read: these bytes of the buffer are never used.
         for parameter in self._parameters[unit]:
             segment = parameter.segment
             begin, end = max(first, segment.start), min(last, segment.stop)
@@ -296,7 +296,7 @@ class WholeSource:
                 if strip.rows == 1:
                     memory = out[strip.at * size : strip.at * size + nbytes]
                 else:
-                    # One long read in place of one for each row, whose parts are put where they belong afterwards.
+                    # One long read in place of a read for each row. The rows are copied to their places afterwards.
                     memory = aligned_empty(nbytes)
                     joined.copies.append(_RowCopy(memory, out[strip.at * size :], strip.rows, sum(widths) * size))
                 source = SavedElement(piece.unit, piece.segment.start + strip.start, piece.segment.trainable)
@@ -310,7 +310,7 @@ class WholeSource:
 
 
 class _RowCopy(NamedTuple):
-    """Rows that were read one after the other, and where they go, `step` bytes apart."""
+    """Rows that were read one after the other, and their destination, where rows are `step` bytes apart."""
 
     memory: memoryview
     out: memoryview
@@ -330,7 +330,7 @@ class _Joined:
 
     def wait(self) -> int:
         """Waits for all reads, in their order, and returns the number of bytes."""
-        # In the order of their begin: with an engine each wait is a collective.
+        # In the order in which the reads began: with an engine each wait is a collective.
         for read in self.reads:
             read.wait()
         for memory, out, rows, step in self.copies:
@@ -350,7 +350,7 @@ class _Joined:
 def whole_of_checkpoint(checkpoint: Path, queue: Queue) -> WholeSource:
     """Opens all parts of a checkpoint, after their weights have been compared with the checksums.
 
-    They are read twice: pieces of a parameter are not read in the order of the checksums.
+    Weights are read twice, since pieces of a parameter are not read in the order of the checksums.
 
     Args:
         queue: Queue for the reads; owned by the caller.
@@ -361,11 +361,11 @@ def whole_of_checkpoint(checkpoint: Path, queue: Queue) -> WholeSource:
     """
     manifest = read_manifest(checkpoint)
     check_parts(checkpoint, manifest)
-    # Rank 0 of no engine: the progress of rank 0 has the buffers, which all ranks of a part have.
+    # Rank 0's progress is read, since it has the buffers, which are equal on all ranks of a part.
     checkpoints = [look(checkpoint / part, 0, 0, {}) for part in manifest.parts]
     for checkpoint_part in checkpoints:
         places = checkpoint_part.places
-        # Moments are not read, so damage of them does not keep anyone from the weights.
+        # Moments are not read, so damaged moments do not prevent a read of the weights.
         work = [
             (rank, name)
             for rank, tensors in enumerate(places)
@@ -394,12 +394,11 @@ def whole_of_checkpoint(checkpoint: Path, queue: Queue) -> WholeSource:
 
 
 # -- of engine -----------------------------------------------------------------------------------------
-#
-# The weights of a grid of processes, between steps, as those of a whole model. All of them read the same bytes.
+# The weights of a grid of processes, between steps, as a whole model's. All processes read the same bytes.
 
 
 class _Partitions:
-    """The partitions of one part: the process of each reads and sends it; implements `PartitionReader`."""
+    """The partitions of one part, each read and sent by its own process; implements `PartitionReader`."""
 
     def __init__(self, own: Source, processes: Sequence[int]) -> None:
         self._own, self._processes = own, processes
@@ -413,7 +412,7 @@ class _Partitions:
 
 
 def whole_of_engine(module: nn.Module, components: EngineComponents, own: Source) -> WholeSource:
-    """Returns the weights of all processes as one model. Collective of all of them.
+    """Returns the weights of all processes as one model. Collective of all processes.
 
     Args:
         own: Reads the partition of a process, by its rank among all, and sends it to all others.
@@ -440,7 +439,7 @@ def whole_of_engine(module: nn.Module, components: EngineComponents, own: Source
         description = first["layout"]
         layouts, mode = described_layouts(description, part=True), described_mode(description)
         layout = PartLayout.of(description, first["about"], layouts, mode)
-        # Processes of a column are in the order of their ranks; those of other replicas follow, and read nothing.
+        # Processes of a column are in the order of their ranks; processes of other replicas follow, and read nothing.
         shards = int(description["world_size"])
         states = SavedStates(layouts, mode, shards, _Partitions(own, processes[:shards]))
         parts.append(OpenPart(layout, states, _buffers(module, world.everyone, processes[0], first["buffers"]), True))

@@ -2,10 +2,10 @@
 
     folder ──► headers of the files ──► names, shapes, dtypes are compared ──► deferred parameters, each with its origin
 
-Everything is compared before anything of the model changes. `initialize` then reads one parameter after the other
-directly into its unit, a megabyte at a time, so that never more than a unit is in memory. (The tensors of a
-conversion are read whole.) Parameters that the folder does not contain are initialized by the model's own
-modules, from the config's seed. Buffers are read immediately.
+All comparisons come before any change of the model. `initialize` then reads one parameter after the other directly into
+its unit, a megabyte at a time, so that at most one unit is in memory. (The tensors of a conversion are read whole.)
+Parameters that the folder does not contain are initialized by the model's own modules, from the config's seed. Buffers
+are read immediately.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _NO_VALUES = frozenset(
 )
 """Keywords that do not change the values that are read from a folder; `load_pretrained` does not receive them."""
 _THEIRS = ("state_dict", "subfolder", "variant", "from_tf", "from_flax", "gguf_file", "key_mapping", "fusion_config")
-"""Keywords that, if set, make a call go to the original. Others, but not `_NO_VALUES`, go to `load_pretrained`."""
+"""Keywords that, if set, send a call to the original. All others except `_NO_VALUES` go to `load_pretrained`."""
 _LEFT_OUT_IF_NONE = frozenset(
     "device_map quantization_config max_memory offload_folder generation_config distributed_config device_mesh tp_plan "
     "tp_size kernel_config tqdm_class".split()
 )
-"""Keywords of the original that are left out if None. None for any other keyword is a value for the model's config."""
+"""Keywords of the original that are left out if None. Any other None is a value for the model's config."""
 
 
 class _Loading(threading.local):
@@ -134,7 +134,7 @@ def streaming(load: Callable[..., Any]) -> Iterator[None]:
 # Models of transformers 5 have some weights in another form than the files: each expert of a Mixtral is a tensor of its
 # own in a file, and all experts of a layer are one parameter of three dimensions in the model. This module applies the
 # renamings of transformers name by name, and runs its conversions one parameter at a time. The conversions first run on
-# meta tensors, so that a misfit is known before anything is read.
+# meta tensors, so that a misfit is noticed before any read.
 
 
 class NamedSource(NamedTuple):
@@ -146,10 +146,10 @@ class NamedSource(NamedTuple):
 
 
 class TensorConversion:
-    """Tensors of a folder that an operation of transformers makes one or several parameters of a model from.
+    """Tensors of a folder that an operation of transformers converts into one or several parameters of a model.
 
-    One run of the operation makes all results. Those that will be requested stay in memory until then, because
-    `initialize` reads one parameter after the other.
+    One run of the operation makes all results. `initialize` reads one parameter after the other, so results that will
+    be requested later stay in memory until then.
 
     Args:
         converter: Converter of transformers; copied before each use, because it collects tensors.
@@ -185,15 +185,16 @@ class TensorConversion:
 
     @functools.cached_property
     def rows(self) -> dict[str, torch.Tensor]:
-        """For each result that is made of unchanged rows of the tensors, the numbers of those rows, (rows,) int64.
+        """The row numbers, (rows,) int64, of each result that consists of unchanged rows of the tensors.
 
-        Rows are counted through all tensors. Found by a conversion of the numbers in place of the rows.
+        Rows are counted through all tensors. A conversion of row numbers in place of rows finds the result.
         """
         row_numbers: dict[str, torch.Tensor] = {}
         try:
-            # Twice, with other numbers: arithmetic on values, unlike a choice of them, would show.
+            # Twice, with different numbers: this shows whether the conversion computes with values or only selects
+            # rows.
             made, again = (self._convert(self._numbered(factor)) for factor in (1, 3))
-        except Exception:  # code of transformers that does not run on numbers does more than to choose rows
+        except Exception:  # code that does not run on numbers does more than select rows
             return row_numbers
         for name, shape in self.shapes().items():
             once, twice = made[name], again[name]
@@ -203,7 +204,7 @@ class TensorConversion:
         return row_numbers
 
     def _numbered(self, factor: int) -> Callable[[Stored], torch.Tensor]:
-        """Returns a function of a tensor that returns the numbers of its rows, times `factor`, in place of each row."""
+        """Returns a function that replaces each row of a tensor by the row's number, times `factor`."""
         counts = [math.prod(part.shape[:-1]) for part, _ in self.parts]
         firsts = dict(zip((part.name for part, _ in self.parts), itertools.accumulate([0, *counts]), strict=False))
 
@@ -237,7 +238,7 @@ class ConvertedParameter(NamedTuple):
         yield 0, values if part is None else values[part.start : part.stop]
 
     def runs(self, part: range) -> list[StoredRun]:
-        """Returns the elements of the files that are `part` of the values, in order; none if values are changed."""
+        """Returns the elements of the files that make up `part` of the values, in order; [] for computed values."""
         numbers, width = self.conversion.rows.get(self.name), self.shape[-1]
         if numbers is None or not part or part.start % width or part.stop % width:
             return []
@@ -321,7 +322,7 @@ class _Rules:
 
 
 def _rules_of_transformers(model: Any) -> _Rules | None:
-    """Returns the rules for a model; None if it is not of transformers, and its names stay unchanged."""
+    """Returns the renaming rules for a model; None for a model that is not of transformers."""
     if not hasattr(model, "base_model_prefix") or not hasattr(model, "config"):
         return None
     try:
@@ -338,7 +339,7 @@ def _rules_of_transformers(model: Any) -> _Rules | None:
 
 
 def same_values(first: Origin, second: Origin) -> bool:
-    """Returns True if the values of two sources of one shape are equal numbers, whatever their dtypes are."""
+    """Returns True if two sources of one shape have equal values, whatever their dtypes are."""
     # Compared chunk by chunk, to save memory. The chunks of two dtypes have different numbers of elements.
     sides = [(values for _, values in origin.pieces() if len(values)) for origin in (first, second)]
     left, right = (next(side, None) for side in sides)
@@ -442,7 +443,7 @@ def load_pretrained(
             class is built from the folder's config, on the meta device and, as by `from_pretrained`, in evaluation
             mode. A module drops those of its weights that the folder contains.
         folder: Local folder of the weights, or one safetensors file; a class needs a config next to the file.
-        config: Config that `initialize` will receive; its dtype becomes that of the buffers of a model built here.
+        config: Config that `initialize` will receive; the buffers of a model that is built here get its dtype.
         model_config: Config of transformers, in place of the folder's.
         ignore_mismatched_sizes: True to initialize parameters whose shape differs in the folder.
         output_loading_info: True to return (model, `LoadingInfo`).
@@ -509,7 +510,7 @@ def _build(model_class: Any, folder: Path, config: Any, model_config: Any, kwarg
         unused = kwargs
         if not isinstance(model_config, PretrainedConfig):  # a folder or a name, as from_pretrained takes it
             if (named := Path(model_config or folder)).is_dir():
-                read_config(named)  # refuses what it should not say
+                read_config(named)  # raises for settings that are not allowed
             model_config, unused = AutoConfig.from_pretrained(
                 model_config or folder, return_unused_kwargs=True, **kwargs
             )
@@ -530,7 +531,7 @@ def _build(model_class: Any, folder: Path, config: Any, model_config: Any, kwarg
     # Errors of this library carry their own advice and are not wrapped below.
     except OffloadError:
         raise
-    except Exception as error:  # code of transformers, with the values of a file that may be anybody's
+    except Exception as error:  # code of transformers, with values from a file of unknown origin
         name = getattr(model_class, "__name__", model_class)
         raise ConfigError(f"{name} cannot be built from {folder / CONFIG}: {error}") from error
     built: nn.Module = model.eval()
@@ -548,7 +549,7 @@ def _build(model_class: Any, folder: Path, config: Any, model_config: Any, kwarg
 
 
 def _dtype(dtype: Any) -> torch.dtype | None:
-    """Returns the dtype that a user gives as for `from_pretrained`; None for None and "auto". Raises `UsageError`."""
+    """Returns the torch dtype for a `dtype` of `from_pretrained`; None for None and "auto". Raises `UsageError`."""
     if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
         # With None `_build` takes the dtype of the engine's config, if that was given.
         return None if dtype == "auto" else dtype
@@ -573,7 +574,7 @@ def _compare(
     ignore_sizes: bool,
     folder: Path,
 ) -> tuple[dict[str, NamedSource], LoadingInfo]:
-    """Matches the tensors of a folder with those of a model.
+    """Matches the tensors of a folder with the tensors of a model.
 
     Returns:
         One source for each parameter and buffer that will be read, by the first of its names that the folder contains,
@@ -627,7 +628,7 @@ def _compare(
 
 
 def _ignored(model: nn.Module) -> set[str]:
-    """Returns patterns: transformers ignores tensors of a folder whose names match one of them."""
+    """Returns patterns of names of a folder's tensors that transformers ignores if a model lacks them."""
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()] if hasattr(model, "base_model_prefix") else []
     # transformers adds these two patterns while it loads, for buffers of its older versions.

@@ -63,9 +63,9 @@ from offload.states import State
 #     .<folder>.lock               locked during a save; names the saving process. It is `.offload.lock` in the folder
 #                                  if nothing can be made next to the folder
 #
-# Files are moved in one by one in the second case, and if the system cannot exchange folders. Config and index are then
-# deleted first and moved in last, so that a kill between two moves leaves a folder that nobody takes for a model, never
-# a mixture that loads.
+# Files are moved in one by one in the second case, and if the system cannot exchange folders. The config and the index
+# are then deleted first and moved in last. A kill between two moves therefore leaves a folder that no loader takes for
+# a model, never a mixture that loads.
 
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -85,8 +85,8 @@ _ADAPTER = ("adapter_model.safetensors", "adapter_config.json", "README.md")
 def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> Iterator[Path]:
     """Yields a staging folder whose files replace those in `out` if the context ends without an error.
 
-    One writer at a time. After an error in the context `out` is unchanged. An error while the new files are put in
-    place raises too, and leaves those that are in place.
+    One writer at a time. After an error in the context `out` is unchanged. An error while the new files are moved into
+    place is raised too; the files that are already in place stay.
 
     Args:
         notice: Called with a message about leftovers of a killed save, which are removed.
@@ -112,7 +112,7 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
         with naming_errors(partial, "make"):
             # A killed save may have left the folder; `_clear` removes its files or refuses them.
             partial.mkdir(exist_ok=True)
-            # Where others may write too, its name may be that of a folder of theirs, or of a link.
+            # Where other users may write too, a folder of theirs, or a link, may have this name.
             with inner_folder(partial, 1, ours=True):
                 pass
         _clear(partial, notice)
@@ -241,7 +241,7 @@ class FilePlace(NamedTuple):
 
 
 class SavedRange(NamedTuple):
-    """Elements [start, stop) of a parameter, which are one tensor of the files."""
+    """Elements [start, stop) of a parameter that form one tensor in the files."""
 
     start: int
     stop: int
@@ -259,12 +259,13 @@ class ExportPlan:
     """True if frozen weights are written."""
     dtype: torch.dtype
     cuts: Mapping[str, tuple[SavedRange, ...]]
-    """For each segment, what is written of its parameter: all of it, under its name and tied ones that no loader ties.
+    """For each segment, the ranges of its parameter that are written.
 
-    A model's class may give it other names, or cut it.
+    By default this is the whole parameter, under its own name and under the tied names that no loader ties. A model's
+    class may give other names, or cut the parameter.
     """
     buffers: Mapping[str, tuple[str, ...]]
-    """The same for each persistent buffer."""
+    """For each persistent buffer, the names of its tensors in the files."""
     shards: Mapping[str, Mapping[str, Tensor]]
     """Tensors of each file."""
     config: Mapping[str, Any] | None
@@ -274,9 +275,9 @@ class ExportPlan:
     left_out: tuple[str, ...]
     """Entries of the model's `state_dict` that no file contains."""
     unconverted: bool
-    """True if weights have the form that transformers has in memory, where it would compute another for files."""
+    """True if weights are written in their in-memory form, although transformers would compute another for files."""
     in_fp32: bool = False
-    """True if weights that stay in fp32 are written so; False if all are written in `dtype`."""
+    """True if weights that stay in fp32 are written in fp32; False if all weights are written in `dtype`."""
 
     def dtype_of(self, unit: int) -> torch.dtype:
         """Returns the dtype of the written weights of a unit."""
@@ -323,12 +324,12 @@ def make_plan(
     name: str | None = None,
     saved: SavedNames | None = None,
 ) -> ExportPlan:
-    """Decides names, dtypes and files.
+    """Returns the plan of an export: names, dtypes and files.
 
     Args:
-        dtype: Dtype of all written weights; None for that of the model.
+        dtype: Dtype of all written weights; None for the model's own dtype.
         name: Name of the only file to write; None to write all files of a model's folder.
-        saved: What the model's class makes of its weights in files; None for each under its own name.
+        saved: The tensors that the model's class writes into files; None to write each weight under its own name.
 
     Raises:
         ConfigError: If weights cannot be saved in `dtype`.
@@ -350,7 +351,8 @@ def make_plan(
         by_source.setdefault(part.source, {})[tensor_name] = part
 
     def written(name: str, shape: tuple[int, ...], aliases: Sequence[str]) -> dict[str, SavedPart]:
-        # What the files contain of a parameter or buffer, by their names: the class decides, or all of it is there.
+        # The tensors in the files that come from one parameter or buffer, by name: the parts that the class names, or
+        # the whole of it.
         return by_source.get(name, {}) if by_class else {alias: SavedPart(name, 0, shape) for alias in aliases}
 
     tensors: dict[str, Tensor] = {}
@@ -390,7 +392,7 @@ def make_plan(
         tensors |= dict.fromkeys(buffers[first], Tensor(value.dtype, tuple(value.shape)))
     tensors |= {tensor_name: Tensor(value.dtype, tuple(value.shape)) for tensor_name, value in saved.values.items()}
     in_fp32 = checked is None and any(layout.in_fp32 for layout in layouts)
-    if in_fp32:  # as safetensors writes them, so that each begins at a multiple of its elements
+    if in_fp32:  # in the order of safetensors, so that each begins at a multiple of its element size
         tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     ties = saved.ties if by_class else {**tied, **tied_buffers} if config is None and left_out else {}
     if name is not None:
@@ -429,8 +431,8 @@ def _left_to_the_loader(about: Mapping[str, Any], name: str | None) -> set[str]:
     tied = about.get("tied", {})
     config = about.get("config")
     if config is not None:
-        # transformers ties what its classes name, if the config says so. A layer that a user has put into a model twice
-        # is written under each name.
+        # transformers ties the names that its classes list, if the config allows it. A layer that a user has put into a
+        # model twice is written under each name.
         return set(about.get("loader_ties", tied)) if config.get("tie_word_embeddings", True) else set()
     # Without a config, the files of a folder are for `safetensors.torch.load_model`, which ties by the metadata, and a
     # single file is for `load_state_dict`, which expects all names.
@@ -464,7 +466,7 @@ def _config(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) ->
 
 
 VALUES = 1 << 20
-"""Values of a chunk: a multiple of the values of two blocks of any format, whose bytes are whole elements."""
+"""Values of a chunk: a multiple of two blocks of any format, since the bytes of two blocks are whole elements."""
 
 
 class BlockChunk(NamedTuple):
@@ -486,7 +488,7 @@ class BlockChunk(NamedTuple):
 
 
 def block_chunks(plan: ExportPlan) -> Iterator[BlockChunk]:
-    """Yields the chunks of all parameters that are stored as blocks, unit by unit; none if they are left out."""
+    """Yields the chunks of all parameters that are stored as blocks, unit by unit; none if the plan leaves them out."""
     itemsize = plan.mode.weight_dtype.itemsize
     for unit, layout in enumerate(plan.layouts) if plan.frozen else ():
         blocks = [segment for segment in layout.segments if segment.form]
@@ -510,19 +512,19 @@ def block_chunks(plan: ExportPlan) -> Iterator[BlockChunk]:
 #     behind
 #
 # Reads of later chunks and writes of earlier ones are in flight while a chunk is converted, so the drive does not wait
-# for the processor. The bytes of a chunk are converted to where O_DIRECT can write them: to an address that differs
+# for the processor. The converted bytes of a chunk are placed where O_DIRECT can write them: at an address that differs
 # from their offset in the file by whole pages. The memory in use does not depend on the size of a unit or a parameter.
 
 
 _CHUNK_NUMEL = 1 << 20
-"""Elements read at a time: 2 MiB in 16 bits, 4 MiB in fp32, as the master of a bf16 weight takes."""
+"""Elements read at a time: 2 MiB in 16 bits, 4 MiB in fp32, such as the master of a bf16 weight."""
 _READS, _WRITES = 12, 12
-"""Chunks that are read ahead, and that are written behind: at most 4 MiB each."""
+"""Number of chunks that are being read, and that are being written; a chunk has at most 4 MiB."""
 _GAPS = 64 * KIB
 """Bytes of a buffer that may stay unused in order to begin a run where O_DIRECT can write it."""
 
 Put = Callable[[str, int, memoryview], Sequence[Pending]]
-"""Begins to write bytes of a file, from an offset on; returns the writes, until whose end the bytes are in use."""
+"""Begins to write bytes at an offset of a file, and returns the writes. The bytes are in use until the writes end."""
 
 
 class WeightChunk(NamedTuple):
@@ -604,7 +606,7 @@ def stream(source: Source, plan: ExportPlan, put: Put, progress: Callable[[int],
             dequantize(form, blocks, chunk_values)
             skipped = (chunk.segment.first + chunk.first) * plan.dtype.itemsize
             targets = [places[cut.name] for cut in plan.cuts[chunk.segment.name]]
-            # From a byte on that differs from the offset in the first file by whole pages.
+            # O_DIRECT needs a byte of the buffer that differs from the offset in the first file by whole pages.
             at = (targets[0].offset + skipped) % PAGE
             out = torch.frombuffer(room, dtype=plan.dtype, count=numel, offset=at).copy_(chunk_values)
             if plan.dtype is torch.float16:
@@ -634,7 +636,7 @@ def read_nbytes(plan: ExportPlan) -> int:
 def chunks(plan: ExportPlan) -> Iterator[WeightChunk]:
     """Yields the chunks of all partitions, unit by unit and rank by rank, in order within each partition.
 
-    Weights that are stored as blocks are left out: they come last in their partitions, and `block_chunks` has them.
+    Weights that are stored as blocks are left out: they come last in their partitions, and `block_chunks` yields them.
     """
     weight: tuple[State, ...] = (State.WEIGHT,)
     # In the model's own dtype the weights are written as they are; for any other dtype the masters are rounded once.
@@ -655,10 +657,10 @@ def chunks(plan: ExportPlan) -> Iterator[WeightChunk]:
 def arranged(
     plan: ExportPlan, places: Mapping[str, FilePlace], chunk: WeightChunk
 ) -> tuple[list[tuple[int, int, int]], list[FileRun]]:
-    """Returns (start, stop, byte) of elements of a chunk and their place in a buffer, and the runs of its bytes.
+    """Returns the pieces of a chunk, as (start, stop, byte of a buffer), and the runs of these bytes in the files.
 
     Parameters that are neighbours in a file become one run. A run begins at a byte of the buffer that differs from its
-    offset in the file by whole pages, as far as `_GAPS` goes; beyond that it is written through the page cache. A
+    offset in the file by whole pages. A run whose gap would exceed `_GAPS` is written through the page cache instead. A
     parameter that is written under several names has several runs of the same bytes.
     """
     itemsize, gaps = plan.dtype_of(chunk.unit).itemsize, 0
@@ -667,7 +669,7 @@ def arranged(
     again: list[FileRun] = []
     for segment in plan.layouts[chunk.unit].segments:
         start, stop = max(chunk.start, segment.start), min(chunk.start + chunk.numel, segment.stop)
-        # Elements of the parameter from here on: what is one tensor of the files may be cut of it.
+        # From here on elements are counted in the parameter, since a tensor of the files may be a part of it.
         first = segment.first + start - segment.start
         ranges: dict[tuple[int, int], list[FilePlace]] = {}
         for cut in plan.cuts.get(segment.name, ()) if start < stop else ():
@@ -724,7 +726,7 @@ def _convert(
         if tuple(values) == (State.WEIGHT,):
             master = values[State.WEIGHT]
         else:
-            # Joined where the file's bytes are collected, if those are fp32.
+            # If the file is in fp32, the states are joined directly in the buffer of the file's bytes.
             master = join(values, out if dtype is torch.float32 else None)
         if master is not out:
             out.copy_(master)
@@ -987,7 +989,7 @@ class PretrainedWriter:
         adapter = wanted.file_name is None and hasattr(self._module, "peft_config")
         if adapter:
             self._components.refuse_shards("save_pretrained of adapters")
-        # DeepSpeed's file of weights, and parts that are put together, have the names of the parameters.
+        # DeepSpeed's weight file, and weights joined from a divided model, keep the names of the parameters.
         own_names = wanted.file_name is None and not adapter and not self._components.divides_parameters
         saved = saved_names(self._module) if own_names else None
         # Gathered before the meeting below begins: a rank that is in the meeting cannot serve another rank's gather.
@@ -1007,7 +1009,7 @@ class PretrainedWriter:
             and wanted.dtype is None
             and self._components.world.everyone.size == 1
         ):
-            with contextlib.suppress(BudgetError):  # a larger model has the names of memory, and a notice says so
+            with contextlib.suppress(BudgetError):  # a larger model is saved under in-memory names, with a notice
                 whole = self._module.state_dict()
         with together(self._components, Collective.SAVE, "save the model") as ranks:
             ranks.settle(wanted.check)
@@ -1026,7 +1028,7 @@ class PretrainedWriter:
         """Writes the model; only rank 0 opens files. Collective.
 
         Args:
-            saved: What the model's class makes of its weights in files; None for each under its own name.
+            saved: The tensors that the model's class writes into files; None to write each weight under its own name.
         """
         failures: list[Exception] = []
         made: list[tuple[Path, Files]] = []  # filled on rank 0 only
@@ -1114,7 +1116,7 @@ class PretrainedWriter:
         with arriving(out, logger.warning, whole=False) as folder, naming_errors(folder, "write"):
             check_room(folder, sum(value.nbytes for value in adapter.state.values()), out)
             if (out / "README.md").is_file():
-                # peft extends an existing model card, so the staging folder must contain that of `out`.
+                # peft extends an existing model card, so the staging folder must contain the card of `out`.
                 shutil.copyfile(out / "README.md", folder / "README.md")
             with _in_place(module, adapter.encoders):
                 module.save_pretrained(str(folder), state_dict=adapter.state)
@@ -1128,19 +1130,19 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 class Adapter(NamedTuple):
-    """What peft needs in order to save the adapters of a model: all on the CPU, or on the device that computes."""
+    """The tensors and modules from which peft saves a model's adapters, on the CPU or on the device that computes."""
 
     state: dict[str, torch.Tensor]
     """Tensors by the model's names, on the CPU."""
     encoders: dict[str, nn.Module]
-    """Copies of the prompt encoders by adapter: peft computes prompts by them, from no state."""
+    """Copies of the prompt encoders, by adapter: peft computes prompts with them, not from a state."""
 
 
 def gather_adapter(module: Any, components: EngineComponents) -> Adapter:
-    """Returns what peft's `save_pretrained` needs of a model.
+    """Returns the tensors and modules that peft's `save_pretrained` needs.
 
-    To find the tensors, peft selects from ones on the meta device, one for each weight. Only selected weights are
-    gathered; where peft computes from them, all of that adapter.
+    To find the tensors, peft selects from tensors on the meta device, one for each weight. Only the selected weights
+    are gathered. If peft computes from its selection, all weights of that adapter are gathered.
     """
     from peft import get_peft_model_state_dict
 
@@ -1155,7 +1157,7 @@ def gather_adapter(module: Any, components: EngineComponents) -> Adapter:
         for adapter in module.peft_config:
             selected = get_peft_model_state_dict(module, state_dict=dict(empty), adapter_name=adapter).values()
             taken |= {names[id(value)] for value in selected if id(value) in names}
-            # Where a value is not on meta, peft has it from elsewhere, as from a copy in `encoders`.
+            # A value that is not on meta comes from elsewhere, such as from a copy in `encoders`.
             if any(value.is_meta and id(value) not in names for value in selected):
                 taken |= {name for name in empty if f".{adapter}." in f"{name}."}
     return Adapter({name: _gather(named[name], components) for name in empty if name in taken}, encoders)
@@ -1163,7 +1165,7 @@ def gather_adapter(module: Any, components: EngineComponents) -> Adapter:
 
 @contextlib.contextmanager
 def _in_place(module: Any, encoders: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Puts copies of prompt encoders in the place of the model's while the context is open."""
+    """Replaces the model's prompt encoders by their copies while the context is open."""
     own = {name: module.prompt_encoder[name] for name in encoders}
     for name, encoder in encoders.items():
         module.prompt_encoder[name] = encoder

@@ -5,7 +5,7 @@
              ─► backward_weight_one_chunk ─► the second half, where a zero-bubble schedule asked for the first alone
              ─► scale_grads ─► nothing to divide: no parameter has a `.grad`
 
-A graph that cannot be split (`split_backward`) runs as one where the first half is due, and its second half is empty.
+A graph that cannot be split (`split`) runs as a whole when its first half is due, and its second half is empty.
 """
 
 from __future__ import annotations
@@ -27,29 +27,28 @@ from offload.errors import OffloadError, UsageError
 from offload.parallel.stage_run import StageRun
 
 # -- split backward ------------------------------------------------------------------------------------
-#
-# The two halves of a backward: gradients of a stage's inputs first, those of its weights when the schedule has time.
+# The two halves of a backward: gradients of a stage's inputs first, gradients of its weights when the schedule has
+# time.
 #
 #     loss ─► D ─► C ─► B ─► A ─► inputs      the path: the first half goes along it, and keeps the gradients that
 #             arrive │         │    │                at D, B and A, below which weights are
 #          weights   weights weights          the second half begins at D, B and A, one after the other, and leaves it
-#
-# A node of the path that has weights beside it computes both gradients, each in its half: torch's nodes compute what is
-# asked for. A function of Python computes all at once, and one that recomputes a forward gives gradients of weights by
-# itself, so a graph with such a function is not split.
+# A node of the path that also leads to weights computes each of its gradients in the half that needs it: torch's nodes
+# compute only the requested gradients. A function of Python computes all gradients at once, and a function that
+# recomputes a forward gives weights their gradients by itself. So a graph with such a function is not split.
 
 
 @dataclass(eq=False)
 class _Branch:
-    """Weights that are reached from the same nodes of the path, and what has arrived at those."""
+    """Weights that are reached from the same nodes of the path, and the gradients that have arrived at these nodes."""
 
     weights: list[torch.Tensor]
     nodes: list[Node]
     gradients: dict[int, tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
-    """By the position of the node."""
+    """Gradients that have arrived, by the position of their node in `nodes`."""
 
     def keep(self, position: int) -> RemovableHandle:
-        """Keeps what arrives at a node; the caller removes the hook."""
+        """Returns a new hook that keeps the gradients that arrive at a node; the caller removes the hook."""
 
         def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
             self.gradients[position] = gradients
@@ -66,13 +65,13 @@ class _Branch:
         ]
         handles = []
         if len(self.nodes) > 1:
-            # One of them may be below another, whose gradient would arrive there once more.
+            # A node may be below another node, whose gradient would arrive there a second time.
             handles = [node.register_prehook(_instead(self.gradients[n])) for n, node in enumerate(self.nodes)]
         try:
             if pairs:
                 edges, gradients = zip(*pairs, strict=True)
                 # Not `autograd.grad`: the engine takes gradients where a backward leaves them.
-                # Between two nodes are those of other branches, which still need what they have saved.
+                # Between two nodes are nodes of other branches, which still need their saved tensors.
                 torch.autograd.backward(edges, gradients, retain_graph=len(self.nodes) > 1, inputs=self.weights)
         finally:
             for handle in handles:
@@ -80,7 +79,7 @@ class _Branch:
 
 
 def _instead(gradients: tuple[torch.Tensor | None, ...]) -> Callable[[Any], tuple[torch.Tensor | None, ...]]:
-    """Returns a hook that puts gradients in the place of those that arrive."""
+    """Returns a hook that replaces the arriving gradients by `gradients`."""
     return lambda _: gradients
 
 
@@ -88,18 +87,18 @@ class SplitBackward:
     """The backward of a micro-batch through one stage, in two halves."""
 
     def __init__(self, branches: Sequence[_Branch]) -> None:
-        # Those of several nodes go through others, which must not have freed what they have saved by then.
+        # Branches with several nodes come first: they go through nodes of others, whose saved tensors must still exist.
         self._branches = sorted(branches, key=lambda branch: len(branch.nodes) == 1)
 
     def inputs(
         self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[Any]
     ) -> tuple[torch.Tensor | None, ...]:
-        """Runs the first half, and returns the gradient of each input; None for one that needs none.
+        """Runs the first half, and returns the gradient of each input; None for an input that needs no gradient.
 
         Args:
             outputs: Outputs of the stage that need gradients, or its loss.
-            gradients: Their gradients; None for that of the loss.
-            inputs: Its inputs, as the forward received them.
+            gradients: Gradients of the outputs; None for a loss.
+            inputs: Inputs of the stage, as the forward received them.
         """
         wanted = [value for value in inputs if _needs(value)]
         handles = [branch.keep(n) for branch in self._branches for n in range(len(branch.nodes))]
@@ -123,14 +122,14 @@ def split(
 
     Args:
         outputs: Outputs of the stage that need gradients, or its loss.
-        inputs: Its inputs, as the forward received them.
+        inputs: Inputs of the stage, as the forward received them.
         weights: Its parameters.
     """
     users = _users([output.grad_fn for output in outputs if output.grad_fn is not None])
     if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in users):
         return None
     ends = {id(value) for value in inputs if _needs(value)}
-    # Nodes of leaves have the leaf, so that none has to be made by an operation on a weight, which may be elsewhere.
+    # A leaf's node has the leaf as `variable`. To make the node by an operation on the weight would need its memory.
     leaves = [node for node in users if getattr(node, "variable", None) is not None]
     path = _above([node for node in leaves if id(_leaf(node)) in ends], users)
     weight_ids = {id(weight) for weight in weights}
@@ -142,7 +141,7 @@ def split(
         if not nodes:
             return None  # an output that does not depend on the inputs: no half would reach this weight
         shared = [branch for branch in branches if any(node in branch.nodes for node in nodes)]
-        # All weights at one node are in one branch, as its gradient is freed with it.
+        # All weights at one node are in one branch, since a node's saved tensors are freed with the branch.
         merged = _Branch([_leaf(leaf)], [])
         for branch in shared:
             branches.remove(branch)
@@ -164,7 +163,7 @@ def _leaf(node: Any) -> torch.Tensor:
 
 
 def _users(roots: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Returns all nodes of a graph, those near the roots first, each with the nodes that pass gradients to it."""
+    """Returns all nodes of a graph, nodes near the roots first, with the nodes that pass gradients to each."""
     users: dict[Node, list[Node]] = defaultdict(list)
     queue = list(dict.fromkeys(roots))
     for root in queue:
@@ -179,7 +178,7 @@ def _users(roots: Sequence[Node]) -> dict[Node, list[Node]]:
 
 
 def _above(leaves: Sequence[Node], users: Mapping[Node, Sequence[Node]]) -> set[Node]:
-    """Returns the nodes through which gradients reach `leaves`, with those."""
+    """Returns the nodes through which gradients reach `leaves`, and `leaves` themselves."""
     above, queue = set(leaves), list(leaves)
     for node in queue:
         for user in users[node]:
@@ -301,7 +300,7 @@ class EngineStage(PipelineStage):
             halves = split(needed, bwd_kwargs["input_values"], self.submod.parameters())
             if halves is not None:
                 return halves.inputs(needed, [slope for _, slope in pairs], bwd_kwargs["input_values"]), halves
-            # As one, of the loss itself: torch has put it into a tuple.
+            # The whole backward takes the loss itself, which torch has put into a tuple.
             bwd_kwargs = {**bwd_kwargs, "stage_output": outputs if gradients else outputs[0]}
         return super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
 
@@ -318,7 +317,7 @@ class EngineStage(PipelineStage):
             )
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Notes that gradients are a mean over micro-batches, as they are: each loss was divided."""
+        """Records that gradients are a mean over micro-batches. They are one already, since each loss was divided."""
         self._run.divided(self.stage_index)
 
 

@@ -1,13 +1,13 @@
-"""Calls of a model whose sequences are divided: each rank gets the whole batch, and the model its part of it.
+"""Calls of a model whose sequences are divided: each rank gets the whole batch, and its model computes one part.
 
     engine(input_ids, labels)     the whole batch, on each rank of a group
       ─► the model                this rank's part of the ids, their positions, the labels shifted before the cut
       ─► output.loss              the mean over all tokens that count, the same on each rank of the group
       ─► output.logits            of this rank's part
 
-The labels are shifted first, since the last token of a part predicts the first one of the next. Each part's loss is a
-sum divided by the number of tokens of all parts, which every rank knows, as it has all labels; the sum over the ranks
-is then the mean over the sequence, and no mean of means.
+The labels are shifted first, since the last token of a part predicts the first token of the next part. Each rank
+divides the summed loss of its part by the number of tokens of all parts, which it knows from the labels. The sum over
+the ranks is then the mean over the whole sequence, and no mean of means.
 
 A call with `shift_labels` and without `labels` has been cut already, as by DeepSpeed's loader: it is left as it is.
 """
@@ -45,15 +45,14 @@ from offload.sizes import count_of
 #
 #                                      group 0    rank 0     rank 1    the same samples, all-to-alls round attention
 #                                      group 1    rank 2     rank 3    other samples
+# The ranks of a group are consecutive, as torchrun numbers the ranks of a machine: their link should be the fastest.
+# ZeRO divides states over all ranks, and a gradient is the mean over all ranks. For this, each rank's loss is the loss
+# of the whole sequence, and its backward crosses the ranks of the group. So the mean over n ranks is the mean over the
+# n / size different losses.
 #
-# The ranks of a group follow each other, as torchrun numbers those of a machine: their link should be the fastest. ZeRO
-# divides states over all ranks, and a gradient is the mean over all of them, with one rule: the loss of each rank is
-# that of the whole sequence, and its backward crosses the ranks of the group. So the mean over n ranks is the mean over
-# the n / size different losses.
-#
-# **No deadlock.** The thread that runs the model makes all collectives, those of groups and those of ZeRO, and every
-# rank of a group runs the same program. An exchange is no round of agreement: a rank that waits in one serves nobody.
-# So experts that are units are refused, since ranks use different ones (`check_units`).
+# **No deadlock.** The thread that runs the model makes all collectives, of the groups and of ZeRO, and every rank of a
+# group runs the same program. An exchange is no round of agreement: a rank that waits in an exchange serves no other
+# rank. So experts that are units are refused, since ranks use different ones (`check_units`).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,27 +77,27 @@ class SequenceParallel:
         return self.group.rank
 
     def exchange(self, sent: torch.Tensor) -> torch.Tensor:
-        """Returns the rows that the ranks of the group have for this one. Collective of the group.
+        """Returns the rows that the ranks of the group send to this rank. Collective of the group.
 
         Args:
             sent: (size, ...) contiguous on the device; row r is for rank r.
 
         Returns:
-            (size, ...), row r from rank r; filled once compute that the calling thread starts from now on runs.
+            (size, ...), row r from rank r; filled before any later compute of the calling thread runs.
         """
         received = torch.empty_like(sent)
-        # Rows of equal length, one for each rank: the exchange of ZeRO's gradients, with a message from everyone.
+        # Rows of equal length, one for each rank: this is the exchange of ZeRO's gradients, with all ranks as senders.
         rows = received.view(self.size, -1), sent.view(self.size, -1)
         self.group.exchange(*rows, range(self.size), Kind.SEQUENCE).order_compute()
         return received
 
     def check_same_batch(self, facts: list[int]) -> None:
-        """Compares what describes the batch on each rank of the group. Collective of the group.
+        """Compares the numbers that describe each rank's batch. Collective of the group.
 
         Raises:
             UsageError: on all ranks of the group, if they have different batches.
         """
-        # Every rank compares all with its own, so that all raise, or none.
+        # Every rank compares all numbers with its own, so that either all ranks raise or none.
         for rank, rank_facts in zip(
             self.group.members, self.group.collect(facts, "compare their batches"), strict=True
         ):
@@ -112,8 +111,8 @@ class SequenceParallel:
 
     def sum_of(self, value: torch.Tensor) -> torch.Tensor:
         """Returns the sum of a tensor of one element over the group, the same bits on each rank. Differentiable."""
-        # Each rank sends its value to all, and adds up in the order of ranks: an all-reduce promises no order, and
-        # losses that differ in the last bit would be different losses in the logs of two ranks.
+        # Each rank sends its value to all, and adds the values up in the order of ranks. An all-reduce promises no
+        # order, and the logs of two ranks could show losses that differ in the last bit.
         rows = value.reshape(1).expand(self.size).contiguous()
         return all_to_all(self, rows).sum().view(value.shape)
 
@@ -134,7 +133,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(parallel: SequenceParallel, rows: torch.Tensor) -> torch.Tensor:
-    """Returns the rows that the ranks of a group have for this one, as a function of autograd. Collective.
+    """Returns the rows that the ranks of a group send to this rank. Differentiable. Collective of the group.
 
     Args:
         parallel: the group.
@@ -145,13 +144,14 @@ def all_to_all(parallel: SequenceParallel, rows: torch.Tensor) -> torch.Tensor:
 
 
 def form_groups(world: World, size: int) -> Ranks:
-    """Divides all ranks into groups that share sequences, and returns this rank's. Collective.
+    """Divides all ranks into groups that share sequences, and returns this rank's group. Collective.
 
     Raises:
         ConfigError: on all ranks, if the ranks cannot be divided into such groups.
     """
     ranks = world.everyone.size
-    # Compared first, and by ranks that share no sequence too: groups of different sizes would wait for each other.
+    # All ranks compare their sizes first, also ranks that share no sequence: groups of different sizes would wait for
+    # each other.
     sizes = world.everyone.share(size, "compare their sequence parallelism")
     for rank, rank_size in enumerate(sizes):
         if rank_size != sizes[0]:
@@ -172,7 +172,7 @@ def form_groups(world: World, size: int) -> Ranks:
             "the two; leave sequence_parallel_size out, or give a model before parallelize_module"
         )
     groups = [list(range(first, first + size)) for first in range(0, ranks, size)]
-    # In one replica each, whatever "mics_shard_size" says of all ranks.
+    # Each group is one replica, whatever "mics_shard_size" is for all ranks.
     return world.everyone.divided(groups, -1)
 
 
@@ -186,17 +186,18 @@ def form_groups(world: World, size: int) -> Ranks:
 #        all-to-all ─►    (rows, part of the sequence, heads, width)
 #
 # This is Ulysses (arXiv 2309.14509). A model of transformers looks its attention function up by a name in its config,
-# and its mask by the same name. The name here says whose masks and attention it stands for, and how many parts a
-# sequence has; masks are made for the whole sequence then. All else of a block works on tokens one by one, so that it
-# needs no change.
+# and its mask by the same name. The name here contains the name of the model's own attention, and the number of parts
+# of a sequence. Masks under this name are made for the whole sequence. The rest of a block works on tokens one by one,
+# and needs no change.
 #
-# **Few heads of keys and values.** Where there are fewer than ranks, each is sent to all ranks that need it.
+# **Few heads of keys and values.** If there are fewer such heads than ranks, each head is sent to all ranks that need
+# it.
 
 
 _OF_MODULES: weakref.WeakKeyDictionary[nn.Module, SequenceAttention] = weakref.WeakKeyDictionary()
 """The attention of the engine that a module belongs to."""
 _CUT = frozenset(("position_ids", "shift_labels", "labels", "token_type_ids", "num_items_in_batch"))
-"""Tensors that reach attention functions among other keywords, and that none of them needs for whole sequences."""
+"""Tensors among the keywords of attention functions that no function needs for the whole sequence."""
 
 
 class SequenceAttention:
@@ -206,8 +207,8 @@ class SequenceAttention:
         """Makes the model look this attention up."""
         self._model, self._parallel, self._own = model, parallel, model.config._attn_implementation
         self.times_called = 0
-        """Layers that have called it since somebody set this to 0."""
-        # By module, as the function that transformers calls is one for all models of the process.
+        """Number of layers that have called this attention since `times_called` was set to 0."""
+        # By module, since transformers calls one function for all models of the process.
         for module in model.modules():
             _OF_MODULES[module] = self
         model.config._attn_implementation = _registered(self._own, parallel.size)
@@ -244,7 +245,7 @@ class SequenceAttention:
             UsageError: if the function takes a tensor that would have to be divided over ranks.
         """
         self.times_called += 1
-        # Such as sinks or a bias of positions: of each, a rank needs the part of its heads.
+        # Such as sinks or a bias of positions: a rank would need only the part for its heads.
         tensors = [name for name, entry in keywords.items() if isinstance(entry, torch.Tensor) and name not in _CUT]
         if tensors:
             raise UsageError(
@@ -260,19 +261,19 @@ class SequenceAttention:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
             layer = _WithGroups(module, query.shape[1] // key.shape[1])
         heads = _to_heads(self._parallel, (query, key, value))
-        # The weights of some heads over the whole sequence are of no use to a caller that has a part of it.
+        # The attention weights are dropped: they cover the whole sequence, and the caller has only a part of it.
         output, _ = own_attention(layer, *heads, attention_mask, **keywords)
         # All heads over a part of the sequence: (ranks, rows, part, heads of a rank, width), row r for rank r's part.
         sent = output.unflatten(1, (self._parallel.size, -1)).movedim(1, 0)
-        received = all_to_all(self._parallel, sent.contiguous())  # row r is the part of the heads that rank r has
+        received = all_to_all(self._parallel, sent.contiguous())  # row r has the heads of rank r
         return received.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous(), None
 
 
 def repeats_of(heads: int, of_keys: int, ranks: int) -> int:
-    """Returns how often each head of keys is repeated, so that every rank has those of its queries."""
+    """Returns how often each head of keys is repeated, so that every rank has the keys of its queries."""
     if of_keys % ranks == 0:
         return 1
-    # One head for each rank where that is the one of all its queries; as many as queries otherwise.
+    # One head of keys for each rank if all queries of the rank use that head; otherwise one for each head of queries.
     return ranks // of_keys if ranks % of_keys == 0 else heads // of_keys
 
 
@@ -287,11 +288,12 @@ class _WithGroups:
 
 
 def _to_heads(parallel: SequenceParallel, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns a part of the heads over the whole sequence, for all heads over a part of it. Collective.
+    """Exchanges all heads over a part of the sequence for a part of the heads over all of it. Collective.
 
     Args:
         parallel: the group.
-        tensors: each (rows, heads, part of the sequence, width), with a number of heads that the ranks divide.
+        tensors: each (rows, heads, part of the sequence, width), with a number of heads that is a multiple of the
+            number of ranks.
     """
     # Values may be narrower than keys, as in multi-head latent attention.
     if len({tensor.shape[-1] for tensor in tensors}) > 1:
@@ -300,7 +302,7 @@ def _to_heads(parallel: SequenceParallel, tensors: Sequence[torch.Tensor]) -> li
     # (ranks, rows, heads of a rank, part, width), all tensors one after the other in one message
     counts = [tensor.shape[1] // size for tensor in tensors]
     sent = torch.cat([tensor.unflatten(1, (size, -1)).movedim(1, 0) for tensor in tensors], 2)
-    # Row r is the part of the sequence that rank r has.
+    # Row r is rank r's part of the sequence.
     received = all_to_all(parallel, sent.contiguous())
     whole = received.permute(1, 2, 0, 3, 4).reshape(rows, sum(counts), size * part, width)
     return list(whole.split(counts, 1))
@@ -310,11 +312,11 @@ def _to_heads(parallel: SequenceParallel, tensors: Sequence[torch.Tensor]) -> li
 
 
 def _registered(own: str, size: int) -> str:
-    """Returns transformers' name of the attention of sequences in `size` parts, and of their masks."""
+    """Registers, in transformers, the attention and masks of sequences in `size` parts; returns their name."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # The name of the model's own function is part of it: models look for "flash" there.
+    # The new name contains the name of the model's own function: models look for "flash" there.
     name = f"offload_{size}_parts_{own}"
     ALL_ATTENTION_FUNCTIONS.register(name, _attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, functools.partial(_whole_mask, ALL_MASK_ATTENTION_FUNCTIONS[own], size))
@@ -334,15 +336,15 @@ def _attention(module: nn.Module, *args: Any, **keywords: Any) -> tuple[torch.Te
 
 
 def _whole_mask(own: Callable[..., Any], size: int, *args: Any, q_length: int, **keywords: Any) -> Any:
-    """Returns the mask of the whole sequence, of `size` parts, by the function `own` of the model's own attention.
+    """Returns the mask of a whole sequence of `size` parts, made by `own`, the mask function of the model.
 
-    `q_length` are the tokens of this rank's part. `attention_mask` among the keywords is that of the whole sequence.
+    `q_length` counts the tokens of this rank's part. The keyword `attention_mask` covers the whole sequence.
     """
     return own(*args, **{**keywords, "q_length": size * q_length, "kv_length": size * q_length})
 
 
 def _own_function(own: str, module: Any) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """Returns the model's own attention function, which for "eager" stands beside the class of the layer."""
+    """Returns the model's own attention function; for "eager" it is in the Python module of the layer's class."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if own != "eager":
@@ -351,8 +353,7 @@ def _own_function(own: str, module: Any) -> Callable[..., tuple[torch.Tensor, An
 
 
 # -- checks --------------------------------------------------------------------------------------------
-#
-# Checks of a model before its sequences are divided: every mixture of tokens must be an attention that is known.
+# Checks of a model before its sequences are divided: only known attention functions may mix tokens.
 
 
 _LAYERS = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
@@ -368,7 +369,7 @@ def inside_adapters(model: nn.Module) -> Any:
 
 
 def check_model(model: nn.Module, config: Config) -> None:
-    """Raises `ConfigError` if sequences shall be divided, and those of `model` cannot be. Changes nothing."""
+    """Raises `ConfigError` if the config divides sequences and `model` does not allow it. Changes nothing."""
     size = config.sequence_parallel_size
     if size == 1:
         return
@@ -398,8 +399,8 @@ def check_units(size: int, experts: bool) -> None:
 
 
 def _why_not_transformers(model: nn.Module, inner: Any) -> str | None:
-    """Returns why a model has not the interface of transformers that is needed, as a clause; None if it has."""
-    # Not imported for this: a model of transformers has imported it.
+    """Returns, as a clause, why a model lacks the needed interface of transformers; None if it has the interface."""
+    # transformers is not imported here: a model of transformers has imported it.
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(inner, transformers.PreTrainedModel):
         return "is no model of transformers"
@@ -409,7 +410,7 @@ def _why_not_transformers(model: nn.Module, inner: Any) -> str | None:
         return "does not look its attention up in transformers' table of attention functions"
     from transformers.masking_utils import sdpa_mask
 
-    # Older ones give masks the positions of one part, which do not determine those of the whole.
+    # Older versions give masks the positions of one part, which do not determine the positions of the whole.
     if "q_length" not in inspect.signature(sdpa_mask).parameters:
         return "is one of a transformers that is too old: 5.23 was tried"
     for part in (inner, model):
@@ -433,7 +434,7 @@ def _why_not_transformers(model: nn.Module, inner: Any) -> str | None:
 
 
 def _why_not_config(config: Any, size: int) -> str | None:
-    """Returns what in a model's config speaks against it, as a clause; None if nothing does."""
+    """Returns, as a clause, why a model's config does not allow divided sequences; None if it does."""
     # Read from the config, and not from a run, which would need a batch and the weights.
     heads = getattr(config, "num_attention_heads", None)
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
@@ -454,8 +455,8 @@ def _why_not_config(config: Any, size: int) -> str | None:
 
 
 def _why_not_modules(inner: nn.Module) -> str | None:
-    """Returns which module may mix tokens without attention, or has a part for each head, as a clause."""
-    # A kind of layer that is in no list here is found in the first forward, by the number of calls of the attention.
+    """Returns, as a clause, the module that may mix tokens without attention or has a parameter for each head."""
+    # A kind of layer that is in no list here is noticed in the first forward, by the number of attention calls.
     for path, module in inner.named_modules():
         if isinstance(module, _MIXERS):
             return f"has the {type(module).__name__} {path}, which mixes tokens"
@@ -472,8 +473,8 @@ def _why_not_modules(inner: nn.Module) -> str | None:
 def _gives_keywords_to_loss(model: Any) -> bool:
     """Returns True if the model's forward hands its keywords on to `self.loss_function`, decided by its text.
 
-    Those are the labels of this rank's part, which the last token of the part does not have, and the number of tokens
-    of the whole sequence. A run would need a batch and the weights.
+    These keywords are the labels of this rank's part, shifted before the cut, and the number of tokens of the whole
+    sequence. The text decides, since a run would need a batch and the weights.
     """
     text = forward_text(model, "transformers")
     calls = [node for node in ast.walk(text) if isinstance(node, ast.Call)] if text is not None else []
@@ -487,7 +488,7 @@ def _gives_keywords_to_loss(model: Any) -> bool:
 _IGNORED = -100
 """The label of tokens that do not count, in transformers."""
 _ALONG = ("input_ids", "inputs_embeds", "token_type_ids")
-"""Inputs of one value a token, that are cut as they are."""
+"""Inputs with one entry for each token, which are cut as they are."""
 _KNOWN = frozenset((*_ALONG, "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch"))
 
 
@@ -499,7 +500,7 @@ class SequenceForward(Extension):
         inner = inside_adapters(model)
         self._parallel, self._name = parallel, type(inner).__name__
         self._layers: int = inner.config.num_hidden_layers
-        # Of the outer model's: a call may give inputs by their places.
+        # Parameters of the outer model's forward: a call may give inputs by position.
         self._names = [*inspect.signature(type(model).forward).parameters][1:]
         self._attention = SequenceAttention(inner, parallel)
         self._has_loss = False
@@ -526,10 +527,10 @@ class SequenceForward(Extension):
         self._attention.times_called, self._has_loss = 0, False
         is_cut = call.get("shift_labels") is not None and call.get("labels") is None
         if not is_cut:
-            # First of all, so that every rank of the group raises, or none.
+            # Before all other checks, so that either every rank of the group raises or none.
             self._parallel.check_same_batch(_facts(call))
         self._check(call, is_cut)
-        # A cache of keys is for generation, and each rank would have one of its part.
+        # A cache of keys is for generation, and a rank's cache would hold only its part.
         changed = call if is_cut else self._part_of(call)
         return (), {**changed, "use_cache": False}
 
@@ -592,7 +593,8 @@ class SequenceForward(Extension):
             raise UsageError(
                 f"{self._name} expects position_ids of (rows, {length}), as the tokens, got {list(positions.shape)}"
             )
-        # By such positions transformers finds several documents in one row. A rank would not find those of the others.
+        # From such positions transformers finds several documents in a row. A rank lacks the positions of the other
+        # ranks.
         if call.get("attention_mask") is None and bool((positions.diff(dim=-1) != 1).any()):
             raise UsageError(
                 f"{self._name} was called with position_ids that begin anew within a row, and sequence_parallel_size "
@@ -622,7 +624,7 @@ class SequenceForward(Extension):
 
 
 def _facts(call: Mapping[str, Any]) -> list[int]:
-    """Returns numbers that ranks compare, in order to notice that their batches differ."""
+    """Returns numbers that describe a batch. Ranks compare them to notice different batches."""
     shapes: list[int] = []
     sums: list[torch.Tensor] = []
     for name in ("input_ids", "inputs_embeds", "labels", "attention_mask"):

@@ -1,7 +1,7 @@
 """Search of a model for the parameters that tensor parallelism divides, before anything is changed.
 
-Torch's `parallelize_module`, and transformers, make DTensors of them. Megatron marks ordinary parameters, and its
-`parallel_state` (`mpu`) has the groups.
+Torch's `parallelize_module`, and transformers, turn these parameters into DTensors. Megatron marks ordinary parameters,
+and its `parallel_state` (`mpu`) knows the groups.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DTensorForm(NamedTuple):
 
     def over(self, local: torch.Tensor) -> torch.Tensor:
         """Returns the DTensor over this process's memory. Its gradient arrives at `local` in these placements."""
-        # As torch's own operators see it, and without communication: reduced to the placements is the gradient alone.
+        # No communication here: only the gradient is reduced to the placements, as by torch's own operators.
         dtensor: torch.Tensor = _tensor_module().DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
@@ -72,7 +72,7 @@ class FoundShards:
     sharded: frozenset[str] = frozenset()
     """Names of the parameters that are divided over the processes of the row."""
     dims: Mapping[str, int] = field(default_factory=dict)
-    """The dimension along which each DTensor among them is divided. Megatron's marks do not say it."""
+    """The dimension along which each sharded DTensor is divided. Megatron's marks do not contain it."""
     data_ranks: tuple[int, ...] | None = None
     """The data-parallel group of `mpu`; None without one."""
 
@@ -183,7 +183,7 @@ def _of_dtensors(model: nn.Module, dtensors: Mapping[str, Any]) -> FoundShards:
 
 def _of_mpu(model: nn.Module, mpu: Any) -> FoundShards:
     """Returns the tensor parallelism that Megatron's functions and marks describe."""
-    # Checked first: the model-parallel group of Megatron's spans pipelines too, and would look like a row.
+    # Checked first: Megatron's model-parallel group spans pipelines too, and would look like a row.
     for division in _OTHER_GROUPS:
         size = getattr(mpu, f"get_{division}_world_size", None)
         if callable(size) and size() not in (None, 1):
@@ -243,7 +243,7 @@ class Site(NamedTuple):
 
 
 class TakenShards:
-    """The DTensors of a model, in whose places the model has ordinary parameters over the same memory."""
+    """The DTensors that were replaced in a model by ordinary parameters over the same memory."""
 
     def __init__(self, model: nn.Module, shards: FoundShards) -> None:
         """Replaces the DTensors, if there are any. Names, values, ties and attributes stay."""
@@ -311,7 +311,7 @@ def _ordinary(dtensor: Any) -> nn.Parameter:
     # Without gradients `to_local` is the memory itself, not a node of a graph over it.
     with torch.no_grad():
         made = nn.Parameter(dtensor.to_local().detach(), requires_grad=dtensor.requires_grad)
-    # Marks of the user and of other libraries, such as that of a parameter without weight decay.
+    # Marks of the user and of other libraries, such as the mark of a parameter without weight decay.
     made.__dict__.update({name: value for name, value in dtensor.__dict__.items() if not name.startswith("_")})
     return made
 
@@ -336,15 +336,15 @@ def taken_over(model: nn.Module, shards: FoundShards) -> Iterator[TakenShards]:
 #     post-forward hook    module.weight: the ordinary parameter again, a placeholder once the unit is released
 #
 # The engine knows the ordinary parameter alone. `DTensor.from_local` is a function of autograd: its backward reduces
-# the gradient to the placements of the weight, so that the engine receives the gradient of this process's shard. Of a
-# replicated weight whose gradient is a part on each process, as in sequence parallelism, that is the sum.
+# the gradient to the placements of the weight, so that the engine receives the gradient of this process's shard. For a
+# replicated weight whose gradient is partial on each process, as in sequence parallelism, the engine receives the sum.
 
 
 class ShardedViews(Extension):
     """The hooks on modules that compute with DTensors. Belongs to the thread that runs the model."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
-        """Hooks the modules, whose hooks for weights and for state dicts are there already."""
+        """Hooks the modules. Their hooks for weights and for state dicts must exist already."""
         self._running: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []
         """Modules that run now, outermost first, with the parameters that their DTensors stand for."""
         self._removers: list[Callable[[], None]] = []
@@ -357,7 +357,7 @@ class ShardedViews(Extension):
             replaced = {
                 name: parameter for name, parameter in parameters if parameter is not None and not is_dtensor(parameter)
             }
-            # Made first: to read a placeholder is a call of the engine, which hides all DTensors.
+            # Made first: reading a placeholder calls the engine, which hides all DTensors.
             dtensors: dict[str, Any] = {
                 name: forms[name].over(_memory_of(parameter)) for name, parameter in replaced.items()
             }
@@ -384,8 +384,8 @@ class ShardedViews(Extension):
                     assert local is not None
                     state[prefix + name] = form.part_of(value, local.shape)
 
-        # The engine's own pre-hook is the first, and this the last. After the forward this one comes first, before the
-        # unit is released: a DTensor that lives is a view of its memory.
+        # The engine's own pre-hook runs first, and this one last. After the forward this hook runs first, before the
+        # unit is released: a DTensor that is still alive is a view of the unit's memory.
         self._removers += [
             module.register_forward_pre_hook(before).remove,
             module.register_forward_hook(after, prepend=True, always_call=True).remove,
@@ -407,7 +407,7 @@ class ShardedViews(Extension):
 
 
 def _memory_of(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns a parameter that has its weights, or weights in place of a placeholder that a module is called with."""
+    """Returns the parameter if it holds its weights, otherwise weights that are read for its placeholder."""
     handle: ParamHandle | None = handle_of(parameter)
     if handle is None:
         return parameter
