@@ -1,7 +1,8 @@
 """DeepSpeed's learning-rate schedules, step for step.
 
-A schedule sets the rates of the first step when it is constructed, and those of the next step in each `step()`, which
-the engine calls at the end of a step. With n steps taken, N steps of warm-up and T steps in all, the next step uses
+A schedule sets the learning rates of the first step when it is constructed. The engine calls `step()` at the end of
+each step, which sets the rates of the next one. With n steps taken, N steps of warm-up and T steps in all, the next
+step uses
 
     WarmupLR         min + (max - min) * rise            rise = log(n) / log(N), or (n - 1) / N; 0 at n = 0, at most 1
     WarmupDecayLR    the same up to n = N, then min + (max - min) * (T - n + 1) / (T - N), and no less than min
@@ -16,11 +17,12 @@ counts the same way, so a run has the same learning rates under both. If DeepSpe
 documentation, these classes follow the documentation:
 
     the first step of WarmupCosineLR is at warmup_min_ratio             DeepSpeed: at 0
-    the first step of OneCycle has the momentum of both ends            DeepSpeed: that of the middle
+    the first step of OneCycle has the momentum of both ends            DeepSpeed: the momentum of the middle
     OneCycle changes betas[0] and leaves betas[1]                       DeepSpeed: betas[1] becomes 0.99
 
-The state consists of `last_batch_iteration`, which is the number of steps taken less one, and of the groups' own
-learning rates. The params are not part of it: after a resume those of the script apply, so that a run can be extended.
+The state consists of `last_batch_iteration`, which is the number of steps taken minus one, and of each group's own
+learning rate. The params are not part of the state: a resumed run uses the script's params, so that a script can extend
+a run.
 
 Scripts that import the classes from `deepspeed.runtime.lr_schedules` can import them from here:
 
@@ -55,7 +57,7 @@ __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "Warmup
 
 
 def set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Sets values of a group of parameters: numbers, or sequences of them, by key.
+    """Sets values of a group of parameters, by key: numbers, or sequences of numbers.
 
     A tensor in the group is filled, as torch's schedules do: a script or a compiled step may hold the tensor.
     """
@@ -72,7 +74,7 @@ class Schedule(abc.ABC):
     """A schedule that sets `lr` of each group of an optimizer."""
 
     PEAK: ClassVar[str] = ""
-    """Field of the params that is the highest rate of a group; empty if no field is."""
+    """Name of the field of the params that sets the highest rate of a group; empty if none does."""
 
     def __init__(self, optimizer: Any, params: ScheduleParams, last_batch_iteration: int) -> None:
         """Sets the learning rates of the next step.
@@ -167,11 +169,11 @@ class Schedule(abc.ABC):
             state: the result of `state_dict`, or a state of DeepSpeed, which holds only the iteration.
 
         Raises:
-            UsageError: if the state is none, or has learning rates for another number of groups. Nothing changes.
+            UsageError: if `state` is no schedule's, or has rates for another number of groups. Nothing changes.
             ConfigError: if a value of the next step is invalid. Nothing changes.
         """
         known = state if isinstance(state, Mapping) else {}
-        # A resumed run scales the learning rates that were saved, not those of the script.
+        # A resumed run scales the saved learning rates, not the script's.
         position, rates = known.get("last_batch_iteration"), known.get("base_lrs", self.base_lrs)
         are_numbers = isinstance(rates, list | tuple) and all(isinstance(rate, int | float) for rate in rates)
         if not isinstance(position, int) or abs(position) > MOST or not are_numbers:
@@ -249,7 +251,7 @@ def _rise(steps: int, params: WarmupParams | WarmupCosineParams) -> float:
 
 
 def _length(params: WarmupParams | WarmupCosineParams) -> int:
-    """Returns the steps of the warm-up, at least 2: log(1) = 0 must not be a divisor."""
+    """Returns the number of warm-up steps, at least 2: log(1) = 0 must not be a divisor."""
     return max(2, params.warmup_num_steps)
 
 
