@@ -25,18 +25,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; all e
 
 
 def echo(text: object, err: bool = False) -> None:
-    """Prints text that may quote files of others: no character of it reaches the controls of the terminal."""
+    """Prints text that may quote foreign files, without characters that control the terminal."""
     typer.echo(printable(str(text)), err=err)
 
 
 def echo_error(error: BaseException) -> None:
-    """Prints an error on stderr: in one line, but for a list of errors in a config."""
-    # Of a name with a line break in it the rest would pass for a line of this program.
+    """Prints an error on stderr in one line; a list of config errors takes one line per error."""
+    # If a name contained a line break, the rest of the name would look like a line of this program.
     typer.echo(f"error: {printable(str(error), lines=isinstance(error, ConfigError))}", err=True)
 
 
 def make_console(**options: Any) -> Console:
-    """Returns a console of rich that prints texts as `echo` does. Values of tables are made printable before."""
+    """Returns a rich console that prints texts as `echo` does. Values of tables must be printable already."""
     from rich.console import Console
 
     class Printable(Console):
@@ -50,7 +50,7 @@ def make_console(**options: Any) -> Console:
 
 
 class _Record(logging.LogRecord):
-    """A record of any library, such as transformers, whose message may quote a file of somebody else."""
+    """A log record of any library, such as transformers, whose message may quote a foreign file."""
 
     def getMessage(self) -> str:
         return printable(super().getMessage())
@@ -146,13 +146,13 @@ _COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?)(?:([kmgbt])(i?))?
 def parse_count(text: str) -> int:
     """Returns the count that `text` names.
 
-    It is such as "250M", "64Mi" for 64 * 2**20, "1.5B" for 1.5 billion, or "2T" for 2 * 10**12.
+    Examples are "250M", "64Mi" for 64 * 2**20, "1.5B" for 1.5 billion, and "2T" for 2 * 10**12.
 
     Raises:
         ConfigError: `text` is not such a count, is less than 1, or is beyond the largest float.
     """
     found = _COUNT.fullmatch(text.strip())
-    # "b" for billion counts as "g", so that the position in the list is the power.
+    # "b" for billion counts as "g", so that the position in the string is the power of 1000.
     power = 0 if found is None else " kmgt".index((found[2] or " ").lower().replace("b", "g"))
     amount = 0.0 if found is None else float(found[1]) * (1024 if found[3] else 1000) ** power
     if not 1 <= amount < math.inf:

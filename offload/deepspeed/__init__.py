@@ -2,8 +2,8 @@
 
     import offload.deepspeed as deepspeed
 
-A name has DeepSpeed's signature and does what DeepSpeed documents, or its use is an error that says what to do instead.
-`install()` lets `import deepspeed` mean this package in the process; `offload run train.py` does so for a script.
+Each name has DeepSpeed's signature and documented behaviour, or its use is an error that names an alternative.
+`install()` makes `import deepspeed` import this package in the process; `offload run train.py` does so for a script.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from offload.deepspeed.import_hook import VERSION, install
 from offload.deepspeed.names import attributes_of, public_names
 
 __version__ = version = VERSION
-"""The version of DeepSpeed whose names these are, which scripts compare."""
+"""The version of DeepSpeed whose names this package has. Scripts compare it."""
 __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))
 __git_branch__ = git_branch = "offload"
 __git_hash__ = git_hash = offload.__version__

@@ -26,8 +26,8 @@ _AT_ONCE = "stopped at once by a second Ctrl-C; steps that were committed are ke
 def main(arguments: Sequence[str]) -> None:
     """Runs a script, or a module with `-m`, as `__main__`.
 
-    A Ctrl-C raises `KeyboardInterrupt` in the script, as ever. One that the script lets pass ends it with a line and
-    exit code 130; a second one ends the process at once.
+    A Ctrl-C raises `KeyboardInterrupt` in the script. If the script does not catch it, the process prints a line and
+    exits with code 130. A second Ctrl-C ends the process at once.
 
     Args:
         arguments: [`-m`,] the script, and its own arguments.
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> None:
     _set_environment()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a parent ignores it for background jobs
         signal.signal(signal.SIGINT, _CtrlC())
-    # As Python sets both for a script or a module that it starts itself.
+    # `sys.argv` and `sys.path` are set as Python does for a script or a module.
     is_module = arguments[0] == "-m"
     target, *own = arguments[1:] if is_module else arguments
     sys.argv = [target, *own]
@@ -48,12 +48,12 @@ def main(arguments: Sequence[str]) -> None:
             sys.path[0] = os.getcwd()
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
-            # Absolute, as Python makes `__file__`: a script may change its folder and look beside itself afterwards.
+            # Absolute, like Python's `__file__`: a script may change the working folder, then look for its own folder.
             script = os.path.abspath(target)
             sys.path[0] = os.path.dirname(script)
             runpy.run_path(script, run_name="__main__")
     except KeyboardInterrupt as error:
-        # As Python does for an exception that nobody catches: by it engines know that the script was cut short.
+        # As Python does for an uncaught exception. Engines read these values to learn that the script was interrupted.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             exit_on_next_signal(_AT_ONCE, signal.SIGINT)
@@ -71,8 +71,8 @@ class _CtrlC:
         self._raised: KeyboardInterrupt | None = None
 
     def __call__(self, number: int, _: FrameType | None) -> None:
-        # While the first one is being handled, by the script or on its way out of it. A script that has caught the
-        # first and trains on is interrupted anew.
+        # True while the first Ctrl-C is being handled or propagates. If the script has caught it and continues, the
+        # next Ctrl-C raises again.
         if self._raised is not None and self._raised in _handled():
             os.write(2, f"{_AT_ONCE}\n".encode())
             os._exit(128 + number)
@@ -91,7 +91,7 @@ def _handled() -> list[BaseException]:
 
 
 def _place_of(error: BaseException) -> str:
-    """Returns where an exception has left the script, in words; nothing if the script had not begun."""
+    """Returns a clause on the line at which an exception left the script; empty if the script had not started."""
     frames = traceback.extract_tb(error.__traceback__)
     runners = {__file__, runpy.__file__, "<frozen runpy>", "<string>"}
     script = next(
@@ -104,11 +104,11 @@ def _place_of(error: BaseException) -> str:
 
 
 def _set_environment() -> None:
-    """Sets what DeepSpeed's launcher sets, of one of several ranks or of a process alone, unless a launcher has."""
+    """Sets the environment variables of DeepSpeed's launcher that no launcher has set."""
     join_launcher()
     if "WORLD_SIZE" in os.environ:
         return
-    # A fixed port would keep two runs from training beside each other.
+    # With a fixed port, two runs on one machine would collide.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

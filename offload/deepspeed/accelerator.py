@@ -39,7 +39,7 @@ def is_current_accelerator_supported() -> bool:
 class DeepSpeedAccelerator:
     """A type of device under DeepSpeed's names.
 
-    A name that is not defined here is that of torch's module of the device, such as `torch.cuda`.
+    A name that is not defined here is looked up in torch's module of the device, such as `torch.cuda`.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -48,8 +48,8 @@ class DeepSpeedAccelerator:
         self._compile_backend = "inductor"
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what torch's module of the device has under this name: `synchronize`, `Stream`, `memory_stats`."""
-        # `_module` itself, while the constructor has not set it.
+        """Returns an attribute of torch's module of the device, such as `synchronize`, `Stream` or `memory_stats`."""
+        # Includes `_module` before the constructor has set it.
         if name.startswith("_"):
             raise AttributeError(name)
         try:
@@ -71,11 +71,11 @@ class DeepSpeedAccelerator:
         return self._name == "cpu"
 
     def use_host_timers(self) -> bool:
-        """Returns True if the host's clock times what the device does."""
+        """Returns True if the host's clock measures the device's work."""
         return self.is_synchronized_device()
 
     def resolves_data_dependency(self) -> bool:
-        """Returns True if a call waits for those whose results it reads, without streams."""
+        """Returns True if a call waits for its inputs without streams."""
         return self.is_synchronized_device()
 
     def handles_memory_backpressure(self) -> bool:
@@ -153,7 +153,7 @@ class DeepSpeedAccelerator:
         self._module.reset_peak_memory_stats(device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Returns the bytes of the device's memory."""
+        """Returns the size of the device's memory in bytes."""
         return int(self._module.get_device_properties(device_index or 0).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
@@ -269,7 +269,7 @@ class DeepSpeedAccelerator:
         """Returns a context that records a graph; where there is none, one without effect.
 
         Args:
-            graph: what `create_graph` has returned.
+            graph: a result of `create_graph`.
             pool: memory that graphs share.
             stream: stream of the recording.
         """
@@ -293,7 +293,7 @@ class DeepSpeedAccelerator:
         return self._module.nvtx.range_pop() if self._name == "cuda" else None
 
     def lazy_call(self, callback: Callable[[], T]) -> T:
-        """Returns `callback()`: torch makes the device ready with its first use."""
+        """Returns `callback()`: torch initializes the device at its first use."""
         return callback()
 
     def is_triton_supported(self) -> bool:
@@ -313,7 +313,7 @@ class DeepSpeedAccelerator:
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
-        """Sets what `get_compile_backend` returns.
+        """Sets the backend that `get_compile_backend` returns.
 
         Raises:
             ConfigError: if torch has no such backend. Nothing changes.
@@ -332,7 +332,7 @@ class DeepSpeedAccelerator:
         return "deepspeed.ops.op_builder"
 
     def get_op_builder(self, class_name: str) -> Any:
-        """Returns the builder of an extension by its name; of one that is not here, a class that says so."""
+        """Returns the builder of an extension; for an unknown name a class whose `load` raises `UsageError`."""
         return AsyncIOBuilder if class_name == "AsyncIOBuilder" else NotImplementedBuilder
 
     def create_op_builder(self, class_name: str) -> Any:
@@ -346,7 +346,7 @@ class DeepSpeedAccelerator:
         return BuildExtension
 
     def export_envs(self) -> list[str]:
-        """Returns the beginnings of environment variables that a launcher sends to other hosts."""
+        """Returns the prefixes of environment variables that a launcher sends to other hosts."""
         return ["NCCL"] if self._name == "cuda" else []
 
     def visible_devices_envs(self) -> list[str]:
@@ -393,18 +393,18 @@ class CpuAccelerator(DeepSpeedAccelerator):
         return "cpu"
 
     def current_device(self) -> int:
-        """Returns LOCAL_RANK, or 0 without a launcher: scripts count devices so."""
+        """Returns LOCAL_RANK, or 0 without a launcher, as the number of the current device."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def set_device(self, device_index: int) -> None:
-        """Does nothing: there is one."""
+        """Does nothing: there is only one device."""
 
     def device_count(self) -> int:
         """Returns LOCAL_SIZE if a launcher has set it, else the number of NUMA nodes with processors."""
         set_to = int(os.environ.get("LOCAL_SIZE", "0"))
         return set_to if set_to > 0 else max(1, sum(bool(node["cpus"]) for node in nodes()))
 
-    # torch.cpu has no generator of its own: it is torch's default one.
+    # torch.cpu has no generator of its own, so these methods use torch's default generator.
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         """Sets the state of torch's default generator."""
         torch.set_rng_state(new_state)
@@ -430,7 +430,7 @@ class CpuAccelerator(DeepSpeedAccelerator):
     def empty_cache(self) -> None:
         """Does nothing: torch caches no memory of the host."""
 
-    # torch counts nothing on the CPU, so the process is measured, as DeepSpeed does.
+    # torch does not count memory on the CPU, so these methods measure the process, as in DeepSpeed.
     def get_rss(self) -> int:
         """Returns the bytes that the process occupies."""
         resident = _resident()
@@ -438,7 +438,7 @@ class CpuAccelerator(DeepSpeedAccelerator):
         return resident
 
     def reset_rss(self) -> int:
-        """Begins the peak anew, and returns the bytes that the process occupies."""
+        """Resets the peak, and returns the bytes that the process occupies."""
         self._peak = _resident()
         return self._peak
 
@@ -449,14 +449,14 @@ class CpuAccelerator(DeepSpeedAccelerator):
     memory_cached = memory_reserved = memory_allocated
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Returns the largest number of bytes that a call of these methods has found since the peak began."""
+        """Returns the most bytes that any of these methods has measured since the last reset."""
         self.get_rss()
         return self._peak
 
     max_memory_cached = max_memory_reserved = max_memory_allocated
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begins the peak anew."""
+        """Resets the peak."""
         self.reset_rss()
 
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
@@ -503,7 +503,7 @@ class AsyncIOBuilder:
 
     def load(self, verbose: bool = True) -> ModuleType:
         """Returns `offload.deepnvme`, the module that has `aio_handle`."""
-        # Here: most scripts need no extension.
+        # Imported here, since most scripts need no extension.
         return import_module("offload.deepnvme")
 
     def is_compatible(self, verbose: bool = True) -> bool:
@@ -527,7 +527,7 @@ class NotImplementedBuilder:
 
 
 def _index_argument(device_index: int | None) -> tuple[int, ...]:
-    """Returns the argument for a call of torch that has a default of its own."""
+    """Returns the device index as arguments of a torch call; none for the call's default."""
     return () if device_index is None else (device_index,)
 
 

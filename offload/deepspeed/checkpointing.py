@@ -33,8 +33,8 @@ model_parallel_reconfigure_tp_seed = function("model_parallel_reconfigure_tp_see
 
 
 def reset() -> None:
-    """Does nothing: DeepSpeed empties its buffers, and keeps the settings of `configure`. Here graphs have buffers."""
+    """Does nothing: DeepSpeed empties its buffers, but here each graph owns its buffers."""
 
 
 def set_num_layers(nlayers: Any) -> None:
-    """Does nothing: DeepSpeed sizes its buffers by the number of layers, and this library's belong to graphs."""
+    """Does nothing: DeepSpeed sizes its buffers by the number of layers, but here each graph owns its buffers."""

@@ -1,6 +1,6 @@
-"""`deepspeed.comm`: the collectives of torch.distributed, also in a process that no launcher has started.
+"""`deepspeed.comm`: the collectives of torch.distributed, also for a process started without a launcher.
 
-A process that trains alone gets a group of one with the first collective, so that each call has its ordinary result.
+In a process that trains alone, the first collective creates a group of one, so that each call has its ordinary result.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Joins the ranks that the launcher has started, or makes a group of this process alone.
+    """Joins the ranks that the launcher has started, or creates a group of this process alone.
 
-    Does nothing if there is a process group already.
+    Does nothing if a process group exists already.
 
     Args:
-        dist_backend: backend of torch.distributed; by default gloo, and beside it that of the accelerator.
+        dist_backend: backend of torch.distributed; by default gloo for the CPU, and the accelerator's own backend.
         auto_mpi_discovery: False to train alone in a process that srun or mpirun has started as one of several.
         distributed_port: without effect: the launcher's MASTER_PORT counts.
         verbose: without effect.
@@ -60,13 +60,13 @@ def init_distributed(
         return
     if auto_mpi_discovery:
         join_launcher()
-    # Who names a backend or a meeting place means torch's own call; else the engine's choice of both is taken.
+    # A script that sets a backend or an init method expects torch's own call; otherwise the engine chooses both.
     if init_method is not None or rank >= 0 or (dist_backend is not None and _launched() > 1):
         dist.init_process_group(dist_backend, init_method, timeout, world_size, rank)
     elif _launched() > 1:
         meet_others()
     else:
-        # A store in memory: nothing listens on a port, so that processes beside this one cannot collide with it.
+        # A store in memory uses no port, so that it cannot collide with other processes.
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
         device_type = accelerator_type()
         backends = "gloo" if device_type is None else f"cpu:gloo,{device_type}:{device_backend(device_type)}"
@@ -78,7 +78,7 @@ def _launched() -> int:
 
 
 def _with_group(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of torch.distributed that makes the group first, and takes DeepSpeed's keywords too."""
+    """Wraps a torch.distributed function: the wrapper creates the group first, and accepts DeepSpeed's keywords."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def _with_group(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# Some have two names in DeepSpeed, and scripts use both.
+# Some collectives have two names in DeepSpeed, and scripts use both.
 all_gather = _with_group(dist.all_gather)
 all_gather_into_tensor = allgather_fn = _with_group(dist.all_gather_into_tensor)
 all_gather_object = _with_group(dist.all_gather_object)
@@ -110,7 +110,7 @@ reduce_scatter = _with_group(dist.reduce_scatter)
 reduce_scatter_tensor = reduce_scatter_fn = _with_group(dist.reduce_scatter_tensor)
 scatter = _with_group(dist.scatter)
 send = _with_group(dist.send)
-# Neither an end nor a question makes a group.
+# Functions that end or query a group do not create one.
 destroy_process_group = dist.destroy_process_group
 is_available = dist.is_available
 is_initialized = dist.is_initialized
@@ -124,16 +124,16 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Warns that collectives are not logged if `enabled` asks for it; nothing else has an effect.
+    """Warns that collectives are not logged if `enabled` is True; the other arguments have no effect.
 
-    The engine's start names the key "comms_logger" of the config in the same way.
+    The engine's start gives the same warning for the key "comms_logger" of the config.
     """
     if enabled:
         _warn_of_logging("configure")
 
 
 def log_summary(show_straggler: bool = False) -> None:
-    """Warns that collectives are not logged, and says where their bytes are."""
+    """Warns that collectives are not logged, and names the place of their byte counts."""
     _warn_of_logging("log_summary")
 
 
@@ -153,22 +153,22 @@ def get_world_group() -> Any:
 
 
 def get_rank(group: Any = None) -> int:
-    """Returns the rank of this process; that of the launcher before there is a group, 0 without one."""
-    # A question makes no group: the script may be about to make one of its own.
+    """Returns the rank of this process; before a group exists the launcher's RANK, or 0 without a launcher."""
+    # A query creates no group: the script may be about to create its own.
     return dist.get_rank(group) if dist.is_initialized() else rank_number(os.environ, "RANK", 0)
 
 
 def get_world_size(group: Any = None) -> int:
-    """Returns the number of ranks; that of the launcher before there is a group, 1 without one."""
+    """Returns the number of ranks; before a group exists the launcher's WORLD_SIZE, or 1 without a launcher."""
     return dist.get_world_size(group) if dist.is_initialized() else _launched()
 
 
 def get_local_rank() -> int:
     """Returns the rank of this process on its machine."""
-    # The launcher alone knows machines.
+    # Only the launcher knows which ranks share a machine.
     return rank_number(os.environ, "LOCAL_RANK", 0)
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """Returns the rank among all of a rank of a group; `group` None is the group of all."""
+    """Returns the global rank of rank `group_rank` of a group; `group` None is the group of all ranks."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)

@@ -1,7 +1,7 @@
-"""The config of a script of DeepSpeed, as this library reads it, and `deepspeed.runtime.config`.
+"""The config of a DeepSpeed script, as this library reads it, and `deepspeed.runtime.config`.
 
-accelerate and transformers read and change such a config on its way to `deepspeed.initialize`; the checks at the end of
-this module explain what they lose, or cannot read.
+accelerate and transformers read and change such a config before it reaches `deepspeed.initialize`. The checks at the
+end of this module explain the keys that they lose or cannot read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DeepSpeedConfigError = ConfigError
 
 
 class DeepSpeedConfig:
-    """A config that was checked, with its three batch sizes."""
+    """A checked config with its three batch sizes."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         """Reads and checks a config, a path or a dict.
@@ -53,7 +53,7 @@ class DeepSpeedConfig:
 
 
 _engines = itertools.count()
-"""Engines so far of this process whose config names no run."""
+"""Counts the engines of this process whose config names no run."""
 
 _DOTTED = "zero_optimization."
 
@@ -61,22 +61,22 @@ _DOTTED = "zero_optimization."
 def content_of(config: Any) -> dict[str, Any]:
     """Returns a copy of a config: a path, text in base64 or a mapping."""
     content = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else read_json(config)
-    # accelerate's word for no lines.
+    # accelerate writes infinity to turn the lines off.
     if content.get("steps_per_print") == math.inf:
         del content["steps_per_print"]
     _check_paths(content)
-    # trl adds such keys for the engine of a reference; DeepSpeed knows none with a dot, and ignores them.
+    # trl adds keys with dots for the engine of a reference model; DeepSpeed ignores them.
     return {key: value for key, value in content.items() if not str(key).startswith(_DOTTED)}
 
 
 def with_rate(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config whose optimizer has a learning rate: DeepSpeed's default where the config names none."""
+    """Returns a config whose optimizer has a learning rate: DeepSpeed's default if the config sets none."""
     block = content.get("optimizer")
     if not isinstance(block, Mapping) or not isinstance(params := block.get("params", {}), Mapping):
-        return content  # none, or an error that the config's reader explains
+        return content  # no optimizer, or an error that the config's reader explains
     kind = str(block.get("type", "AdamW"))
     rates = {"muon_lr": 0.02, "adam_lr": 3e-4} if kind.lower() == "muon" else {"lr": _rate_of(kind)}
-    # "auto" is left to a Trainer, and stays an error where none fills it in.
+    # "auto" is left for a Trainer to fill in, and is an error without one.
     missing = {} if "lr" in params else {key: rate for key, rate in rates.items() if key not in params and rate}
     if not missing:
         return content
@@ -88,7 +88,7 @@ def with_rate(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rate_of(kind: str) -> float | None:
-    """Returns the default learning rate of DeepSpeed for a type of optimizer; None for one that DeepSpeed has not."""
+    """Returns DeepSpeed's default learning rate for a type of optimizer; None for a type unknown to DeepSpeed."""
     kind = kind.removeprefix(TORCH_OPTIMIZERS)
     if kind.lower() in ("adam", "adamw", "lamb", "lion"):
         return 1e-3
@@ -100,19 +100,18 @@ def _rate_of(kind: str) -> float | None:
 
 
 def of_a_script(content: Mapping[str, Any], leaves: Iterable[str], trains: bool) -> dict[str, Any]:
-    """Returns a config with what a script of DeepSpeed leaves open.
+    """Returns a config with defaults for the keys that a DeepSpeed script leaves out.
 
-    Such a script saves checkpoints, and cannot resume from swap files: nothing is committed unless the config says so.
-    A step whose gradients are not finite is skipped.
-    The second engine of a process has swap files beside those of the first. `leaves` are names of the modules that
-    `set_z3_leaf_modules` has marked; a model that does not train has no optimizer.
+    Such a script saves checkpoints, and cannot resume from swap files: by default nothing is committed. Steps with
+    non-finite gradients are skipped. The second engine of a process has its own swap files. `leaves` are the names of
+    the modules that `set_z3_leaf_modules` has marked. A model that does not train has no optimizer.
     """
     result = copy.deepcopy(dict(content))
-    # A schedule without an optimizer has nothing to set.
+    # Without an optimizer, a schedule has no learning rate to set.
     if not trains:
         result.pop("scheduler", None)
     block = dict(result.get("offload") or {})
-    # Commits would cost writes, and a killed run would be in the way of the next start.
+    # Commits would cost writes, and a killed run's swap files would block the next start.
     if "durability" not in block and "resume" not in block:
         block["durability"] = "none"
     # DeepSpeed skips such a step in each dtype, with a warning.
@@ -133,13 +132,14 @@ _READER = "accelerate.utils.deepspeed"
 """The module that reads the config for accelerate, and for transformers' Trainer."""
 
 _NO_PATH = "none"
-"""What accelerate writes in place of a path that it does not know."""
+"""Text that accelerate writes in place of an unknown path."""
 
 
 def _check_paths(content: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` if a block that is on NVMe lacks its folder: its path is accelerate's word for none.
+    """Raises `ConfigError` if a block on NVMe has accelerate's text for an unknown path in place of a folder.
 
-    `accelerate launch` hands its options and the keys of its YAML to the ranks in the environment, all but these paths.
+    `accelerate launch` passes its options and the keys of its YAML, but not these paths, to the ranks by the
+    environment.
     """
     zero = content.get("zero_optimization")
     for name in ("offload_param", "offload_optimizer"):
@@ -156,7 +156,7 @@ def check_comments(error: json.JSONDecodeError) -> None:
     """Raises `ConfigError` if accelerate could not read a config that `offload.initialize` reads.
 
     Args:
-        error: the error of Python's JSON that ended a script.
+        error: the error of Python's JSON parser that ended a script.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         source = frame.f_locals.get("config_file_or_dict")
@@ -169,14 +169,14 @@ def check_comments(error: json.JSONDecodeError) -> None:
 
 
 def check_ranks() -> None:
-    """Raises `ConfigError` if accelerate counts other processes than there are ranks: it divides the data by them."""
+    """Raises `ConfigError` if accelerate's number of processes, by which it divides the data, is not that of ranks."""
     state = sys.modules.get("accelerate.state")
     known = {} if state is None else state.PartialState._shared_state
     kind, count = known.get("distributed_type"), known.get("num_processes")
-    # Of a script with a loop of its own the state may be there too, and divides nothing.
+    # A script with its own loop may also have accelerate's state, but then the state divides no data.
     if kind != "DEEPSPEED" or not dist.is_initialized() or count == dist.get_world_size():
         return
-    # Without an accelerator accelerate has no backend to ask for, and takes each rank for the only one.
+    # Without an accelerator, accelerate requests no backend and treats each rank as the only process.
     raise ConfigError(
         f"accelerate counts {count} process, and there are {dist.get_world_size()} ranks: each would train on all "
         "rows. On a CPU set use_cpu=True in TrainingArguments, or build "

@@ -1,4 +1,4 @@
-"""`deepspeed.DeepSpeedEngine`: the engine, with the methods that only DeepSpeed's has."""
+"""`deepspeed.DeepSpeedEngine`: the engine, with the methods that only DeepSpeed's engine has."""
 
 from __future__ import annotations
 
@@ -32,22 +32,23 @@ class DeepSpeedEngine(Engine):
     )
 
     def __init__(self, engine: Engine) -> None:
-        """Takes the place of an engine of `offload.initialize`: both act on the same components."""
-        # The core holds all state; an engine is its methods.
+        """Replaces `engine`, an engine of `offload.initialize`: both act on the same components."""
+        # The core holds all state; an engine only adds methods.
         super().__init__(engine._core, engine.notices)
         self._divides = True
-        """False while `backward` runs, which has divided the loss itself."""
+        """False while `backward` runs, since `backward` itself divides the loss."""
         self._one = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
-        """Factor of the gradients that `torch.autograd.grad` takes with create_graph: a backward of them comes by."""
+        """Factor of gradients that `torch.autograd.grad` returns with create_graph. Its hook catches their backward."""
         self._one.register_hook(self._refuse_second_order)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model as `offload.Engine` does.
 
-        A plain `loss.backward()` divides the gradients that enter the model's outputs by gradient_accumulation_steps,
-        as the engine of DeepSpeed 0.19 does. `torch.autograd.grad` and torch.func, which add up no gradient, do not.
+        In a plain `loss.backward()`, the gradients that enter the model's outputs are divided by
+        gradient_accumulation_steps, as in DeepSpeed 0.19. In `torch.autograd.grad` and torch.func they are not, since
+        these functions accumulate no gradient.
         """
-        # Without an accumulation there is nothing to divide, and the output stays the model's own.
+        # Without accumulation there is nothing to divide, and the output stays the model's own.
         if not torch.is_grad_enabled() or self.gradient_accumulation_steps() == 1:
             return super().__call__(*args, **kwargs)
         return map_tensors(self._watched, super().__call__(*args, **kwargs))
@@ -55,10 +56,10 @@ class DeepSpeedEngine(Engine):
     forward = __call__
 
     def _watched(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns a view of an output; what reaches the view in a plain backward is divided."""
+        """Returns a view of an output. A plain backward divides the gradient that reaches the view."""
         if not output.requires_grad:
             return output
-        # A view, so that a loss that the model has computed from its logits is divided once, on its own way.
+        # A view, since the model may have computed a loss from its logits: each path to the logits divides only once.
         view = output.view_as(output)
         assert view.grad_fn is not None
         ((behind, _),) = view.grad_fn.next_functions
@@ -66,13 +67,13 @@ class DeepSpeedEngine(Engine):
         return view
 
     def _entering(self, gradient: torch.Tensor, behind: Any) -> torch.Tensor:
-        """Returns a gradient of an output as it enters the model, whose node is `behind`."""
+        """Returns the gradient that enters the model for an output; `behind` is the output's node in the graph."""
         if not self._divides:
             return gradient
         trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
         if adds_up(trained, behind):
             return gradient / self.gradient_accumulation_steps()
-        # With create_graph the result is a function of the weights, whose own backward does not come by here.
+        # With create_graph the gradient depends on the weights, and its backward to them does not pass this hook.
         return gradient * self._one if torch.is_grad_enabled() else gradient
 
     def _refuse_second_order(self, _: torch.Tensor) -> None:
@@ -95,22 +96,22 @@ class DeepSpeedEngine(Engine):
 
         Args:
             data_iter: an iterator of micro-batches, as for `train_batch`.
-            num_micro_batches: number of micro-batches; by default as many as a step has.
+            num_micro_batches: number of micro-batches; by default as many as in a step.
 
         Returns:
             () fp32, on the device of the losses, of this rank.
 
         Raises:
             UsageError: if `data_iter` is no iterator, or the model returns no loss of one element.
-            StopIteration: if the data end before.
+            StopIteration: if the data end too early.
         """
         step.check_batches(data_iter)
-        # Behind an error the model trains on in the mode that it had.
+        # After an error the model must be in its previous mode.
         mode = self.module.training
         self.eval()
         try:
             with torch.no_grad():
-                # As many as a step has, so that the two losses compare.
+                # As many as in a step, so that the losses can be compared.
                 count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
                 losses = [step.run(self, next(data_iter)) for _ in range(count)]
         finally:
@@ -128,7 +129,7 @@ class DeepSpeedEngine(Engine):
         """Returns the result of `module_state_dict` on rank 0, and None on other ranks; for transformers' Trainer."""
         self._core.components.refuse_shards("a state dict on rank 0")
         state = self.module_state_dict(exclude_frozen_parameters) if self.global_rank == 0 else None
-        self._core.state.mark_saved()  # by the caller: the Trainer and accelerate write these
+        self._core.state.mark_saved()  # the callers, the Trainer and accelerate, save the result
         return state
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -155,12 +156,12 @@ class DeepSpeedEngine(Engine):
             BudgetError: if the weights of a pickle do not fit into the RAM.
             UsageError: for a pickle of a model that a pipeline or tensor parallelism divides.
         """
-        # The parent warns where nothing is written, and streams what has a name of its own.
+        # The parent warns if nothing is written, and streams safetensors.
         gathers = self.zero_gather_16bit_weights_on_model_save() or self.zero_optimization_stage() != 3
         if save_filename.endswith(".safetensors") or not gathers:
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
         self._core.components.refuse_shards("a pickle of save_16bit_model")
-        # One rank may read weights alone.
+        # Rank 0 may read weights without the other ranks.
         if self.global_rank == 0:
             folder = Path(save_dir)
             folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +173,7 @@ class DeepSpeedEngine(Engine):
     # -- the config ---------------------------------------------------------------------------------
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Returns the samples of a step, those of a micro-batch on this rank, and the micro-batches of a step."""
+        """Returns the samples in a step, the samples in this rank's micro-batch, and the micro-batches in a step."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def gradient_clipping(self) -> float:
@@ -200,11 +201,11 @@ class DeepSpeedEngine(Engine):
         return self.fp16_enabled() and not self._settings.config.fp16.loss_scale
 
     def steps_per_print(self) -> int:
-        """Returns how many steps pass between two lines about the training; 0 for none."""
+        """Returns the number of steps between two log lines; 0 for none."""
         return self._settings.config.steps_per_line
 
     def wall_clock_breakdown(self) -> bool:
-        """Returns True if the lines have the seconds of each phase."""
+        """Returns True if the log lines contain the seconds of each phase."""
         return self._settings.config.wall_clock_breakdown
 
     def zero_cpu_offload(self) -> bool:
@@ -217,7 +218,7 @@ class DeepSpeedEngine(Engine):
         return self._core.components.world.ranks.size
 
     def get_data_parallel_rank(self) -> int:
-        """Returns the rank of this process among those that ZeRO divides states over."""
+        """Returns the rank of this process among the ranks that ZeRO divides states over."""
         return self._core.components.world.ranks.rank
 
     def get_model_parallel_rank(self) -> int:

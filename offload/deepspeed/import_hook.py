@@ -1,11 +1,11 @@
 """`import deepspeed` as another name of `offload.deepspeed`, for scripts and libraries that are not modified.
 
-A finder at the front of `sys.meta_path` answers three questions: where a module `deepspeed` or `deepspeed.x.y` is (it
-is `offload.deepspeed.x.y` itself, not a second copy), whether there is such a package (`importlib.util.find_spec`), and
-what its version is (`importlib.metadata`, which transformers and accelerate ask). Nothing happens before `install`.
+A finder at the front of `sys.meta_path` provides three things. The modules `deepspeed` and `deepspeed.x.y` are
+`offload.deepspeed` and `offload.deepspeed.x.y` themselves, not copies. `importlib.util.find_spec` finds the package.
+`importlib.metadata` finds its version, for transformers and accelerate. Nothing happens before `install`.
 
-Processes that this one starts have no such finder. They inherit the path, and on it the folder `STAND_IN`: a package
-`deepspeed` with its metadata, found by Python itself, which makes a finder when it is imported.
+Processes that this one starts have no such finder, but inherit the path with the folder `STAND_IN`. Python itself finds
+a package `deepspeed` with metadata in that folder. When imported, this package installs a finder.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ VERSION = "0.19.8"
 
 _NAME, _OURS = "deepspeed", "offload.deepspeed"
 _ASK_ONCE = ("accelerate", "transformers.integrations.deepspeed")
-"""Modules that ask for DeepSpeed when they are imported, and never again."""
+"""Modules that look for DeepSpeed only once, when they are imported."""
 STAND_IN = Path(__file__).parent / "stand_in"
-"""Folder for the path of Python, with a package `deepspeed` that becomes ours, and its metadata."""
+"""Folder for Python's path, with metadata and a package `deepspeed` that is replaced by this package on import."""
 
 
 def install() -> None:
-    """Lets `import deepspeed` mean `offload.deepspeed` from now on, in this process and in workers that it spawns.
+    """Makes `import deepspeed` import `offload.deepspeed` from now on, in this process and in workers that it spawns.
 
-    Calling it twice does no harm. Call it before anything imports accelerate, or transformers' Trainer, which look for
+    A second call changes nothing. Call it before any import of accelerate or of transformers' Trainer: both look for
     DeepSpeed when imported.
 
     Raises:
@@ -45,7 +45,7 @@ def install() -> None:
     # Libraries and the command may both call it.
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    # Libraries that have asked already have found the package on the path, or have asked in vain.
+    # Libraries that already looked for DeepSpeed found the stand-in on the path, or nothing.
     if str(STAND_IN) in sys.path:
         put_in_front()
         return
@@ -60,13 +60,13 @@ def install() -> None:
                 f"{name} is imported already and has looked for deepspeed: call offload.deepspeed.install() before "
                 "anything imports it, or start the script by `offload run`"
             )
-    # Behind the script's folder, as PYTHONPATH's: multiprocessing gives the path to the processes that it spawns.
+    # After the script's folder, like a folder of PYTHONPATH. multiprocessing passes the path to spawned processes.
     sys.path.insert(1, str(STAND_IN))
     put_in_front()
 
 
 def put_in_front() -> None:
-    """Puts the finder before all others: the real package may be installed too, and must not be found."""
+    """Puts the finder before all others, so that an installed real package is not found."""
     sys.meta_path.insert(0, _Finder())
 
 
@@ -83,7 +83,7 @@ class _Finder(DistributionFinder, MetaPathFinder):
         """
         if fullname.partition(".")[0] != _NAME:
             return None
-        # Modules under another name only: a copy would have classes and states of its own.
+        # An alias of the same module: a copy would have classes and states of its own.
         ours = _OURS + fullname.removeprefix(_NAME)
         spec = find_spec(ours)
         if spec is None:
@@ -104,25 +104,26 @@ class _Finder(DistributionFinder, MetaPathFinder):
         name = None if context is None else context.name
         if name is not None and name.lower() != _NAME:
             return []
-        # A file: those who build a wheel leave a folder .dist-info inside of a package out.
+        # An .egg-info file, since wheel builders leave out a .dist-info folder inside a package.
         return [Distribution.at(STAND_IN / f"{_NAME}-{VERSION}.egg-info")]
 
 
 class _Alias(InspectLoader):
     """Loader that gives a module of this package a second name.
 
-    Python asks it for code only to run the module as a program, such as `python -m deepspeed.utils.zero_to_fp32`.
+    Python requests code from it only to run the module as a program: `python -m deepspeed.utils.zero_to_fp32`.
     """
 
     def __init__(self, ours: ModuleSpec) -> None:
-        # The loader of a file of Python is one, and so is what an editable install wraps it in, but not by its class.
+        # The loader of a Python file is an `InspectLoader`. An editable install's wrapper has its methods, but another
+        # class.
         self._ours, self._loader = ours.name, cast(InspectLoader, ours.loader)
 
     def create_module(self, spec: ModuleSpec) -> None:
-        return  # the module that Python makes is replaced as soon as it is loaded
+        return  # Python creates a module, which `exec_module` replaces
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system returns what stands under the name afterwards.
+        # The import system then returns the module that `sys.modules` contains under the name.
         sys.modules[module.__name__] = import_module(self._ours)
 
     def get_code(self, fullname: str) -> CodeType | None:

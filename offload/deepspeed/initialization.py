@@ -26,7 +26,7 @@ from offload.notices import announce
 logger = logging.getLogger("offload")
 
 _PORT = 29500
-"""DeepSpeed's default of `distributed_port`, which asks for nothing."""
+"""DeepSpeed's default of `distributed_port`. It has no effect here."""
 
 
 def initialize(
@@ -46,20 +46,20 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Returns an engine over `model`: (engine, optimizer, loader, lr_scheduler). See `offload.initialize`.
 
-    A model without an optimizer, neither here nor in the config, is for evaluation: its parameters are frozen, and the
-    optimizer that is returned is None. Nothing is committed to the swap files unless the "offload" block of the config
-    sets "durability" or "resume": a script of DeepSpeed saves checkpoints.
+    Without an optimizer, here or in the config, the model is for evaluation: its parameters are frozen, and the
+    returned optimizer is None. Since a DeepSpeed script saves checkpoints, nothing is committed to the swap files
+    unless the "offload" block of the config sets "durability" or "resume".
 
     Args:
         args: namespace whose `deepspeed_config` is read if no config is given.
         model: the model.
-        optimizer: an optimizer of torch, or of `deepspeed.ops`, a callable that makes one from the parameters, or None
-            for the config's.
+        optimizer: an optimizer of torch or of `deepspeed.ops`, a callable that creates one from the parameters, or None
+            for the config's optimizer.
         model_parameters: parameters or groups for the config's optimizer or the callable; None for all that train.
         training_data: dataset to load batches from; without it the loader is None.
-        lr_scheduler: a schedule, a callable that makes one from the optimizer, or None for the config's.
-        distributed_port: without effect at its default; else the launcher's.
-        mpu: Megatron's `parallel_state` of tensor parallelism, what `register_with_transformers` returns, or None.
+        lr_scheduler: a schedule, a callable that creates one from the optimizer, or None for the config's schedule.
+        distributed_port: without effect at its default; otherwise it must be the launcher's port.
+        mpu: Megatron's `parallel_state` of tensor parallelism, the groups of `register_with_transformers`, or None.
         dist_init_required: as in `init_distributed`.
         collate_fn: makes a batch from samples.
         config: path of the JSON, or its content as a dict.
@@ -68,10 +68,10 @@ def initialize(
 
     Raises:
         ConfigError: if the config is wrong or does not fit the model, or accelerate counts other ranks.
-        UsageError: if a keyword asks for what is not supported, or the model is under an engine already.
+        UsageError: if a keyword has an unsupported value, or the model is already under an engine.
     """
     model, content = check_model_type(model), content_of(chosen_config(args, config, config_params))
-    # Scripts ask torch.distributed for their rank behind this call, in a process that trains alone too.
+    # After this call scripts read their rank from torch.distributed, even in a process that trains alone.
     init_distributed(dist_init_required=dist_init_required)
     check_ranks()
     trains = optimizer is not None or content.get("optimizer") is not None
@@ -81,7 +81,7 @@ def initialize(
     check_asked(model, content)
     if not trains:
         load_config(content)  # raises before the model is changed
-        # An engine without an optimizer has no place for gradients.
+        # An engine without an optimizer cannot store gradients.
         if any(parameter.requires_grad for parameter in model.parameters()):
             logger.info("there is no optimizer: the model is for evaluation, and its parameters are frozen")
         model.requires_grad_(False)
@@ -99,11 +99,11 @@ def initialize(
         distributed_port=None if distributed_port == _PORT else distributed_port,
         mesh_param=mesh_param,
     )
-    # At the end: until here a parameter may have become another object's content.
+    # Done last: until here, parameters may be replaced by other objects.
     mark(engine.module.parameters())
-    # trl finds the hooks of a model there, and takes them away before it generates.
+    # trl reads a model's hooks from this attribute, and removes them before it generates.
     engine.optimizer.parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
-    # A pipeline's engine has `train_batch` and `eval_batch` of its own, which run a schedule.
+    # A pipeline's engine has its own `train_batch` and `eval_batch`, which run a schedule.
     named_engine = DeepSpeedEngine(engine)
     if isinstance(model, PipelineModule):
         named_engine = PipelineEngine(engine, model, loader)
@@ -114,7 +114,7 @@ def _with_sequences(content: dict[str, Any], mpu: Any) -> dict[str, Any]:
     """Returns the config with the size of the groups for sequences, if `mpu` has some."""
     if not isinstance(mpu, SequenceGroups):
         return content
-    # A script gives the size twice, to `register_with_transformers` and in the config.
+    # A script sets the size twice: in `register_with_transformers` and in the config.
     size = mpu.get_sequence_parallel_world_size()
     if content.get("sequence_parallel_size") not in (None, "auto", size):
         raise ConfigError(
@@ -142,13 +142,13 @@ _DTYPES = {
     "bf16": {"bf16": {"enabled": True}},
     "bfloat16": {"bf16": {"enabled": True}},
 }
-"""Keys of a config for each name of a dtype, that of torch's dtypes without "torch."."""
+"""Keys of a config for each dtype, by the name of torch's dtype without "torch."."""
 _SPEED = frozenset(
     "kernel_inject replace_with_kernel_inject max_out_tokens max_tokens min_out_tokens min_tokens triangular_masking "
     "triton_autotune use_triton injection_policy injection_policy_tuple return_tuple set_empty_params transposed_mode "
     "replace_method".split()
 )
-"""Keys about DeepSpeed's own layers, in whose place the model's are used. They change no result."""
+"""Keys about DeepSpeed's own layers. The model's layers are used in their place, and no result changes."""
 _OURS = frozenset(("aio", "bf16", "fp16", "offload", "zero_optimization"))
 """Keys of a config of `offload.inference`, which are passed on."""
 _REFUSED = {
@@ -158,7 +158,7 @@ _REFUSED = {
     "checkpoint": "give offload.inference the folder of the model, whose files it reads in place",
     "base_dir": "give offload.inference the folder of the model, whose files it reads in place",
 }
-"""Keys that would change what is computed or from which values, each with what to do."""
+"""Keys that would change the computation or its inputs, and an alternative for each."""
 
 
 def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEngine:
@@ -166,12 +166,13 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
 
     Args:
         model: a `torch.nn.Module`, or the folder of a model of transformers.
-        config: DeepSpeed's inference config, as a path or a dict: `dtype`, that of the weights by default, and `zero`
-            with the keys of "zero_optimization". Keys about DeepSpeed's own layers have no effect, which a line says.
+        config: DeepSpeed's inference config, as a path or a dict: `dtype`, by default the dtype of the weights, and
+            `zero` with the keys of "zero_optimization". Keys about DeepSpeed's own layers have no effect, but are
+            logged.
         **kwargs: the same keys; a key that is in both must have one value.
 
     Raises:
-        UsageError: if a key asks for what is not supported, or two of them contradict each other.
+        UsageError: if a key has an unsupported value, or two keys contradict each other.
         ConfigError: if the config is wrong.
     """
     content = {} if config is None else content_of(config)
@@ -179,7 +180,7 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
         if content.setdefault(name, value) != value:
             raise UsageError(f"init_inference: {name} is {content[name]!r} in config and {value!r} as a keyword")
     ours, without_effect = _divided(content)
-    # Once for all, so that one line says what to delete.
+    # One line names all keys to delete.
     if without_effect:
         announce(f"init_inference uses the model's own layers; without effect: {', '.join(without_effect)}")
     return inference(model, ours)
@@ -189,12 +190,12 @@ def _divided(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns the config of `offload.inference` that DeepSpeed's keys ask for, and the keys that have no effect.
 
     Raises:
-        UsageError: if a key asks for what is not supported, or is unknown.
+        UsageError: if a key is unknown or has an unsupported value.
     """
     ours: dict[str, Any] = {}
     without_effect = []
     for name, value in content.items():
-        # Without it the weights keep their dtype, where DeepSpeed would cast them to fp16.
+        # Without "dtype" the weights keep their dtype, while DeepSpeed would cast them to fp16.
         if name == "dtype":
             dtype = str(value).lower().removeprefix("torch.")
             if dtype not in _DTYPES:
@@ -213,7 +214,7 @@ def _divided(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                     "it out, and give each rank rows of its own"
                 )
         elif name in _REFUSED:
-            # Configs turn a key off by false, or by a block that says so.
+            # Configs turn a key off by false, or by a block with "enabled": false.
             if value and not (isinstance(value, Mapping) and not value.get("enabled", True)):
                 raise UsageError(f"init_inference does not support {name}: {_REFUSED[name]}")
         elif name in _SPEED:

@@ -17,7 +17,7 @@ LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
 
-# Defaults of the command line, which differ from those of the classes: a script that prints its arguments shows them.
+# Defaults of the command line. They differ from the classes' defaults; a script that prints its arguments shows them.
 _RANGE = {
     "lr_range_test_min_lr": 0.001,
     "lr_range_test_step_rate": 1.0,
@@ -65,19 +65,19 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """Returns the block "scheduler" of a config from the result of such a parser, and None; or None, and the reason."""
+    """Returns (block "scheduler" of a config, None) from parsed arguments, or (None, reason) on failure."""
     kind = getattr(args, LR_SCHEDULE, None)
     if kind is None:
         return None, f"--{LR_SCHEDULE} is not given"
     if kind not in _OPTIONS:
         return None, f"{kind} is no schedule: expected one of {', '.join(VALID_LR_SCHEDULES)}"
     values = {name: getattr(args, name, None) for name in _OPTIONS[kind]}
-    # -1 is DeepSpeed's word for a value that is left out.
+    # In DeepSpeed, -1 stands for a value that is left out.
     return {"type": kind, "params": {name: value for name, value in values.items() if value not in (None, -1)}}, None
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Returns the learning rate at which a block "scheduler" begins, and an empty text; or None, and the reason."""
+    """Returns (initial learning rate, "") for a block "scheduler", or (None, reason) on failure."""
     for key in ("type", "params"):
         if key not in config:
             return None, f'the schedule has no "{key}"'

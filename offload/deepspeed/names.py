@@ -1,7 +1,7 @@
 """DeepSpeed's modules and their names: for each name, the module of this library that defines it.
 
-DeepSpeed's module tree is a table here. A module of the table exists as soon as it is imported, or read as an attribute
-of its package, and imports the module that defines a name when the name is used. Like `import offload`,
+DeepSpeed's module tree is a table here. A module of the table is created when it is imported or read as an attribute of
+its package. At the first use of a name it imports the module that defines the name. Like `import offload`,
 `import offload.deepspeed` is light: a launcher and `find_spec` import it without torch.
 """
 
@@ -119,7 +119,7 @@ _FILES = ("accelerator", "checkpointing", "comm", "pipe", "utils", "utils.zero_t
 
 
 def public_names(module: str) -> list[str]:
-    """Returns the names and the submodules that a module of the table has.
+    """Returns the names and the submodules of a module of the table.
 
     Args:
         module: key of `MODULES`.
@@ -152,7 +152,7 @@ def attributes_of(module: str) -> Callable[[str], object]:
                 f"module {full_name!r} has no attribute {name!r}; its page is reference/deepspeed-names"
             )
         value = getattr(import_module(f"{_PACKAGE}.{source_of[name]}"), name)
-        # Stored: Python calls `__getattr__` only for names that the module lacks.
+        # Stored in the module, since Python calls `__getattr__` only for missing names.
         setattr(sys.modules[full_name], name, value)
         return value
 
@@ -160,7 +160,7 @@ def attributes_of(module: str) -> Callable[[str], object]:
 
 
 class _TableFinder(MetaPathFinder, Loader):
-    """Finder and loader of the modules of the table that are no files."""
+    """Finder and loader of the modules of the table that are not files."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -176,5 +176,5 @@ class _TableFinder(MetaPathFinder, Loader):
         vars(module)["__dir__"] = lambda: sorted({*vars(module), *public_names(name)})
 
 
-# Behind Python's own finders, which find the files.
+# After Python's own finders, which find the files.
 sys.meta_path.append(_TableFinder())

@@ -1,8 +1,8 @@
 """The optimizers of `deepspeed.ops`, for `initialize(optimizer=...)`.
 
-An engine steps them by its own update rules; `step()` without an engine is an error, but for `DeepSpeedCPUAdam`.
-Arguments are DeepSpeed's. A value that the kernels do not compute with, such as `amsgrad=True`, is a `ConfigError`,
-since ignoring it would change results. `set_grad_none` has no effect: the engine owns the gradients.
+An engine steps them by its own update rules. Without an engine, `step()` is an error, except for `DeepSpeedCPUAdam`.
+Arguments are DeepSpeed's. A value that the kernels do not support, such as `amsgrad=True`, is a `ConfigError`, since
+ignoring it would change results. `set_grad_none` has no effect: the engine owns the gradients.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _ADVICE = {
 
 
 class _SharedGroups(Optimizer):
-    """An optimizer for an engine, over the very dicts of groups that it receives, which torch's constructors keep too.
+    """An optimizer for an engine that keeps the group dicts it receives, as torch's constructors do.
 
-    accelerate makes such an optimizer from the groups of the user's, whose schedule still writes into them.
+    accelerate creates such an optimizer from the groups of the user's optimizer. The user's schedule still writes into
+    these groups.
     """
 
     def __init__(self, params: Iterable[Any], numbers: Mapping[str, Any], rule: Rule) -> None:
@@ -46,7 +47,7 @@ class _SharedGroups(Optimizer):
 
 
 def _refuse_options(kind: str, **unsupported: bool) -> None:
-    # Before torch's constructor: an option that is refused leaves no optimizer behind.
+    # Called before torch's constructor, so that a refused option creates no optimizer.
     for name, refused in unsupported.items():
         if refused:
             raise ConfigError(f"{kind}: this value of {name} is not supported: {_ADVICE[name]}")
@@ -68,7 +69,7 @@ class FusedAdam(_SharedGroups):
         set_grad_none: bool = True,
     ) -> None:
         _refuse_options(type(self).__name__, amsgrad=amsgrad, bias_correction=not bias_correction)
-        # Copied: a scheduler may write into the group, which must not share a list of the script's own.
+        # Copied, since a scheduler may write into the group, and must not change the script's own list.
         numbers = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "decoupled": adam_w_mode}
         super().__init__(params, numbers, RULES[ADAM])
 
@@ -91,14 +92,14 @@ class DeepSpeedCPUAdam(FusedAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        # The config's "moments" decides on their dtype, for each optimizer alike.
+        # The config's "moments" sets the states' dtype for every optimizer.
         _refuse_options(type(self).__name__, fp32_optimizer_states=not fp32_optimizer_states)
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
     @functools.cached_property
     def _alone(self) -> CPUAdamW:
-        """The optimizer that steps without an engine. Its groups and states are this one's."""
-        # The lists and dicts are shared, so that schedules and state dicts of this optimizer act on the other.
+        """The optimizer that steps without an engine. It shares the groups and states of this optimizer."""
+        # The lists and dicts are shared, so that schedules and state dicts of this optimizer act on both.
         alone = CPUAdamW([dict(group) for group in self.param_groups])
         for shared, completed in zip(self.param_groups, alone.param_groups, strict=True):
             for key, value in completed.items():
@@ -112,13 +113,13 @@ class DeepSpeedCPUAdam(FusedAdam):
         Args:
             closure: reevaluates the model; only without an engine.
         """
-        # `states` are an engine's: they are there from `initialize` on.
+        # `states` belongs to an engine, and is set from `initialize` on.
         return self._alone.step(closure) if self.states is None else super().step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients; with an engine `set_to_none` has no effect."""
         if self.states is None:
-            # Past the parent's, which asks an engine.
+            # Not the parent's method, which calls the engine.
             torch.optim.Optimizer.zero_grad(self, set_to_none)
         else:
             super().zero_grad(set_to_none)

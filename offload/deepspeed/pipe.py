@@ -1,7 +1,7 @@
-"""`deepspeed.pipe`: a model as a list of layers, which a pipeline divides over processes.
+"""`deepspeed.pipe`: a model as a list of layers, divided over the processes of a pipeline.
 
-A layer is described by a `LayerSpec` and built only by the processes of its stage. `PipelineModule` divides the list
-into stages of about equal weight, and `PipelineEngine` runs a step or an evaluation as one call.
+A `LayerSpec` describes a layer, and only the processes of the layer's stage build it. `PipelineModule` divides the list
+into stages of about equal weight. `PipelineEngine` runs a step or an evaluation in one call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that is one with all others of its key: several uses of the same weights, in any stages."""
+    """A layer whose weights all `TiedLayerSpec`s of the same key share, in any stages."""
 
     def __init__(
         self,
@@ -76,26 +76,26 @@ class TiedLayerSpec(LayerSpec):
 
 
 class _Stage(nn.Module):
-    """The layers of one stage, one after the other, under their numbers in the whole model.
+    """The layers of one stage in order, named by their numbers in the whole model.
 
-    `calls` compute the layers, and `modules` are the modules among them by name. Backward computes `interval` layers
-    again together; 0 keeps all activations.
+    `calls` compute the layers, and `modules` are the layers that are modules, by name. The backward recomputes
+    `interval` layers together; 0 keeps all activations.
     """
 
     def __init__(self, calls: Sequence[Callable[[Any], Any]], modules: Mapping[str, nn.Module], interval: int) -> None:
         super().__init__()
-        # In an ordinary list: a module would be registered once more under a name of the call.
+        # An ordinary list: torch would register a module among the calls a second time.
         self._calls, self._interval = list(calls), interval
-        # A list of torch, so that each layer is a unit of the engine.
+        # An `nn.ModuleList`, so that each layer is a unit of the engine.
         self.layers = nn.ModuleList()
         for name, module in modules.items():
             self.layers.add_module(name, module)
 
     def forward(self, *inputs: Any) -> Any:
-        """Returns what the last layer returns; each layer receives the output of the one before, a tuple as one."""
+        """Returns the output of the last layer. Each layer receives the previous layer's output as one argument."""
         value = inputs[0] if len(inputs) == 1 else inputs
         step = self._interval or len(self._calls)
-        # In an evaluation there is no backward to compute anything again for.
+        # An evaluation has no backward, so nothing needs to be recomputed.
         again = bool(self._interval) and torch.is_grad_enabled()
         for first in range(0, len(self._calls), step):
             calls = self._calls[first : first + step]
@@ -113,7 +113,7 @@ class PipelineModule(PipelineStages):
     """A model as a list of layers, divided into as many stages as there are processes in a pipeline.
 
     `deepspeed.initialize` takes it as the model and returns a `PipelineEngine`. Processes are numbered as in DeepSpeed:
-    those of one stage follow each other.
+    the processes of one stage have consecutive ranks.
     """
 
     def __init__(
@@ -136,18 +136,18 @@ class PipelineModule(PipelineStages):
         Args:
             layers: `LayerSpec`s, modules, and functions of one argument, in their order.
             num_stages: number of stages, a divisor of the number of processes.
-            topology: must be None; `num_stages` says all.
+            topology: must be None; use `num_stages`.
             loss_fn: returns the loss of (output of the last layer, labels): a function, or a module without parameters,
                 such as `torch.nn.CrossEntropyLoss()`.
             seed_layers: True to seed the generators before each layer is built, so that its values do not depend on
                 the division.
             seed_fn: seeds them; None for `torch.manual_seed`.
-            base_seed: the seed of layer 0; that of each other layer is higher by its number.
+            base_seed: the seed of layer 0; layer n has the seed `base_seed + n`.
             partition_method: "parameters", "uniform", or "type:" and a regular expression for names of classes.
-            activation_checkpoint_interval: number of layers that are computed again together in backward; 0 for none.
+            activation_checkpoint_interval: number of layers that the backward recomputes together; 0 for none.
             activation_checkpoint_func: must be None: torch's checkpointing is used.
-            checkpointable_layers: must be None: all layers are.
-            dynamic_shape: must be False: what stages send each other has the same shape in each micro-batch.
+            checkpointable_layers: must be None: all layers are checkpointed.
+            dynamic_shape: must be False: tensors between stages have the same shape in each micro-batch.
 
         Raises:
             ConfigError: if the layers cannot be divided in this way.
@@ -182,7 +182,7 @@ class PipelineModule(PipelineStages):
                 "make what has them the last of the layers"
             )
         data = dist.get_world_size() // count
-        # As DeepSpeed numbers them: the processes of a stage follow each other.
+        # DeepSpeed's numbering: the processes of a stage have consecutive ranks.
         index = dist.get_rank() // data
         borders = partition(layers, count, partition_method)
         pipelines = [[first + data * stage for stage in range(count)] for first in range(data)]
@@ -191,7 +191,7 @@ class PipelineModule(PipelineStages):
         built = _built(layers, range(borders[index], borders[index + 1]), seed, base_seed)
         stage = _Stage(*built, activation_checkpoint_interval)
         super().__init__({index: stage}, count, group, _ties(layers, borders, index, pipelines, built[1]))
-        # In an ordinary list: a module would be registered as a part of the model, beside the stages.
+        # An ordinary list: torch would register a loss that is a module as part of the model.
         self._loss, self.parts = [loss_fn], borders
 
     @property
@@ -200,7 +200,7 @@ class PipelineModule(PipelineStages):
         return self._loss[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises `UsageError`: an engine of `offload.initialize` was called, which knows torch's schedules alone."""
+        """Raises `UsageError`: engines of `offload.initialize` run only torch's pipeline schedules."""
         raise UsageError(
             "a PipelineModule runs by train_batch(data_iter) and eval_batch(data_iter) of the engine that "
             "deepspeed.initialize(...) returns, not offload.initialize"
@@ -218,22 +218,22 @@ _INSTEAD = {
     "checkpointable_layers": "all layers are computed again",
     "dynamic_shape": "give micro-batches of one shape",
 }
-"""What to do in place of each argument that is not supported."""
+"""Advice for each argument that is not supported."""
 
 
 def _built(
     layers: Sequence[Any], numbers: range, seed: Callable[[int], Any] | None, base_seed: int
 ) -> tuple[list[Callable[[Any], Any]], dict[str, nn.Module]]:
-    """Returns a call for each layer of `numbers`, and the modules among them by their names in the stage."""
+    """Returns a call for each layer of `numbers`, and the layers that are modules by their names in the stage."""
     calls: list[Callable[[Any], Any]] = []
     modules: dict[str, nn.Module] = {}
     for number in numbers:
         layer = layers[number]
         tied = isinstance(layer, TiedLayerSpec)
         name = f"tied_{layer.key}" if tied else str(number)
-        # A further use of a key in this stage is the module that the first has built.
+        # A further use of a key in this stage shares the module that the first use has built.
         if name not in modules and isinstance(layer, LayerSpec | nn.Module):
-            # By the layer's number, so that its values do not depend on the stage that builds it.
+            # Seeded by the layer's number, so that its values do not depend on the stage that builds it.
             if seed is not None:
                 seed(base_seed + number)
             modules[name] = layer.build() if isinstance(layer, LayerSpec) else layer
@@ -249,25 +249,25 @@ def _ties(
     pipelines: Sequence[Sequence[int]],
     modules: Mapping[str, nn.Module],
 ) -> list[Tie]:
-    """Returns the parameters of this stage that other stages have too, with the values of the first. Collective."""
+    """Returns the parameters that this stage shares with others, after copying the first stage's values. Collective."""
     specs = [(number, layer) for number, layer in enumerate(layers) if isinstance(layer, TiedLayerSpec)]
     ties = []
     for key in dict.fromkeys(layer.key for _, layer in specs):
         uses = [number for number, layer in specs if layer.key == key]
         stages = sorted({bisect.bisect_right(borders, number) - 1 for number in uses})
-        # Within one stage autograd adds the gradients of the uses up itself.
+        # Within one stage autograd sums the gradients of the uses.
         if len(stages) == 1:
             continue
-        # All processes make the groups of each key, in one order.
+        # All processes create the groups of all keys in the same order.
         members = [[pipeline[stage] for stage in stages] for pipeline in pipelines]
         groups = [dist.new_group(ranks, backend="gloo") for ranks in members]
         if index not in stages:
             continue
         own = next(number for number, ranks in enumerate(members) if dist.get_rank() in ranks)
-        # The specs of one key may have other arguments; the first use decides which weights are tied.
+        # The specs of one key may differ in their arguments; the first use determines the tied weights.
         for attribute in layers[uses[0]].tied_weight_attr:
             parameter = modules[f"tied_{key}"].get_parameter(attribute)
-            # Through the CPU, since the group is gloo's: what NCCL would have to send is on no device yet.
+            # Through the CPU with gloo, since NCCL needs values on a GPU and these are not there yet.
             values = parameter.detach().cpu()
             dist.broadcast(values, members[own][0], groups[own])
             with torch.no_grad():
@@ -304,11 +304,11 @@ def _class_of(layer: Any) -> Any:
 
 
 def _trained_elements(layers: Sequence[Any]) -> list[int]:
-    """Returns the elements of each layer's parameters that train. A tied layer counts at its first use."""
+    """Returns the number of elements of each layer's trainable parameters. A tied layer counts at its first use."""
     seen: set[str] = set()
     counts = []
     for layer in layers:
-        # Its weights are in the first stage that uses them already, as far as the balance goes.
+        # For the balance, tied weights count only in the first stage that uses them.
         if isinstance(layer, TiedLayerSpec) and layer.key in seen:
             counts.append(0)
             continue
@@ -316,7 +316,7 @@ def _trained_elements(layers: Sequence[Any]) -> list[int]:
             seen.add(layer.key)
         built = layer
         if isinstance(layer, LayerSpec):
-            # Without memory, and without a draw from the generators of the process.
+            # The meta device allocates no memory, and the fork leaves the process's generators unchanged.
             with torch.device("meta"), torch.random.fork_rng(devices=[]):
                 built = layer.build()
         parameters = built.parameters() if isinstance(built, nn.Module) else ()
@@ -332,7 +332,7 @@ def balanced(weights: Sequence[int], parts: int) -> list[int]:
     sums, count = [0, *itertools.accumulate(weights)], len(weights)
     # best[i] describes the division of the items from i on: weight of its heaviest run, sum of squares, borders.
     best: dict[int, tuple[int, int, list[int]]] = {count: (0, 0, [])}
-    # One run more in each turn; shorter divisions of the rest are complete by then.
+    # Each iteration adds one run in front of the best divisions into one run fewer.
     for _ in range(parts):
         former, best = best, {}
         for first in range(count):
@@ -356,7 +356,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._model = model
         self._batches = None if loader is None else RepeatingLoader(loader)
         self._schedules: dict[tuple[int, bool], Any] = {}
-        """Schedules by their number of micro-batches, and True for those of evaluations."""
+        """Schedules by their number of micro-batches and True for an evaluation."""
 
     def is_first_stage(self) -> bool:
         """Returns True if this process has the first stage, which reads inputs."""
@@ -367,7 +367,7 @@ class PipelineEngine(DeepSpeedEngine):
         return self._model.stage_id == self._model.num_stages - 1
 
     def set_dataloader(self, loader: Any) -> None:
-        """Sets the batches for calls of `train_batch` without any; it begins anew where it ends.
+        """Sets the loader for calls of `train_batch` without `data_iter`. A loader that ends starts anew.
 
         Args:
             loader: an iterable of micro-batches.
@@ -375,11 +375,11 @@ class PipelineEngine(DeepSpeedEngine):
         self._batches = RepeatingLoader(loader)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Runs the micro-batches of a step through the pipeline, and the step. Every process calls it.
+        """Runs the micro-batches of a step through the pipeline, then the optimizer step. Every process calls it.
 
         Args:
-            data_iter: an iterator of micro-batches, each of them (inputs, labels) of one size: a tensor or a tuple of
-                tensors, and a tensor. Processes of the first and the last stage read the same; those between read
+            data_iter: an iterator of micro-batches (inputs, labels) of one size. `inputs` is a tensor or a tuple of
+                tensors, `labels` a tensor. The first and the last stage read the same batches; the other stages read
                 none. None for the batches of `training_data` or of `set_dataloader`.
 
         Returns:
@@ -388,7 +388,7 @@ class PipelineEngine(DeepSpeedEngine):
         Raises:
             UsageError: if `data_iter` is no iterator, or a micro-batch has another form or size.
             NumericsError: as in `step`.
-            StopIteration: if the data end before; so they must on the first and on the last stage.
+            StopIteration: if the data end too early. They must then end on the first and on the last stage alike.
         """
         if self._model.loss_fn is None:
             raise UsageError("train_batch needs a loss: give PipelineModule loss_fn=")
@@ -416,10 +416,10 @@ class PipelineEngine(DeepSpeedEngine):
             compute_loss: must be True.
             reduce_output: must be "avg".
             bcast_loss: without effect: each process receives the loss.
-            num_micro_batches: number of micro-batches; by default as many as a step has.
+            num_micro_batches: number of micro-batches; by default as many as in a step.
 
         Raises:
-            UsageError: as in `train_batch`, and if an argument asks for what is not supported.
+            UsageError: as in `train_batch`, and if an argument has an unsupported value.
         """
         if not compute_loss or reduce_output != "avg" or self._model.loss_fn is None:
             raise UsageError(
@@ -428,7 +428,7 @@ class PipelineEngine(DeepSpeedEngine):
             )
         count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
         inputs, labels = self._taken(data_iter, count, "eval_batch")
-        # Behind an error the model trains on in the mode that it had.
+        # After an error the model must be in its previous mode.
         mode, losses = self.module.training, list[torch.Tensor]()
         self.eval()
         try:
@@ -446,24 +446,25 @@ class PipelineEngine(DeepSpeedEngine):
     __call__ = forward
 
     def _schedule(self, micro_batches: int, evaluates: bool) -> Any:
-        """Returns torch's schedule of so many micro-batches. Evaluations have their own, as torch prepares each."""
-        # Here, since torch's pipelines take a while to import.
+        """Returns torch's schedule for so many micro-batches. torch prepares each for training or for evaluation."""
+        # Imported here, since torch's pipelines take a while to import.
         from torch.distributed.pipelining import Schedule1F1B
 
         key = (micro_batches, evaluates)
-        # Made at its first use, as the number of micro-batches may change between steps.
+        # Created at the first use, as the number of micro-batches may change between steps.
         if key not in self._schedules:
             (stage,) = self.pipeline_stages()
             loss = self._model.loss_fn
-            # A loss may have buffers, such as weights of classes, and is no part of the model that the engine moves.
+            # A loss may have buffers, such as class weights. The engine does not move them, as the loss is not part of
+            # the model.
             loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
             self._schedules[key] = Schedule1F1B(stage, micro_batches, loss_fn=loss)
         return self._schedules[key]
 
     def _taken(self, data_iter: Iterator[Any] | None, count: int, call: str) -> tuple[tuple[Any, ...], Any]:
-        """Returns the inputs of some micro-batches, one below the other, and their labels; what this stage needs."""
+        """Returns the concatenated inputs and labels of `count` micro-batches, as far as this stage needs them."""
         batches = self._batches if data_iter is None else data_iter
-        # A process between has no use for data, and may have none.
+        # Processes of middle stages need no data, and may have none.
         if not (self.is_first_stage() or self.is_last_stage()):
             return (), None
         if batches is None:
@@ -495,7 +496,7 @@ class PipelineEngine(DeepSpeedEngine):
         value = torch.zeros((), dtype=torch.float32, device=self.device)
         if self.is_last_stage():
             value.fill_(self.mean(float(torch.stack([loss.detach().float() for loss in losses]).mean())))
-        # The processes of the other stages have no loss of their own to return.
+        # The processes of other stages have no loss of their own, so they receive the mean.
         if self._model.num_stages > 1:
             dist.broadcast(value, self._model.processes[-1], self._model.group)
         return value

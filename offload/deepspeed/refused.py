@@ -1,4 +1,4 @@
-"""Names of DeepSpeed that have no counterpart here: each can be imported, and its use is an error that says why.
+"""Names of DeepSpeed without a counterpart here: each can be imported, and its use is an error with an explanation.
 
 A class stays a class, so that `isinstance(layer, deepspeed.moe.layer.MoE)` is False and not an error.
 """
@@ -20,7 +20,7 @@ def refused_class(name: str, instead: str) -> Any:
     def __init__(self: object, *args: Any, **kwargs: Any) -> NoReturn:
         raise _error(name, instead)
 
-    # Made by `type`, since each differs from the others by its name and words alone.
+    # Created by `type`, since the classes differ only in their names and messages.
     return type(name, (), {"__init__": __init__, "__doc__": f"Not supported: {instead}.", "__module__": __name__})
 
 

@@ -1,9 +1,8 @@
 """`deepspeed.runtime.sequence_parallel`: sequences shared among ranks, with models of transformers.
 
 DeepSpeed calls the groups of sequence parallelism an `mpu`: `register_with_transformers` returns them, and
-`deepspeed.initialize` takes them. An engine makes groups of its own of the same ranks, so that the messages of a script
-are apart from its own. The engine also registers the attention of the model that it receives, so nothing is registered
-here.
+`deepspeed.initialize` takes them. An engine creates its own groups of the same ranks, so that its messages and a
+script's messages stay separate. The engine also registers the attention of its model, so this module registers nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from offload.errors import UsageError
 
 
 class SequenceGroups:
-    """Groups of `sequence_parallel_size` ranks, which follow each other."""
+    """Groups of `sequence_parallel_size` consecutive ranks."""
 
     def __init__(self, sequence_parallel_size: int) -> None:
         """Creates the groups. All ranks call this.
@@ -49,11 +48,11 @@ class SequenceGroups:
         return self._size
 
     def get_sequence_parallel_rank(self) -> int:
-        """Returns the part of each sequence that this rank has."""
+        """Returns the number of this rank's part of each sequence."""
         return get_rank() % self._size
 
     def get_sequence_data_parallel_group(self) -> Any:
-        """Returns the group over which ZeRO divides states: that of all ranks."""
+        """Returns the group over which ZeRO divides states: the group of all ranks."""
         return get_world_group()
 
     def get_sequence_data_parallel_world_size(self) -> int:
@@ -78,7 +77,7 @@ _formed: list[SequenceGroups] = []
 
 
 def _form(sequence_parallel_size: int) -> SequenceGroups:
-    """Returns the groups of this size, which a script makes once. Collective."""
+    """Returns the groups of this size; a script creates them only once. Collective."""
     if _formed and _formed[0].get_sequence_parallel_world_size() != sequence_parallel_size:
         raise UsageError(
             f"sequence_parallel_size is {sequence_parallel_size}, and this process has groups of "
@@ -145,20 +144,20 @@ class UlyssesSPAttentionHF:
         seq_length_is_variable: bool = True,
         disable_in_eval: bool = False,
     ) -> SequenceGroups | None:
-        """Returns the groups for `deepspeed.initialize(mpu=...)`, or None for one rank a sequence. All ranks call this.
+        """Returns the groups for `deepspeed.initialize(mpu=...)`; None if each rank has its own sequences. Collective.
 
         Args:
-            model_name_or_path: the model, whose attention the engine takes from the model that it gets.
+            model_name_or_path: the model; ignored, since the engine takes the attention from the model it receives.
             core_attn_implementation: "sdpa", "eager" or a flash attention; build the model with
                 `attn_implementation=` of the same name.
             sequence_parallel_size: ranks that share a sequence.
-            micro_batch_size: samples of a micro-batch; those of each call are taken.
-            seq_length: tokens of a sequence, a multiple of `sequence_parallel_size`; those of each call are taken.
+            micro_batch_size: samples of a micro-batch; each call's own number of samples is used.
+            seq_length: tokens of a sequence, a multiple of `sequence_parallel_size`; each call's own length is used.
             seq_length_is_variable: without effect.
             disable_in_eval: must be False: an evaluation shares sequences too.
 
         Raises:
-            UsageError: if an argument asks for what is not supported.
+            UsageError: if an argument has an unsupported value.
         """
         known = core_attn_implementation in ("sdpa", "eager") or core_attn_implementation.startswith("flash_attention")
         if not known:
@@ -186,14 +185,14 @@ class UlyssesSPAttentionHF:
 
 
 class UlyssesSPDataLoaderAdapter:
-    """A loader of this rank's part of each batch of all ranks that share sequences, one batch after the other."""
+    """A loader that yields this rank's part of every batch, of all ranks that share sequences with this one."""
 
     def __init__(self, dl: Iterable[Any], sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
         """Wraps a loader.
 
         Args:
-            dl: yields dicts of (rows, tokens) tensors, as many on each rank: other samples, or the same.
-            sp_rank: the part of each sequence that this rank has.
+            dl: yields dicts of (rows, tokens) tensors, as many on each rank; the samples may differ between ranks.
+            sp_rank: the number of this rank's part of each sequence.
             sp_group: the ranks that share sequences.
             sp_world_size: their number.
             device: where the parts go.
@@ -222,7 +221,7 @@ class UlyssesSPDataLoaderAdapter:
                 )
             forms[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
             content += tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        # Bytes and JSON in place of torch's exchange of objects, which would run what another rank has pickled.
+        # Exchanges bytes and JSON, since torch's exchange of objects would execute another rank's pickles.
         head = json.dumps(forms).encode()
         own_size = torch.tensor([len(head), len(content)], device=self.device)
         sizes = [torch.empty_like(own_size) for _ in range(self.sp_world_size)]

@@ -1,11 +1,11 @@
-"""`deepspeed.zero`: models without weights, gathered parameters, `ds_id` and its like, tiled layers.
+"""`deepspeed.zero`: models without weights, gathered parameters, attributes such as `ds_id`, tiled layers.
 
-Scripts of DeepSpeed recognise and measure parameters by `ds_id`, `ds_shape` and other attributes. The parameters of
-`zero.Init` and of `initialize` have them, no others: `hasattr(p, "ds_id")` is False for any other parameter.
+DeepSpeed scripts recognise and measure parameters by `ds_id`, `ds_shape` and other attributes. Only the parameters of
+`zero.Init` and of `initialize` have these attributes: `hasattr(p, "ds_id")` is False for any other parameter.
 
-[Note: attributes] They are properties of `nn.Parameter`, so that they are right at any moment, whatever class the
-parameter has then. The parameter itself has a number, and maybe the dtype that `zero.Init` was asked for, which hinder
-no pickle and no copy; a copy of a paged parameter, which is an ordinary parameter, has neither.
+[Note: attributes] The attributes are properties of `nn.Parameter`, so that they are always current, even when the pager
+changes the parameter's class. The parameter itself stores only a number, and perhaps the dtype passed to `zero.Init`.
+Both survive pickling and copying. A copy of a paged parameter is an ordinary parameter and has neither.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _ids = itertools.count()
 
 
 class ZeroParamType(enum.Enum):
-    """DeepSpeed's kinds of parameters. Those with the attributes of this module are PARTITIONED."""
+    """DeepSpeed's kinds of parameters. Parameters with the attributes of this module are PARTITIONED."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -80,7 +80,7 @@ class ZeroParamType(enum.Enum):
 
 
 class ZeroParamStatus(enum.Enum):
-    """Where the weights of a parameter are: AVAILABLE while the parameter is an ordinary one over its memory."""
+    """Location of a parameter's weights: AVAILABLE while the parameter is an ordinary one with memory."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -89,11 +89,11 @@ class ZeroParamStatus(enum.Enum):
 
 def mark(parameters: Iterable[nn.Parameter]) -> None:
     """Gives the parameters of one model their attributes, in the same order on every rank; ids that exist stay."""
-    # With the first model: a process that never trains by these names keeps torch's class as it is.
+    # Set up with the first model: a process that never trains under these names keeps torch's class unchanged.
     if not hasattr(nn.Parameter, "ds_id"):
         for name, read in _READ.items():
             setattr(nn.Parameter, name, _property(name, read))
-        # Weights that a backward of one's own has saved are views of them, which have memory; trl asks each.
+        # A custom backward saves views of weights, which have memory. trl reads `ds_status` of such tensors.
         setattr(torch.Tensor, "ds_status", property(_has_memory))  # noqa: B010 - mypy knows no such attribute
     for parameter in parameters:
         if not is_zero_param(parameter):
@@ -116,7 +116,7 @@ def _property(name: str, read: Callable[[Any], Any]) -> property:
 
 
 def _status(parameter: Any) -> ZeroParamStatus:
-    # By the class of the moment: the pager changes it at each use, and nothing else has to be told.
+    # The status follows from the current class, which the pager changes at each use.
     absent = handle_of(parameter) is not None or is_deferred(parameter)
     return ZeroParamStatus.NOT_AVAILABLE if absent else ZeroParamStatus.AVAILABLE
 
@@ -133,7 +133,7 @@ def _partition(parameter: Any) -> torch.Tensor:
     try:
         values = safe_get_local_fp32_param(parameter)
     except UsageError as error:
-        # An attribute that cannot be read now is none: `hasattr` and `getattr` with a default then work.
+        # An AttributeError, so that `hasattr`, and `getattr` with a default, work while the value cannot be read.
         raise AttributeError(str(error)) from error
     assert values is not None
     return values.to(parameter.dtype)
@@ -145,7 +145,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "ds_numel": lambda parameter: parameter.numel(),
     "ds_status": _status,
     "ds_tensor": _partition,
-    # Also of a unit that stays on the device: a script that reads the flag then gathers, which is right.
+    # False also for a unit that stays on the device: a script that reads the flag then gathers, which works.
     "ds_persist": lambda parameter: False,
 }
 
@@ -159,17 +159,16 @@ _UNSUPPORTED = {
     "param_swapper": "the engine has its own",
 }
 _ASKED = "_deepspeed_dtype"
-"""Attribute of a parameter: the dtype that the script has asked for, without a config."""
+"""Attribute of a parameter: the dtype that the script passed to `zero.Init` without a config."""
 
 
 class Init:
-    """Context for the construction of a model. Parameters that are made in it have DeepSpeed's attributes, as `ds_id`.
+    """Context for the construction of a model, whose parameters receive DeepSpeed's attributes, such as `ds_id`.
 
     Weights do not exist until `initialize`, so `remote_device`, `pin_memory` and `mem_efficient_linear` have no effect;
-    nor has `tensor_overrides`. The parameters of `module`, a model that exists already, get the attributes, and keep
-    their values until `initialize`. `config` is another name of `config_dict_or_path`, the config that `initialize`
-    will receive. It decides on the dtype: a different `dtype` is an error here, or in `initialize` if no config is
-    passed.
+    nor has `tensor_overrides`. The parameters of `module`, an existing model, receive the attributes, and keep their
+    values until `initialize`. `config` is another name of `config_dict_or_path`, the config that `initialize` will
+    receive. The config sets the dtype: a different `dtype` is an error here, or in `initialize` if no config is passed.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class Init:
 
         Raises:
             UsageError: if a keyword asks for something that is not supported.
-            ConfigError: if the config is wrong, or `dtype` is not that of the config.
+            ConfigError: if the config is wrong, or `dtype` is not the config's dtype.
         """
         refuse(mpu=mpu)
         if data_parallel_group is not None and data_parallel_group is not get_world_group():
@@ -219,7 +218,7 @@ class Init:
         self._enabled = enabled
         self._asked = dtype if self._config is None else None
         self._open = contextlib.ExitStack()
-        # Scripts name the dtype in both places; two answers would train in one that somebody did not mean.
+        # Scripts set the dtype in both places. If the two differed, training would use an unintended dtype.
         if enabled and dtype is not None and self._config is not None:
             _check_dtype(dtype, self._config)
         if enabled and module is not None:
@@ -231,7 +230,7 @@ class Init:
             init_distributed()
             self._open.enter_context(init(self._config))
             marks = functools.partial(_mark, self._asked)
-            # Registered behind the hook of `init`, and so called with the parameter that this one has put in place.
+            # Registered after the hook of `init`, so this hook receives the parameter that `init` has put in place.
             self._open.callback(register_module_parameter_registration_hook(marks).remove)
 
     def __exit__(
@@ -241,7 +240,7 @@ class Init:
 
 
 def check_asked(model: nn.Module, config: dict[str, Any]) -> None:
-    """Raises `ConfigError` if `zero.Init` made parameters of `model` with another dtype than the config's."""
+    """Raises `ConfigError` if `zero.Init` created parameters of `model` in another dtype than the config's."""
     for parameter in model.parameters():
         if (dtype := getattr(parameter, _ASKED, None)) is not None:
             return _check_dtype(dtype, config)
@@ -264,11 +263,11 @@ def _check_dtype(dtype: torch.dtype, config: dict[str, Any]) -> None:
 
 
 class GatheredParameters:
-    """Context in which parameters have ordinary memory, for an engine's and for those of `zero.Init`.
+    """Context in which parameters of an engine or of `zero.Init` have ordinary memory.
 
-    In a forward or a backward, where an engine's weights are fetched as they are used, it gathers nothing more.
-    Parameters of `zero.Init` that have no values yet can be given them here, by `load_state_dict`, `copy_` or
-    `torch.nn.init`; what is not given is initialized by `initialize`.
+    In a forward or a backward the context fetches an engine's weights as the modules do, and gathers nothing more.
+    Parameters of `zero.Init` without values can receive values here, by `load_state_dict`, `copy_` or `torch.nn.init`;
+    `initialize` initializes the others.
     """
 
     def __init__(
@@ -281,8 +280,8 @@ class GatheredParameters:
         """Checks the arguments.
 
         Args:
-            params: a parameter or several; others than those of an engine or of `zero.Init` are left alone.
-            modifier_rank: 0 to keep changes, those of rank 0; None to read. A change without it is an error.
+            params: one or several parameters. Parameters of neither an engine nor `zero.Init` are ignored.
+            modifier_rank: 0 to keep the changes made on rank 0; None to read. A change with None is an error.
             fwd_module: a module whose forward uses the parameters; registered as `register_external_parameter` does.
             enabled: False to do nothing.
 
@@ -297,7 +296,7 @@ class GatheredParameters:
         self._params = list({id(item): item for item in listed if isinstance(item, nn.Parameter)}.values())
         self._open = contextlib.ExitStack()
         if enabled and fwd_module is not None:
-            # The forward of that module reads the parameter without being its owner.
+            # The forward of `fwd_module` reads the parameter, but another module owns the parameter.
             for parameter in self._params:
                 register_external_parameter(fwd_module, parameter)
 
@@ -324,19 +323,19 @@ def _gathered(params: list[Any], modifier_rank: int | None) -> Iterator[None]:
         yield
         return
     without_values = [parameter for parameter in params if is_deferred(parameter)]
-    # Without a modifier values are read, and those that do not exist yet cannot be: the read says so.
+    # With a modifier rank, changes are kept. Otherwise the body only reads, and reading a missing value is an error.
     takes = keeping_copies() if without_values and modifier_rank is not None else contextlib.nullcontext()
     with gathered(params, modifier_rank=modifier_rank), takes:
         yield
-    # Behind the body, as DeepSpeed broadcasts: the engines' parameters are shared by `gathered` itself.
+    # After the body, as in DeepSpeed. `gathered` itself already broadcasts the engines' parameters.
     if modifier_rank is not None and dist.is_initialized() and dist.get_world_size() > 1:
         for parameter in without_values:
             _share(parameter)
 
 
 def _share(parameter: nn.Parameter) -> None:
-    """Gives a parameter of `zero.Init` on every rank the values that it has on rank 0, if it has any there."""
-    # Rank 0 alone knows whether the code has set the parameter: on other ranks it stays as it was.
+    """Copies the values of a parameter of `zero.Init` from rank 0 to every rank, if it has values on rank 0."""
+    # Only rank 0 knows whether the user's code has set the parameter: it does so on rank 0 alone.
     has_values = torch.tensor([not is_deferred(parameter)])
     dist.broadcast(has_values, src=0)
     if not has_values:
@@ -344,18 +343,18 @@ def _share(parameter: nn.Parameter) -> None:
     values = parameter.detach() if dist.get_rank() == 0 else torch.empty(parameter.shape, dtype=parameter.dtype)
     dist.broadcast(values, src=0)
     if dist.get_rank() != 0:
-        # Swapped, so that modules that share the parameter keep the same object.
+        # Swapped in place, so that modules that share the parameter keep the same object.
         swap_parameters(parameter, nn.Parameter(values, parameter.requires_grad))
 
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """Yields the engine: `generate` works as it is, because weights are paged for each of its forwards."""
+    """Yields the engine: `generate` works unchanged, because the engine pages weights for each forward."""
     yield model
 
 
 class TiledLinear(linear.TiledLinear):
-    """A linear layer as a grid of smaller ones, each paged by itself. See `offload.TiledLinear`."""
+    """A linear layer as a grid of smaller ones. The engine pages each of them alone. See `offload.TiledLinear`."""
 
     def __init__(
         self,
@@ -406,9 +405,9 @@ class OffloadStateTypeEnum(str, enum.Enum):
 
 
 class DeepSpeedZeRoOffload:
-    """The hooks of an engine's model, for libraries that remove them around a generation and register them again.
+    """Stand-in for the hooks of a model, for libraries that remove hooks before a generation and register them again.
 
-    There is nothing to remove: the engine's own hooks rest by themselves while all parameters are gathered.
+    There is nothing to remove: the engine's own hooks do nothing while all parameters are gathered.
     """
 
     def __init__(self) -> None:
@@ -428,7 +427,7 @@ class DeepSpeedZeRoOffload:
         """Does nothing: no hook was removed."""
 
 
-# transformers wraps the constructor below while it loads a model, and passes `torch.arange` by.
+# transformers wraps this constructor with the function below while it loads a model.
 _orig_torch_arange = torch.arange
 
 

@@ -18,9 +18,8 @@ _NOISE = 1 << 22
 class Arrays:
     """Tensors with values as in training: weights around 0.02, gradients around 1e-3, and matching moments.
 
-    In fp32, in which kernels compute, none of the values is denormal.
-
-    All are allocated on 2 MiB pages, like the host arena of the engine.
+    No value is denormal in fp32, the dtype in which kernels compute. All tensors are allocated on 2 MiB pages, like the
+    host arena of the engine.
 
     Args:
         numel: elements of each tensor.

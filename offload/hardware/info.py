@@ -134,7 +134,7 @@ def advice(facts: dict[str, Any]) -> list[str]:
             f"that were measured (docs/benchmarks): transparent huge pages are {pages['setting'] or 'missing'}; "
             "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         )
-    # Registration saves the look-up of pages for each block. Other backends than io_uring have none.
+    # Registration saves the look-up of pages for each block. Only io_uring supports it.
     known = about_io["registered"]
     if about_io["backend"] == "io_uring" and known["got_bytes"] < known["asked_bytes"]:
         got, asked = format_size(known["got_bytes"]), format_size(known["asked_bytes"])
@@ -260,7 +260,7 @@ def _of_hidden_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
     cards = found["cards"] or []
     parts = sum(len(card["slices"]) for card in cards)
     rows = [(f"  {name}", repr(value)) for name, value in found["visible"].items()]
-    # The driver's list tells more only if it differs from torch's, or if a card is divided.
+    # The driver's list adds information only if it differs from torch's, or if a card is divided.
     if cards and (found["visible"] or parts or len(cards) != len(found["devices"])):
         seen = count_of(len(found["devices"]), "device")
         rows.append(

@@ -1,8 +1,8 @@
 """Measurement of this machine's speed, the input of `offload plan`: measured once and cached for the machine.
 
-Everything is measured with the code that training will use: the I/O queue, the kernels, pinned memory, and torch's
-matrix products. A size that suits one machine takes minutes on another, and Python handles no signal during a call of
-torch. So no measurement starts with its largest size, and all rounds end with a budget of seconds.
+The probe uses the code that training will use: the I/O queue, the kernels, pinned memory, and torch's matrix products.
+A size that suits one machine may take minutes on another, and Python handles no signal during a call of torch. So no
+measurement starts with its largest size, and the rounds of all measurements share a budget of seconds.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Probed(NamedTuple):
     doubts: tuple[str, ...] = ()
     """Sentences about signs of other work on the machine during the probe."""
     spread: float = 1.0
-    """Largest ratio between two measurements of one rate, at the beginning of the probe and at its end."""
+    """Largest ratio between a rate's measurements at the beginning and at the end of the probe."""
 
 
 # -- measure: all of it, one measurement after the other --------------------------------------------
@@ -105,15 +105,15 @@ class Probed(NamedTuple):
 SECONDS = 30.0
 """Approximate duration of the entire probe on a machine of any speed."""
 _OF_DRIVES = 0.3
-"""Fraction of the probe's seconds that the drives take, all together."""
+"""Fraction of the probe's seconds for all drives together."""
 _OF_THE_FIRST_WRITE = 0.15
 """Fraction of a drive's seconds that its first write takes."""
 _REQUEST = 16 * MIB
 _CHECKED = "fp32"
-"""Dtype of the measurements that are repeated at the end, since no machine is slow in fp32."""
+"""Dtype of the measurements that are repeated at the end: no machine is slow in fp32."""
 
 Tell = Callable[[str, float], None]
-"""Receives the name of the next measurement, and the fraction of the work that is done, from 0 to 1."""
+"""A function that receives the name of the next measurement, and the completed fraction of the work, from 0 to 1."""
 
 
 def probe(
@@ -123,9 +123,7 @@ def probe(
     tell: Tell = lambda *_: None,
     seconds: float = SECONDS,
 ) -> Probed:
-    """Measures the machine.
-
-    Each folder holds a file of at most `nbytes` meanwhile.
+    """Measures the machine. During the probe, each folder contains a file of at most `nbytes`.
 
     Raises:
         ConfigError: the device does not exist, or `nbytes` is out of range.
@@ -468,7 +466,7 @@ class _Linear:
         values = torch.empty(shape, dtype=self._dtype, device=self._device)
         return values.uniform_(-0.01, 0.01, generator=self._generator)
 
-    # Nothing here is recorded by autograd: the two products of the backward are written out.
+    # autograd records nothing here, so the two products of the backward are written out.
     def passes(self, tokens: int) -> Callable[[], object]:
         """Returns a function that computes the forward of `tokens` tokens and its backward."""
         inputs = self._inputs((tokens, self._width))
@@ -540,7 +538,7 @@ def grown(
     Stops earlier if the next size is expected to take much longer than that. `work` is the amount of work of a size,
     from which the time of the next one is estimated.
     """
-    # The last size is never tried: it is taken if the one before is short enough.
+    # The last size is never tried: it is taken if a call with the previous size is short enough.
     for size, larger in itertools.pairwise(sizes):
         action = call(size)
         if not _is_short(action, enough, work(larger) / work(size), device):
@@ -549,7 +547,7 @@ def grown(
 
 
 def _is_short(action: Callable[[], object], enough: float, times: float, device: torch.device | None) -> bool:
-    """Returns True if a call takes less than `enough`, and one with `times` the work would not take far more.
+    """Returns True if a call takes less than `enough`, and a call with `times` the work would not take far more.
 
     The first call allocates memory and selects kernels, so it does not count if there is time for another.
     """
@@ -595,10 +593,10 @@ def seconds_of(action: Callable[[], object], device: torch.device | None = None)
 _APART = 1.2
 """Ratio above which two measurements of a rate lead to different plans."""
 FAR = 10.0
-"""Ratio above which neither measurement says anything about the machine."""
+"""Ratio above which both measurements are unusable."""
 SLOWEST = 1e8
-"""Operations of products, and bytes of memory, a second, below which no machine is measured but its disturbance: one
-core makes a hundred times as many."""
+"""Operations of products, and bytes of memory, per second below which a probe was disturbed: one core reaches a hundred
+times as many."""
 _SHARE = 0.15
 """Fraction of the cores that other processes may use."""
 CURE = "run `offload probe` again while the machine is idle"
@@ -618,7 +616,7 @@ class Others:
         self._busy, self._mine, self._start = _busy(), time.process_time(), time.perf_counter()
 
     def share(self) -> float | None:
-        """Returns the fraction of the cores that others used since the construction; None if nobody can tell."""
+        """Returns the fraction of the cores that others used since the construction; None if this is unknown."""
         busy = _busy()
         if self._busy is None or busy is None:
             return None
@@ -686,7 +684,7 @@ def cache_path() -> Path:
 
 
 def unusable(found: Probed) -> list[str]:
-    """Returns sentences on why a measurement says nothing about the machine; none for a usable one."""
+    """Returns sentences on why a measurement is unusable; none for a usable one."""
     reasons = []
     if found.spread > FAR:
         reasons.append(f"a rate that was measured twice differs {found.spread:,.0f}-fold")
@@ -707,7 +705,7 @@ def keep(found: Probed) -> Path:
     Drives that were measured earlier and are not in `found` are kept.
 
     Raises:
-        OffloadError: the measurement says nothing about the machine. What was cached before stays.
+        OffloadError: the measurement is unusable. The cache keeps its previous content.
         OSError: the file cannot be written.
     """
     if reasons := unusable(found):
@@ -738,7 +736,7 @@ def kept() -> Probed | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None  # none yet, or damaged: the next probe replaces it
     if unusable(found):
-        return None  # an earlier version has stored such figures too
+        return None  # earlier versions cached unusable measurements, too
     # A home folder may be shared by several machines, so the cache is checked against this one.
     here = about_machine()
     return found if all(found.machine.get(key) == here[key] for key in ("processor", "cores")) else None
@@ -763,10 +761,10 @@ def _file_system(path: str) -> int:
 
 
 def kept_window(folders: Sequence[str]) -> int:
-    """Returns the bytes of a window of reads or writes for a queue over `folders`, by the cached measurement.
+    """Returns the bytes of a window of reads or writes for a queue over `folders`, from the cached measurement.
 
     Returns:
-        The bytes; 0 to read and write at once, also if one of the drives was not measured.
+        The bytes; 0 to read and write at once, or if one of the drives was not measured.
     """
     found = kept() if folders else None
     if found is None:

@@ -1,6 +1,6 @@
 """Facts about the machine as the system reports them: processors and NUMA nodes, memory and limits, GPUs, disks.
 
-Nothing is measured and nothing is written. A fact that the system does not report is None or left out.
+This module measures and writes nothing. A fact that the system does not report is None or left out.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def features(cpuinfo: str) -> list[str]:
 
 
 def memory() -> dict[str, Any]:
-    """Returns bytes of RAM, of the limit of this process's cgroup, and bytes that the process may still allocate."""
+    """Returns in bytes the RAM, the limit of this process's cgroup, and the memory that is free for this process."""
     total = psutil.virtual_memory().total
     limits = [limit for limit, _ in memory_limits() if limit < total]  # older kernels report 2**63 for no limit
     return {
@@ -99,8 +99,8 @@ def nodes(system: Path = _SYSTEM) -> list[dict[str, Any]]:
 def gpus(system: Path = _SYSTEM) -> dict[str, Any]:
     """Returns the GPUs that torch may use, each with its PCIe link, or the reason why there is none.
 
-    "visible" has the environment's variables that hide or order GPUs, "cards" the GPUs and their slices (MIG) that the
-    driver reports whatever those variables say; None without the driver's tool.
+    "visible" contains the environment variables that hide or order GPUs. "cards" contains all GPUs and slices (MIG)
+    that the driver reports, regardless of these variables; None without the driver's tool.
     """
     shown, cards = visible(os.environ), driver_cards()
     about = {"cuda": torch.version.cuda, "visible": shown, "cards": cards}
@@ -170,7 +170,7 @@ def _gpu(index: int, system: Path, cards: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def slice_of(name: str, uuid: str | None, cards: Sequence[Mapping[str, Any]]) -> str | None:
-    """Returns the profile of the slice (MIG) that a device of torch is, such as "3g.20gb"; None for an undivided card.
+    """Returns the profile, such as "3g.20gb", of a torch device that is a slice (MIG); None for an undivided card.
 
     CUDA adds "MIG" and the profile to the name of a slice.
     """
@@ -184,7 +184,7 @@ def slice_of(name: str, uuid: str | None, cards: Sequence[Mapping[str, Any]]) ->
 def link(device: Path) -> dict[str, Any] | None:
     """Returns lanes and speed of a device's PCIe link, current and maximum; None if the device has no link.
 
-    The current speed is that of a device at rest, which many devices lower.
+    Many devices lower their speed at rest, and the current speed is read at rest.
     """
     names = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed")
     values = [text(device / name).strip() for name in names]
@@ -237,7 +237,7 @@ def text(path: str | Path) -> str:
 
 # -- mounts --------------------------------------------------------------------------------------------
 #
-# The file system below a folder, and notices on folders for swap files that lie where a user may not expect them.
+# The file system below a folder, and notices on swap folders in places that a user may not expect.
 
 
 _FOR_DRIVES = ("/mnt", "/media", "/run/media")
@@ -263,13 +263,13 @@ def mount_of(path: str | Path) -> Mount:
 
 
 def check_folders(folders: Iterable[str]) -> None:
-    """Checks that no folder for swap files is made on the drive of / where the folder above it does not exist either.
+    """Raises an error if a swap folder would be created on the drive of / together with its parent folder.
 
-    A name in such a path is mistyped, as a rule, or its drive not mounted. On a drive of its own, and in the folder for
-    temporary files, where no drive is mounted, any folder may be made.
+    If neither exists, the path is usually mistyped, or its drive is not mounted. Any folder may be created on another
+    drive, and in the folder for temporary files.
 
     Raises:
-        ConfigError: If one would be; nothing was made.
+        ConfigError: A folder and its parent do not exist on the drive of /. Nothing was created.
     """
     for name in folders:
         path = Path(os.path.realpath(name))
@@ -284,17 +284,17 @@ def check_folders(folders: Iterable[str]) -> None:
 
 
 def folder_notices(folders: Iterable[str]) -> Iterator[str]:
-    """Yields a notice for each folder for swap files that is made anew, or lies on the drive of / by mistake.
+    """Yields a notice for each swap folder that will be created, or that may lie on the drive of / by mistake.
 
-    A folder beside existing ones is a `Remark`. A warning is a folder on the drive of / where a drive of its own is
-    usual: it may be mistyped, or its drive not mounted.
+    The notice is a `Remark` for an ordinary new folder. It is a warning for a folder on the drive of / in a place where
+    drives are usually mounted: the path may be mistyped, or its drive may not be mounted.
     """
     for name in folders:
         path = Path(os.path.realpath(name))
         there = next(each for each in (path, *path.parents) if os.path.exists(each))
         mount = mount_of(there)
         on = f"the drive of {mount.point} ({mount.device}, {format_size(shutil.disk_usage(there).free)} free)"
-        # The parts of the path that the start of a run will make.
+        # The parts of the path that the start of a run will create.
         missing = list(path.relative_to(there).parts)
         if _is_with_root(there) and any(path.is_relative_to(each) for each in _FOR_DRIVES):
             why = f"{there / missing[0]} does not exist" if missing else "no drive is mounted there"

@@ -3,8 +3,8 @@
     accelerator = Accelerator(offload_config="ds_config.json")
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-`prepare` returns the model itself: its hooks fetch the weights, so code that reads its class, unwraps it or calls its
-`generate` works unchanged. The loop is the one of Accelerate's documentation.
+`prepare` returns the model itself. Hooks of the model fetch the weights, so code that reads the model's class, unwraps
+the model or calls `generate` works unchanged. The training loop stays the one in Accelerate's documentation.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _PREPARED = "_is_accelerate_prepared"
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """An engine's optimizer in Accelerate's wrapper: steps only when gradients are complete."""
+    """An engine's optimizer in Accelerate's wrapper. It steps only when the gradients of a step are complete."""
 
     def __init__(self, engine: Engine) -> None:
-        # Device placement would replace the groups, which the user's schedule refers to.
+        # Device placement would replace the groups, but the user's schedule refers to them.
         super().__init__(engine.optimizer, device_placement=False, scaler=None)
         self.engine = engine
         self.norms: list[torch.Tensor] = []
@@ -60,10 +60,10 @@ class EngineOptimizer(AcceleratedOptimizer):
 
 
 class Accelerator(accelerate.Accelerator):
-    """Accelerate's `Accelerator` that trains one model by an engine.
+    """Accelerate's `Accelerator`, which trains one model through an engine.
 
-    Models that `prepare_model(model, evaluation_mode=True)` receives are paged too, each by a frozen engine. Other
-    models are prepared as in Accelerate.
+    A model passed to `prepare_model(model, evaluation_mode=True)` is paged by a frozen engine. Other models are
+    prepared as in Accelerate.
     """
 
     offload_config: Any = None
@@ -109,7 +109,7 @@ class Accelerator(accelerate.Accelerator):
                     f"gradient_accumulation_steps is {accumulation} in the engine's config and "
                     f"{self.gradient_accumulation_steps} in the Accelerator; make them equal"
                 )
-            # If the engine was prepared before, the user's loop has its wrapper: a second one must not replace it.
+            # If the engine was prepared before, the user's loop has its wrapper, and no second one may replace it.
             if self.engine is None:
                 self.use(engines[0])
             return
@@ -142,8 +142,8 @@ class Accelerator(accelerate.Accelerator):
     def use(self, engine: Engine) -> None:
         """Trains by an engine from now on."""
         self.engine = engine
-        # The optimizer of a frozen engine has no parameters, and nothing can step it. All groups are asked: a Trainer's
-        # first group, the weights that decay, may be empty while its second has norms and biases.
+        # The optimizer of a frozen engine has no parameters to step. All groups are checked: the first group of a
+        # Trainer, with the weights that decay, may be empty while the second has norms and biases.
         trains = any(group["params"] for group in engine.optimizer.param_groups)
         self._optimizer = EngineOptimizer(engine) if trains else None
 
@@ -151,7 +151,7 @@ class Accelerator(accelerate.Accelerator):
         return any(handle_of(parameter) is not None for parameter in model.parameters())
 
     def beside_references(self, config: Any) -> dict[str, Any]:
-        """Returns the config of the model that trains, with `device_memory` reduced by that of the references.
+        """Returns the config of the model that trains, with `device_memory` reduced by the references' memory.
 
         Raises:
             BudgetError: if the references leave no device memory.
@@ -179,7 +179,7 @@ class Accelerator(accelerate.Accelerator):
             model: the model.
             device_placement: as in Accelerate.
             evaluation_mode: True for a model that does not train from then on, such as a reference model of trl. If no
-                engine holds the model, a frozen engine is built for it.
+                engine holds the model, this call builds a frozen engine for it.
 
         Raises:
             UsageError: if the config sets `device_memory` and the model that trains was prepared before, since an
@@ -208,7 +208,7 @@ class Accelerator(accelerate.Accelerator):
             UsageError: if the optimizer belongs to an engine that was not prepared here.
         """
         wrapper = self._optimizer
-        # Accelerate would wrap the optimizer that the engine replaced, copy all its states to RAM, and know no norm.
+        # Accelerate would wrap the optimizer that the engine replaced, copy all states to RAM, and return no norm.
         if wrapper is not None and optimizer in (wrapper.optimizer, wrapper.optimizer.replaced):
             setattr(wrapper, _PREPARED, True)
             optimizer = wrapper
@@ -222,13 +222,13 @@ class Accelerator(accelerate.Accelerator):
         """Returns Accelerate's wrapper of a schedule, which becomes part of the engine's commits and checkpoints."""
         known = scheduler in self._schedulers
         prepared = super().prepare_scheduler(scheduler)
-        # Accelerate's `save_state` would save the schedule, and the engine does so instead. It knows its own already.
+        # The engine saves the schedule in place of Accelerate's `save_state`. It already knows its own schedule.
         if self.engine is None or known or scheduler is self.engine.lr_scheduler:
             return prepared
         try:
             self.engine.register_for_checkpointing(prepared)
         except UsageError as error:
-            # Only a load of a checkpoint needs the state of the schedule, and a loop may never load: no error.
+            # No error: only a load of a checkpoint needs the state of the schedule, and a loop may never load.
             name = type(scheduler).__name__
             logger.warning("checkpoints will not contain the state of %s, the schedule: %s", name, error)
         return prepared
@@ -266,7 +266,7 @@ class Accelerator(accelerate.Accelerator):
     # -- a step -------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Runs the backward of a loss, which is divided by the accumulation, and in fp16 scaled, in the engine.
+        """Runs the backward of a loss in the engine, after dividing the loss by the accumulation and, in fp16, scaling.
 
         Args:
             loss: a tensor of one element.

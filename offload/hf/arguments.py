@@ -34,7 +34,7 @@ _REFUSED = {
 
 
 def check_arguments(args: Any) -> None:
-    """Raises `ConfigError` if `TrainingArguments` contain one that an engine cannot honour."""
+    """Raises `ConfigError` if `TrainingArguments` contain an argument that an engine cannot honour."""
     for name, reason in _REFUSED.items():
         value = getattr(args, name, None)
         if value:
@@ -155,7 +155,7 @@ def optimizer_values(content: Mapping[str, Any], args: Any) -> list[ScriptValue]
 
 
 def schedule_values(content: Mapping[str, Any], args: Any, steps: int) -> list[ScriptValue]:
-    """Returns the values of `TrainingArguments` for the config's schedule of a training of so many steps."""
+    """Returns the values of `TrainingArguments` for the config's schedule, for a training of `steps` steps."""
     block = content.get("scheduler")
     if not isinstance(block, Mapping):
         return []
@@ -173,8 +173,8 @@ def schedule_values(content: Mapping[str, Any], args: Any, steps: int) -> list[S
 def as_reference(config: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Returns the config of a model that does not train; `index` such models exist before it.
 
-    Weights have the tiers of the model that trains; keys that concern steps are dropped. The run has a name of its own
-    and is never resumed. Without `device_memory` the engine takes no more device memory than it needs.
+    Weights have the same tiers as in the model that trains; keys that concern steps are dropped. The run has its own
+    name and is never resumed. Without `device_memory` the engine takes no more device memory than it needs.
     """
     blocks = ("zero_optimization", "aio", "bf16", "fp16", "torch_autocast")
     block = dict(config.get("offload") or {})

@@ -28,7 +28,7 @@ logger = logging.getLogger("offload")
 SCHEDULER = "scheduler.pt"
 """File of the schedule's state."""
 _MOST_OF_STATE = 256 * MIB
-"""Bytes of the Trainer's JSON at most, which contains a line for each log of a run."""
+"""Most bytes of the Trainer's JSON file, which contains a line for each log of a run."""
 _TRAINERS_STATE, _STOCK_OPTIMIZER = "trainer_state.json", "optimizer.pt"
 
 
@@ -49,10 +49,10 @@ def check_resumable(folder: Path, args: Any) -> None:
 
 
 def load_into(engine: Engine, folder: str, device: torch.device) -> dict[str, Any]:
-    """Loads the engine's checkpoint in a checkpoint of the Trainer, and returns the client state.
+    """Loads the engine's checkpoint from a checkpoint of the Trainer, and returns the client state.
 
-    It leaves the random generators alone: the Trainer restores those itself, when it fetches the first batch. Until
-    then a sampler draws the order of the rows again, as at the start of the epoch.
+    The random generators stay as they are: the Trainer restores them when it fetches the first batch. Until then a
+    sampler draws the order of the rows again, as at the start of the epoch.
     """
     generators = GeneratorStates.of(device)
     _, state = engine.load_checkpoint(folder)
@@ -62,10 +62,10 @@ def load_into(engine: Engine, folder: str, device: torch.device) -> dict[str, An
 
 
 def last_complete(resume: Any, args: Any) -> Any:
-    """Returns what a training resumes from: in place of True the last checkpoint whose save has ended.
+    """Returns `resume`, or in place of True the last complete checkpoint.
 
-    The Trainer writes its state as the last file, so a kill while it saves leaves a folder without one, and the
-    checkpoint before is whole. If no checkpoint is complete, the result is `resume` itself.
+    The Trainer writes its state file last. So a kill during a save leaves a folder without a state file, and the
+    previous checkpoint is complete. If no checkpoint is complete, the result is `resume` itself.
     """
     newest = get_last_checkpoint(args.output_dir) if resume is True and Path(args.output_dir).is_dir() else None
     if newest is None or _is_whole(Path(newest)):
@@ -78,7 +78,7 @@ def last_complete(resume: Any, args: Any) -> Any:
 
 
 def _whole_before(folder: Path) -> Path | None:
-    """Returns the newest complete checkpoint beside a folder, of an earlier step; None if there is none."""
+    """Returns the newest complete checkpoint of an earlier step in the same parent folder; None if there is none."""
     number = _number(folder)
     siblings = folder.parent.glob("checkpoint-*")
     whole = [sibling for sibling in siblings if _number(sibling) < number and _is_whole(sibling)]
@@ -86,7 +86,7 @@ def _whole_before(folder: Path) -> Path | None:
 
 
 def _number(folder: Path) -> float:
-    """Returns the step of a checkpoint; infinity for a folder that is none."""
+    """Returns the step of a checkpoint; infinity for a folder that is not a checkpoint."""
     step = folder.name.removeprefix("checkpoint-")
     return int(step) if step.isdecimal() else math.inf
 
@@ -96,7 +96,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def has_engine(folder: Path) -> bool:
-    """Returns True if a checkpoint of the Trainer contains one of an engine.
+    """Returns True if a checkpoint of the Trainer contains an engine's checkpoint.
 
     Raises:
         StoreError: if the engine's states are present, but not the file that names them.
@@ -112,7 +112,7 @@ def has_engine(folder: Path) -> bool:
 
 
 def has_adapters(model: Any) -> bool:
-    """Returns True if a model has adapters of peft: only these are saved, since frozen weights are the base model's."""
+    """Returns True if a model has adapters of peft. Checkpoints then contain only the adapters, not the base model."""
     return hasattr(model, "peft_config")
 
 
@@ -152,7 +152,7 @@ def _is_complete(path: Path) -> bool:
 
 # -- last checkpoint -----------------------------------------------------------------------------------
 #
-# The last checkpoint of a Trainer's training, and the line about it for a training that ends early.
+# The last checkpoint of a Trainer's training, and the log line that names it if the training ends early.
 
 
 class LastCheckpoint(TrainerCallback):
@@ -163,32 +163,32 @@ class LastCheckpoint(TrainerCallback):
         """The last checkpoint that is complete: the one that was resumed from, or a later one; None without any."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forgets the checkpoints of an earlier training, which did not begin where this one does."""
-        # A training that resumes has loaded its checkpoint by now, and has made that checkpoint's steps.
+        """Forgets the checkpoints of an earlier training, unless this training resumes from one."""
+        # A resumed training has loaded its checkpoint by now, so its step is above 0.
         if not state.global_step:
             self.folder = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Notes a checkpoint that was saved. The Trainer calls this after it has written the last file."""
+        """Records a saved checkpoint. The Trainer calls this after it has written the last file."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        # A search of hyperparameters saves elsewhere, and resumes nothing.
+        # A search of hyperparameters saves to other folders, and resumes nothing.
         self.folder = folder if folder.is_dir() else None
 
 
 @contextmanager
 def announced_end(trainer: Any, last: LastCheckpoint) -> Iterator[None]:
-    """A context for a training: an error or a Ctrl-C that ends it is announced with what remains of the training."""
+    """A context for a training. If an error or a Ctrl-C ends the training, logs the checkpoint that is kept."""
     try:
         yield
     except BaseException as error:
-        # Without an engine nothing was trained, and the error says enough.
+        # Without an engine nothing was trained, and the error needs no addition.
         if trainer.engine is not None and trainer.is_world_process_zero():
             announce(line_of_the_end(error, trainer.state.global_step, last, trainer.args))
         raise
 
 
 def line_of_the_end(error: BaseException, steps: int, last: LastCheckpoint, args: Any) -> str:
-    """Returns what remains of a training that an exception ends after `steps` steps, and how the training goes on."""
+    """Returns a log line: what is kept of a training that `error` ends after `steps` steps, and how to resume it."""
     ended = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
     line = f"the training ended after step {steps} by {ended}"
     if last.folder is None:

@@ -1,22 +1,22 @@
-"""The micro-batches of a Trainer's step, run by its engine as one call, with the schedule layer_major.
+"""Runs all micro-batches of a Trainer's step in one call of its engine, if the schedule is layer_major.
 
     transformers' loop                 here
-    get_batch_samples ─► batches       they are remembered
-    training_step(first)  ─► loss      `Engine.accumulate` runs all of them; the results wait
-    training_step(second) ─► loss      its result, nothing runs
+    get_batch_samples ─► batches       remembers the batches
+    training_step(first)  ─► loss      `Engine.accumulate` runs all batches and keeps the results
+    training_step(second) ─► loss      returns the kept result; nothing runs
     …
 
-Each micro-batch runs through the Trainer's own `training_step`; `accelerator.backward` there hands the loss over in
-place of a backward. So losses, their division and all that a Trainer does to a micro-batch are its own.
+Each micro-batch runs through the Trainer's own `training_step`. In it, `accelerator.backward` hands the loss over in
+place of a backward. So the Trainer's own code still computes and divides the losses.
 
-A `training_step` of the user's would run in parts: that of the second micro-batch would begin before that of the first
-ends. So would a `compute_loss`, which may keep values meanwhile. With either, micro-batches pass one by one, and a line
-says so. With "layer_major" in the config the user says that a `compute_loss` keeps none, and only one whose text stores
-something on the Trainer passes one by one.
+A user's `training_step` would run in parts: the one of the second micro-batch would begin before the first one ends.
+The same holds for a user's `compute_loss`, which may keep values meanwhile. With either, micro-batches run one by one,
+and a log line gives the reason. "layer_major" in the config means that `compute_loss` keeps no values. Then
+micro-batches run one by one only if the source of `compute_loss` stores something on the Trainer.
 
-A model that draws random numbers, such as dropout's, draws others for a micro-batch that takes turns than the stock
-Trainer would. Whether "auto" lets them take turns depends on where weights are, and losses must not: with "auto" the
-first step passes one by one, and if the model draws in it, all further ones do.
+A model that draws random numbers, for example for dropout, draws other numbers here than under the stock Trainer, since
+micro-batches take turns. The choice of "auto" depends on the weights' tiers, but losses must not depend on these tiers.
+So with "auto" the first step runs one by one, and if the model draws in it, all further steps do.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LOSSES: contextvars.ContextVar[list[torch.Tensor] | None] = contextvars.Context
 
 
 def losses_to_hand_over() -> list[torch.Tensor] | None:
-    """Returns where `accelerator.backward` appends the loss of the micro-batch; None if it runs the backward itself."""
+    """Returns the list to which `accelerator.backward` appends the loss; None if it runs the backward itself."""
     return _LOSSES.get()
 
 
@@ -56,11 +56,11 @@ class StepAtOnce:
 
     def __init__(self) -> None:
         self._batches: list[Any] = []
-        """Micro-batches of the step that run as one call, and whose `training_step` comes next."""
+        """Micro-batches that run as one call, from the one whose `training_step` the loop calls next."""
         self._results: list[torch.Tensor] = []
-        """What `training_step` will return for them; empty before they have run."""
+        """Results of `training_step` for these micro-batches; empty before they have run."""
         self._draws: bool | None = None
-        """Whether a micro-batch has drawn random numbers; None before one was watched."""
+        """True if a watched micro-batch has drawn random numbers; None before a micro-batch was watched."""
         self._watches = False
         """True during a step whose micro-batches are watched."""
         self._announced = False
@@ -68,7 +68,7 @@ class StepAtOnce:
     def fetched(self, trainer: Any, batches: Sequence[Any]) -> None:
         """Begins a step of these micro-batches, which the calls of `training_step` receive one by one."""
         if self._watches and self._draws is not None:
-            # Ranks pass through the blocks in one order, also where the model of one alone draws.
+            # All ranks use one order, also if the model draws on one rank only.
             draws = torch.tensor([float(self._draws)], dtype=torch.float32, device=trainer.accelerator.device)
             self._draws = bool(trainer.accelerator.gather(draws).max() > 0)
         at_once = len(batches) > 1 and self._is_possible(trainer)
@@ -87,12 +87,12 @@ class StepAtOnce:
         if not self._results:
             self._results = _run(trainer.accelerator.engine, batches, step)
         self._batches = batches[1:]
-        # As `accelerator.backward` would: the loop has said whether this micro-batch is the last of the step.
+        # As `accelerator.backward` would do: the loop has set whether this micro-batch is the last of the step.
         trainer.accelerator.engine.set_gradient_accumulation_boundary(bool(trainer.accelerator.sync_gradients))
         return self._results.pop(0)
 
     def _is_possible(self, trainer: Any) -> bool:
-        """Returns True if the engine takes all micro-batches at once, and nothing of the Trainer speaks against it."""
+        """Returns True if the engine takes all micro-batches at once, and no code of the Trainer forbids it."""
         engine: Engine | None = trainer.accelerator.engine
         if engine is None or engine.schedule != "layer_major":
             return False
@@ -115,7 +115,7 @@ def _is_auto(engine: Engine) -> bool:
 
 
 def _run(engine: Engine, batches: Sequence[Any], step: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
-    """Runs forward and backward of all micro-batches, and returns what `step` returns for each."""
+    """Runs forward and backward of all micro-batches, and returns the result of `step` for each."""
     results: dict[int, torch.Tensor] = {}
 
     def loss_of(number: int) -> torch.Tensor:
@@ -128,30 +128,30 @@ def _run(engine: Engine, batches: Sequence[Any], step: Callable[[Any], torch.Ten
         (loss,) = losses
         return loss
 
-    # The loop calls the optimizer's step after these micro-batches, be they as many as the config says or, at the end
-    # of an epoch, fewer.
+    # The loop calls the optimizer's step after these micro-batches, even if there are fewer than the config sets, as at
+    # the end of an epoch.
     engine.set_gradient_accumulation_boundary(True)
     engine.accumulate(range(len(batches)), loss_of, scale_wrt_gas=False)
     return [results[number] for number in range(len(batches))]
 
 
 def own_method(trainer: Any, name: str) -> Any:
-    """Returns the function that a Trainer runs in place of transformers' own; None if it runs that."""
+    """Returns the function that a Trainer runs in place of transformers' own; None if it runs transformers'."""
     function = _methods(trainer, name)[0]
     return None if function is vars(Trainer)[name] and is_of(function, "transformers") else function
 
 
 def _methods(trainer: Any, name: str) -> list[Any]:
-    """Returns the functions that a method of a Trainer may run, the first one first, other than this package's."""
+    """Returns the functions that a call of a Trainer's method may run, in method order, without this package's."""
     of_classes = [vars(kind)[name] for kind in type(trainer).__mro__ if name in vars(kind)]
     own = [vars(trainer)[name]] if name in vars(trainer) else []
     return own + [function for function in of_classes if not is_of(function, "offload.hf")]
 
 
 def _own_code(trainer: Any) -> str | None:
-    """Returns which code of the Trainer must not run in parts; None if there is none."""
+    """Returns a clause that names code of the Trainer which must not run in parts; None if there is no such code."""
     step = own_method(trainer, "training_step")
-    # trl's enters a context around it, which does nothing unless its arguments ask for its offload of activations.
+    # trl's `training_step` only enters a context, which does nothing unless the arguments enable activation offload.
     plain = _is_sft(step, "training_step") and isinstance(trainer.maybe_activation_offload_context, nullcontext)
     if step is not None and not plain:
         return f"{_class_of(step)} has a training_step of its own, which would run in parts"
@@ -183,7 +183,7 @@ def _is_sft(function: Any, name: str) -> bool:
 
 
 def _stored_in(function: Callable[..., Any]) -> str | None:
-    """Returns what a method stores on its object, as a clause; None if nothing. Decided by the text of the method."""
+    """Returns a clause on the values that a method's source stores on its object; None if it stores none."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):  # no source: an interactive session, a compiled module

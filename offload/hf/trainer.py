@@ -2,9 +2,10 @@
 
     trainer = OffloadTrainer(model=model, args=args, train_dataset=dataset, offload_config="ds_config.json")
 
-The loop is the Trainer's own, and passes model and optimizer to `accelerator.prepare`, which builds the engine: the
-`Accelerator` of this package runs each backward, clip and step in it. The mixin completes the config, writes and reads
-the engine's part of the Trainer's checkpoints, and refuses arguments that an engine cannot honour (`arguments.py`).
+The loop is the Trainer's own. It passes model and optimizer to `accelerator.prepare`, which builds the engine. The
+`Accelerator` of this package runs each backward, clip and step in the engine. The mixin completes the config, writes
+and reads the engine's part of the Trainer's checkpoints, and refuses arguments that an engine cannot honour
+(`arguments.py`).
 
 [Note: names that are not public] The mixin overrides these methods, although transformers does not promise them:
 
@@ -15,11 +16,11 @@ the engine's part of the Trainer's checkpoints, and refuses arguments that an en
     _load_from_checkpoint            loads nothing yet: the engine does not exist
     _load_optimizer_and_scheduler    loads the engine's checkpoint, or weights only
     _load_best_model                 loads the weights of the engine's checkpoint
-    _get_num_items_in_batch          divides integers, which gives the default dtype of the process: 16 bits hold no 257
-    get_batch_samples                its batches are those of the `training_step` calls that follow (`micro_batches.py`)
+    _get_num_items_in_batch          computes in fp32: transformers uses the default dtype, and bf16 has no value 257
+    get_batch_samples                its batches belong to the `training_step` calls that follow (`micro_batches.py`)
 
-`accelerator.py` sets Accelerate's mark `_is_accelerate_prepared`. A test checks that all of them exist. The sum of the
-losses until the next log, `_tr_loss`, becomes fp32 where transformers has it in another default dtype of the process.
+`accelerator.py` sets Accelerate's mark `_is_accelerate_prepared`. A test checks that all these names exist. `_tr_loss`,
+the sum of the losses until the next log, becomes fp32 if transformers creates it in another default dtype.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ else:
 
 
 class _TrainersAccelerator(Accelerator):
-    """The Trainer's accelerator, with a config that the Trainer's arguments have completed.
+    """The Trainer's accelerator, whose config is completed by the Trainer's arguments.
 
-    The accumulation of Accelerate is not merged into the config: the Trainer counts micro-batches itself.
+    Accelerate's gradient accumulation is not merged into the config: the Trainer counts micro-batches itself.
     """
 
     def _config(self, micro: int | None) -> dict[str, Any]:
@@ -150,9 +151,9 @@ class OffloadMixin(_Base):
         return engine
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Trains as the Trainer does, and says what is kept if a Ctrl-C or an error ends the training.
+        """Trains as the Trainer does. If a Ctrl-C or an error ends the training, logs the checkpoint that is kept.
 
-        `resume_from_checkpoint=True` is the last checkpoint whose save was not cut short.
+        `resume_from_checkpoint=True` resumes from the last checkpoint whose save was complete.
         """
         with announced_end(self, self._last_checkpoint):
             return super().train(last_complete(resume_from_checkpoint, self.args), *args, **kwargs)
@@ -177,12 +178,12 @@ class OffloadMixin(_Base):
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ConfigError("Accelerate was launched with DeepSpeed or FSDP; launch OffloadTrainer by torchrun")
-        # The class of the object changes, not the object: the Trainer's `gather_function` is bound to it already.
+        # The object stays and only its class changes: the Trainer's `gather_function` is bound to the object already.
         self.accelerator.__class__ = _TrainersAccelerator
-        # `create_optimizer` and `create_scheduler` construct objects from these two blocks, and the engine receives the
+        # `create_optimizer` and `create_scheduler` construct objects from these two blocks. The engine receives the
         # objects, so its config has neither block.
         self.accelerator.offload_config = without(self._content, "optimizer", "scheduler")
-        # Precision is the engine's: Accelerate must neither autocast nor scale the loss a second time.
+        # The engine handles precision: Accelerate must neither autocast nor scale the loss a second time.
         self.accelerator.native_amp, self.accelerator.scaler = False, None
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -190,7 +191,7 @@ class OffloadMixin(_Base):
         return
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Chooses the loss if the engine will be built next, and returns what the Trainer returns."""
+        """Returns the result of the Trainer's method; before the engine is built, chooses the loss."""
         if self.engine is None:
             self._loss = _choose_loss(self, self._chunked_loss)
         return super()._wrap_model(model, *args, **kwargs)
@@ -204,7 +205,7 @@ class OffloadMixin(_Base):
         return super().call_model_init(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Creates the config's optimizer over all trainable parameters, or that of the Trainer's arguments."""
+        """Creates the config's optimizer over all trainable parameters, or the optimizer of the Trainer's arguments."""
         if self.optimizer is None:
             config = self._config(self.state.max_steps)  # raises now if the schedule is invalid
             if config.optimizer is not None:
@@ -215,7 +216,7 @@ class OffloadMixin(_Base):
         return super().create_optimizer(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """Creates the config's schedule, or that of the arguments."""
+        """Creates the config's schedule, or the schedule of the Trainer's arguments."""
         block = self._config(num_training_steps).scheduler
         if block is None:
             return super().create_scheduler(num_training_steps, *args, **kwargs)
@@ -270,14 +271,14 @@ class OffloadMixin(_Base):
         assert self.engine is not None
         with self.engine.evaluation() as evaluation:
             output = super().evaluation_loop(*args, **kwargs)
-            # A prediction, and each of several data sets, has names of its own, which are not in the log.
+            # Predictions, and evaluations on one of several data sets, name the loss otherwise; the log leaves it out.
             evaluation.loss = (output.metrics or {}).get("eval_loss")
         return output
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         """Evaluates a batch, without logits if only the loss is asked for."""
         step = super().prediction_step
-        # The method of transformers reads no logits if only the loss is asked for; another one may.
+        # transformers' own method reads no logits if only the loss is asked for; an overriding method may.
         plain = getattr(step, "__func__", None) is Trainer.prediction_step and is_of(step, "transformers")
         with without_logits(self.model) if prediction_loss_only and plain else nullcontext():
             return step(model, inputs, prediction_loss_only, *args, **kwargs)
@@ -327,7 +328,7 @@ class OffloadMixin(_Base):
             return
         state = load_into(self.engine, checkpoint, self.args.device)
         self._last_checkpoint.folder = Path(checkpoint)
-        # By default the loss with which the training began; checkpoints of earlier versions say nothing of it.
+        # By default the loss with which the training began. Checkpoints of earlier versions do not record the loss.
         begun = as_begun(self._loss, self._chunked_loss, bool(state.get(_CHUNKED)))
         if begun is not self._loss:
             self._loss = _logged(begun)
@@ -352,7 +353,7 @@ _CHUNKED = "chunked_loss"
 
 def _choose_loss(trainer: Any, wanted: bool | None) -> ChosenLoss:
     """Returns the loss of a Trainer's model, before its engine is built, and logs a line about it."""
-    # An argument of the Trainer may need all logits, or bring a loss.
+    # An argument of the Trainer may need all logits, or set another loss.
     reason = None
     if trainer.compute_loss_func is not None:
         reason = "compute_loss_func receives all logits"
@@ -362,13 +363,13 @@ def _choose_loss(trainer: Any, wanted: bool | None) -> ChosenLoss:
         reason = "use_liger_kernel brings a loss of its own"
     if wanted and reason is not None:
         raise ConfigError(f"chunked_loss=True computes no logits, but {reason}; leave one of the two out")
-    # Code of a subclass may read the logits. Only its author knows, who says so by the argument.
+    # Code of a subclass may read the logits. Only the subclass's author knows, and decides by the argument.
     if wanted is None and reason is None:
         for name in ("compute_loss", "training_step"):
             if own_method(trainer, name) is not None:
                 reason = f"{type(trainer).__name__}.{name} may read the logits (chunked_loss=True if it does not)"
                 break
-    # By default the Trainer's own steps alone: a callback that calls the model may read the logits.
+    # By default only the Trainer's own steps use chunks: a callback that calls the model may read the logits.
     return _logged(choose_loss(trainer.model, wanted, off=OFF, training=wanted is True, reason=reason))
 
 
@@ -379,4 +380,4 @@ def _logged(loss: ChosenLoss) -> ChosenLoss:
 
 
 class OffloadTrainer(OffloadMixin, Trainer):
-    """transformers' `Trainer`, with weights, gradients and optimizer states placed as `offload_config` says."""
+    """transformers' `Trainer`, with weights, gradients and optimizer states placed by `offload_config`."""

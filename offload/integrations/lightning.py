@@ -2,12 +2,12 @@
 
     trainer = Trainer(strategy=OffloadStrategy("ds_config.json"), accelerator="cpu", devices=1)
 
-The loops are Lightning's own. A strategy of Lightning is asked to set up a model, to run a step, a backward and an
-optimizer step, and to write and read checkpoints; this one asks the engine. Processes, their group, and what ranks
-reduce and gather are those of Lightning's strategy for DDP, which wraps nothing here.
+The loops are Lightning's own. Lightning calls its strategy to set up a model, to run a step, a backward and an
+optimizer step, and to write and read checkpoints. This strategy passes these calls to the engine. Lightning's DDP
+strategy, the base class, provides processes, their group, reductions and gathers, but wraps no model here.
 
-[Note: one engine] The engine is built by the first `fit`, `validate`, `test` or `predict`, and later calls use it:
-weights are in its files, and Lightning's teardown, which moves a model to the CPU, would move nothing.
+[Note: one engine] The first `fit`, `validate`, `test` or `predict` builds the engine, and later calls use the same
+engine: weights are in its files, so Lightning's teardown, which moves a model to the CPU, would move nothing.
 
 Requires `pip install lightning`.
 """
@@ -46,7 +46,7 @@ from offload.model_io.load import init
 _PRECISION = {"32-true": None, "bf16-mixed": "torch_autocast", "bf16-true": "bf16", "16-true": "fp16"}
 """For each `precision` of Lightning's Trainer the block of the config that it enables."""
 _OF_THE_ENGINE = ("state_dict", "optimizer_states")
-"""Parts of Lightning's checkpoint that the engine's contains."""
+"""Parts of Lightning's checkpoint that the engine's checkpoint contains."""
 
 
 class EnginePrecision(Precision):
@@ -61,9 +61,9 @@ class EnginePrecision(Precision):
         self._engine.backward(tensor, scale_wrt_gas=False, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Runs the closure, which is a forward and its backward, and steps if the step has a gradient."""
+        """Runs the closure, a forward and its backward, and then the optimizer step if there is a gradient."""
         result = self._wrap_closure(model, optimizer, closure)
-        # A `training_step` that returns None has no backward; without any, torch's optimizers would change nothing.
+        # A `training_step` that returns None has no backward. Without any backward, torch's optimizers change nothing.
         if self._engine.micro_batches:
             self._engine.optimizer.step()
         return result
@@ -101,8 +101,8 @@ class OffloadStrategy(DDPStrategy):
             **kwargs: as in Lightning's `DDPStrategy`, such as `process_group_backend` and `timeout`.
 
         Raises:
-            ConfigError: if the config is wrong, asks for commits, or has an optimizer or a schedule, which
-                `configure_optimizers` makes.
+            ConfigError: if the config is wrong, enables commits, or has an optimizer or a schedule:
+                `configure_optimizers` creates these.
         """
         self._content = refuse_blocks(content_of(config), "optimizer", "scheduler")
         refuse_commits(self._content, "Lightning", "fit(ckpt_path=...)", "every_n_train_steps of ModelCheckpoint")
@@ -113,19 +113,19 @@ class OffloadStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Changes nothing: the engine decides device and dtype of weights."""
+        """Changes nothing: the engine sets device and dtype of weights."""
         yield
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Builds what `configure_model` builds without its weights, which the engine makes unit by unit."""
+        """Lets `configure_model` build a model without weights. The engine creates the weights unit by unit."""
         with init(self._config()):
             yield
 
     def setup_environment(self) -> None:
-        """Makes the group of processes, and leaves the random generators of one that is alone as they are.
+        """Creates the group of processes. The random generators of a single process stay as they are.
 
-        A strategy for several processes seeds them anew, so that all draw alike; without one, a process draws on.
+        Lightning's strategy for several processes seeds the generators, so that all processes draw the same numbers.
         """
         before = GeneratorStates.of(self.root_device)
         super().setup_environment()
@@ -133,14 +133,15 @@ class OffloadStrategy(DDPStrategy):
             before.restore(self.root_device)
 
     def setup(self, trainer: Any) -> None:
-        """Builds the engine, or checks that the engine of the call before can serve another call of the Trainer.
+        """Builds the engine, or checks that the engine of an earlier call can serve this call of the Trainer.
 
         Raises:
             ConfigError: if the config and the Trainer disagree.
             UsageError: if the call needs another engine.
         """
         self.accelerator.setup(trainer)
-        # Else the loader would have the sampler for ranks, which shuffles, in one process too. Not public in Lightning.
+        # Otherwise the loader of a single process, too, would use the shuffling sampler for ranks. Not public in
+        # Lightning.
         if self.world_size == 1:
             trainer._accelerator_connector.use_distributed_sampler = False
         module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
@@ -156,15 +157,15 @@ class OffloadStrategy(DDPStrategy):
                 "a second fit() would begin with new optimizer states, and the engine has those of the first: raise "
                 "max_epochs or max_steps of one fit(), or give a checkpoint as ckpt_path"
             )
-        # A Trainer runs the steps of a model that is wrapped through its wrapper: inputs, autocast and errors of memory
-        # are the engine's.
+        # A Trainer runs the steps of a wrapped model through the wrapper. So the engine handles inputs, autocast and
+        # memory errors.
         self.model = self.engine
 
     def _build(self, trainer: Any) -> None:
         """Builds the engine, with the optimizer of the model even if an evaluation comes before the training."""
         module = self.lightning_module
         config = self._config()
-        # Of the rest, metrics keep tensors that are no buffers; an engine moves parameters and buffers.
+        # The engine moves parameters and buffers, but metrics also keep other tensors.
         for submodule in module.modules():
             if next(submodule.parameters(), None) is None:
                 submodule.to(self.root_device)
@@ -250,7 +251,7 @@ class OffloadStrategy(DDPStrategy):
         """
         assert self.engine is not None
         folder, tag = Path(self.broadcast(filepath)), f"global_step{self.engine.global_steps}"
-        # The engine's files are written last: `latest` names a checkpoint whose two parts exist.
+        # The engine's files are written last, so that `latest` names a checkpoint with both parts.
         if self.is_global_zero:
             loops = without(checkpoint, *_OF_THE_ENGINE)
             self.checkpoint_io.save_checkpoint(loops, _loops(folder, tag), storage_options=storage_options)
@@ -266,7 +267,7 @@ class OffloadStrategy(DDPStrategy):
         read by torch's restricted unpickler.
 
         Raises:
-            StoreError: if there is no checkpoint of this strategy, or it is damaged or that of another model.
+            StoreError: if there is no checkpoint of this strategy, or it is damaged or belongs to another model.
         """
         assert self.engine is not None
         module, folder = self.lightning_module, Path(checkpoint_path)
@@ -278,7 +279,7 @@ class OffloadStrategy(DDPStrategy):
         newest = find(folder, None)
         assert newest is not None, "there is a file latest"
         tag = Path(newest).name
-        # Read before the engine changes, and without executing what a pickle asks for.
+        # Read before the engine changes, and without executing a pickle's code.
         loops: dict[str, Any] = self.checkpoint_io.load_checkpoint(_loops(folder, tag), weights_only=True)
         self.engine.load_checkpoint(
             folder,

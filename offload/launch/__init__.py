@@ -1,10 +1,10 @@
 """From a hostfile and some options to the `torchrun` of each host: `offload launch`.
 
-    hosts         which hosts there are, and which slots of them a run uses: DeepSpeed's hostfile, Slurm's list of nodes
-    commands      one command a host, decided from hosts, options and environment
-    processes     these commands as processes that end together
-    torchrun      on each host: torchrun, with meeting places that are closed to others
-    environment   the ranks that srun or mpirun has started without torchrun, by torchrun's variables
+    hosts         the hosts and slots of a run, from DeepSpeed's hostfile or Slurm's list of nodes
+    commands      one command per host, from hosts, options and environment
+    processes     runs these commands as processes that end together
+    torchrun      on each host: torchrun, with rendezvous that are closed to other users
+    environment   torchrun's variables for ranks that srun or mpirun has started without torchrun
 
-`hosts`, `commands` and `environment` compute from what they are given; `processes` and `torchrun` act.
+`hosts`, `commands` and `environment` only compute from their arguments; `processes` and `torchrun` start processes.
 """

@@ -1,4 +1,4 @@
-"""The command of each host, decided from hosts, options and environment. Nothing here acts."""
+"""The command of each host, computed from hosts, options and environment. This module runs nothing."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from offload.launch.options import LaunchOptions, LocalMachine, allocated_nodes,
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 _OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Has torchrun give each start of the ranks a store of its own, without the addresses of ranks that were killed."""
+"""Makes torchrun create a new store for each start of the ranks, without the addresses of killed ranks."""
 
 _MODULE = (
     "import sys; sys.path[:] = filter(None, sys.path); import runpy; "
     'runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
 )
-"""What `-m` does, without the working folder on the path, which others may write: their modules would run first."""
+"""Code that acts like `-m`, but without the working folder on the path: other users' modules there would run first."""
 
 _SETTINGS = (_DEVICES, "PYTHONPATH", *_OWN_STORE)
-"""Variables that contain no secret: they may be read in a command. All others go where only their owner reads them."""
+"""Variables without secrets. They may be part of a command. Only their owner may read the others."""
 
 _SSH = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=10")
-"""No question at a terminal that several connections share, and an end within half a minute of a host that is gone."""
+"""No prompt at a terminal that several connections share, and an exit half a minute after a host disappears."""
 
-# The lines are evaluated together, as a quoted value may contain ends of lines. `read` takes no byte beyond its line.
+# The lines are evaluated together, as a quoted value may contain line breaks. `read` takes no byte beyond its line.
 _READ = (
     "_all=; _end=$(printf '\\nx'); _end=${{_end%x}}; _left={count}; while [ $_left -gt 0 ]; do IFS= read -r _line || "
     'exit 1; _all="$_all$_line$_end"; _left=$((_left-1)); done; eval "$_all"; unset _all _end _left _line; '
 )
 
-# ssh ends no process of the other host when it ends itself, however it ends. The standard input is closed there then:
-# that ends torchrun, which ends its ranks. A shell gives what it starts in the background no standard input, hence 3.
+# When ssh ends, it ends no process of the other host, but closes the standard input there. The script below then ends
+# torchrun, and torchrun ends its ranks. A shell gives background processes no standard input, hence descriptor 3.
 _WATCH = (
     "cd {folder} || exit 1; {read}exec 3<&0; {command} </dev/null 3<&- & ranks=$!; "
     "(cat <&3; kill $ranks) >/dev/null 2>&1 & watch=$!; "
@@ -51,13 +51,13 @@ class Command:
     host: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside those of this process."""
+    """Variables in addition to this process's environment."""
     ends_with_input: bool = False
-    """True if the end of its standard input ends it; else it may run in place of this process."""
+    """True if closing the command's standard input ends it; otherwise it may replace this process."""
     first_input: str = field(default="", repr=False)
     """Lines that set variables on another host: sent by the standard input, as anybody there can read arguments."""
     shown: str = ""
-    """The command as a shell takes it, without the values of variables that may be secrets."""
+    """The command as shell text, without the values of variables that may be secrets."""
 
     def __str__(self) -> str:
         """Returns `shown`."""
@@ -67,7 +67,7 @@ class Command:
 def decide(
     options: LaunchOptions, hostfile: Sequence[Host] | None, exports: Mapping[str, str], machine: LocalMachine
 ) -> list[Command]:
-    """Returns what to run: one command in place of this process, or one for each host.
+    """Returns the commands to run: one that replaces this process, or one for each host.
 
     `exports` are variables for every rank on every host.
 
@@ -79,7 +79,7 @@ def decide(
     try:
         hosts = _hosts(options, hostfile if hostfile is not None else _without_hostfile(options, machine))
     except UsageError as error:
-        # Zero, not None: then the number of GPUs was not asked for.
+        # Compared with 0, since None means that the number of GPUs was not determined.
         if hostfile is not None or machine.gpus != 0 or not (options.include or options.exclude):
             raise
         raise UsageError(
@@ -113,7 +113,7 @@ def _hosts(options: LaunchOptions, every: Sequence[Host]) -> list[Host]:
     """Returns the hosts and slots of this run.
 
     Raises:
-        UsageError: there are fewer than asked for.
+        UsageError: there are fewer hosts or slots than requested.
     """
     hosts = select(every, options.include, options.exclude)
     if options.num_nodes is not None:
@@ -132,10 +132,10 @@ def _hosts(options: LaunchOptions, every: Sequence[Host]) -> list[Host]:
 
 
 def _without_hostfile(options: LaunchOptions, machine: LocalMachine) -> list[Host]:
-    """Returns the nodes of Slurm's job, those that --num-nodes counts, or this machine.
+    """Returns the nodes of the Slurm job, as many nodes as --num-nodes, or this machine.
 
     Raises:
-        UsageError: nothing says how many ranks a node has, or where rank 0 is.
+        UsageError: the number of ranks per node or the address of rank 0 is unknown.
     """
     names, count = allocated_nodes(machine.environ), options.num_gpus or machine.gpus
     if len(names) > 1:
@@ -171,13 +171,13 @@ def _secrets(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _names_behind(variables: Mapping[str, str]) -> str:
-    """Returns the end of a line of `--dry-run`: names of the variables whose values it does not show."""
+    """Returns the end of a line of `--dry-run`: the names of variables whose values the line does not show."""
     names = ", ".join(_secrets(variables))
     return names and f"  # with the variables {names}"
 
 
 def _alone(options: LaunchOptions, host: Host, exports: Mapping[str, str], machine: LocalMachine) -> Command:
-    """Returns the torchrun of this machine alone, whose ranks meet where no other machine reaches them."""
+    """Returns the torchrun command for this machine alone. No other machine can reach the rendezvous of its ranks."""
     address = options.master_addr or "127.0.0.1"
     place = f"[{address}]" if ":" in address else address
     # Port 0 is any free one.
@@ -189,7 +189,7 @@ def _alone(options: LaunchOptions, host: Host, exports: Mapping[str, str], machi
 def _this_node(
     options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], machine: LocalMachine
 ) -> Command:
-    """Returns the torchrun of this host, one of several on each of which somebody types this command."""
+    """Returns the torchrun command of this host, if a user types `offload launch` on each host."""
     node = options.node_rank or 0
     if node >= len(hosts):
         raise UsageError(f"--node-rank {node}: the numbers of the hosts are 0 to {len(hosts) - 1}")
@@ -200,7 +200,7 @@ def _this_node(
 def _watched(
     options: LaunchOptions, hosts: Sequence[Host], node: int, exports: Mapping[str, str], machine: LocalMachine
 ) -> Command:
-    """Returns the command of one host of several: a shell there that ends torchrun with its own standard input."""
+    """Returns the command of one of several hosts: a shell that ends torchrun when its standard input closes."""
     host = hosts[node]
     here = host.name in machine.names
     # This machine's own commands inherit its environment.
@@ -224,7 +224,7 @@ def _watched(
         environment=_secrets(variables) if here else {},
         ends_with_input=True,
         first_input="" if here else lines,
-        # Nobody types those lines.
+        # `shown` leaves these lines out, since a user does not type them.
         shown=shlex.join(start("")) + _names_behind(variables),
     )
 
@@ -232,7 +232,7 @@ def _watched(
 def _by_srun(
     options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], machine: LocalMachine
 ) -> Command:
-    """Returns the srun that starts a torchrun on each node, which learns there which node it is.
+    """Returns the srun command that starts a torchrun on each node. Each torchrun reads its node's number there.
 
     Raises:
         UsageError: slots are chosen.
@@ -245,7 +245,7 @@ def _by_srun(
     own = "--rdzv-conf is_host=$((SLURM_NODEID == 0))" if options.max_restarts else '--node-rank "$SLURM_NODEID"'
     begin = shlex.join([*_torchrun(options, hosts[0], machine), *_meeting_place(options, hosts, exports)])
     shell = f"exec {begin} {own} {shlex.join(_script(options))}"
-    # srun hands the environment on by Slurm's own connections.
+    # srun passes the environment on through Slurm's own connections.
     return _in_place("the job's nodes", (*srun, "sh", "-c", shell), exports)
 
 
@@ -253,7 +253,7 @@ def _by_srun(
 
 
 def module_command(python: str, module: str) -> list[str]:
-    """Returns the command that runs a module of this library, wherever the working folder is."""
+    """Returns the command that runs a module of this library from any working folder."""
     return [python, "-c", _MODULE, module]
 
 
@@ -278,31 +278,31 @@ def _node_options(options: LaunchOptions, hosts: Sequence[Host], exports: Mappin
     meeting = _meeting_place(options, hosts, exports)
     if not options.max_restarts:
         return [*meeting, "--node-rank", str(node)]
-    # A host's own name, which torchrun takes otherwise, may be one that no other host knows.
+    # By default torchrun uses the host's own name, but other hosts may not be able to resolve that name.
     own = _address(options, hosts) if node == 0 else hosts[node].name.rpartition("@")[2]
     return [*meeting, "--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", own]
 
 
 def _meeting_place(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str]) -> list[str]:
-    """Returns where the hosts meet.
+    """Returns torchrun's options for the rendezvous of the hosts.
 
-    Without restarts ranks are numbered in the order of the hosts. Only the rendezvous c10d makes all hosts restart
-    together, here with signatures; it numbers them in the order of their names.
+    Without restarts, ranks are numbered in the order of the hosts. With restarts, the hosts use the c10d rendezvous
+    with signatures, since only c10d restarts all hosts together. c10d numbers hosts in the order of their names.
     """
     address, port = _address(options, hosts), PORT if options.master_port is None else options.master_port
     count = ["--nnodes", str(len(hosts)), *_restarts(options)]
     if options.max_restarts:
-        # The same on all hosts, and another one for each run: two runs that meet at one port by mistake stay apart.
+        # The id is equal on all hosts but differs between runs, so that two runs at one port by mistake stay apart.
         run = hashlib.sha256(exports[SECRET].encode()).hexdigest()[:16]
         return [*count, "--rdzv-backend", SIGNED, "--rdzv-id", run, "--rdzv-endpoint", f"{address}:{port}"]
     return [*count, "--master-addr", address, "--master-port", str(port)]
 
 
 def _address(options: LaunchOptions, hosts: Sequence[Host]) -> str:
-    """Returns an address of the first host which the others can reach.
+    """Returns an address at which the other hosts can reach the first one.
 
     Raises:
-        UsageError: its name in the hostfile means another machine on each host.
+        UsageError: the first host's name in the hostfile means another machine on each host, as "localhost" does.
     """
     if options.master_addr is not None:
         return options.master_addr
@@ -314,17 +314,17 @@ def _address(options: LaunchOptions, hosts: Sequence[Host]) -> str:
 
 def _script(options: LaunchOptions) -> list[str]:
     kind = ["--module"] if options.module else ["--no-python"] if options.no_python else []
-    # The options of torchrun end here, whatever the script is called.
+    # "--" ends the options of torchrun, even if the script's name starts with a dash.
     return [*kind, "--", options.script, *options.arguments]
 
 
 def _devices(host: Host, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variable that shows a host's ranks their GPUs, if these are not simply the first ones.
+    """Returns the variable that makes only a run's GPUs visible on a host; none if these are the first ones.
 
-    Slots are counted within the GPUs that `environ` shows.
+    Slots are counted within the GPUs that are visible in `environ`.
 
     Raises:
-        UsageError: it shows fewer.
+        UsageError: fewer GPUs are visible.
     """
     if host.slots == tuple(range(len(host.slots))):
         return {}

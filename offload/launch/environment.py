@@ -1,4 +1,4 @@
-"""Variables of the environment: of ranks that srun or mpirun has started, and of DeepSpeed's `.deepspeed_env`."""
+"""Environment variables: for ranks that srun or mpirun has started, and from DeepSpeed's `.deepspeed_env`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from offload.errors import ConfigError, UsageError
 from offload.launch.hosts import expand_counts, expand_nodelist
 
 PORT = 29500
-"""Where ranks meet unless something else is said: torch's and DeepSpeed's port."""
+"""Default port of the rendezvous, as in torch and DeepSpeed."""
 
 ONE_MACHINE, SIGNED = "offload-one-machine", "offload-signed"
 """The rendezvous of `offload.launch.torchrun`, as `--rdzv-backend` names them."""
 SECRET = "OFFLOAD_LAUNCH_SECRET"
-"""Variable of the secret by which hosts that restart together know one another."""
+"""Variable with the secret by which hosts that restart together authenticate one another."""
 LOOPBACK_INTERFACE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Variables by which gloo and NCCL listen where this machine alone can connect."""
+"""Variables that make gloo and NCCL listen only on the loopback interface."""
 
 _EXPORTED = ("GLOO_", "MLFLOW", "MV2_", "NCCL_", "OFFLOAD_", "OMP_", "PYTHON", "TORCH", "UCX_")
-"""Beginnings of the names of variables that other hosts receive: DeepSpeed's, torch's and ours."""
+"""Prefixes of the variables that other hosts receive: DeepSpeed's, torch's and ours."""
 _DIGITS = 18
-"""Most digits of a number in the environment, such as that of a job."""
+"""Most digits of a number in the environment, such as a job's number."""
 
 
 class _Place(NamedTuple):
@@ -33,7 +33,7 @@ class _Place(NamedTuple):
     local_rank: int
     local_size: int
     first_host: str | None = None
-    """Where rank 0 is, if the launcher says so."""
+    """Address of rank 0, if the launcher sets it."""
 
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -43,24 +43,24 @@ _MPI = (
     (f"{_MVAPICH}RANK", f"{_MVAPICH}SIZE", f"{_MVAPICH}LOCAL_RANK", f"{_MVAPICH}LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
 )
-"""Variables of rank, number of ranks, and both on this machine, for each implementation of MPI."""
+"""Variables of the rank and the number of ranks, in all and on this machine, for each implementation of MPI."""
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
-"""Variables of a step of Slurm's. A script of sbatch has the first as well; only srun sets the others."""
+"""Variables of a Slurm step. sbatch sets the first one for its script, too; only srun sets the others."""
 
 
 def ranks_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns RANK, WORLD_SIZE, LOCAL_RANK and the others of torchrun's for a process that srun or mpirun has started.
+    """Returns torchrun's variables, such as RANK and WORLD_SIZE, for a process that srun or mpirun has started.
 
     Returns:
-        The variables; none where torchrun has set them, and for a process that was started alone.
+        The variables; none if torchrun has set them, or if the process was started alone.
 
     Raises:
-        ConfigError: if MPI's ranks are on several machines and nothing says where rank 0 is, or a variable is not what
-            srun and mpirun set.
+        ConfigError: if MPI's ranks are on several machines and the address of rank 0 is unknown, or if a variable has a
+            value that srun and mpirun do not set.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return {}
-    # MPI comes first: inside of Slurm mpirun starts its helpers by srun, and ranks inherit the helpers' variables.
+    # MPI comes first: inside Slurm, mpirun starts its helpers by srun, and ranks inherit the helpers' variables.
     place = _of_mpi(environ) or _of_slurm(environ)
     if place is None or place.size == 1:
         return {}
@@ -71,7 +71,7 @@ def ranks_environment(environ: Mapping[str, str]) -> dict[str, str]:
             f"mpirun has started {place.size} ranks on several machines, and MASTER_ADDR does not say where rank 0 is: "
             "give the name of its machine to all, by mpirun -x MASTER_ADDR=HOST or -genv MASTER_ADDR HOST"
         )
-    # Jobs of Slurm's that share a node must not share a port.
+    # Slurm jobs that share a node must not share a port.
     port = PORT + rank_number(environ, "SLURM_JOB_ID", 0) % 1000
     alone = LOOPBACK_INTERFACE if address == first == "127.0.0.1" else {}
     return {
@@ -86,10 +86,10 @@ def ranks_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
-    """Returns a number that a launcher has set, such as that of a rank or of ranks.
+    """Returns a number that a launcher has set, such as the rank or the number of ranks, or else `otherwise`.
 
     Raises:
-        ConfigError: if the variable is no number of at least 0.
+        ConfigError: if the variable is not a number of at least 0.
     """
     found = environ.get(name, str(otherwise))
     if not (found.isascii() and found.isdecimal() and len(found) <= _DIGITS):
@@ -102,7 +102,7 @@ def rank_number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
 
 def _of_mpi(environ: Mapping[str, str]) -> _Place | None:
     for names in _MPI:
-        # srun sets some of them too, for programs of MPI.
+        # srun sets some of these variables too, for MPI programs.
         if all(name in environ for name in names):
             rank, size, local_rank, local_size = (rank_number(environ, name, 0) for name in names)
             return _Place(rank, size, local_rank, local_size)
@@ -110,7 +110,7 @@ def _of_mpi(environ: Mapping[str, str]) -> _Place | None:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> _Place | None:
-    """Returns the place that srun gave this process, if it did."""
+    """Returns the place that srun gave this process; None without srun."""
     if not all(name in environ for name in _SLURM):
         return None
     rank, size, local_rank = (rank_number(environ, name, 0) for name in _SLURM[:3])
@@ -129,17 +129,17 @@ def _of_slurm(environ: Mapping[str, str]) -> _Place | None:
 def parse_environment_file(text: str, path: str) -> dict[str, str]:
     """Returns the variables of a `.deepspeed_env`.
 
-    Lines are `NAME=value`; empty ones and those that begin with # are left out. A value is taken as it stands.
+    Lines are `NAME=value`. Empty lines and lines that begin with # are skipped. Values are taken unchanged.
 
     Raises:
-        UsageError: a line is something else.
+        UsageError: a line has another form.
     """
     found = {}
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if line and not line.startswith("#"):
             name, equals, value = line.partition("=")
             if not equals or not _NAME.fullmatch(name.strip()) or "\0" in value:
-                # A value may be a secret, which belongs neither on a terminal nor into a log.
+                # A value may be a secret, and must not appear on a terminal or in a log.
                 got = f"{name!r:.99} before the value" if equals else f"{len(line)} characters without ="
                 raise UsageError(
                     f"{path}:{number}: expected a line NAME=value, got {got}; a name has letters, digits and _, and no "
@@ -150,6 +150,6 @@ def parse_environment_file(text: str, path: str) -> dict[str, str]:
 
 
 def exported(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that ranks on other hosts receive of this process's."""
-    # A shell there sets them, which knows no other names.
+    """Returns the variables of this process that ranks on other hosts receive."""
+    # A shell on the other host sets them, and accepts only such names.
     return {name: value for name, value in environ.items() if name.startswith(_EXPORTED) and _NAME.fullmatch(name)}

@@ -13,19 +13,19 @@ _Value = TypeVar("_Value")
 
 
 class Host(NamedTuple):
-    """A machine and those of its slots that a run uses."""
+    """A machine and the slots that a run uses there."""
 
     name: str
-    """Its name in the hostfile; how ssh reaches it."""
+    """The host's name in the hostfile, by which ssh reaches it."""
     slots: tuple[int, ...]
-    """Numbers of its GPUs, one for each rank."""
+    """Numbers of the host's GPUs, one for each rank."""
 
 
 _MOST_SLOTS = 4096
-"""Slots of a host: more than it can have GPUs, or processors."""
+"""Most slots of a host: more than any host has GPUs or processors."""
 _MOST_NODES = 100_000
-"""Nodes, and numbers of them, in a list of Slurm's."""
-# A dash would begin an option of ssh. Other characters are in no name of a host, but mean something to a terminal.
+"""Most nodes, or numbers of nodes, in a Slurm list."""
+# A leading dash would start an ssh option. The excluded characters occur in no host name, but could control a terminal.
 _LINE = re.compile(r"([\w.:%\[][\w.:%@+\[\]-]*)\s+slots=([0-9]+)\s*(?:#.*)?")
 
 
@@ -35,14 +35,14 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
     Empty lines and those that begin with # are comments. `path` is for messages.
 
     Raises:
-        UsageError: a line is something else, a host has no slot or two lines, or there is no host.
+        UsageError: a line has another form, a host has no slot or two lines, or there is no host.
     """
     hosts: dict[str, Host] = {}
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if not line or line.startswith("#"):
             continue
         found = _LINE.fullmatch(line)
-        # Looked at as text first: Python refuses to convert thousands of digits.
+        # The length is checked before the conversion: Python refuses to convert thousands of digits.
         count = int(found[2]) if found is not None and len(found[2]) <= len(str(_MOST_SLOTS)) else 0
         if found is None or not 0 < count <= _MOST_SLOTS:
             raise UsageError(
@@ -58,15 +58,16 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
 
 
 def select(hosts: Sequence[Host], include: str, exclude: str) -> list[Host]:
-    """Returns the hosts and slots that are left, in the order of `hosts`.
+    """Returns the selected hosts and slots, in the order of `hosts`.
 
     Args:
         hosts: all hosts.
-        include: what is used, as `worker-0@worker-1:0,2`: all of worker-0 and two slots of worker-1; "" for all.
-        exclude: what is not used, in the same form.
+        include: the hosts and slots to use: `worker-0@worker-1:0,2` for all of worker-0 and two slots of worker-1; ""
+            for all.
+        exclude: the hosts and slots not to use, in the same form.
 
     Raises:
-        UsageError: both are given, one names what there is not, or nothing is left.
+        UsageError: both are given, one names an unknown host or slot, or nothing is left.
     """
     if include and exclude:
         raise UsageError("--include and --exclude cannot be combined: give the one that is shorter")
@@ -85,10 +86,10 @@ def select(hosts: Sequence[Host], include: str, exclude: str) -> list[Host]:
 
 
 def _parse_filter(text: str, hosts: dict[str, Host]) -> dict[str, tuple[int, ...]]:
-    """Returns the slots that a filter names of each host, sorted.
+    """Returns the sorted slots that a filter names, by host.
 
     Raises:
-        UsageError: it is malformed, or names a host or slot that there is not.
+        UsageError: the filter is malformed, or names an unknown host or slot.
     """
     named: dict[str, set[int]] = {}
     for part in text.split("@"):
@@ -107,22 +108,22 @@ def _parse_filter(text: str, hosts: dict[str, Host]) -> dict[str, tuple[int, ...
 # -- Slurm ----------------------------------------------------------------------------------------------
 
 _OUTSIDE = re.compile(r",(?![^\[]*\])")
-"""A comma that is not inside of brackets."""
+"""A comma outside brackets."""
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Returns the names in a list of Slurm's, such as `gpu[01-03,7],login`, in its order.
+    """Returns the names in a Slurm list such as `gpu[01-03,7],login`, in the list's order.
 
     Raises:
-        ValueError: it is no such list, or one of more than 100,000 names.
+        ValueError: the text is no such list, or lists more than 100,000 names.
     """
     names = (name for part in _OUTSIDE.split(text) if part for name in _expand(part))
     return _bounded(names)
 
 
 def _bounded(values: Iterable[_Value]) -> list[_Value]:
-    """Returns the values as a list; raises `ValueError` if they are more than a cluster has nodes."""
+    """Returns the values as a list; raises `ValueError` if there are more of them than nodes in any cluster."""
     found = [*itertools.islice(values, _MOST_NODES + 1)]
     if len(found) > _MOST_NODES:
         raise ValueError(f"more than {_MOST_NODES} nodes")
@@ -131,14 +132,14 @@ def _bounded(values: Iterable[_Value]) -> list[_Value]:
 
 def _expand(part: str) -> Iterator[str]:
     pieces = _BRACKETS.split(part)
-    # Text and content of brackets take turns; a text stands for itself.
+    # Plain text and bracket contents alternate; plain text has a single expansion.
     choices = [_bounded(_numbers(piece)) if index % 2 else [piece] for index, piece in enumerate(pieces)]
     for each in itertools.product(*choices):
         yield "".join(each)
 
 
 def _numbers(text: str) -> Iterator[str]:
-    """Yields the numbers of `01-03,7`, as wide as they are written."""
+    """Yields the numbers of a text such as `01-03,7`, with their leading zeros."""
     for each in text.split(","):
         first, _, last = each.partition("-")
         for number in range(int(first), int(last or first) + 1):
@@ -146,10 +147,10 @@ def _numbers(text: str) -> Iterator[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Returns the numbers in a list of Slurm's, such as `2(x3),1`: 2, 2, 2, 1.
+    """Returns the numbers in a Slurm list; for `2(x3),1` these are 2, 2, 2, 1.
 
     Raises:
-        ValueError: it is of more than 100,000 nodes.
+        ValueError: the list covers more than 100,000 nodes.
     """
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return _bounded(int(count) for count, times in found for _ in range(int(times or 1)))

@@ -68,7 +68,7 @@ class LocalMachine:
     """Names under which a hostfile may mean this machine."""
     environ: Mapping[str, str]
     gpus: int | None = None
-    """Number of this machine's GPUs; None if `asks_for_gpus` says that nobody needs the number."""
+    """Number of this machine's GPUs; None if `asks_for_gpus` is False, since the number is then not needed."""
     secret: str = field(default="", repr=False)
     """A secret that only the hosts of this run know. A user who starts each host by hand sets it in the environment."""
 
@@ -101,7 +101,7 @@ def launcher_of(options: LaunchOptions, has_hostfile: bool, environ: Mapping[str
     """Returns "ssh" or "slurm": the launcher of the options, else "slurm" inside a Slurm job of several nodes.
 
     Raises:
-        UsageError: it is another launcher, or slurm without an allocation.
+        UsageError: the options name another launcher, or slurm without an allocation.
     """
     name = None if options.launcher is None else options.launcher.lower()
     if name is None:
@@ -135,5 +135,5 @@ def allocated_nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 def asks_for_gpus(options: LaunchOptions, has_hostfile: bool, environ: Mapping[str, str]) -> bool:
-    """Returns True if only the number of this machine's GPUs says how many ranks there are."""
+    """Returns True if the number of ranks depends on the number of this machine's GPUs."""
     return not has_hostfile and options.num_gpus is None and len(allocated_nodes(environ)) < 2

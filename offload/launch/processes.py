@@ -12,24 +12,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from offload.launch.commands import Command
 
 _POLL = 0.1
-"""Seconds between two looks at the processes."""
+"""Seconds between two checks of the processes."""
 _GRACE = 40.0
 """Seconds that the hosts have to end; torchrun gives its ranks 30."""
 
 
 def run_together(commands: Sequence[Command], tell: Callable[[str], None]) -> int:
-    """Runs the commands until all have succeeded or one has failed, and ends the others then.
+    """Runs the commands until all have succeeded or one has failed, and then ends the others.
 
-    An exception, such as that of Ctrl-C, ends all of them before it leaves. So does a SIGKILL of this process, whose
-    end closes the standard input of each command.
+    If an exception such as Ctrl-C's is raised, all commands are ended before it propagates. A SIGKILL of this process
+    also ends them, since it closes the standard input of each command.
 
     Returns:
-        0, or the exit status of the first that fails; 128 plus the number of a signal that ended it.
+        0, or the exit status of the first command that fails; 128 plus the signal's number if a signal ended it.
     """
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for command in commands:
-            # A session of its own: Ctrl-C must reach this process alone, which then ends all in order.
+            # A new session, since Ctrl-C must reach only this process, which then ends all commands in order.
             running[command.host] = subprocess.Popen(
                 command.arguments,
                 stdin=subprocess.PIPE,
@@ -37,7 +37,7 @@ def run_together(commands: Sequence[Command], tell: Callable[[str], None]) -> in
                 start_new_session=True,
             )
         for command in commands:
-            # A process that has ended, as ssh to a host that is not there, says so by its exit status.
+            # A process that has already ended, such as ssh to an unreachable host, is reported by its exit status.
             with contextlib.suppress(BrokenPipeError):
                 file = running[command.host].stdin
                 assert file is not None
@@ -67,10 +67,10 @@ def _first_failure(running: Mapping[str, subprocess.Popen[bytes]], tell: Callabl
 
 
 def _end(processes: Collection[subprocess.Popen[bytes]]) -> None:
-    """Ends those that still run: in order, or after `_GRACE` seconds and a second Ctrl-C at once."""
+    """Ends the processes that still run: in order, or by force after `_GRACE` seconds or a second Ctrl-C."""
     for process in processes:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # of variables that a process has not read
+        with contextlib.suppress(BrokenPipeError):  # if the process has not read its variables
             process.stdin.close()  # ends torchrun on its host
     deadline = time.monotonic() + _GRACE
     try:

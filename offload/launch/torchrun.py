@@ -1,16 +1,15 @@
-"""`python -m offload.launch.torchrun`: torchrun with meeting places of our own, for `offload launch`.
+"""`python -m offload.launch.torchrun`: torchrun with two rendezvous of our own, for `offload launch`.
 
-torch's rendezvous of one machine (`--standalone`) listens on all interfaces without a password, and unpickles what
-anybody puts into its store: whoever reaches the port runs code as the user. Two rendezvous take its place.
+torch's rendezvous for one machine (`--standalone`) listens on all interfaces without a password, and unpickles the
+content of its store. So anyone who reaches the port can run code as the user. Two rendezvous replace it:
 
-    ONE_MACHINE   ranks of one machine: a store that listens on one address alone, 127.0.0.1 unless another is asked
-                  for. Nothing is unpickled. Each start of the ranks gets a store of its own, without addresses of ranks
-                  that were killed
+    ONE_MACHINE   ranks of one machine: a store that listens on a single address, by default 127.0.0.1. Nothing is
+                  unpickled. Each start of the ranks gets a new store, without addresses of killed ranks
     SIGNED        several hosts that restart together: torch's c10d, which unpickles the hosts' common state. Here the
-                  state counts only with a signature by the secret of this run (`SECRET`)
+                  state is accepted only with a signature by the secret of this run (`SECRET`)
 
-All other options are torchrun's. Several hosts that do not restart meet by torch's static rendezvous, which unpickles
-nothing. A port that is taken is one line here, before any rank starts.
+All other options are torchrun's. Several hosts that do not restart use torch's static rendezvous, which unpickles
+nothing. If a port is taken, torchrun prints one line before any rank starts.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _SIGNATURE_NBYTES = hashlib.sha256().digest_size
 
 
 class _OneMachine(RendezvousHandler):
-    """The rendezvous of a torchrun that has no others to meet; see the module."""
+    """The rendezvous ONE_MACHINE, for a single torchrun; see the module."""
 
     def __init__(self, run_id: str, listener: socket.socket) -> None:
         self._run_id = run_id
@@ -57,11 +56,11 @@ class _OneMachine(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        # Ranks connect to the store below. Otherwise rank 0 would serve one on all interfaces.
+        # Ranks connect to the store below. Otherwise rank 0 would open a store on all interfaces.
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # After a restart another port: the agent still holds the store of the ranks that were killed.
+        # A restart uses another port, since the agent still holds the store of the killed ranks.
         listener, self._listener = self._listener or _listen(self._address, 0), None
         port = listener.getsockname()[1]
         store: Any = dist.TCPStore(  # type: ignore[attr-defined]
@@ -85,9 +84,9 @@ class _OneMachine(RendezvousHandler):
 
 
 class SignedBackend(RendezvousBackend):
-    """The state of several hosts in torch's store, where each value begins with its signature.
+    """The state of several hosts in torch's store. Each stored value begins with its signature.
 
-    The user of the inner backend unpickles what it returns.
+    The caller unpickles the state, so it must be verified before.
     """
 
     def __init__(self, inner: RendezvousBackend, secret: str) -> None:
@@ -109,7 +108,7 @@ class SignedBackend(RendezvousBackend):
         return hmac.digest(self._secret, state, "sha256")
 
     def _opened(self, signed: bytes) -> bytes:
-        """Returns the state behind its signature, before anybody unpickles it."""
+        """Returns the state without its signature, after verifying the signature."""
         signature, state = signed[:_SIGNATURE_NBYTES], signed[_SIGNATURE_NBYTES:]
         if not hmac.compare_digest(signature, self._signature(state)):
             raise RendezvousStateError(
@@ -143,7 +142,7 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _prepare(options: Any, secret: str) -> None:
-    """Registers the rendezvous that the options name, and opens or looks at its port.
+    """Registers the rendezvous that the options name, and opens or checks its port.
 
     Raises:
         UsageError: the port is taken, or the hosts have no secret.
@@ -152,7 +151,7 @@ def _prepare(options: Any, secret: str) -> None:
     if options.rdzv_backend == ONE_MACHINE:
         listener = _listen(address.strip("[]"), int(port))
         if ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
-            # Else gloo and NCCL listen on the interface of this machine's name, where anybody may connect.
+            # Otherwise gloo and NCCL listen on the interface of this machine's name, which is open to other machines.
             for name, interface in LOOPBACK_INTERFACE.items():
                 os.environ.setdefault(name, interface)
         rendezvous_handler_registry.register(ONE_MACHINE, lambda params: _OneMachine(params.run_id, listener))
@@ -176,9 +175,9 @@ def _prepare(options: Any, secret: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs torchrun with the meeting places of this module registered."""
+    """Runs torchrun with the rendezvous of this module registered."""
     try:
-        # The ranks have no use for it.
+        # Removed from the environment, since the ranks do not need the secret.
         _prepare(run.parse_args(arguments), os.environ.pop(SECRET, ""))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,14 +1,14 @@
 """The chunked loss for a model of transformers, whose own forward computes logits and loss.
 
 A model of transformers ends in two lines: `logits = self.lm_head(hidden_states)` and `self.loss_function(logits,
-labels, …)`. With labels, in training, `chunk_loss_of` makes the first compute the logits of no token, and the second
-the loss of the hidden states that the head received. Nothing else of the model is touched: inputs, router losses of
-mixtures, adapters.
+labels, …)`. In training, in calls with labels, `chunk_loss_of` changes both lines. The head computes the logits of no
+token. The loss function computes the loss from the hidden states that the head received. Inputs, router losses of
+mixtures and adapters stay as they are.
 
-What reads or changes logits would have no effect, so the whole path from the call of the model to its loss must be code
-that is known by identity (`provenance.py`): transformers' class with its own forward, torch's head, transformers'
-loss, and no hook of others. Models that scale or cap their logits, or compute another term from them, are refused. The
-path is looked at again in each call, since a hook may come later: such a call computes all logits, and a line says why.
+Code that reads or changes logits would have no effect. So all code from the call of the model to its loss must be known
+by identity (`provenance.py`): transformers' class with its own forward, torch's head, transformers' loss, and no
+foreign hook. Models that scale or cap their logits, or compute another term from them, are refused. Each call checks
+the path again, since a hook may be added later. A call with such a hook computes all logits and logs the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from offload.notices import announce
 from offload.provenance import change_of_call, described, forward_text, is_causal_lm_loss, is_class_of, is_of
 
 _HIDDEN = re.compile(r"\w+(\[:, slice_indices(, :)?\])?")
-"""The hidden states as a forward gives them to its head; in transformers 5.0 those of `logits_to_keep`."""
+"""The hidden states as a forward passes them to its head; in transformers 5.0 only the ones of `logits_to_keep`."""
 
 
 def chunk_loss_of(
@@ -46,26 +46,25 @@ def chunk_loss_of(
 ) -> Callable[[], None]:
     """Makes a causal language model of transformers compute its training loss by `causal_lm`.
 
-    In training, a call with labels returns the loss and the logits of no token, (..., 0, words). Calls without labels,
-    under `torch.no_grad()` or in evaluation are as before. Call it before `offload.initialize`.
+    In training, a call with labels then returns the loss and the logits of no token, (..., 0, words). Calls without
+    labels, under `torch.no_grad()` or in evaluation are as before. Call this function before `offload.initialize`.
 
-    A hook that is registered later on the model or its head, and any other change of what they compute, makes calls
-    compute all logits, with a warning.
+    If the model or its head is changed later, for example by a hook, calls compute all logits, with a warning.
 
     Args:
         model: a causal language model of transformers, or a model of peft around one.
         chunk_tokens: tokens whose logits are in memory at a time.
-        training: False if calls are to compute chunks inside of `offload.losses.causal_model.without_logits` alone.
-        evaluation: True if calls with labels are to return no logits in evaluation and under `torch.no_grad()` either.
-        by_row: True for the sum of each row's losses, (rows,) fp32, in place of their mean: the negative of the row's
-            log-likelihood.
+        training: False to compute chunks only inside `offload.losses.causal_model.without_logits`.
+        evaluation: True to compute chunks also in evaluation and under `torch.no_grad()`, in calls with labels.
+        by_row: True for the sum of each row's losses, (rows,) fp32, in place of their mean. Each sum is the negative
+            log-likelihood of its row.
 
     Returns:
         A function that makes the model compute all logits again.
 
     Raises:
-        UsageError: if the model is no causal language model of transformers, its head no linear layer, if something
-            reads or changes its logits before or after the loss, or if its loss function is another one.
+        UsageError: if the model is no causal language model of transformers, if its head is no linear layer, if other
+            code reads or changes its logits, or if its loss function is not the one of transformers.
     """
     inner = _inside_adapters(model)
     head = _plain_head(model, inner)
@@ -73,21 +72,21 @@ def chunk_loss_of(
 
 
 def line_on_all_logits(reason: str) -> str:
-    """Returns the line that says why a loss is not computed in chunks."""
+    """Returns the log line that gives the reason why a loss is not computed in chunks."""
     return f"the loss is not computed in chunks of tokens: {reason}"
 
 
 def undo_of(model: nn.Module) -> Callable[[], None] | None:
-    """Returns what `chunk_loss_of` has returned for the model; None if the model computes all logits."""
+    """Returns the function that `chunk_loss_of` returned for the model; None if the model computes all logits."""
     loss = getattr(_inside_adapters(model), "_loss_function", None)
     return loss.compute_all_logits if isinstance(loss, _LossOfModel) else None
 
 
 @contextlib.contextmanager
 def without_logits(model: nn.Module) -> Iterator[None]:
-    """Computes the loss of all calls with labels in chunks, inside of the context: nothing there reads logits.
+    """Makes all calls with labels compute their loss in chunks inside the context, where nothing may read logits.
 
-    A model whose loss is not computed in chunks computes all logits as ever.
+    A model on which `chunk_loss_of` was not called still computes all logits.
     """
     loss = getattr(_inside_adapters(model), "_loss_function", None)
     with loss.inside() if isinstance(loss, _LossOfModel) else contextlib.nullcontext():
@@ -114,8 +113,8 @@ class _ModelCall:
 class _LossOfModel:
     """The hooks and the loss function of one model. All run on the thread that runs the model.
 
-    Each thread may be in a call of its own: micro-batches that take turns at the blocks of a model are on a thread
-    each, and one of them is between the model's beginning and its head while another computes its loss.
+    Each thread may be in a call of its own. In a layer-major step each micro-batch runs on its own thread: one may be
+    between the model's beginning and its head while another computes its loss.
     """
 
     def __init__(
@@ -131,11 +130,12 @@ class _LossOfModel:
         self._model, self._head, self._chunk_tokens, self._by_row = model, head, chunk_tokens, by_row
         self._training, self._evaluation, self._inside = training, evaluation, False
         self._outer, self._head_path, self._told = outer, _path_of(model, head), False
-        # Up to peft 0.18 a model with adapters calls the `forward` of the model inside, so that no hook of that runs.
+        # Up to peft 0.18, a model with adapters calls the inner model's `forward` directly, so the inner model's hooks
+        # do not run.
         self._signatures = {module: inspect.signature(type(module).forward) for module in (outer, model)}
         self._usual: Callable[..., Any] = model.loss_function
         if not by_row:
-            self.__wrapped__ = self._usual  # it computes the same, which others may rely on
+            self.__wrapped__ = self._usual  # both compute the same loss, and other code may unwrap this one
         self._before: Callable[..., Any] | None = model.__dict__.get("_loss_function")
         self._calls: dict[int, _ModelCall] = {}
         """The calls under way, by thread."""
@@ -166,7 +166,7 @@ class _LossOfModel:
             self._inside = before
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes whether the call will compute a loss to train with."""
+        """Records whether the call will compute its loss in chunks."""
         if model not in self._signatures:  # a deep copy has the same hooks
             return
         bound = self._signatures[model].bind_partial(model, *args, **kwargs).arguments
@@ -176,10 +176,10 @@ class _LossOfModel:
         self._calls[threading.get_ident()] = _ModelCall(wanted and self._is_known())
 
     def _is_known(self) -> bool:
-        """Returns True if nothing that was added since reads or changes the logits; otherwise says so once.
+        """Returns True if no code that was added since reads or changes the logits; otherwise logs the reason once.
 
         Raises:
-            UsageError: if something does, and the model's own loss would not be that of each row.
+            UsageError: if such code exists and `by_row` is set: the model's own loss cannot be computed by row.
         """
         loss = vars(self._model).get("_loss_function")
         if loss is self:
@@ -196,7 +196,7 @@ class _LossOfModel:
         return False
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Drops what an exception between head and loss left behind."""
+        """Forgets the call; after an exception between head and loss its tensors would otherwise stay in memory."""
         if model in self._signatures:
             self._calls.pop(threading.get_ident(), None)
 
@@ -206,7 +206,7 @@ class _LossOfModel:
         return call if head is self._head and call is not None and call.has_labels else None
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Gives the head no token, and keeps the hidden states for the loss."""
+        """Returns the head's arguments without any token, and keeps the hidden states for the loss."""
         call = self._call(head)
         if call is None:
             return None
@@ -214,7 +214,7 @@ class _LossOfModel:
         return (args[0][..., :0, :], *args[1:])
 
     def after_head(self, head: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Keeps the logits of no token: the loss compares them to see that nothing has changed them."""
+        """Keeps the empty logits, so that the loss can check that no code replaced them."""
         call = self._call(head)
         if call is not None:
             call.logits = output
@@ -268,7 +268,7 @@ def _plain_head(outer: nn.Module, model: Any) -> nn.Linear:
     """Returns the head of a model whose loss is the cross entropy of the head's own output.
 
     Raises:
-        UsageError: if the model's loss is another one, or code that is not known may read or change the logits.
+        UsageError: if the model computes another loss, or unknown code may read or change the logits.
     """
     name = type(model).__name__
     embeddings: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
@@ -287,12 +287,12 @@ def _plain_head(outer: nn.Module, model: Any) -> nn.Linear:
 
 
 def _path_of(model: nn.Module, head: nn.Module) -> str:
-    """Returns the name of the head in its model, or words for a head that is not part of it."""
+    """Returns the name of the head in its model, or a description if the head is not part of the model."""
     return next((path for path, module in model.named_modules() if module is head), "its head")
 
 
 def _why_not_path(outer: nn.Module, model: Any, loss: Any, head: nn.Linear, path: str) -> str | None:
-    """Returns what may read or change logits between a call of a model and its loss, as a clause; None if nothing does.
+    """Returns a clause that names code which may read or change logits before the loss is computed; None without any.
 
     `outer` is the model that is called, which may be one of peft around `model`; `path` is the name of the head.
     """
@@ -329,9 +329,9 @@ def _why_not_path(outer: nn.Module, model: Any, loss: Any, head: nn.Linear, path
 
 @functools.cache
 def _ends_in_loss_of(text: ast.AST | None, head: str) -> bool:
-    """Returns True if a forward has `logits = self.<head>(…)`, and gives these to the loss and its output alone.
+    """Returns True if a forward has `logits = self.<head>(…)`, and passes `logits` only to the loss and the output.
 
-    Decided by the text, since a run would need a batch and the model's weights.
+    The function reads the source text, since a run would need a batch and the model's weights.
     """
     if text is None:
         return False
@@ -370,13 +370,13 @@ def _is_logits(node: ast.AST | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenLoss:
-    """The loss with which a model trains."""
+    """The choice of the loss with which a model trains."""
 
     chunked: bool
     line: str | None = None
-    """A sentence on the choice, for the log; None if there is nothing to say."""
+    """A sentence on the choice, for the log; None for no line."""
     undo: Callable[[], None] | None = None
-    """Makes the model compute all logits again, also under an engine, between steps; None if the script has chosen."""
+    """Makes the model compute all logits again, also between steps of an engine; None if the script made the choice."""
 
 
 def choose_loss(
@@ -388,12 +388,11 @@ def choose_loss(
     evaluation: bool = False,
     reason: str | None = None,
 ) -> ChosenLoss:
-    """Makes the model compute its loss in chunks, unless the model or its user needs its own loss.
+    """Makes the model compute its loss in chunks, unless the model or its user needs the model's own loss.
 
-    `wanted` is True for chunks or an error, False for all logits, None for chunks where the model allows them; `off` is
-    what a user writes to compute all logits, for the line. Without `training`, chunks are computed inside of
-    `without_logits` alone; with `evaluation`, in evaluation as well. A `reason` says why the program needs the model's
-    own loss.
+    `wanted` is True for chunks or an error, False for all logits, None for chunks where the model allows them. The log
+    line names `off`, the option with which a user chooses all logits. Without `training`, chunks are computed only
+    inside `without_logits`; with `evaluation`, in evaluation as well. With a `reason`, the model keeps its own loss.
 
     Raises:
         UsageError: if `wanted` is True and the model's loss cannot be computed in chunks.
@@ -412,7 +411,7 @@ def choose_loss(
     except UsageError as error:
         if wanted:
             raise
-        # Nobody expects a loss in chunks of a model without words, such as a classifier of images.
+        # No line for a model without words, such as an image classifier: nobody expects chunks there.
         embeddings = getattr(model, "get_output_embeddings", None)
         has_words = embeddings is not None and embeddings() is not None
         return as_it_is(str(error)) if has_words else ChosenLoss(chunked=False)
@@ -431,15 +430,15 @@ def would_be_chunked(model: nn.Module, wanted: bool | None) -> bool:
 
 
 def as_it_is(reason: str) -> ChosenLoss:
-    """Returns the choice to leave the model's loss as it is, with a line that gives the reason."""
+    """Returns the choice to keep the model's own loss, with a log line that gives the reason."""
     return ChosenLoss(chunked=False, line=line_on_all_logits(reason))
 
 
 def as_begun(chosen: ChosenLoss, wanted: bool | None, began_chunked: bool) -> ChosenLoss:
-    """Returns the loss of a run that is resumed: unless the user chooses another, that with which the run began.
+    """Returns the loss of a resumed run: the loss with which the run began, unless the user chooses the other one.
 
-    Both losses are equal but for roundings, so a run that changed from one to the other would not be the unbroken one.
-    The choice for this model is undone if the run began with all logits, or with a version that knew no other loss.
+    Both losses differ only by rounding. But a run that changed its loss would not equal an uninterrupted run. The
+    choice for this model is undone if the run began with all logits, or with a version without chunked losses.
     """
     if wanted is not None or began_chunked or chosen.undo is None:
         return chosen

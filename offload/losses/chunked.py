@@ -1,20 +1,20 @@
 """The loss of a causal language model, without its logits.
 
-The logits of 128 thousand words take 512 KiB of fp32 a token, and cross entropy holds them two or three times: for long
-sequences more than the rest of the model. `causal_lm` computes them for a chunk of tokens, then the loss and the
-gradients of the chunk, and reuses their memory for the next. The weights of the head are brought once: all that
-its backward needs is computed in the forward, which leaves the gradients of the hidden states and of the head.
+The fp32 logits of one token take 512 KiB with 128 thousand words, and cross entropy holds them two or three times. For
+long sequences that is more than the rest of the model. `causal_lm` computes the logits of a chunk of tokens, then the
+loss and the gradients of the chunk, and reuses the chunk's memory for the next one. The forward computes the gradients
+of the hidden states and of the head and saves them for the backward, so the head's weights are fetched once.
 
     bytes = chunk_tokens * words * (4 + s)     one chunk: logits in fp32, and in the model's dtype
           + tokens * features * size           gradient of the hidden states
-          + words * features * (4 + s)         gradient of the head, summed in fp32, and that of a chunk
+          + words * features * (4 + s)         gradient of the head, summed in fp32, and one chunk's gradient
 
-with `size` the bytes of an element of the model's dtype, and s the same, but 0 in fp32. Where one chunk has all tokens
-there is nothing to sum, and its gradient of the head stays as it is. A softcap takes another chunk_tokens * words * 4.
+`size` is the bytes of an element of the model's dtype; s equals `size`, but is 0 in fp32. If one chunk contains all
+tokens, its gradient of the head needs no fp32 sum. A softcap takes another chunk_tokens * words * 4.
 The backward scales the gradients into new memory of the model's dtype, after the chunk's memory was freed.
 
-Gradients are stored without the division by the number of tokens and without the loss scale. So in fp16 they do not
-vanish, and the same numbers serve any scale.
+Gradients are stored before the division by the number of tokens and before the loss scale. So fp16 gradients do not
+underflow, and the backward can apply any scale.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Terms(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Gradients of a sum of losses; None for those that nobody needs."""
+    """Gradients of a sum of losses; None for a gradient that is not needed."""
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
@@ -65,7 +65,7 @@ def causal_lm(
     num_items_in_batch: int | torch.Tensor | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> torch.Tensor:
-    """Returns the mean loss of predicting `labels`, without holding more logits than those of one chunk of tokens.
+    """Returns the mean loss of predicting `labels`, while holding the logits of only one chunk of tokens.
 
     With c = softcap * tanh(x / softcap) for the logits x of a token (c = x without a softcap), lse = logsumexp(c) and
     label y, the loss of the token is lse - (1 - label_smoothing) * c[y] - label_smoothing * mean(c) + z_loss * lse**2:
@@ -76,9 +76,9 @@ def causal_lm(
         head: the head, a linear layer, or its (words, features) weight.
         labels: (..., tokens) int64 labels, `ignore_index` for a token without one.
         shift: True if `labels` are the input, so that each token predicts the label after its own, as in transformers.
-            False if `labels` are those that the tokens of the same place predict.
+            False if each token predicts the label of its own position.
         ignore_index: the label of tokens that do not count.
-        label_smoothing: share of the loss that is the mean over all words, 0 to 1.
+        label_smoothing: weight of the mean loss over all words, 0 to 1.
         z_loss: factor of the squared logsumexp.
         softcap: limit of the logits' absolute values; None for no limit.
         num_items_in_batch: divisor of the summed loss, as transformers passes it; None for the tokens that count here.
@@ -89,7 +89,7 @@ def causal_lm(
         The loss, a fp32 scalar. NaN if no token counts and `num_items_in_batch` is None, as in torch.
 
     Raises:
-        UsageError: if shapes do not fit together, the labels are no int64, or a number is out of its range.
+        UsageError: if shapes do not fit together, the labels are not int64, or a number is out of its range.
     """
     weight, bias = _weight_and_bias(head)
     _check(hidden, weight, labels, label_smoothing, softcap, chunk_tokens)
@@ -101,7 +101,7 @@ def causal_lm(
     divisor: Any = counts.sum() if num_items_in_batch is None else num_items_in_batch
     terms = _Terms(label_smoothing, z_loss, softcap)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    # torch disables gradients inside of a Function's forward, so the forward is told whether they are wanted.
+    # torch disables gradients inside a Function's forward, so the forward needs to know the mode outside it.
     with_gradients = torch.is_grad_enabled()
     total = _Loss.apply(flat, weight, bias, labels, counts, terms, chunk_tokens, with_gradients)  # type: ignore[no-untyped-call]
     if isinstance(divisor, torch.Tensor):
@@ -125,10 +125,10 @@ class _Loss(torch.autograd.Function):
         chunk_tokens: int,
         with_gradients: bool,
     ) -> torch.Tensor:
-        # A view of paged weights keeps them on the device for as long as it lives: they are brought once.
+        # Views of paged weights keep the weights on the device, so that all chunks share one fetch.
         weight, bias = weight.detach(), None if bias is None else bias.detach()
         needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
-        # Of a single chunk the product itself is the sum: in 16 bits it has the same values in half of the memory.
+        # With a single chunk the product itself is the sum: in 16 bits it has the same values in half of the memory.
         alone = len(hidden) <= chunk_tokens and weight.dtype != torch.float32
         sums = _Gradients(
             torch.empty_like(hidden) if needs[0] else None,
@@ -152,7 +152,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Not in place: a graph that is retained may be walked again.
+        # Not in place: a retained graph may run backward again.
         scaled = [
             None if each is None else _scaled(each, scale, dtype)
             for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -175,11 +175,11 @@ def _losses(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the losses of a chunk's tokens, (tokens,) fp32, and the gradient of their sum by the logits.
 
-    The gradient is (tokens, words), in the dtype of the logits, whose memory it may be. Tokens that do not count have a
-    loss and a gradient of 0.
+    The gradient is (tokens, words), in the dtype of the logits; it may reuse their memory. Tokens that do not count
+    have a loss and a gradient of 0.
     """
     dtype, values = logits.dtype, logits.float()
-    del logits  # in 16 bits nobody needs them any more; in fp32 `values` are the logits
+    del logits  # in 16 bits they are no longer needed; in fp32 `values` are the logits
     slope = None
     if terms.softcap is not None:
         values = values.div_(terms.softcap).tanh_()
@@ -189,7 +189,7 @@ def _losses(
     chosen = torch.where(counts, labels, 0).unsqueeze(-1)
     at_label = values.gather(-1, chosen).squeeze(-1)
     average = values.mean(-1) if terms.label_smoothing else 0.0
-    # From here on the logits' memory becomes that of the probabilities, then that of the gradient.
+    # From here on the logits' memory is reused, first for the probabilities, then for the gradient.
     largest = values.amax(-1, keepdim=True)
     exponentials = values.sub_(largest).exp_()
     sums = exponentials.sum(-1, keepdim=True)
@@ -211,7 +211,7 @@ def _losses(
 
 
 def _add(sums: _Gradients, gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, of: slice) -> None:
-    """Adds what the chunk in the rows `of` contributes to the gradients; `gradient` is that by its logits."""
+    """Adds the gradients of the chunk with rows `of` to the sums; `gradient` is the gradient by the chunk's logits."""
     if sums.hidden is not None:
         sums.hidden[of] = gradient @ weight
     if sums.weight is not None:
@@ -224,7 +224,7 @@ def _add(sums: _Gradients, gradient: torch.Tensor, hidden: torch.Tensor, weight:
 
 
 def _weight_and_bias(head: nn.Module | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns weight and bias of a head, which may be its weight alone. Those that are paged out are brought first."""
+    """Returns weight and bias of a head; `head` may be just the weight. Paged weights are fetched first."""
     if isinstance(head, torch.Tensor):
         return _brought(head), None
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
@@ -237,9 +237,9 @@ def _weight_and_bias(head: nn.Module | torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _brought(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the parameter with its weights: fetched in a running module, else a copy, whose gradient reaches it."""
+    """Returns the parameter itself, with weights fetched for a running module, or else a clone in its graph."""
     handle = handle_of(parameter)
-    # Held until its module ends, and no longer: a head that is the embedding may be most of the device's memory.
+    # Held only until the module ends: a head tied to the embedding may take most of the device's memory.
     if handle is None or (parameter is handle.parameter and handle.fetch(stays=True)):
         return parameter
     return parameter.clone()

@@ -1,23 +1,22 @@
 """Bytes of activations in every tier. Pure functions of a shape and a load.
 
-With T the tokens of a micro-batch, on the device there are at most, at a time:
+With T tokens in a micro-batch, the device holds at most, at a time:
 
-all kept      what every block saves + head
-recomputed    inputs of the blocks + the larger of head, and one block with what it saves
+all kept      saved tensors of every block + head
+recomputed    inputs of the blocks + the larger of head and one block
 inputs        T * hidden * size for each block; in HOST or on DISK all leave the device but the newest and those on
               their way
-block         what it saves + the gradient of its output + the larger of 2 times the MLP's largest tensor, and of 4 of a
-              norm's in fp32, for which what the MLP saved has gone
-block, tiled  the same without what its MLP saves, for all tokens + its MLP for one tile + sums of its gradients
-head          what the norm before it saves + the logits that the loss saves + 2 times the logits in fp32
+block         its saved tensors + the gradient of its output + the larger of 2 times the MLP's largest tensor, and 4
+              fp32 tensors of a norm, when the MLP's saved tensors are freed
+block, tiled  the same without the MLP's saved tensors, for all tokens + its MLP for one tile + sums of its gradients
+head          saved tensors of the norm before it + the logits that the loss saves + 2 times the logits in fp32
 head, chunked gradients of the hidden states and of the head, in fp32 where there are several chunks + the larger of the
               logits and the head's gradient of one chunk, and of the same gradients, scaled
-layer-major   what stands before and in the blocks, and the inputs, of all micro-batches of a step; the head and the
-              work of a backward of one; T * hidden * size for each further one, for the hidden states or their
-              gradients at the border of two blocks; and of a head that is tied to the embedding its gradient for each
-              further one
+layer-major   for all micro-batches of a step: the saved tensors before and in the blocks, and the inputs; for one: the
+              head and the work of a backward; for each further one: T * hidden * size, for the hidden states or their
+              gradients between two blocks, and the gradient of a head that is tied to the embedding
 
-Attention is taken to keep no matrix of T * T, as torch's scaled_dot_product_attention and FlashAttention do.
+The formulas assume that attention keeps no T * T matrix, like torch's scaled_dot_product_attention and FlashAttention.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from offload.states import State, Tier
 
 # -- load ----------------------------------------------------------------------------------------------
 #
-# The work of a step, with where each block's input waits for the backward.
+# The work of a step, and the tier in which each block's input waits for the backward.
 
 
 class Load(NamedTuple):
@@ -53,11 +52,11 @@ class Load(NamedTuple):
     recompute: bool = False
     """True if repeated blocks keep their input alone, and are computed again in the backward."""
     chunked_loss: bool = False
-    """True if the loss is computed for chunks of tokens, so that never all logits are in memory."""
+    """True if the loss is computed for chunks of tokens, so that memory never holds all logits."""
     tile: int = 0
     """Tokens of a tile of an MLP; 0 computes an MLP for all tokens at once, or in `tiles`."""
     tiles: int = 0
-    """Tiles of an MLP, in the place of their tokens; 0 leaves them to `tile`."""
+    """Number of tiles of an MLP, in place of the tokens of a tile; 0 to use `tile`."""
     on_disk: int = 0
     """Blocks whose input waits on DISK, the first ones of the forward."""
     on_host: int = 0
@@ -67,11 +66,11 @@ class Load(NamedTuple):
     schedule: str = "auto"
     """Order of micro-batches and blocks: "layer_major", "micro_batch_major", or "auto" before a plan has chosen."""
     speculate: bool = True
-    """True if units are updated under the backward wherever such an update can be dropped."""
+    """True to update units under the backward wherever the engine can drop such an update."""
 
     @property
     def alive(self) -> int:
-        """Returns the micro-batches whose activations are in memory at a time."""
+        """Returns the number of micro-batches whose activations are in memory at a time."""
         return self.accumulation if self.schedule == LAYER_MAJOR else 1
 
     def tokens(self, shape: Shape) -> int:
@@ -87,11 +86,11 @@ CHUNK_TOKENS = 1024
 SCALED_NUMEL = 1 << 22
 """Elements of a gradient that the loss scales at a time, in fp32, as `offload.losses.chunked`."""
 IN_FLIGHT = 2
-"""Inputs on the device, beside the newest: one that leaves it or is ahead of the backward, and one that is in use."""
+"""Inputs on the device in addition to the newest: one in a copy to or from the device, and one in use."""
 STAGED_INPUTS = 4
 """Host buffers through which inputs go to DISK."""
 _TENSORS_OF_NORM = 4
-"""Tensors in fp32 that the backward of a norm makes, beside the one that it saved."""
+"""Tensors in fp32 that the backward of a norm creates, in addition to the saved one."""
 _FP32 = 4
 
 
@@ -111,7 +110,7 @@ class Moving(NamedTuple):
 
 
 def need(shape: Shape, load: Load) -> Need:
-    """Returns the bytes of activations in every tier: of one micro-batch, or of all of a step if it is layer-major.
+    """Returns the bytes of activations in every tier: of one micro-batch, or of all in a layer-major step.
 
     A longer sequence, a larger micro-batch or more of them never need less in any tier.
     """
@@ -120,7 +119,7 @@ def need(shape: Shape, load: Load) -> Need:
     moved = moving(shape, load)
     device = _on_device(shape, load, blocks)
     if is_tiled(shape, load):
-        # The longest sequence of one tile is computed whole, and may need more than one that is just longer.
+        # The longest sequence that fits into one tile is not tiled, and may need more than a slightly longer one.
         longest, batch = (1, load.batch) if load.tiles else (load.tile, 1)
         device = max(device, _on_device(shape.at(longest), load._replace(batch=batch), blocks))
     return Need(
@@ -131,7 +130,7 @@ def need(shape: Shape, load: Load) -> Need:
 
 
 def moving(shape: Shape, load: Load) -> list[Moving]:
-    """Returns for each block what leaves the device in a micro-batch; nothing for blocks whose input stays."""
+    """Returns for each block the bytes that leave the device in a micro-batch; none for blocks whose input stays."""
     blocks = shape.blocks
     if not load.recompute:
         return [Moving() for _ in blocks]
@@ -152,7 +151,7 @@ def recomputed(shape: Shape, load: Load) -> tuple[RepeatedBlock, ...]:
 
 
 def tile_tokens(shape: Shape, load: Load) -> int:
-    """Returns the tokens of a micro-batch that an MLP computes at a time."""
+    """Returns the number of a micro-batch's tokens that an MLP computes at a time."""
     whole = load.batch * shape.sequence
     if load.tiles:
         # Every sequence of the micro-batch is divided.
@@ -166,19 +165,19 @@ def is_tiled(shape: Shape, load: Load) -> bool:
 
 
 def mlp_numel(shape: Shape, use: Use) -> int:
-    """Returns the elements of an MLP's weights: a product takes two operations for each, and token."""
+    """Returns the elements of an MLP's weights: a product takes two operations per element and token."""
     return round(use.mlp_flops / (2 * shape.sequence))
 
 
 def _on_device(shape: Shape, load: Load, blocks: tuple[RepeatedBlock, ...]) -> int:
     first, behind = _outside(blocks, len(shape.uses))
     before = sum(shape.uses[position].saved for position in first)
-    # The head and the norm before it have gone when the backward reaches the last block.
+    # The activations of the head and of the norm before it are freed when the backward reaches the last block.
     tail = _tail(shape, load, [shape.uses[position] for position in behind])
     saved = [sum(_saved(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
     work = [max(_work(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
     again = recomputed(shape, load)
-    # The blocks that keep all come last, and are done before the first one is computed again.
+    # The blocks that keep all activations come last, and end their backward before the first recomputation.
     kept = load.alive * sum(saved[len(again) :]) + max(tail, *work[len(again) :], 0)
     in_block = max((of + more for of, more in zip(saved, work[: len(again)], strict=False)), default=0)
     beside = _borders(shape, load) + _tied_gradients(shape, load) + _inputs(shape, load, again)
@@ -187,9 +186,9 @@ def _on_device(shape: Shape, load: Load, blocks: tuple[RepeatedBlock, ...]) -> i
 
 @functools.lru_cache
 def _outside(blocks: tuple[RepeatedBlock, ...], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the positions of uses in no block, of `count` uses: those before the last block's end, and the others.
+    """Returns the positions of the uses outside blocks: those before the last block's end, and those after it.
 
-    A search for the longest sequence asks hundreds of times about one model.
+    Cached, since a search for the longest sequence calls it hundreds of times with the same blocks.
     """
     inside = {position for block in blocks for position in block.uses}
     last = max(inside, default=-1)
@@ -198,10 +197,10 @@ def _outside(blocks: tuple[RepeatedBlock, ...], count: int) -> tuple[tuple[int, 
 
 
 def _tied_gradients(shape: Shape, load: Load) -> int:
-    """Returns the bytes of a tied head's gradients that wait in autograd, of all micro-batches but the newest.
+    """Returns the bytes of a tied head's gradients that wait in autograd, for all micro-batches but the newest.
 
-    autograd adds the gradient of the head to that of the embedding, which a micro-batch has at its very end. The
-    newest is among the gradients that a backward needs in any order.
+    autograd adds the gradient of the head to the gradient of the embedding, which a micro-batch computes last. The
+    newest micro-batch's gradient is not counted here: a backward in any order needs it.
     """
     blocks = shape.blocks
     if not blocks:
@@ -213,7 +212,7 @@ def _tied_gradients(shape: Shape, load: Load) -> int:
 
 def _borders(shape: Shape, load: Load) -> int:
     """Returns the bytes of hidden states, or of their gradients, that wait between two blocks for their turn."""
-    # One is counted already: as the newest input in the forward, and as the gradient of the output in the backward.
+    # One of them is counted elsewhere: in the forward as the newest input, in the backward as the output's gradient.
     return (load.alive - 1) * max((input_nbytes(shape, load, block) for block in shape.blocks), default=0)
 
 
@@ -229,15 +228,16 @@ def _saved(shape: Shape, load: Load, use: Use) -> int:
 
 
 def _work(shape: Shape, load: Load, use: Use) -> int:
-    """Returns the bytes that a block's use needs in the backward, beside what it saved; they may be negative.
+    """Returns the bytes that a block's use needs in the backward beyond its saved tensors; they may be negative.
 
-    The gradient of the output is there first. The MLP's backward needs two of its largest tensors. The one before, of a
-    norm, needs four of its own, when what the MLP saved has gone.
+    The use needs the gradient of its output, and then the larger of two needs. The MLP's backward needs two of the
+    MLP's largest tensors. The backward of the norm before the MLP needs four tensors, after the MLP's are freed.
     """
     output, norm = load.batch * use.boundary, _TENSORS_OF_NORM * load.batch * use.largest
     if not _tiles(shape, load, use):
         return output + max(2 * load.batch * use.mlp_largest, norm - load.batch * use.mlp_saved)
-    # A tile needs what the whole MLP needs, for its own tokens; sums over tiles are in fp32, beside those of one tile.
+    # A tile needs as much as the whole MLP, for its own tokens. The fp32 sums over tiles are in memory beside the
+    # gradients of one tile.
     one_tile = (use.mlp_saved + 2 * use.mlp_largest) * tile_tokens(shape, load) // shape.sequence
     return output + max(output + one_tile + mlp_numel(shape, use) * (_FP32 + shape.itemsize), norm)
 
@@ -255,15 +255,15 @@ def _tail(shape: Shape, load: Load, uses: Sequence[Use]) -> int:
 
 
 def head_copy(shape: Shape, load: Load) -> int:
-    """Returns the bytes by which a copy of the head's weights in its products' layout raises the peak of its loss.
+    """Returns the bytes by which a copy of the head's weights, in the layout of a product, raises the loss's peak.
 
-    In chunks the copy goes with the products, before the gradients are scaled.
+    With a chunked loss, the copy is freed after the products, before the gradients are scaled.
     """
     return _head(shape, load, shape.layouts[shape.uses[-1].unit].numel * shape.itemsize) - _head(shape, load)
 
 
 def _head(shape: Shape, load: Load, copy: int = 0) -> int:
-    """Returns the bytes of the head and the loss, with those of a copy of its weights beside its products."""
+    """Returns the bytes of the head and the loss, with a `copy` of the head's weights during its products."""
     head, size = shape.uses[-1], shape.itemsize
     if not load.chunked_loss:
         return load.batch * (head.saved + 2 * shape.temporary) + copy
@@ -272,8 +272,8 @@ def _head(shape: Shape, load: Load, copy: int = 0) -> int:
     of_token = head.largest // shape.sequence
     logits = min(CHUNK_TOKENS, tokens) * (of_token + (of_token * size // _FP32 if size < _FP32 else 0))
     numel, hidden = shape.layouts[head.unit].numel, load.batch * head.boundary
-    # The head's input stays. Gradients of the head are summed in fp32 if there are several chunks, and later scaled
-    # into new memory of the model's dtype, a piece at a time.
+    # The head's input stays. Several chunks sum the head's gradients in fp32. The backward later scales the sum into
+    # new memory of the model's dtype, a piece at a time.
     several = tokens > CHUNK_TOKENS or size == _FP32
     summed = numel * (_FP32 if several else size) + hidden
     chunk = numel * size if several and size < _FP32 else 0
@@ -282,7 +282,7 @@ def _head(shape: Shape, load: Load, copy: int = 0) -> int:
 
 # -- budgets -------------------------------------------------------------------------------------------
 #
-# Activations beside the budgets: peaks of device and host memory of a planned step.
+# Memory of activations in addition to the budgets: the peaks of device and host memory in a planned step.
 
 
 def activations(shape: Shape, load: Load) -> int:
@@ -298,7 +298,8 @@ def beside_weights(memory: Memory, shape: Shape, load: Load) -> int:
 def gradients_in_flight(memory: Memory, layer_major: bool) -> int:
     """Returns the bytes of gradients on a GPU that wait for their copy to the host.
 
-    A micro-batch's gradient of one unit, and in a layer-major step two sums: one that is added to, one that leaves.
+    These are one unit's gradient of a micro-batch. A layer-major step has two sums more: one to which gradients are
+    added, and one that is copied to the host.
     """
     # Gradients whose tier is DEVICE stay in the arena, which is counted already.
     copies_out = any(tiers.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE for tiers in memory.placement.tiers)
@@ -309,10 +310,10 @@ def gradients_in_flight(memory: Memory, layer_major: bool) -> int:
 def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int:
     """Returns the peak bytes of RAM beyond those in use before the run.
 
-    On a GPU these are the bytes of the host arena and of inputs in HOST. If the CPU computes, they also include the
-    device arena and activations. The host arena then counts only touched pages: no tiles if states are updated in
-    place. torch also allocates a gradient, a copy of a layer's weights in the layout that its products use, and a
-    second gradient if weights are tied.
+    On a GPU the peak consists of the host arena and of inputs in HOST. If the CPU computes, the peak also includes the
+    device arena and activations, and only the touched pages of the host arena: no tiles if states are updated in place.
+    torch then also allocates a gradient, a copy of a layer's weights in the layout of its product, and a second
+    gradient if weights are tied.
     """
     needed = need(shape, load)
     if not hardware.on_cpu:
@@ -328,8 +329,9 @@ def beside_activations(memory: Memory, shape: Shape, load: Load) -> int:
     # A unit that is used twice has tied weights.
     gradients = 2 if len(set(units)) < len(units) else 1
     head = memory.layouts[units[-1]].numel if units else 0
-    # A loss in chunks holds the head's gradient twice while it scales it, which is among the activations, and a copy of
-    # the head's weights before that. The rest of the backward takes no more if the head is the largest unit.
+    # A chunked loss first holds a copy of the head's weights, and then the head's gradient twice while it scales the
+    # gradient; the activations count both gradients. The rest of the backward takes no more if the head is the largest
+    # unit.
     if load.chunked_loss and head == max(layout.numel for layout in memory.layouts):
         return LIBRARIES + head_copy(shape, load)
     return beside_arenas(parts, gradients)
@@ -337,7 +339,7 @@ def beside_activations(memory: Memory, shape: Shape, load: Load) -> int:
 
 # -- seconds -------------------------------------------------------------------------------------------
 #
-# Seconds that the memory of activations costs, beside recomputation and copies: those of tiles and of chunks.
+# Seconds that tiles and chunks add to a step in exchange for less memory.
 
 
 def of_tiles(shape: Shape, use: Use, load: Load, hardware: Hardware) -> float:
@@ -391,13 +393,10 @@ def wish_of(config: Config) -> Wish:
 
 
 def with_host_memory(content: Mapping[str, Any], host: int, inputs: int) -> dict[str, Any]:
-    """Returns a config with a host budget for states and, as part of it, for inputs of blocks.
-
-    `inputs` are bytes of host memory beside the host arena, whose bytes are `host`.
-    """
+    """Returns the config with a host budget of `host` bytes, and `inputs` more if inputs of blocks leave the device."""
     found = copy.deepcopy(dict(content))
     block = found.setdefault("offload", {})
-    # The least is a page: without the key, the engine would set half of what is left aside.
+    # The least is a page: without the key, the engine would reserve half of the remaining memory for inputs.
     uses = load_config(found).activation_tier not in (None, "device")
     inputs = align_up(max(inputs, PAGE)) if uses else 0
     block["host_memory"] = host + inputs
@@ -414,11 +413,11 @@ def auto_tile(shape: Shape) -> int:
 
 
 def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool, most_inputs: int | None = None) -> Load:
-    """Returns `load` with the tiers that the inputs of blocks have under a wish. They may need more than `room`.
+    """Returns `load` with the tiers of the blocks' inputs under a wish. The inputs may need more than `room`.
 
     "auto" keeps inputs on the device while they fit, then in HOST, then on DISK; "cpu" in HOST, then on DISK. The
-    oldest leave first, since the backward needs them last. The tiers that `load` has do not matter. `most_inputs`
-    limits the bytes of the device that "auto" gives to inputs.
+    oldest inputs leave first, since the backward needs them last. The tiers in `load` are ignored. `most_inputs`
+    limits the device bytes that "auto" gives to inputs.
     """
     tile = auto_tile(shape) if wish.tiles is None else 0
     load = load._replace(tile=tile, tiles=wish.tiles or 0, on_disk=0, on_host=0, first=wish.first)
@@ -451,13 +450,13 @@ def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool, most_
 
 # -- room ----------------------------------------------------------------------------------------------
 #
-# Room for activations beside the budgets of a run, and the longest sequence and largest micro-batch that fit.
+# Memory that a run's budgets leave to activations, and the longest sequence and largest micro-batch that fit into it.
 
 
 HOST_SHARE = 0.8
-"""Fraction of the host memory beside the host arena that inputs may take, if no budget is set."""
+"""Fraction of the host memory outside the host arena that inputs may take, if no budget is set."""
 _RESERVE = 4
-"""On an accelerator, "auto" leaves a quarter of the device's room to everything but inputs, as the engine does."""
+"""Divisor of an accelerator's room: "auto" leaves a quarter to everything but inputs, as the engine does."""
 _UNKNOWN = 1 << 62
 """Room on drives whose free space is not known."""
 _MOST = 1 << 40
@@ -481,7 +480,7 @@ class Room(NamedTuple):
 
 
 def for_device(hardware: Hardware, memory: Memory) -> int:
-    """Returns the bytes that the GPU may take; of a memory that it shares, those that the host arena leaves."""
+    """Returns the bytes that the GPU may take: of a memory shared with the CPU, the part outside the host arena."""
     return hardware.gpu_memory - memory.host if hardware.unified else hardware.gpu_memory
 
 
@@ -509,8 +508,8 @@ def room_of(
 
 
 def within(shape: Shape, load: Load, wish: Wish, room: Room) -> Load:
-    """Returns `load` with the tiers of the blocks' inputs under a wish; more than `room` may be needed."""
-    # A copy within one memory frees nothing, so none is made.
+    """Returns `load` with the tiers of the blocks' inputs under a wish. The inputs may need more than `room`."""
+    # A copy within one memory would free nothing, so no input goes to HOST.
     host = 0 if room.one_memory else room.host
     tier = "auto" if wish.tier == "cpu" and room.one_memory else wish.tier
     most = None if room.one_memory else room.device - room.device // _RESERVE

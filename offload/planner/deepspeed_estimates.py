@@ -18,7 +18,7 @@ from offload.planner.memory import Room, settings, settle
 from offload.sizes import format_size
 
 _ENDLESS = Room(1 << 62, 1, None)
-"""A host without limit, and a device without spare memory, whose arena has room for three units of the largest size."""
+"""A host without limit, and a device without spare memory. Its arena has room for three units of the largest size."""
 
 # Devices of weights and states, from the least memory to the most. With ZeRO-2 all weights are on the GPU.
 _ZERO_3 = (("nvme", "nvme"), ("cpu", "nvme"), ("cpu", "cpu"), ("none", "cpu"), ("none", "none"))
@@ -62,7 +62,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Prints the bytes of the states in each placement, for a model of which only the size is known.
+    """Prints the bytes of the states in each placement, for a model from its number of parameters.
 
     Args:
         total_params: parameters of the model, such as 2851e6; must be integral.

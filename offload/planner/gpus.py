@@ -1,7 +1,7 @@
 """GPUs by their published figures, and the rates of a machine that is described in words.
 
-The figures are a table, `gpus.toml`, with a source for each. A plan assumes a rate that nobody published as a fraction
-of the data sheet's.
+The table `gpus.toml` contains the figures and a source for each. If nobody published a rate, a plan assumes a fraction
+of the data sheet's rate.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from offload.sizes import GIB, format_count, format_size
 
 
 Origin = Literal["measured", "published", "given", "assumed"]
-"""measured: by `offload probe` on this machine. published: measured by others, who say so in public. given: by an
-option. assumed: a guess of this package, such as a fraction of a data sheet's figure."""
+"""measured: by `offload probe` on this machine. published: measured by others and published. given: by an option.
+assumed: a guess of this package, such as a fraction of a data sheet's figure."""
 
 ORIGINS: tuple[Origin, ...] = ("measured", "published", "given", "assumed")
 """All origins, the most certain first."""
@@ -92,12 +92,12 @@ class Gpu:
     name: str
     generation: str
     """Cards of one generation and kind, which reach about the same fraction of their data sheets. GeForce and
-    workstation cards of one architecture are two: a GeForce card has half the rate where sums are in fp32."""
+    workstation cards of one architecture are two generations: a GeForce card has half the rate with sums in fp32."""
     memory: int
     """Bytes; of a unified memory all bytes, which the CPU uses too."""
     flops: float
-    """Dense operations per second in bf16, accumulated in fp32: the peak of the data sheet. Without units for bf16
-    those in fp32, by which torch computes."""
+    """Dense operations per second in bf16, accumulated in fp32: the peak of the data sheet. For a GPU without bf16
+    units, the operations in fp32, since torch then computes in fp32."""
     flops_fp32: float
     """Dense operations per second in fp32, without matrix units: torch uses TF32 only on request."""
     bandwidth: float
@@ -109,7 +109,7 @@ class Gpu:
     matmul_fp32: Figure | None = None
     """The same in fp32."""
     reached: Figure | None = None
-    """Bytes per second of its memory that a program reached."""
+    """Bytes per second that a program reached with the GPU's memory."""
     flops_fp16: float | None = None
     """`flops` in fp16 of a GPU that has matrix units for fp16 and none for bf16; None for any other."""
     matmul_fp16: Figure | None = None
@@ -117,7 +117,7 @@ class Gpu:
 
     @property
     def has_bf16(self) -> bool:
-        """Returns True if products in bf16 are as fast as those in fp16."""
+        """Returns True if products in bf16 are as fast as products in fp16."""
         return self.flops_fp16 is None
 
     @property
@@ -186,7 +186,7 @@ def find_gpu(text: str) -> tuple[Gpu, str | None]:
     size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*gi?b", text.strip().lower())
     # GPUs sold as 24 GB contain 24 GiB.
     nbytes = 0 if size is None else int(float(size[1]) * GIB)
-    # Without a size, the entry with the most memory represents the name: "A100" is the one of 80 GB.
+    # Without a size, the entry with the most memory represents the name: "A100" is the 80 GB card.
     if size is None and named:
         return max(named, key=lambda gpu: gpu.memory), None
     if nbytes:
@@ -206,7 +206,7 @@ def find_gpu(text: str) -> tuple[Gpu, str | None]:
 # -- the rates of a described machine ---------------------------------------------------------------------
 
 _MATMUL_SHARE = 0.5
-"""Fraction of the data sheet's products where no figure of the GPU's generation was published."""
+"""Assumed fraction of the data sheet's rate of products, if no figure of the GPU's generation was published."""
 _DEVICE_SHARE = 0.7
 _RAM_BANDWIDTH = 50e9
 _CORES_BANDWIDTH = 100e9
@@ -215,9 +215,9 @@ HOST_SHARE = 0.9
 
 
 def products(gpu: Gpu, dtype: str) -> Rate:
-    """Returns the rate of matrix products: the one that others reached, else a fraction of the data sheet's.
+    """Returns the rate of matrix products: the published one, or else a fraction of the data sheet's rate.
 
-    The fraction is the one that cards of the same generation reached, by the median and at most all of it.
+    The fraction is the median of the published fractions of cards of the same generation, and at most 1.
     """
     found, peak = _of_products(gpu, dtype)
     name = f"matrix products in {dtype}"
@@ -233,7 +233,7 @@ def products(gpu: Gpu, dtype: str) -> Rate:
 
 
 def _of_products(gpu: Gpu, dtype: str) -> tuple[Figure | None, float]:
-    """Returns the rate of matrix products that others reached, or None, and that of the data sheet."""
+    """Returns the published rate of matrix products, or None, and the data sheet's rate."""
     bf16 = (gpu.matmul, gpu.flops)
     fp16 = bf16 if gpu.has_bf16 else (gpu.matmul_fp16, gpu.flops_fp16 or gpu.flops)
     by_dtype: Mapping[str, tuple[Figure | None, float]] = {
@@ -245,14 +245,14 @@ def _of_products(gpu: Gpu, dtype: str) -> tuple[Figure | None, float]:
 
 
 def half_precision(gpu: Gpu, dtype: str) -> list[str]:
-    """Returns a sentence on fp16 if the card is faster in it than in `dtype`, by units that it lacks for bf16."""
+    """Returns a sentence on fp16 if the card has matrix units for fp16 but none for bf16, and is faster in fp16."""
     if gpu.has_bf16 or dtype == "fp16":
         return []
     return [f"{gpu.name} has matrix units for fp16 and none for bf16, so --dtype fp16 is faster there"]
 
 
 def other_work(gpu: Gpu) -> Rate:
-    """Returns the rate of all other work on the GPU, which its memory limits."""
+    """Returns the rate of all other work on the GPU. The GPU's memory limits this rate."""
     name = "other work on the GPU"
     if gpu.reached is not None:
         return Rate(name=name, value=gpu.reached.value, unit="B/s", origin="published", source=gpu.reached.source)
@@ -276,7 +276,7 @@ def host_memory(gpu: Gpu, given: float | None) -> Rate:
     if given is not None:
         return Rate(name=name, value=given, unit="B/s", origin="given", source="--memory-bandwidth")
     if gpu.unified:
-        # The cores of such chips reach a part of their memory's rate; most of it is for the GPU.
+        # The CPU cores of such chips reach only a part of the memory's rate; the GPU can use most of it.
         value, source = _CORES_BANDWIDTH, "by the CPU's cores, of the memory that the GPU uses too"
     else:
         value, source = _RAM_BANDWIDTH, "two channels of DDR5"

@@ -1,7 +1,7 @@
 """A machine in numbers: probed or described, with a list of the assumptions made.
 
 `probed` takes measured rates from `offload probe`; `described` takes published ones from a name such as "RTX 4090".
-`Hardware.rates` says of each rate whether it was measured, published, given or assumed, and where it comes from.
+`Hardware.rates` lists the rates with their origins (measured, published, given or assumed) and their sources.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _HANDED_SECONDS = 0.3e-3
 """`Hardware.handed_seconds` if the CPU computes; measured on two cores at about 3 GHz, for units of up to a dozen
 parameters (docs/benchmarks/2026-11-host-time.md)."""
 _KEPT_SECONDS = 0.2e-3
-"""What a unit saves whose parameters keep their memory on the device: less than 0.1 of 0.3 ms is left, as measured
-there."""
+"""Seconds of `handed_seconds` that a use saves if the unit's parameters keep their memory on the device: less than 0.1
+of 0.3 ms is left, as measured there."""
 _HANDED_TO_GPU_SECONDS = 0.6e-3
-"""`Hardware.handed_seconds` on a GPU: as much again, to launch some 30 kernels of a transformer block and to record
-events. This is a rule of thumb, not measured on a GPU."""
+"""`Hardware.handed_seconds` on a GPU: twice the CPU's seconds, as the host also launches some 30 kernels per
+transformer block and records events. This is a rule of thumb, not measured on a GPU."""
 _HANDED_TO_GPU = f"each use of a unit takes the host {_HANDED_TO_GPU_SECONDS * 1e3:.1f} ms, beside the GPU's compute"
 
 
@@ -50,8 +50,8 @@ class Drive(NamedTuple):
     read: float
     write: float
     mixed: float
-    """Total rate while half of the bytes are read and half written: both at once, or in windows where those are faster
-    (`offload.aio.file`)."""
+    """Total rate while half of the bytes are read and half are written: at once, or in alternating windows where these
+    are faster (`offload.aio.file`)."""
     free: int | None = None
     """Free bytes; None if unknown."""
 
@@ -75,7 +75,7 @@ class Hardware:
 
     name: str
     dtype: str
-    """bf16, fp16 or fp32. The rates of products, elementwise work, optimizer and gradients are those of this dtype."""
+    """bf16, fp16 or fp32. The rates of products, elementwise work, optimizer and gradients apply to this dtype."""
     gpu_memory: int
     """Bytes of GPU memory that training may take; 0 if the CPU computes."""
     ram: int
@@ -83,7 +83,7 @@ class Hardware:
     matmul: float
     """Floating-point operations of matrix products."""
     weights: float
-    """Bytes of weights that matrix products read; the time adds to that of their operations."""
+    """Bytes of weights that matrix products read. This time is added to the time of their operations."""
     fresh: float
     """Bytes of newly allocated device memory that can be filled."""
     elementwise: float
@@ -101,8 +101,8 @@ class Hardware:
     gradient: float
     """Parameters whose gradient is stored in host memory, with the sum of its squares."""
     handed_seconds: float
-    """Seconds of the host for a use of a unit: to bind its weights and to release them, and on a GPU to launch its
-    kernels. On a CPU nothing computes meanwhile; on a GPU queued work does, so a use takes the longer of both."""
+    """Seconds that the host takes for a use of a unit: to bind and release its weights, and on a GPU to launch its
+    kernels. On a CPU nothing computes meanwhile. On a GPU queued work does, so a use takes the longer of both times."""
     drives: tuple[Drive, ...]
     assumed: tuple[str, ...]
     """Sentences, one per assumption that is no rate and was neither measured nor given."""
@@ -117,7 +117,7 @@ class Hardware:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Returns all that was assumed, in sentences: `assumed`, doubts about a probe, then the rates that were."""
+        """Returns all assumptions as sentences: `assumed`, doubts about a probe, then the assumed rates."""
         return (*self.assumed, *self.doubts, *sentences(self.rates, "assumed"))
 
     @property
@@ -155,7 +155,7 @@ def parse_drive(text: str) -> Drive:
 
     Args:
         text: "READ", "READ,WRITE" or "READ,WRITE,FREE", such as "7GB/s,4GB/s,2TB". Without WRITE, READ is the rate of
-            both.
+            reads and writes.
 
     Raises:
         ConfigError: `text` is in another form.
@@ -174,7 +174,7 @@ def parse_drive(text: str) -> Drive:
 
 
 def _drive_rate(text: str) -> float:
-    # "2TB" is a drive's size to whoever types it. As a rate it would be 300 times that of the fastest drive.
+    # A user who types "2TB" means a drive's size. As a rate it would be 300 times the rate of the fastest drive.
     if re.fullmatch(r"[0-9.]+\s*[kmgt]i?b", text, re.IGNORECASE):
         raise ConfigError(f"{text!r} is a size, not a rate; write {text}/s if it is a rate")
     return parse_rate(text)

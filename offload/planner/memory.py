@@ -1,7 +1,7 @@
 """Bytes of a run in every tier.
 
-The functions that place a run also make the plan, from the same config. A run that finds the same free memory and disk
-as the plan assumed uses exactly the planned bytes.
+A run and its plan use the same functions and the same config. So a run that finds as much free memory and disk as the
+plan assumed uses exactly the planned bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MemoryRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Every byte of a run, except activations and libraries."""
+    """The bytes of a run in each tier, except activations and libraries."""
 
     config: Config
     mode: Mode
@@ -116,7 +116,7 @@ class Memory:
 
     @property
     def export(self) -> int:
-        """Returns the bytes that an export of the weights takes in addition."""
+        """Returns the additional bytes on disk of exported weights."""
         return sum(
             segment.value_numel * layout.mode_in(self.mode).weight_dtype.itemsize
             for layout in self.layouts
@@ -146,7 +146,7 @@ def settle(
         layouts = with_states_of_torch(layouts, config.optimizer.type, arguments, world_size)
     layouts = for_rule(layouts, rule, matrices, world_size)
     layouts = laid_out_for(layouts, mode_of(config, rule), world_size)
-    # The same `MachineMemory` that `initialize` builds from the real one, so that both decide alike.
+    # `initialize` builds the same `MachineMemory` from the real machine, so that both decide alike.
     machine = MachineMemory(
         free_host=room.host,
         free_device=room.device,
@@ -214,10 +214,10 @@ def settings(
 ) -> dict[str, Any]:
     """Returns a config in DeepSpeed's form, with AdamW.
 
-    What is None keeps the default of the config. Folders are in the config only if something may need them.
+    Arguments that are None keep the config's default. The config names folders only if something may need them.
     """
     block: dict[str, Any] = {"durability": durability}
-    # Without paths there is no store, so that "auto" then means that nothing is durable.
+    # Without paths there is no store, and with "auto" nothing is durable.
     if "nvme" in (weights, states) or durability == "step":
         block["nvme_path"] = list(paths)
     elif activations in ("nvme", "auto") and paths:
@@ -253,7 +253,7 @@ def _states(memory: Memory) -> list[MemoryRow]:
     rows = []
     for state in State:
         at = dict.fromkeys(Tier, 0)
-        # Totals of gradient accumulation stay on the device until the last micro-batch, beside the state's own tier.
+        # Totals of gradient accumulation stay on the device until the last micro-batch, in addition to GRAD's own tier.
         if state is State.GRAD:
             at[Tier.DEVICE] = sum(nbytes for _, nbytes in placement.added)
         for nbytes, tiers in zip(parts.nbytes, placement.tiers, strict=True):

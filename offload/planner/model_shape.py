@@ -1,4 +1,4 @@
-"""The numbers of a model that a prediction needs: `Shape`, its uses of units, and the repeated blocks among them."""
+"""`Shape`: the numbers of a model that a prediction needs, its uses of units, and its repeated blocks."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 
 
 class Experts(NamedTuple):
-    """The experts of a layer, each of which is a unit of its own."""
+    """The experts of a layer. Each expert is a unit."""
 
     units: range
     per_token: int
     """Experts that the router chooses for a token."""
 
     def visited(self, tokens: int) -> float:
-        """Returns how many experts so many tokens visit by expectation, if the router prefers none."""
+        """Returns the expected number of experts that `tokens` tokens visit if the router prefers none."""
         count = len(self.units)
         return count * (1 - (1 - self.per_token / count) ** tokens)
 
@@ -69,7 +69,7 @@ class ExpertChoice(NamedTuple):
 class Use(NamedTuple):
     """A use of a unit in the forward of one sequence.
 
-    A use of the first of a layer's experts stands for those of all that are visited, until `drawn` divides it.
+    Until `drawn` divides it, a use of a layer's first expert stands for the uses of all experts that are visited.
     """
 
     unit: int
@@ -80,11 +80,11 @@ class Use(NamedTuple):
     saved: int
     """Bytes saved for the backward."""
     boundary: int
-    """Bytes of the input, which is all that activation checkpointing keeps."""
+    """Bytes of the input. Activation checkpointing keeps only the input."""
     lookup: bool = False
     """True for an embedding, whose backward does not read the weights."""
     largest: int = 0
-    """Bytes of the largest tensor that the use creates, an MLP's own tensors aside."""
+    """Bytes of the largest tensor that the use creates outside its MLP."""
     attention: float = 0.0
     """Operations of attention, a part of `flops`; they grow with the square of the sequence."""
     mlp_flops: float = 0.0
@@ -94,11 +94,11 @@ class Use(NamedTuple):
     mlp_largest: int = 0
     """Bytes of the largest tensor that the block's MLP creates."""
     choice: ExpertChoice = ExpertChoice()
-    """The choice of the router that is made before the use."""
+    """The router's choice of experts before the use."""
 
 
 class RepeatedBlock(NamedTuple):
-    """A repeated block: the consecutive uses that activation checkpointing computes again together."""
+    """A repeated block: consecutive uses that activation checkpointing recomputes together."""
 
     name: str
     uses: range
@@ -123,9 +123,9 @@ class Shape(NamedTuple):
     matrices: frozenset[str] = frozenset()
     """Names of the parameters that Muon and SinkGD step as matrices."""
     experts: tuple[Experts, ...] = ()
-    """The experts of each layer of which they are units."""
+    """The experts of each layer whose experts are units."""
     adapted: bool = False
-    """True if adapters alone are trained, so that a saved model consists of them."""
+    """True if only adapters are trained. A saved model then consists of the adapters."""
 
     @property
     def parameters(self) -> int:
@@ -138,17 +138,17 @@ class Shape(NamedTuple):
         return _blocks(tuple([None if use.lookup else self.layouts[use.unit].name for use in self.uses]))
 
     def visited(self, tokens: int) -> float:
-        """Returns how many experts of all layers so many tokens visit by expectation."""
+        """Returns the expected number of experts of all layers that `tokens` tokens visit."""
         return sum(each.visited(tokens) for each in self.experts)
 
     def at(self, sequence: int) -> Shape:
         """Returns the shape for sequences of another length.
 
-        Bytes grow with the tokens, as do all operations but those of attention, which grow with their square.
+        Bytes and operations grow with the number of tokens. Operations of attention grow with its square.
         """
 
         def scaled(nbytes: int) -> int:
-            # A division of integers: a longer sequence never has fewer bytes, however long it is.
+            # An integer division, so that rounding never gives a longer sequence fewer bytes.
             return nbytes * sequence // self.sequence
 
         times = sequence / self.sequence
@@ -171,9 +171,9 @@ class Shape(NamedTuple):
 
 @functools.lru_cache
 def _blocks(units: tuple[str | None, ...]) -> tuple[RepeatedBlock, ...]:
-    """Returns the repeated blocks among uses, given by the names of their units; None for a look-up.
+    """Returns the repeated blocks among uses. `units` has the name of each use's unit, or None for a look-up.
 
-    A plan asks a thousand times about few models.
+    Cached, since a plan calls it about a thousand times for few models.
     """
 
     def name_of(position: int) -> str | None:
@@ -195,7 +195,7 @@ def _blocks(units: tuple[str | None, ...]) -> tuple[RepeatedBlock, ...]:
 
 
 _ATTENTION = "_scaled_dot_product_"
-"""Start of the names of attention's operations that keep no matrix of tokens times tokens."""
+"""Start of the names of attention operations that keep no tokens * tokens matrix."""
 
 
 class Counter(TorchDispatchMode):
@@ -206,14 +206,14 @@ class Counter(TorchDispatchMode):
         self._weights, self._known = weights, set(weights)
         self._rows: list[dict[str, Any]] = []
         self._storages: list[Any] = []
-        """References that keep storages alive: a freed storage's address could be used again and be taken for known."""
+        """References that keep storages alive: a new storage at a freed one's address would be taken for known."""
         self.largest = 0
         self.in_mlp = False
         """True while the MLP of a repeated block runs."""
         self._mask = (1, 1, sequence, sequence)
 
     def begin(self, unit: int, boundary: int, lookup: bool) -> None:
-        """Starts a use of `unit`, unless the last use is of the same unit; `boundary` is the bytes of its input."""
+        """Starts a use of `unit` unless the last use is of the same unit; its input has `boundary` bytes."""
         if not self._rows or self._rows[-1]["unit"] != unit:
             counts = dict.fromkeys(("flops", "nbytes", "attention", "mlp_flops"), 0.0)
             sizes = dict.fromkeys(("saved", "largest", "mlp_saved", "mlp_largest"), 0)
@@ -229,7 +229,7 @@ class Counter(TorchDispatchMode):
         if self._rows and storage._cdata not in self._known:
             self._known.add(storage._cdata)
             self._storages.append(storage)
-            # transformers makes a causal mask for fake tensors only; on real ones attention takes the order for given.
+            # transformers creates a causal mask only for fake tensors; with real ones attention is causal without it.
             if tuple(tensor.shape) != self._mask:
                 self._rows[-1]["saved"] += storage.nbytes()
                 self._rows[-1]["mlp_saved"] += storage.nbytes() if self.in_mlp else 0
@@ -247,7 +247,7 @@ class Counter(TorchDispatchMode):
             formula = _attention_flops  # torch has none for the operation on a CPU
         if formula is not None:
             self._count_products(formula(*args, **kwargs, out_val=out), _ATTENTION in function.name())
-        elif made and not function.is_view and function is not RESHAPED:  # a question, about a device say, makes none
+        elif made and not function.is_view and function is not RESHAPED:  # a query, such as of the device, makes none
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             # Reads of weights are left out: the rate `Hardware.weights` accounts for them.
             taken = [each for each in given if each.untyped_storage()._cdata not in self._weights]
@@ -275,12 +275,12 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 # -- experts -------------------------------------------------------------------------------------------
 #
-# Uses of the experts of a layer in a plan: those that a micro-batch visits, one after the other.
+# Uses of a layer's experts in a plan: the experts that a micro-batch visits, one after the other.
 #
-# A forward on fake tensors has no router's choice, so all tokens go through one expert, which takes the place of all.
-# With E experts of a layer, k of them for each token, and a router that prefers none, t tokens visit E * (1 - (1 -
-# k/E)**t) by expectation. A plan draws so many of each layer for each micro-batch of each step, by chance. Several
-# micro-batches then visit as many together as all their tokens, by expectation.
+# On fake tensors the router cannot choose, so the forward sends all tokens through one expert in place of all. With E
+# experts in a layer, k of them for each token, and a router that prefers none, t tokens visit E * (1 - (1 - k/E)**t)
+# experts by expectation. For each micro-batch of each step, a plan draws that number of experts in each layer at
+# random. By expectation, several micro-batches together then visit as many experts as all their tokens.
 
 
 _IMPLEMENTATION = "offload_plan"
@@ -289,10 +289,10 @@ _IMPLEMENTATION = "offload_plan"
 
 @contextlib.contextmanager
 def without_choice(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Makes stacked experts compute without the router's choice inside of the context, as much as with it.
+    """Makes stacked experts compute without the router's choice inside the context; the amount of work is the same.
 
     Yields:
-        The number of experts of each token, by the id of the experts' module, once that has run.
+        The number of experts of each token, by the id of the experts' module. A module is added when it has run.
     """
     per_token: dict[int, int] = {}
     configs: list[Any] = [model.get_submodule(stack.module).config for stack in find_stacks(model)]
@@ -301,7 +301,7 @@ def without_choice(model: nn.Module) -> Iterator[dict[int, int]]:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, partial(_through_one, per_token))
-    # Models may share a config, so it is put back to what it was.
+    # Models may share a config, so the context restores it.
     before = [each._experts_implementation for each in configs]
     for each in configs:
         each._experts_implementation = _IMPLEMENTATION
@@ -319,7 +319,7 @@ def _through_one(
 
     `hidden` is (tokens, features); `chosen` and `scores` are (tokens, n). `per_token` receives n.
     """
-    # The work is that of the real choice: as many rows, through weights of the same shape.
+    # The work equals the work of a real choice: as many rows, through weights of the same shape.
     count = per_token[id(experts)] = chosen.shape[-1]
     rows = hidden.repeat_interleave(count, dim=0)
     name = "gate_up_proj" if experts.has_gate else "up_proj"
@@ -360,7 +360,7 @@ def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
 def _divided(use: Use, choice: ExpertChoice) -> Iterator[Use]:
     count = len(choice.units)
     for position, unit in enumerate(choice.units):
-        # The first has what an integer division leaves over.
+        # The first part receives the remainder of the integer division.
         rest = {
             name: getattr(use, name) // count + (getattr(use, name) % count if position == 0 else 0)
             for name in ("saved", "mlp_saved")
@@ -378,10 +378,10 @@ def _divided(use: Use, choice: ExpertChoice) -> Iterator[Use]:
 
 # -- from preset ---------------------------------------------------------------------------------------
 #
-# The shape of a Llama preset in closed form: what a forward on fake tensors counts, without the model.
+# The shape of a Llama preset in closed form, equal to the counts of a forward on fake tensors.
 #
-# A forward needs transformers, whose import and models take longer than all else of a plan. A test holds that each
-# number here is the counted one.
+# A forward needs transformers. Importing it and building its models would take longer than all other parts of a plan.
+# A test checks that each number here equals the counted one.
 
 
 _FP32 = 4
@@ -395,7 +395,7 @@ _LOSS = {2: 18, 4: 12}
 
 
 def from_preset(name: str, sequence: int, itemsize: int) -> Shape | None:
-    """Returns the shape of a preset in the default division into units; None where only a forward tells.
+    """Returns the shape of a preset in the default division into units; None if only a forward can determine it.
 
     Raises:
         ConfigError: the model has fewer positions than the sequence has tokens.
@@ -403,7 +403,7 @@ def from_preset(name: str, sequence: int, itemsize: int) -> Shape | None:
     if name not in PRESETS or PRESETS[name].config != LLAMA:
         return None
     settings = PRESETS[name].settings
-    # The count leaves out the causal mask, and with it, at these lengths, other tensors that have the same shape.
+    # The counter skips tensors of the causal mask's shape. At these lengths other tensors have that shape, too.
     if sequence in (1, settings["hidden_size"] // settings["num_attention_heads"]):
         return None
     check_length(settings["max_position_embeddings"], sequence)
@@ -519,7 +519,7 @@ def _is_tied(settings: Mapping[str, Any]) -> bool:
 
 # -- from model ----------------------------------------------------------------------------------------
 #
-# The shape of a model that is built, or that is about to be trained, counted in one forward on fake tensors.
+# The shape of a model from its config or its modules, counted in one forward on fake tensors.
 #
 # Fake tensors allocate no memory, so a model of any size can be run.
 
@@ -577,7 +577,7 @@ class Adapters(NamedTuple):
 def from_adapted(
     name: str, adapters: Adapters, sequence: int, dtype: torch.dtype, units: Division | Sequence[str] = ()
 ) -> Shape:
-    """Returns the shape of a preset or folder of which the adapters alone are trained.
+    """Returns the shape of a preset or folder with adapters. Only the adapters are trained.
 
     Raises:
         ConfigError: the name or config is invalid, or the model's code does not run on fake tensors.
@@ -586,7 +586,7 @@ def from_adapted(
     check_positions(config, sequence)
     with torch.device("meta"):
         model = adapters.make(model_of(config, dtype))
-    # Layers of values stand for those of a quantized folder, whose bytes are nearly those of a format of ours.
+    # A quantized folder is modeled by plain layers in a block format of ours: their bytes are nearly the same.
     theirs = None if (bits := quantized_bits(config)) is None else "nf4" if bits <= 4 else "int8"
     return from_training(model, sequence, dtype, units, {}, adapters.frozen or theirs)._replace(name=name, adapted=True)
 
@@ -601,8 +601,8 @@ def from_training(
 ) -> Shape:
     """Returns the shape of a model that is about to be trained. The model itself stays as it is.
 
-    One forward runs on fake tensors in place of the parameters and buffers. `always` are keyword arguments of each
-    forward beside the batch, `frozen` the block format of frozen matrices.
+    One forward runs on fake tensors in place of the parameters and buffers. `always` are further keyword arguments of
+    each forward, `frozen` is the block format of frozen matrices.
 
     Raises:
         ConfigError: the model's code needs the values of its tensors.
@@ -640,14 +640,14 @@ def _stand_ins(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
-    """Returns the shape of the weight of a linear layer, by the layer's widths; None for another module."""
+    """Returns the shape of a linear layer's weight, taken from the layer's widths; None for another module."""
     rows, columns = getattr(module, "out_features", None), getattr(module, "in_features", None)
     return (rows, columns) if isinstance(rows, int) and isinstance(columns, int) else None
 
 
 @contextlib.contextmanager
 def _quantized_as_linear(model: nn.Module) -> Iterator[None]:
-    """Lets layers with quantized weights compute as linear ones inside the context: their own code needs values."""
+    """Makes layers with quantized weights compute as linear layers inside the context: their own code needs values."""
     owners = {name.rpartition(".")[0]: None for name in quantized_by_other_library(model)}
     layers = [layer for name in owners if _linear_shape(layer := model.get_submodule(name))]
     for layer in layers:
@@ -810,7 +810,7 @@ def _in_mlp(counter: Counter, inside: bool) -> Any:
 
 # -- from count ----------------------------------------------------------------------------------------
 #
-# A decoder of equal layers, from a count of parameters alone.
+# A decoder of equal layers, from its number of parameters.
 
 
 _VOCABULARY = 32000
@@ -824,7 +824,7 @@ and per element of the hidden size, for Llama's layer, whose norms and rotary em
 _from_count_LOSS = {2: 18.0, 4: 12.0}
 """Bytes that a loss moves for each logit, by the bytes of a weight: bf16 logits are copied to fp32 first."""
 _WIDE = (43, 16)
-"""Width of a gated MLP, as a fraction of the hidden size: 11008 / 4096, as Llama's. It saves four tensors so wide."""
+"""Width of a gated MLP as a fraction of the hidden size, as in Llama: 11008 / 4096. It saves four tensors this wide."""
 _MLP_SHARE = 8 / 12
 """Fraction of a layer's weights that its MLP contains."""
 
@@ -832,7 +832,7 @@ _MLP_SHARE = 8 / 12
 def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -> Shape:
     """Returns the shape of a decoder of equal layers, with an untied embedding and head of 32000 tokens.
 
-    `itemsize` is that of weights and activations; the loss is always in fp32.
+    `itemsize` is the bytes of an element of weights and activations; the loss is always in fp32.
 
     Raises:
         ConfigError: a number is less than 1 or too large, or the parameters are too few for the layers.

@@ -24,11 +24,11 @@ YEAR = 365.25 * 24 * 3600
 """Seconds of a year."""
 _DAY = 24 * 3600
 _WORN_IN = 10 * _DAY
-"""Seconds of training in which a drive that is worn out is named in the first line."""
+"""The first line of a plan warns of drives that wear out within so many seconds of training."""
 _SHARE_OF_LIFE = 0.1
-"""Fraction of a drive's rated writes that a run of known length may take without being named, as `drive_share`."""
+"""Fraction of a drive's rated writes that a run of known length may take without a warning, as in `drive_share`."""
 _TYPICAL_TBW = 1200e12
-"""Rated writes of a usual drive of 2 TB, where nobody gave those of the drives."""
+"""Rated writes of a usual 2 TB drive, if the ratings of the drives are unknown."""
 _NAMES = {
     **{state.value: state.title for state in State},
     "tiles of the optimizer": "buffers of the optimizer",
@@ -45,7 +45,7 @@ class Asked(NamedTuple):
     tokens: int | None = None
     """Tokens to train on."""
     endurance: int | None = None
-    """Bytes that all drives together are rated to have written to them (TBW)."""
+    """Rated bytes written (TBW) of all drives together."""
 
 
 def in_short(planned: Planned) -> str:
@@ -59,7 +59,7 @@ def in_short(planned: Planned) -> str:
 
 
 def verdict(planned: Planned, advice: Advice, asked: Asked) -> str:
-    """Returns a plan, which fits, in one line: tokens a day, what limits, cautions, the change that helps most."""
+    """Returns a plan in one line: tokens a day, the limiting resource, cautions, the change that helps most."""
     daily = planned.timing.tokens_per_second * _DAY
     best = f"first change: {advice.changes[0].sentence}" if advice.changes else "; ".join(_no_change(planned, advice))
     told = [f"{format_count(daily)} tokens a day", _describe_limit(planned.timing), *cautions(planned, asked)]
@@ -67,7 +67,7 @@ def verdict(planned: Planned, advice: Advice, asked: Asked) -> str:
 
 
 def cautions(planned: Planned, asked: Asked) -> list[str]:
-    """Returns what a user should know before anything else: a disturbed probe, a drive worn out, no resume."""
+    """Returns the warnings that come first: a disturbed probe, a drive that wears out, a run without resume."""
     found = list(planned.hardware.doubts[-1:])
     if planned.memory.slots == 1:
         found.append("no resume after a kill (durability none)")
@@ -118,7 +118,7 @@ def _describe_experts(planned: Planned) -> list[str]:
 
 
 def experts_of(planned: Planned) -> dict[str, Any] | None:
-    """Returns how many experts of all layers a micro-batch and a step visit; None if experts are no units."""
+    """Returns the numbers of experts that a micro-batch and a step visit in all layers; None without expert units."""
     shape, load = planned.shape, planned.load
     every = sum(len(each.units) for each in shape.experts)
     visited = {"micro_batch": load.batch * shape.sequence, "step": load.tokens(shape)}
@@ -150,7 +150,7 @@ def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
 
 
 def _of_rates(planned: Planned) -> list[str]:
-    """Returns a line of rates for each origin except "assumed"; none for an origin that no rate has."""
+    """Returns a line of rates for each origin except "assumed"; none for an origin without rates."""
     of = {origin: sentences(planned.hardware.rates, origin) for origin in ORIGINS if origin != "assumed"}
     return [f"{origin}: {'; '.join(words)}" for origin, words in of.items() if words]
 
@@ -188,7 +188,7 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
 
 
 def _of_spare_ram(planned: Planned) -> list[str]:
-    """Returns a line on RAM that stays free although gradients are on disk; none if either is not so."""
+    """Returns a line on RAM that stays free although gradients are on disk; none if not both are the case."""
     memory = planned.memory
     spare = planned.hardware.ram - planned.host_peak
     if not memory.spilled or spare <= 0:
@@ -207,13 +207,13 @@ def _of_spare_ram(planned: Planned) -> list[str]:
 
 
 def inputs_of(planned: Planned) -> dict[str, int]:
-    """Returns how many blocks' inputs wait in each tier for the backward; none if blocks keep all activations."""
+    """Returns the number of blocks' inputs by the tier in which they wait; empty if blocks keep all activations."""
     load, count = planned.load, len(recomputed(planned.shape, planned.load))
     return {"device": count - load.on_host - load.on_disk, "host": load.on_host, "disk": load.on_disk}
 
 
 def _describe_inputs(planned: Planned) -> str:
-    """Returns where the inputs of blocks wait, in words; nothing if blocks keep all activations."""
+    """Returns the tiers of the blocks' inputs in words; empty if blocks keep all activations."""
     counts, needed = inputs_of(planned), planned.needed
     if not any(counts.values()):
         return ""
@@ -236,7 +236,7 @@ def _of_time(planned: Planned) -> list[str]:
     lines_found += _of_order(planned)
     enough = hiding(planned)
     have = planned.load.batch * planned.shape.sequence
-    # The hint is of use only if a larger micro-batch can be reached.
+    # The hint helps only if a larger micro-batch would hide more.
     if not timing.hidden and enough is not None and enough > have:
         lines_found.append(
             f"  with {enough:,} tokens in a micro-batch ({have:,} now) all I/O could hide behind compute"
@@ -263,7 +263,7 @@ def orders_heading(planned: Planned) -> str:
 
 
 def orders_table(orders: Sequence[Ordered]) -> list[tuple[str, ...]]:
-    """Returns the rows on orders: order, what hides updates, seconds, bytes moved, cost of a clipped step."""
+    """Returns one row per order: order, passes that hide updates, seconds, bytes moved, cost of a clipped step."""
     return [_order_row(each) for each in orders]
 
 
@@ -313,12 +313,12 @@ def _no_change(planned: Planned, advice: Advice) -> list[str]:
 
 
 def hiding(planned: Planned) -> int | None:
-    """Returns the tokens of a micro-batch whose compute hides all I/O; None if no number does."""
+    """Returns the smallest number of tokens in a micro-batch whose compute hides all I/O; None if no number does."""
     return hiding_tokens(planned.memory, planned.shape, planned.hardware, planned.load)
 
 
 def run_seconds(planned: Planned, tokens: int) -> float:
-    """Returns the seconds in which that many tokens are trained on."""
+    """Returns the seconds of a training on `tokens` tokens."""
     return tokens / planned.timing.tokens_per_second
 
 
@@ -462,9 +462,9 @@ def reach_heading(planned: Planned) -> str:
 
 
 def reach_table(planned: Planned, reaches: Sequence[Reach]) -> list[tuple[str, ...]]:
-    """Returns the rows on ways to keep activations: words, longest sequences, micro-batch, seconds relative to now.
+    """Returns one row per way to keep activations: words, longest sequences, micro-batch, seconds relative to now.
 
-    A way by which nothing fits has no row: `without_room` names it.
+    `without_room` names the ways by which no sequence fits; they have no row.
     """
     now = planned.timing.seconds
     return [
@@ -481,7 +481,7 @@ def reach_table(planned: Planned, reaches: Sequence[Reach]) -> list[tuple[str, .
 
 
 def without_room(ways: Sequence[Reach | Longest]) -> list[str]:
-    """Returns a line on the ways by which not even one sequence fits; none if each has room for some."""
+    """Returns a line on the ways by which no sequence fits; none if a sequence fits by each way."""
     names = [each.way.words for each in ways if not _has_room(each)]
     return [f"no sequence fits: {', '.join(names)}"] if 0 < len(names) < len(ways) else []
 
@@ -540,7 +540,7 @@ def _longest_row(each: Longest) -> tuple[str, ...]:
 
 
 def longest_lines(found: Sequence[Longest]) -> list[str]:
-    """Returns the lines below the table: what to set for the longest sequence, and a limit of the model."""
+    """Returns the lines below the table: the settings for the longest sequence, and a limit of the model."""
     plans = [each.planned for each in found if each.planned is not None]
     if not plans:
         return ["no sequence fits, with any tiers: the device has no room beside the weights in use"]

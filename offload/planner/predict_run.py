@@ -34,9 +34,9 @@ def predict(
     chunked_loss: bool = False,
     has_files: bool = False,
 ) -> Planned:
-    """Returns the plan of a run on one rank. The model is not yet part of an engine, and stays as it is.
+    """Returns the plan of a run on one rank. The model must not be under an engine yet, and stays as it is.
 
-    A run that has swap files takes their room over, so that free disk space does not matter.
+    A run with existing swap files reuses their space, so that free disk space does not matter.
 
     Raises:
         ConfigError: the config has no plan, or the probe is of another device.
@@ -59,7 +59,7 @@ def predict(
 
 
 def _schedule(config: Config, recompute: bool) -> str:
-    """Returns the order that the engine takes of "auto", as far as it is known: it knows no bytes of activations."""
+    """Returns the schedule for the plan. Without recomputation, the engine takes "auto" for micro-batch-major."""
     asked = config.offload.schedule
     if asked == "auto" and config.activation_tier is None and not recompute:
         return MICRO_BATCH_MAJOR

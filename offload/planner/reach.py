@@ -1,4 +1,4 @@
-"""The longest sequence and the largest micro-batch that a machine has room for, by the tier of the blocks' inputs."""
+"""The longest sequence and the largest micro-batch that fit on a machine, by the tier of the blocks' inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload.planner.recommend import Planned, plan, settled
 from offload.sizes import PAGE, parse_size
 
 _NEAR = 0.98
-"""Fraction of the longest sequence that a faster placement has to reach to be preferred."""
+"""Fraction of the longest sequence from which a faster placement is preferred."""
 
 
 class Way(NamedTuple):
@@ -30,7 +30,7 @@ class Way(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """A way, and how far it reaches with the tiers of a plan."""
+    """A way, and its longest sequence and largest micro-batch with the tiers of a plan."""
 
     way: Way
     sequence: int
@@ -44,7 +44,7 @@ class Reach(NamedTuple):
 
 
 class Longest(NamedTuple):
-    """A way, and the longest sequence that a machine reaches by it with any tiers of weights and states."""
+    """A way, and its longest sequence with any tiers of weights and states."""
 
     way: Way
     sequence: int
@@ -52,7 +52,7 @@ class Longest(NamedTuple):
     sequence_chunked: int
     """The same with the loss in chunks."""
     planned: Planned | None
-    """The plan of the longer of both; None if no sequence fits."""
+    """The plan of the longer of the two sequences; None if no sequence fits."""
 
 
 def ways(hardware: Hardware) -> Iterator[Way]:
@@ -68,9 +68,9 @@ def ways(hardware: Hardware) -> Iterator[Way]:
 
 
 def with_way(content: Mapping[str, Any], way: Way, hardware: Hardware) -> dict[str, Any]:
-    """Returns a config with the keys of a way in the place of its own on activations.
+    """Returns a config whose keys on activations are replaced by those of a way.
 
-    The config names the drives of `hardware` if it names none.
+    If the config names no drives, the drives of `hardware` are added.
     """
     found = copy.deepcopy(dict(content))
     found.pop("activation_checkpointing", None)
@@ -91,7 +91,7 @@ def with_way(content: Mapping[str, Any], way: Way, hardware: Hardware) -> dict[s
 
 
 def reach(planned: Planned) -> list[Reach]:
-    """Returns how far each way reaches with the tiers and budgets of a plan, and the seconds of the plan's step."""
+    """Returns the `Reach` of each way with the tiers and budgets of a plan."""
     found = []
     load = planned.given._replace(recompute=False)
     for way in ways(planned.hardware):
@@ -107,12 +107,12 @@ def reach(planned: Planned) -> list[Reach]:
 def search(
     shape: Shape, hardware: Hardware, load: Load, contents: Sequence[Mapping[str, Any]], chunked: bool | None = None
 ) -> list[Longest]:
-    """Returns for each way the longest sequence with any of some configs.
+    """Returns for each way the longest sequence with any of `contents`, configs in the order of their speed.
 
-    The fastest config comes first. With `chunked` None the loss is the one that reaches further.
+    With `chunked` None, the loss is the one with the longer sequence.
 
     Raises:
-        ConfigError: no config can be placed on the machine; the error is that of the last one.
+        ConfigError: no config can be placed on the machine; the error comes from the last config.
         BudgetError: likewise.
     """
     placed, error = [], None
@@ -128,7 +128,7 @@ def search(
 
 
 def _budgets(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields a config, then the one with the least host memory for states, which leaves the most to inputs."""
+    """Yields a config, then the same with the least host memory for states, which leaves the most to inputs."""
     memory = settled(shape, hardware, load, content)
     yield content
     if memory.config.offload.host_memory is None and memory.placement.on_disk:
@@ -154,7 +154,7 @@ def _longest(
     most = in_chunks if with_chunks else plain
     if not most:
         return Longest(way, plain, in_chunks, None)
-    # The configs are in the order of their speed: a faster one that is nearly as long is worth more.
+    # The configs are in the order of their speed. A faster one with a nearly as long sequence is preferred.
     position = next(index for index, each in enumerate(lengths) if each[with_chunks] >= _NEAR * most)
     at = shape.at(lengths[position][with_chunks])
     found = plan(at, hardware, load._replace(chunked_loss=with_chunks), contents[position])
@@ -173,7 +173,7 @@ def _lengths(
 
 
 def _seconds(planned: Planned, load: Load, content: Mapping[str, Any]) -> float | None:
-    """Returns the seconds of the plan's step with another config; None if it does not fit."""
+    """Returns the seconds of the plan's step with another config; None if the step does not fit."""
     try:
         return plan(planned.shape, planned.hardware, load, content).timing.seconds
     except BudgetError:

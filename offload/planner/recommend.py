@@ -67,7 +67,7 @@ class Planned(NamedTuple):
     given: Load
     """`load` before the plan has chosen its schedule and the tiers of the blocks' inputs."""
     choice: ScheduleChoice
-    """The schedule of `load`, and why."""
+    """The schedule of `load`, and the reason for it."""
 
     @property
     def activations(self) -> int:
@@ -81,15 +81,15 @@ class Planned(NamedTuple):
 
     @property
     def least_host(self) -> int:
-        """Returns the bytes of a host budget that works: the least that always does, or the plan's own if it is less.
+        """Returns the bytes of the smallest host budget known to work: the general least one, or the plan's if smaller.
 
-        The plan's may be less, since the least leaves no room on the device for gradients.
+        The plan's budget may be smaller, since the general least assumes no room for gradients on the device.
         """
         return min(self.memory.least_host, self.memory.host)
 
     @property
     def export(self) -> int:
-        """Returns the bytes that the saved model takes in addition: of adapters alone, if they alone are trained."""
+        """Returns the additional bytes on disk of the saved model: of the adapters, if only they are trained."""
         if self.shape.adapted:
             return sum(self.memory.parts.trainable_numel) * self.memory.mode.weight_dtype.itemsize
         return self.memory.export
@@ -107,7 +107,7 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
         shape: the model.
         hardware: the machine.
         load: micro-batch, accumulation, loss and schedule of a step, and recomputation by the model itself. The config
-            has the rest: the tiers of the blocks' inputs, and tiles. "auto" takes the schedule of the shorter step.
+            sets the tiers of the blocks' inputs, and the tiles. "auto" chooses the schedule with the shorter step.
         content: a config in DeepSpeed's form.
 
     Raises:
@@ -139,7 +139,7 @@ def _timed(
     found: ScheduleChoice,
     before: Planned | None = None,
 ) -> Planned:
-    """Returns the plan with one schedule; `before` if its step is not longer."""
+    """Returns the plan with one schedule, or `before` if the step of `before` is not longer."""
     wish = wish_of(memory.config)
     chosen = load._replace(schedule=found.schedule)
     room = room_of(hardware, memory, wish, shape, chosen, chosen.alive > 1)
@@ -148,7 +148,7 @@ def _timed(
     activations.check(shape, chosen, wish, room)
     memory = _grown(memory, shape, hardware, chosen)
     if before is not None and lower_bound(memory, shape, hardware, chosen) >= before.timing.seconds:
-        return before  # no simulation is needed to know
+        return before  # the bound alone shows that this step is not shorter
     timing = predict(memory, shape, hardware, chosen)
     if before is not None and before.timing.seconds <= timing.seconds:
         return before
@@ -172,13 +172,13 @@ def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, 
 
 @dataclass(frozen=True)
 class _Content:
-    """A config as part of a question that was asked before if the text is the same."""
+    """A config as part of a cache key: two are equal if their texts are."""
 
     text: str
     content: Mapping[str, Any] = field(compare=False)
 
 
-# Advice, reach and orders ask about a plan's own config again, and about each of theirs more than once.
+# Advice, reach and orders settle the plan's own config again, and each of their configs more than once.
 @functools.lru_cache(maxsize=64)
 def _settled(
     layouts: tuple[UnitLayout, ...], asked: _Content, room: Room, accumulation: int, matrices: frozenset[str]
@@ -197,7 +197,7 @@ def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memo
 
 
 def _room(hardware: Hardware) -> Room:
-    """Returns the machine's room for a run; disk space is unknown if that of one drive is."""
+    """Returns the machine's room for a run; disk space is unknown if it is unknown for one drive."""
     disk = None if any(drive.free is None for drive in hardware.drives) else sum(d.free or 0 for d in hardware.drives)
     return Room(hardware.ram, hardware.gpu_memory, disk, max(len(hardware.drives), 1))
 
@@ -220,7 +220,7 @@ def with_host_budget(planned: Planned) -> Planned:
 
 
 def _budgets(planned: Planned) -> Iterator[int]:
-    """Yields host budgets in bytes, ascending: room for all weights, for half of the other states too, and for all.
+    """Yields host budgets in bytes, ascending: for all weights, for half of the other states too, and for all states.
 
     Budgets beyond the RAM are left out; if there are any, the largest budget that the RAM allows comes last.
     """
@@ -240,15 +240,15 @@ def _budgets(planned: Planned) -> Iterator[int]:
 def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None, **options: Any) -> Planned:
     """Returns the plan with the fastest tiers that fit and the recommended host budget.
 
-    With `recompute` None both are tried, and none is preferred. `options` are those of `memory.settings`.
+    `recompute` None tries a plan with and one without recomputation. `options` are the options of `memory.settings`.
 
     Raises:
-        ConfigError: nothing fits; the error is that of the candidate that takes the least memory.
+        ConfigError: nothing fits; the error comes from the candidate that takes the least memory.
         BudgetError: likewise.
     """
     error: Exception | None = None
     found: list[Planned] = []
-    # A folder without a drive behind it would be no place for anything.
+    # Without a drive, a folder could not store anything.
     options = options if hardware.drives else {**options, "paths": ()}
     # Without recomputation first: if both are about as fast, the simpler run is chosen.
     for again, tier in _ways(recompute, options.pop("activations", None)):
@@ -270,8 +270,8 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     if not found:
         assert error is not None
         raise error
-    # Candidates that move the least come first in `found`: the first one near the best is preferred to a marginally
-    # faster one.
+    # `found` starts with the candidates that move the fewest bytes. The first one that is nearly as fast as the best is
+    # preferred to a marginally faster one.
     best = max(found, key=lambda each: each.timing.tokens_per_second)
 
     def near(each: Planned) -> bool:
@@ -282,26 +282,26 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
 
 
 def _lacks_room(found: Sequence[Planned]) -> bool:
-    """Returns True if inputs of blocks elsewhere may make room for a layer-major step, which no plan so far has."""
+    """Returns True if no plan so far is layer-major, and moving blocks' inputs off the device may make one fit."""
     wanted = any(each.given.accumulation > 1 and each.given.schedule == "auto" for each in found)
     return wanted and all(each.choice.schedule == MICRO_BATCH_MAJOR for each in found)
 
 
 def _ways(recompute: bool | None, tier: str | None) -> list[tuple[bool, str | None]]:
-    """Returns the ways to keep activations that are tried: recomputation by the model itself, tier of blocks' inputs.
+    """Returns the ways to keep activations that `choose` tries, as (recomputation by the model, tier of inputs).
 
-    None leaves a choice open.
+    A tier of None leaves the choice open.
     """
     if tier is not None or recompute is not None:
         return [(bool(recompute), tier)]
-    # The last two move bytes that the first two do not, so they are for what fits in no other way.
+    # The last two move inputs of blocks, so they are tried only for runs that fit in no other way.
     return [(False, None), (False, "device"), (False, "cpu"), (False, "nvme")]
 
 
 def _check_device(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> None:
     """Raises `BudgetError` if not even a GPU without a budget for weights has room for the activations.
 
-    The error comes before any budget is tried, and names the largest micro-batch beside the budgets of `content`.
+    The error comes before any budget is tried. It names the largest micro-batch that fits beside `content`'s budgets.
     """
     if hardware.on_cpu:
         return
@@ -328,7 +328,7 @@ def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, An
             return with_host_budget(planned)
         memory = settle(shape.layouts, content, _room(hardware), matrices=shape.matrices)
         wish = wish_of(memory.config)
-        # With no room on the device all inputs leave it that can.
+        # With no room on the device, all inputs that can leave it do.
         least = activations.within(shape, load, wish, room_of(hardware, memory, wish, shape, load)._replace(device=0))
         room = for_device(hardware, memory) - beside_weights(memory, shape, least)
         content["offload"]["device_memory"] = max(room // PAGE * PAGE, 0)
@@ -340,11 +340,11 @@ def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, An
 def _with_least_budgets(
     shape: Shape, hardware: Hardware, load: Load, content: dict[str, Any], refusal: BudgetError
 ) -> Planned:
-    """Returns the plan of a machine whose CPU computes with the least host budget, if need be with both least ones.
+    """Returns the plan of a run on the CPU with the least host budget, or with both budgets at their least.
 
-    The default budgets take a share of the RAM in whole units. They may thus leave less to the activations than those
-    of a smaller machine, so a plan that fits there must not end with them. The budgets are written into `content`. If
-    none fit, `refusal` is raised.
+    The default budgets take a share of the RAM in whole units. On a larger machine they may thus leave less memory to
+    the activations than on a smaller one. A plan that fits the smaller machine must fit the larger one too. The budgets
+    are written into `content`. If none fits, `refusal` is raised.
     """
     memory = settled(shape, hardware, load, content)
     block = content["offload"]
@@ -360,16 +360,16 @@ def _with_least_budgets(
 
 
 def _check_moved(planned: Planned, tiers: tuple[str, str]) -> None:
-    """Raises `BudgetError` if states that should stay in memory are placed on DISK, as in another candidate."""
+    """Raises `BudgetError` if states that should stay in memory are placed on DISK: another candidate covers that."""
     if "nvme" not in tiers and planned.memory.placement.on_disk:
         raise BudgetError(f"the host budget has no room for {' and '.join(dict.fromkeys(tiers))}")
 
 
 # -- advice --------------------------------------------------------------------------------------------
 #
-# Advice on a plan: what to change, the host budget that pays, and the step in each order of micro-batches.
+# Advice on a plan: faster changes, the recommended host budget, and the step in each order of micro-batches.
 #
-# Every change and every order is tried by a prediction of its own.
+# Every change and every order is predicted on its own.
 
 
 _GAIN = 1.05
@@ -391,7 +391,7 @@ class Change(NamedTuple):
     words: str
     seconds: float
     gain: float
-    """Tokens per second with the change, divided by those without it."""
+    """Tokens per second with the change, divided by tokens per second without it."""
     option: str = ""
     """The option of `offload plan` that makes the change; empty for a change of the machine."""
 
@@ -484,9 +484,9 @@ def recommended_host(planned: Planned) -> int:
 
 
 def compare(planned: Planned) -> list[Ordered]:
-    """Returns the plan's step in each order that its model allows, the oldest one first.
+    """Returns the plan's step in each order that its model allows, the oldest order first.
 
-    A step that moves nothing, or has one micro-batch, has fewer orders; a single one is no comparison, and left out.
+    A step that moves nothing, or that has one micro-batch, has fewer orders. Empty if there is only one.
     """
     found = [
         Ordered(schedule, speculate, _plan(planned, schedule, speculate))
@@ -498,8 +498,9 @@ def compare(planned: Planned) -> list[Ordered]:
 
 
 def _differs(each: Ordered, planned: Planned) -> bool:
-    """Returns True if a step has the order that it was asked for, and one that no other step of the table has."""
-    # A model that is no chain has one order. Without a unit that can be updated early both steps are the same.
+    """Returns True if the plan has the order that was asked for, and differs from the other rows of the table."""
+    # A model whose blocks form no chain has one order. Without units that can be updated early, `speculate` changes
+    # nothing.
     return planned.load.schedule == each.schedule and bool(not each.speculate or planned.timing.simulation.speculated)
 
 

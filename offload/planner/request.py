@@ -59,11 +59,11 @@ from offload.swapper.memory.limits import free_host_memory
 _SHARE = 0.5
 """Fraction of free memory for the layers that are run and all tensors that they allocate."""
 _PASS_SECONDS = 20.0
-"""Upper limit of one forward and backward, predicted by the probe's rates. Fewer layers are run if all take longer."""
+"""Most seconds of one forward and backward, as predicted by the probe's rates. If all layers take longer, fewer run."""
 _ENOUGH_SECONDS = 10.0
-"""Measured time after which no further pass starts, once the least number of passes is done."""
+"""Measured seconds after which no further pass starts, once the least number of passes is done."""
 _PASSES = range(3, 16)
-"""Passes that are counted: the first and the last element are the least and the most."""
+"""Numbers of passes to count: at least the first element, at most the last."""
 
 
 def measured(
@@ -132,7 +132,7 @@ def _that_fits(
             f"the smallest part of {shape.name} that can run takes {format_size(int(least[0]))}, and "
             f"{format_size(most[0])} may be used: give a smaller --batch-size or --seq-len, or leave out --measure"
         )
-    # Both limits apply, bytes and seconds, each interpolated linearly between one layer and all layers.
+    # Bytes and seconds each limit the layers; each is interpolated linearly between one layer and all layers.
     taken = min(_layers_within(layers, *each) for each in zip(least, whole, most, strict=True))
     return (shape, layers) if taken == layers else (_of(shape, taken, dtype, units), taken)
 
@@ -151,7 +151,7 @@ def _layers_within(layers: int, one: float, all_of_them: float, room: float) -> 
 
     The needs are in bytes or in seconds.
     """
-    # The difference between the two needs is that of `layers - 1` layers: embedding and head are part of both.
+    # `layers - 1` layers make the difference between the two needs: both include embedding and head.
     each = (all_of_them - one) / max(layers - 1, 1)
     if all_of_them <= room or each <= 0:
         return layers
@@ -211,7 +211,7 @@ def _done(taken: Sequence[float]) -> float:
 
 
 def _as_in_training(values: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of `values` on 2 MiB pages, as in training: large products run faster from such pages."""
+    """Returns a copy of `values` on 2 MiB pages, as in training: large products run faster on such pages."""
     memory = torch.frombuffer(aligned_empty(values.nbytes), dtype=values.dtype) if values.numel() else values
     return memory.view(values.shape).copy_(values)
 
@@ -311,7 +311,7 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
     """
     _check(step, file)
     content, dtype, _, on, of = _resolved(model, machine, step, file)
-    # None compares both losses, and takes the one that reaches further.
+    # With None, `reach` tries both losses and takes the one that allows the longer sequence.
     chunked = None if step.chunked_loss is None and model.chunks else _in_chunks(model, step)
     load = _load(step, on.on_cpu, bool(chunked), content)
     if content is not None:
@@ -326,7 +326,7 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
 
 
 def _in_chunks(model: Model, step: Step) -> bool:
-    """Returns True if the loss is computed in chunks: as the user wants, else where the model allows it.
+    """Returns True if the loss is computed in chunks: as the user chooses, else if the model allows it.
 
     Raises:
         ConfigError: the user wants chunks, and the model does not allow them.
@@ -340,7 +340,7 @@ def _in_chunks(model: Model, step: Step) -> bool:
 
 
 class _Resolved(NamedTuple):
-    """What the options say, or else the config file, of model and machine."""
+    """Model and machine, from the options or else from the config file."""
 
     content: dict[str, Any] | None
     """The file's content as it is: the plan's config must contain the user's keys unchanged."""
@@ -360,7 +360,7 @@ def _resolved(model: Model, machine: Described, step: Step, file: Path | None) -
 
 
 def _load(step: Step, on_cpu: bool, chunked_loss: bool, content: Mapping[str, Any] | None = None) -> Load:
-    """Returns the work of a step; a config has the numbers that no option gives, and is planned for one rank."""
+    """Returns the work of a step on one rank. The config supplies the numbers that no option gives."""
     load = Load(
         step.batch or 1,
         step.accumulation or 1,
@@ -416,7 +416,7 @@ def _check(step: Step, file: Path | None) -> None:
     for name, value in (("batch-size", step.batch), ("seq-len", step.sequence), ("accumulation", step.accumulation)):
         if value is not None and value < 1:
             raise ConfigError(f"expected {name} of at least 1, got {value}")
-    # Each message is written out: docs/troubleshooting.md lists it by its words, by which users find it.
+    # Each message is written out, since docs/troubleshooting.md lists it and users search for its words.
     if step.dtype is not None and step.dtype not in DTYPES:
         raise ConfigError(f"there is no dtype {step.dtype!r}: expected {', '.join(DTYPES)}")
     if step.durability is not None and step.durability not in _DURABILITIES:
@@ -448,7 +448,7 @@ def shape(model: Model, sequence: int, dtype: torch.dtype, units: Division | Seq
     """Returns the model in numbers.
 
     Raises:
-        ConfigError: both or none are given, or the model cannot be built.
+        ConfigError: both a name and a number of parameters are given, or neither, or the model cannot be built.
     """
     if model.name is not None:
         if model.parameters is not None or model.layers is not None:
@@ -498,7 +498,7 @@ def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) ->
 def endurance(on: Hardware, given: str | None) -> int | None:
     """Returns the rated bytes written (TBW) of all drives together, or None if unknown.
 
-    `given` is the rating of each drive as text; without it SMART tells those of all drives.
+    `given` is the rating of each drive as text; without it the ratings are read from SMART.
     """
     if given is not None:
         return parse_tbw(given) * max(len(on.drives), 1)
@@ -534,8 +534,9 @@ def check_target(path: Path | None) -> None:
 def ready(planned: Planned) -> dict[str, Any]:
     """Returns the plan's config with the planned budgets, so that a run of the config uses the planned memory.
 
-    The device budget of a GPU is left out unless the config sets one: the first step measures the memory beside the
-    activations. Where GPU and CPU share a memory both budgets are written, since a run sees that memory as free twice.
+    The device budget of a GPU is left out unless the config sets one: the first step measures the memory that the
+    activations leave. Where GPU and CPU share one memory, both budgets are written, since a run would count the free
+    memory twice.
     """
     content = copy.deepcopy(dict(planned.content))
     block = content.setdefault("offload", {})
@@ -562,7 +563,7 @@ def format_exact(nbytes: int) -> int | str:
 
 
 def write_config(planned: Planned, path: Path, extra: Mapping[str, Any]) -> None:
-    """Writes the config of `ready`, updated by `extra`, to a new file. A failure leaves no file.
+    """Writes the result of `ready`, updated by `extra`, to a new file. A failure leaves no file.
 
     `extra` are top-level keys on learning, such as "optimizer".
 

@@ -1,11 +1,12 @@
 """Predicted seconds of a step: `simulate` plays the step with a machine's rates.
 
-input of a block     leaves for HOST or DISK beside the forward of the next block, and returns one block ahead
-update of a unit     beside the uses that `step_of` lists: under the next forward, and with speculation under the
+input of a block     leaves for HOST or DISK during the forward of the next block, and returns during the backward of
+                     the next block
+update of a unit     runs during the uses that `step_of` lists: under the next forward, and with speculation under the
                      backward too
 
-The module also predicts from how many tokens per micro-batch all I/O hides behind compute, and what it costs if the
-updates under the backward have to be done again.
+The module also predicts the tokens per micro-batch from which all I/O hides behind compute, and the cost of repeating
+the updates under the backward.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ from offload.states import State, Tier
 # work     the larger of all traffic of the drives and all compute; on a CPU, compute includes the optimizer's kernel,
 #          which runs on the same cores
 #
-# With updates under the backward, the k-th term adds no whole passes, but only their compute up to the moment at which
-# the first of these updates may begin.
+# With updates under the backward, the k-th term adds only the compute of the other passes up to the moment when the
+# first of these updates may begin.
 #
 # A unit's update ends before the unit's next use. The bound leaves out weights that may be in a host buffer when the
 # step starts, and the writes of the last few tiles, which may overlap the use of the unit.
@@ -163,9 +164,9 @@ def least_moved(
 ) -> tuple[int, int]:
     """Returns the fewest bytes that the drives read and write in a step, but for inputs of blocks.
 
-    With all states on disk in bf16 and little memory these are 24 bytes of each parameter for its update, and 2 for
-    each pass but the first, whose weights come from the update. Weights have to be on the device `passes` times:
-    forwards and backwards, or 2 if layer-major.
+    With all states on disk in bf16 and little memory, the update moves 24 bytes per parameter, and each pass but the
+    first moves 2 more. The first pass takes its weights from the update. `passes` counts how often the weights have to
+    be on the device: once for each forward and each backward, or 2 times in all if layer-major.
     """
     every = _Updates()
     for cost in _as_read(costs, memory):
@@ -181,8 +182,8 @@ def _again(memory: Memory, used: Collection[int] | None) -> int:
 
 
 def _buffers_of_updates(memory: Memory, speculates: bool) -> int:
-    """Returns the bytes of weights that updates need not read, or whose read spares one for the next use."""
-    # An update under the backward finds the weights of a use; for the next use they may have to be read again.
+    """Returns the bytes of weights that are read once, or not at all, for both an update and the next use."""
+    # An update under the backward finds the weights of a use, but the next use may have to read the weights again.
     more = memory.placement.moving_nbytes if speculates else 0
     return buffer_budgets(memory.parts, memory.placement).host + more
 
@@ -217,9 +218,9 @@ def _weights_on_disk(memory: Memory, used: Collection[int] | None) -> int:
 # compute of a use     flops / matmul + bytes of weights / weights + bytes / elementwise, once more if recomputed,
 #                      + `handed_seconds` if the CPU computes; on a GPU at least `handed_seconds`, since the host
 #                      prepares a use while the GPU computes the one before
-# backward of a use    the products once for the gradient of the input, and once more for that of trainable weights,
+# backward of a use    the products once for the gradient of the input, and once more for trainable weights' gradient,
 #                      + 2 * bytes / elementwise
-# of a tiled MLP       its products once more, and sums of its gradients for each tile; a loss in chunks has sums alone
+# of a tiled MLP       its products once more, and sums of its gradients for each tile; a chunked loss adds only sums
 # of an embedding      bytes of its gradient / fresh, and the same for each other use of the unit, to sum the gradients
 # gradient of a unit   copied beside the backward's compute on a GPU, after the compute on a CPU
 # accumulated          (2 * bytes of the total + bytes of the gradient) / elementwise; the last micro-batch copies the
@@ -239,9 +240,9 @@ class Pass(NamedTuple):
     block: bool = False
     """True for a use in a block that is computed again if there is recomputation."""
     sends: Moving = Moving()
-    """Input of the block before, which leaves the device in the forward meanwhile."""
+    """Input of the previous block. It leaves the device during this use's forward."""
     receives: Moving = Moving()
-    """Input of the use's block, which has to be on the device before the backward of the use."""
+    """Input of the use's block. It has to be on the device before the backward of the use."""
     choice: ExpertChoice = ExpertChoice()
     """The router's choice of experts before the use."""
 
@@ -259,7 +260,7 @@ def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] 
         other = batch * use.nbytes / hardware.elementwise
         # A tied embedding receives a gradient from each of its uses, and all of them are summed.
         made = times[use.unit] * learning * nbytes / hardware.fresh if use.lookup else 0.0
-        # One product for the gradient of the input, one for that of the weights if these train.
+        # One product for the gradient of the input, and one for the gradient of the weights if the weights train.
         back = (1 + learning) * products + 2 * other + made + of_tiles(shape, use, load, hardware)
         if position == len(shape.uses) - 1:
             back += of_chunks(shape, load, hardware)
@@ -272,14 +273,14 @@ def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] 
 def _with_inputs(passes: list[Pass], shape: Shape, load: Load) -> list[Pass]:
     blocks, moves = shape.blocks, moving(shape, load)
     for block, after, each in zip(blocks, blocks[1:], moves, strict=False):
-        # An input leaves once the next one has come. In the backward the last use of a block is its first one.
+        # A block's input leaves once the next block starts. A backward starts a block with the block's last use.
         passes[after.uses[0]] = passes[after.uses[0]]._replace(sends=each)
         passes[block.uses[-1]] = passes[block.uses[-1]]._replace(receives=each)
     return passes
 
 
 def _with_host(seconds: float, handed: float, on_cpu: bool) -> float:
-    """Returns a use's seconds with the host's `handed`: after the compute on a CPU, beside it on a GPU."""
+    """Returns a use's seconds of compute and of the host's `handed`: one after the other on a CPU, at once on a GPU."""
     return seconds + handed if on_cpu else max(seconds, handed)
 
 
@@ -304,9 +305,9 @@ def backward_seconds(
     recompute: bool,
     sums: Sums = NO_SUMS,
 ) -> float:
-    """Returns the seconds of the backward of one use, with what its unit's gradient takes.
+    """Returns the seconds of one use's backward, including sums and copies of its unit's gradient.
 
-    A gradient is complete with the last use of its unit in the backward, which is the first one in the forward.
+    A gradient is complete after the last use of its unit in the backward. That use is the unit's first in the forward.
     """
     seconds = each.backward + (each.seconds if recompute and each.block else 0.0)
     if not completes:
@@ -327,7 +328,7 @@ def completing(first: Sequence[Pass]) -> dict[int, int]:
 
 
 def _with_gradient(seconds: float, numel: int, hardware: Hardware) -> float:
-    """Returns the seconds of a backward with the copy of its gradient: after compute on a CPU, beside it on a GPU."""
+    """Returns the seconds of a backward and its gradient's copy: one after the other on a CPU, at once on a GPU."""
     kept = numel / hardware.gradient
     return seconds + kept if hardware.on_cpu else max(seconds, kept, hardware.itemsize * numel / hardware.download)
 
@@ -337,8 +338,8 @@ def _with_gradient(seconds: float, numel: int, hardware: Hardware) -> float:
 # The uses of a step in their order, with their seconds of compute: the input of `simulate` and of the lower bound.
 #
 # micro-batch-major   forward and backward of each micro-batch
-# layer-major         forward     each block for all micro-batches; what stands before the blocks counts as one more
-#                     loss        what follows the blocks, forward and at once backward, for one micro-batch at a time
+# layer-major         forward     each block for all micro-batches; the uses before the blocks count as one more block
+#                     loss        the uses after the blocks, forward and at once backward, for one micro-batch at a time
 #                     backward    each block for all micro-batches, the last block first
 #
 # In layer-major the gradients of a unit are summed on the device, and leave once, with the unit's last micro-batch.
@@ -347,11 +348,10 @@ def _with_gradient(seconds: float, numel: int, hardware: Hardware) -> float:
 def step_of(
     shape: Shape, firsts: Sequence[Sequence[Pass]], memory: Memory, hardware: Hardware, load: Load
 ) -> tuple[list[Use], ...]:
-    """Returns the uses of a step in passes: those up to the end of the first forward, then those of each other pass.
+    """Returns the uses of a step in passes, the first forward first.
 
-    A pass uses each unit at least once for every time that its weights have to come: in layer-major there are two, the
-    forward with the first micro-batch's head, and the rest. The forwards may be of other experts, as many of each
-    layer.
+    The weights of each unit have to be on the device once in each pass. A layer-major step has two passes: the forward
+    with the first micro-batch's head, and the rest. Forwards may visit different experts, but as many in each layer.
     """
     if load.schedule == LAYER_MAJOR:
         return _with_the_rest(*_layer_major(shape, firsts, memory, hardware, load))
@@ -368,7 +368,7 @@ def step_of(
 
 
 def _with_the_rest(*passes: list[Use]) -> tuple[list[Use], ...]:
-    """Returns the passes of a step; units that its last micro-batch does not use are complete at the step's end."""
+    """Returns `passes`, with units that the last micro-batch does not use completed by the step's last use."""
     every, named = set[int](), set[int]()
     for use in (use for one in passes for use in one):
         every.add(use.unit)
@@ -435,7 +435,7 @@ def _layer_major(
     opening = [_forward(first[position]) for segment in body for first in firsts for position in segment]
     rest: list[Use] = []
     for number in range(count):
-        # The first head belongs to the first pass: the updates of its units have to end before it, too.
+        # The first head belongs to the first pass: the updates of the head's units have to end before the head.
         (rest if number else opening).extend(_forward(firsts[number][position]) for position in tail)
         back(rest, reversed(tail), number)
     for segment in reversed(body):
@@ -449,7 +449,7 @@ def _forward(each: Pass) -> Use:
 
 
 def _append(found: list[Use], each: Pass, seconds: float, completes: tuple[int, ...]) -> None:
-    """Appends a use of a backward. That of an embedding fetches no weights, so it is part of the use before."""
+    """Appends a use of a backward. The use of an embedding fetches no weights, so the use before includes it."""
     if each.lookup and found:
         before = found[-1]
         found[-1] = before._replace(seconds=before.seconds + seconds, completes=(*before.completes, *completes))
@@ -467,10 +467,10 @@ _NEAR = 1.05
 _STEPS = 3
 """Steps to simulate. The last one is reported, since the first ones start without an access order."""
 _SPECULATIVE_STEPS, _COUNTED = 5, 2
-"""The same with updates under the backward, where the mean of the last steps is reported: each does work of others."""
+"""Steps to simulate, and to average, with updates under the backward: each step does part of another step's work."""
 _TILES_OF_A_UNIT = 16
 """Most tiles that are simulated per unit: a simulation of the real, smaller tiles would take too long."""
-# A search for the best plan, the advice beside it and its report ask for the same steps more than once.
+# A search for the best plan, its advice and its report each simulate the same steps.
 _simulated = functools.lru_cache(maxsize=64)(simulate)
 
 
@@ -492,7 +492,7 @@ class Timing:
     moved: Moved
     tokens: int
     miss_seconds: float
-    """Most seconds that a step takes longer if its gradients are clipped, and updates under the backward repeat."""
+    """Most seconds that a clipped step takes longer, since it repeats the updates under its backward."""
     simulation: Simulation
 
     @property
@@ -540,9 +540,9 @@ def rates_of(memory: Memory, hardware: Hardware) -> SimulatedRates:
 
 
 def _kernel_rate(memory: Memory, hardware: Hardware) -> float:
-    """Returns the parameters updated per second, with the products of Muon, which the compute device makes.
+    """Returns the parameters updated per second, including the products that Muon makes on the compute device.
 
-    The products are in bf16, and the rate is that of the weights' dtype.
+    The products are in bf16, but their rate is the one measured in the weights' dtype.
     """
     rate = hardware.optimizer if hardware.on_cpu else _updated(memory, hardware)
     optimizer = memory.config.optimizer
@@ -576,7 +576,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
 
     Raises:
         BudgetError: units in use at the same time have no room on the device.
-        ConfigError: the step has more micro-batches than are simulated.
+        ConfigError: the step has more than `MOST_MICRO_BATCHES` micro-batches.
     """
     if load.accumulation > MOST_MICRO_BATCHES:
         raise ConfigError(
@@ -611,7 +611,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
     )
     costs = _of_step(costs, passes)
     compute = sum(use.seconds for one in passes for use in one)
-    # If both are the same sum, rounding may differ.
+    # If both add up the same seconds, rounding may make the bound the larger one.
     bound = min(_least(passes, memory, costs, rates, load), found.seconds)
     limit, limit_seconds = _limit(found, compute, hardware.on_cpu)
     return Timing(
@@ -652,7 +652,7 @@ def speculates(memory: Memory, load: Load) -> bool:
 
 
 def _miss_seconds(found: Simulation, costs: Sequence[UpdateCost | None], rates: SimulatedRates) -> float:
-    """Returns the most seconds that a step takes longer if it clips: updates under its backward are made once more."""
+    """Returns the most seconds that a clipped step takes longer, since it repeats the updates under its backward."""
     again = [cost for cost in (costs[unit] for unit in found.speculated) if cost is not None]
     read = sum(cost.weight_nbytes + cost.state_nbytes for cost in again)
     written = sum(cost.written_nbytes for cost in again)
@@ -729,7 +729,7 @@ def _least(
 
 
 def lower_bound(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> float:
-    """Returns the lower bound of a step's seconds; arguments as of `predict`."""
+    """Returns the lower bound of a step's seconds; arguments as in `predict`."""
     passes = _passes(memory, shape, hardware, load)
     return _least(passes, memory, _of_step(_costs(memory, shape), passes), rates_of(memory, hardware), load)
 
@@ -745,7 +745,7 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
         passes = _passes(memory, shape, hardware, load._replace(batch=batch))
         costs = _of_step(every, passes)
         compute = sum(use.seconds for one in passes for use in one)
-        # The bound spares most simulations.
+        # The bound makes most simulations unnecessary.
         least = _least(passes, memory, costs, rates, load)
         return least <= _NEAR * compute and predict(memory, shape, hardware, load._replace(batch=batch)).hidden
 
@@ -764,7 +764,7 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
 
 # -- schedule choice -----------------------------------------------------------------------------------
 #
-# The schedule of a planned run, by the function that a run decides by.
+# The schedule of a planned run, chosen by the same function as in a run.
 
 
 def choice_of(shape: Shape, hardware: Hardware, load: Load, memory: Memory, wish: Wish) -> ScheduleChoice:

@@ -78,8 +78,8 @@ __getattr__ = attributes_of("utils")
 _LEVELS = {name: getattr(python_logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 
 logger = python_logging.getLogger("DeepSpeed")
-# Warnings go to stdout, as those of DeepSpeed's logger do. The module may be imported under two names, and a second
-# handler would double each line.
+# Warnings go to stdout, as in DeepSpeed's logger. The module may be imported under two names, and a second handler
+# would print each line twice.
 if not logger.handlers:
     _handler = python_logging.StreamHandler(sys.stdout)
     _handler.setFormatter(python_logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
@@ -118,7 +118,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: python_logging.
 
 # -- leaf modules --------------------------------------------------------------------------------------
 
-# A marked module is a unit of the engine that `deepspeed.initialize` makes, as one that the key "leaf_module" names.
+# `deepspeed.initialize` makes a marked module one unit of the engine, as the config key "leaf_module" does.
 _MARK = "_z3_leaf"
 """Attribute of marked modules, under DeepSpeed's name."""
 
@@ -174,10 +174,10 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Marks modules by the ends of their names; returns them, and the ends that no name has.
+    """Marks modules by the suffixes of their names; returns the modules, and the suffixes that match no name.
 
     Raises:
-        ValueError: if no name has one of the ends, and `raise_if_not_found` is True.
+        ValueError: if a suffix matches no name, and `raise_if_not_found` is True.
     """
     return _set_by_name(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
@@ -225,14 +225,14 @@ def safe_update_full_grad_vectorized(
         update_func: receives the gradient in fp32 and the parameter, and returns the new gradient.
     """
     for parameter in param_list:
-        # One parameter in memory at a time: the gradients of all may be larger than the RAM.
+        # One gradient in memory at a time: all gradients together may be larger than the RAM.
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
             safe_set_full_grad(parameter, update_func(gradient, parameter))
 
 
 class OnDevice:
-    """Context in which torch makes tensors on a device and in a dtype, such as on "meta" without memory."""
+    """Context in which torch creates tensors on a device and in a dtype, for example on "meta" without memory."""
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
         self._dtype, self._device, self._enabled = dtype, device, enabled
@@ -252,7 +252,7 @@ class OnDevice:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Returns `item`, which may be nested, with its tensors on a device; with a criterion, what fulfils it."""
+    """Returns `item`, which may be nested, with its tensors on a device; with a criterion, only the matching ones."""
     moves = criterion_func or (lambda leaf: isinstance(leaf, torch.Tensor))
     return tree_map(lambda leaf: leaf.to(device) if moves(leaf) else leaf, item)
 
@@ -261,8 +261,8 @@ copy_to_device = move_to_device
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Returns `item`, which may be nested, with a copy of each tensor that has memory of its own size."""
-    # `copy=True`: a view on the CPU would be pickled with the memory of all.
+    """Returns `item`, which may be nested, with each tensor copied into memory of the tensor's own size."""
+    # `copy=True`, since a view on the CPU would be pickled with the memory of the whole tensor.
     return tree_map(lambda leaf: leaf.detach().to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, item)
 
 
@@ -272,7 +272,7 @@ DeepSpeedDataLoader = Loader
 
 
 class RepeatingLoader:
-    """A loader without an end: it begins anew where it ends."""
+    """A loader without an end: it starts again whenever the wrapped loader ends."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -285,14 +285,14 @@ class RepeatingLoader:
         try:
             return next(self.data_iter)
         except StopIteration:
-            # A loader without items ends here too, instead of turning for ever.
+            # An empty loader raises here, so that there is no endless loop.
             self.data_iter = iter(self.loader)
             return next(self.data_iter)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Logs the memory in use, and the most that was; without `force` it does nothing, as in DeepSpeed."""
-    # At the level that DeepSpeed's logger shows, since the caller has asked for the line.
+    """Logs the memory in use and its peak; without `force` it does nothing, as in DeepSpeed."""
+    # Logged at a level that DeepSpeed's logger shows, since the caller requested the line.
     if force:
         device = get_accelerator()
         used, most = device.memory_allocated(), device.max_memory_allocated()

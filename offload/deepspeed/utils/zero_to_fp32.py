@@ -69,7 +69,7 @@ def load_state_dict_from_zero_checkpoint(
         StoreError: if there is no such checkpoint, or it is damaged.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    # As DeepSpeed does: the weights that come are there.
+    # Moved to the CPU as in DeepSpeed, since the loaded weights are there.
     model = model.cpu()
     model.load_state_dict(state, strict=False)
     return model
@@ -98,7 +98,7 @@ def convert_zero_checkpoint_to_state_dict(
     Raises:
         StoreError: if there is no such checkpoint, it is damaged, or the disk has no room.
     """
-    # A limit that no model reaches, in the place of none.
+    # Without a limit, a value that no model reaches.
     limit = shard_size(1 << 62 if max_shard_size is None else max_shard_size)
     if safe_serialization:
         with _opened(checkpoint_dir, tag) as (source, queue):
@@ -147,23 +147,23 @@ def _state_dict(
 ) -> dict[str, torch.Tensor]:
     """Returns the weights of a checkpoint in a dtype, and its buffers."""
     with _opened(checkpoint_dir, tag) as (source, _):
-        # A file with a name of its own has every name of a tied weight, as `load_state_dict` expects.
+        # With a file name, the plan includes every name of a tied weight, as `load_state_dict` expects.
         plan = make_plan(source, dtype, 1, not exclude_frozen, name=_FILE)
-        # The stream that also writes the files of `offload export`: both read a checkpoint alike.
+        # `offload export` uses the same stream, so that both read a checkpoint alike.
         memory = _Memory(plan)
         stream(source, plan, memory.put)
         return {**memory.tensors(), **{name: value.clone() for name, value in source.buffers.items()}}
 
 
 class _Memory:
-    """The file of a plan, in memory; whose `put` `stream` calls."""
+    """The file of a plan, in memory. `stream` calls `put`."""
 
     def __init__(self, plan: ExportPlan) -> None:
         self._plan = plan
         self._bytes = bytearray(plan.nbytes)
 
     def put(self, file: str, offset: int, data: memoryview) -> Sequence[Any]:
-        """Copies bytes to where they lie in the file."""
+        """Copies bytes to their offset in the file."""
         self._bytes[offset : offset + len(data)] = data
         return ()
 
@@ -171,7 +171,7 @@ class _Memory:
         places, tensors = self._plan.places(), {}
         for name, tensor in self._plan.shards[_FILE].items():
             count = tensor.nbytes // tensor.dtype.itemsize
-            # torch refuses a buffer of no bytes.
+            # torch refuses an empty buffer.
             flat = (
                 torch.frombuffer(self._bytes, dtype=tensor.dtype, count=count, offset=places[name].offset)
                 if count
@@ -185,7 +185,7 @@ def _pickle(state: dict[str, torch.Tensor], out: Path, limit: int) -> None:
     """Writes tensors as `pytorch_model.bin`, or as several such files with an index."""
     out.mkdir(parents=True, exist_ok=True)
     cut = shard({name: Tensor(value.dtype, tuple(value.shape)) for name, value in state.items()}, limit)
-    # The names by which `from_pretrained` finds them.
+    # `from_pretrained` finds the files by these names.
     names = ["pytorch_model.bin"]
     if len(cut) > 1:
         names = [f"pytorch_model-{number + 1:05d}-of-{len(cut):05d}.bin" for number in range(len(cut))]
@@ -193,7 +193,7 @@ def _pickle(state: dict[str, torch.Tensor], out: Path, limit: int) -> None:
         index = {"weight_map": files}
         (out / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for name, tensors in zip(names, cut or [{}], strict=True):
-        # A copy of each, since a view would be saved with the memory of all.
+        # Each tensor is copied, since a view would be saved with the memory of all tensors.
         torch.save({key: state[key].clone() for key in tensors}, out / name)
 
 

@@ -2,7 +2,7 @@
 
 Work     a work item with its seconds at full speed
 Server   a drive, a link or a processor: runs one work item at a time, the most urgent first
-Clock    all servers and the time; servers of one `group` are the same hardware, so busy ones share its speed
+Clock    all servers and the time; servers of one `group` are the same hardware, and busy ones share its speed
 SimulatedMachine  the servers of a machine, by the work that they do
 """
 
@@ -38,7 +38,7 @@ class Work:
         self.row, self.unit, self.seconds, self.priority = row, unit, seconds, priority
         self.left = seconds
         self.start = math.nan
-        # Every actor's condition reads it after each event, so it is an attribute.
+        # An attribute rather than a property: every actor's condition reads `done` after each event.
         self.done = not seconds
 
 
@@ -61,10 +61,10 @@ class Server:
 
     @property
     def speed(self) -> float:
-        """Returns the fraction of full speed while as many servers of the group work as do, including this one."""
+        """Returns the fraction of full speed at which this server now works."""
         if self.group.working == 1:
             return 1.0
-        # A drive that reads and writes does not give each half of its bandwidth, so the fraction is given.
+        # A drive that reads and writes at once does not halve its bandwidth, so `_beside` sets the fraction.
         return 1 / self.group.working if self._beside is None else self._beside
 
 
@@ -74,7 +74,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self._ended: list[tuple[Work, float]] = []
-        """Ended work items and their ends, in the order of these."""
+        """Ended work items with the times of their ends, in the order of time."""
         self._servers: list[Server] = []
         self._groups: dict[str, _Group] = {}
 
@@ -95,7 +95,7 @@ class Clock:
     def begin(self, server: Server, row: str, unit: int, seconds: float, priority: int = 0) -> Work:
         """Enqueues a work item and returns the item.
 
-        `seconds` are those at full speed: an item of 0 seconds is done at once and leaves no span.
+        `seconds` is the duration at full speed. An item of 0 seconds is done at once and leaves no span.
         """
         work = Work(row, unit, seconds, priority)
         if seconds:
@@ -150,7 +150,7 @@ class SimulatedRates(NamedTuple):
     written: float = math.inf
     """Bytes per second to the drives while nothing is read."""
     mixed: float | None = None
-    """Total bytes per second while the drives read and write at once. With None both take as long as in sequence."""
+    """Total bytes per second while the drives read and write at once. None: as long as one after the other."""
     upload: float = math.inf
     """Bytes per second to the device."""
     kernel: float = math.inf
@@ -158,7 +158,7 @@ class SimulatedRates(NamedTuple):
     on_cpu: bool = False
     """True if the device is the CPU: compute and kernel share the cores, and the model's thread makes the copies."""
     download: float = math.inf
-    """Bytes per second from the device, beside copies to it."""
+    """Bytes per second from the device, during copies to the device as well."""
 
     @property
     def beside(self) -> tuple[float, float]:

@@ -43,14 +43,14 @@ class Entry:
     """Device buffer of the weights."""
     reading: Work | None = None
     copied: Work | None = None
-    """Last copy from the host buffer to the device buffer. The host buffer must not be reused before its end."""
+    """Last copy from the host buffer to the device buffer. The host buffer must not be reused before this copy ends."""
     pins: int = 0
     updating: bool = False
     in_update: bool = False
     unwritten: bool = False
 
     def read_ended(self) -> bool:
-        """Returns True if a read of the weights has ended that nobody has delivered yet."""
+        """Returns True if a read of the weights has ended but is not delivered yet."""
         return self.reading is not None and self.reading.done
 
     @property
@@ -79,13 +79,13 @@ class SimulatedPager:
         self._ascending = sorted(
             (align_up(size.nbytes), unit) for unit, size in enumerate(sizes) if not size.device_resident
         )
-        # Units whose reads have begun and are not delivered, by index. After each event an actor asks which have ended.
+        # Units whose reads have begun and are not delivered, by index. After each event, actors check for ended reads.
         self._reading: dict[int, Entry] = {}
         self._limits = limits
         self._to_read: set[int] = set()
         """Units on DISK that may be read into a host buffer."""
         self._to_upload: set[int] = set()
-        """Units that are not on the device, and not on their way into its memory from DISK."""
+        """Units that are not on the device, and that no read from DISK to the device is bringing."""
         for entry in self.entries:
             self._note(entry)
         self._uploads_elsewhere = may_upload_elsewhere(machine.on_cpu, several_ranks=False)
@@ -96,7 +96,7 @@ class SimulatedPager:
         """Pins a unit, fetches the unit to the device, and prefetches others."""
         entry = self.entries[unit]
         entry.pins += 1
-        # A nested use of a pinned unit is no use of its own, as in the real pager.
+        # A nested use of a pinned unit does not count as a use, as in the real pager.
         if entry.pins == 1:
             self.access_order.use(unit)
             self.uses += 1
@@ -106,7 +106,7 @@ class SimulatedPager:
         yield from self.machine.counted("upload", until(entry.copied))
 
     def release(self, units: Iterable[int]) -> None:
-        """Unpins units, and evicts those from the device that the policy does not keep."""
+        """Unpins units, and evicts from the device the units that the policy does not keep."""
         for entry in (self.entries[unit] for unit in units):
             entry.pins -= 1
             if (
@@ -171,14 +171,14 @@ class SimulatedPager:
         self.waiting_for_buffer -= 1
 
     def _wait_for_place(self, entry: Entry) -> Acting[None]:
-        """Waits until a read in place is over, whose unit can be dropped then; raises the error if there is none."""
+        """Waits for a read in place to end, so that its unit can be dropped; raises `BudgetError` if there is none."""
         reading = [each for each in self.entries if each.reading_in_place]
         if not reading:
             raise self._no_room(entry)
         yield from self._finish_latest(reading)
 
     def _finish_latest(self, reading: list[Entry]) -> Acting[None]:
-        """Waits for the read whose unit is used last, which can then be evicted or dropped."""
+        """Waits for the read of the unit whose next use is latest. That unit can then be evicted or dropped."""
         distance = self.access_order.distance
         yield from self.finish_read(max(reading, key=lambda entry: (distance(entry.index), -entry.index)))
 
@@ -202,12 +202,12 @@ class SimulatedPager:
             self.move(entry, Residency.DEVICE if entry.residency is Residency.UPLOADING else Residency.HOST)
 
     def streams(self, unit: int) -> bool:
-        """Returns True if the host budget has no room for two such partitions, so that the unit moves in chunks."""
+        """Returns True if the host budget cannot hold two partitions of this size, so that the unit moves in chunks."""
         size = self.entries[unit].size
         return size.tier is Tier.DISK and 2 * align_up(size.shard_nbytes) > self.host.nbytes
 
     def stop_reading_in_place(self, entry: Entry) -> None:
-        """Ends a read in place whose bytes are old: what is left of it is not waited for, unlike in the real pager."""
+        """Ends a read in place of outdated bytes. Unlike the real pager, it does not wait for the rest of the read."""
         entry.reading = None
         del self._reading[entry.index]
         self.move(entry, Residency.DEVICE)
@@ -216,7 +216,7 @@ class SimulatedPager:
         return self.machine.on_cpu and entry.size.is_whole and self.streams(entry.index)
 
     def _stream(self, entry: Entry, host_buffer: UnitBlock) -> Acting[None]:
-        """Moves a unit from DISK to the device in chunks; each but the last is copied while the next is read."""
+        """Moves a unit from DISK to the device in chunks. Each chunk is copied while the next one is read."""
         second = yield from self.machine.counted("room", self.take_host_buffer(entry.index, host_buffer.nbytes))
         place = self._allocate_on_device(entry)
         if place is None:
@@ -225,7 +225,7 @@ class SimulatedPager:
         part = entry.size.shard_nbytes
         read = self.machine.read("weight read", "weights_read", entry.index, part, Priority.URGENT)
         yield from self.machine.counted("read", until(read))
-        # The copies of all chunks but the last overlap the reads, so only one chunk's copy takes time of its own.
+        # The copies of all chunks but the last overlap reads, so only the last copy adds time.
         made = entry.size.expanded_nbytes if self.machine.on_cpu else 0
         entry.copied = self.machine.upload(entry.index, min(part, host_buffer.nbytes) + made)
         yield from self.machine.counted("upload", until(entry.copied))
@@ -238,7 +238,7 @@ class SimulatedPager:
     def _upload(self, entry: Entry, place: UnitBlock) -> Acting[None]:
         """Starts the copy of a unit to the device. On a CPU the model's thread makes the copy and waits for it."""
         self.move(entry, Residency.UPLOADING)
-        # A GPU makes values far faster than the bus brings their blocks; a CPU makes them at the speed of its copies.
+        # A GPU expands blocks to values far faster than the bus copies them; a CPU expands them at its copy speed.
         made = entry.size.expanded_nbytes if self.machine.on_cpu else 0
         entry.copied = self.machine.upload(entry.index, entry.size.shard_nbytes + made)
         if self.machine.on_cpu:
@@ -278,7 +278,7 @@ class SimulatedPager:
         yield from self._prefetch_uploads()
 
     def advance(self) -> Acting[None]:
-        """Prefetches what has become possible, on another thread than the model's, and gives way to that thread."""
+        """Prefetches on another thread than the model's, and then lets the model's thread run."""
         if not self.waiting_for_buffer:
             yield from self._prefetch_reads(wait=False)
         if self._uploads_elsewhere and not any(e.pins and e.residency is not Residency.DEVICE for e in self.entries):
@@ -317,7 +317,7 @@ class SimulatedPager:
     def _prefetch_reads(self, wait: bool = True) -> Acting[None]:
         yield from self._finish_ended_reads()
         wanted = self._to_read.__contains__
-        # Most of the time there is nothing to read, which the order need not be asked for.
+        # Most of the time there is nothing to read, so the access order is not computed.
         while (
             self._to_read
             and (unit := next_to_fetch(self.access_order, self._shard_nbytes, wanted, self._limits)) is not None
@@ -356,7 +356,7 @@ class SimulatedPager:
     def take_host_buffer(self, unit: int, nbytes: int, beyond: int = -1, wait: bool = True) -> Acting[UnitBlock | None]:
         """Allocates a host buffer, evicting units whose next use is later than `beyond`; None without room.
 
-        Without `wait`, no unit is evicted whose copy to the device is under way.
+        Without `wait`, units whose copy to the device is under way are not evicted.
         """
         while True:
             evictable = [e.host_buffer for e in self.entries if e.host_buffer is not None and self._is_evictable(e)]
@@ -394,7 +394,7 @@ class SimulatedPager:
 
     def _note(self, entry: Entry) -> None:
         """Adds a unit whose state has changed to the candidates of reads and uploads, or removes it."""
-        # A unit on DISK has no host buffer but during an update.
+        # A unit on DISK has a host buffer only during an update.
         reads = entry.residency is Residency.DISK and not entry.updating and not self.streams(entry.index)
         uploads = entry.residency is not Residency.DEVICE and not entry.reading_in_place
         for units, belongs in ((self._to_read, reads), (self._to_upload, uploads)):

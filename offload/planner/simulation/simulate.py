@@ -8,9 +8,9 @@ every move is one of `residency.ARROWS`. Three actors take turns: the model's th
 that runs the callbacks of the I/O queue. Without rates all work ends at once: while the model computes, the worker runs
 as far ahead as host buffers allow, and prefetched weights are ready at their use.
 
-The simulation leaves out other ranks, evaluations, edits, the commit, windows of gradients that spill (their writes
-never make the backward wait), and tiles that are read before `step()` for updates that must wait for the norm. The host
-waits for the end of each use, so a GPU's host never runs ahead of the device.
+The simulation leaves out other ranks, evaluations, edits and the commit. It leaves out windows of spilled gradients:
+their writes never make the backward wait. It also leaves out reads of tiles before `step()` for updates that must wait
+for the norm. The host waits for the end of each use, so a GPU's host never runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Expected(NamedTuple):
 
 
 class Input(NamedTuple):
-    """Bytes of a block's input, and where they wait for the backward."""
+    """Bytes of a block's input, and whether they wait on a drive for the backward."""
 
     nbytes: int = 0
     on_disk: bool = False
@@ -67,13 +67,13 @@ class Use(NamedTuple):
     held: int = 1
     """Number of uses after which the unit is released; 1 releases the unit before the next use starts."""
     sends: Input = Input()
-    """An input that leaves the device from the start of the use on."""
+    """The input whose copy from the device starts with the use."""
     receives: Input = Input()
-    """An input that has to be on the device when the use computes."""
+    """The input that has to be on the device before the use computes."""
     completes: tuple[int, ...] = ()
-    """Units whose gradients of the step are complete after the use. A unit that no use names has its last use."""
+    """Units whose gradients of the step are complete after the use; by default after a unit's last use."""
     expects: Expected = Expected()
-    """Units that are known before the use to be used from here on."""
+    """Units whose uses, starting here, are known before this use."""
 
 
 class Budgets(NamedTuple):
@@ -98,7 +98,7 @@ class Simulation:
     """Uses that found the unit on the device."""
     moved: Moved
     undelivered: int
-    """Updates that found no host buffer, so that their weights are read again for the next use."""
+    """Updates without a host buffer. The next use reads the weights of such an update again."""
     speculated: tuple[int, ...]
     """Units whose updates began under the backward, before `step()` of the last step."""
     seconds: float
@@ -124,8 +124,8 @@ def simulate(
     """Simulates steps and returns the result for the last ones.
 
     Args:
-        steps: uses of each step, in order. The first step starts with empty buffers and no access order; the third is
-            close to all later ones. At each position all steps send and receive the same inputs.
+        steps: uses of each step, in order. The first step starts with empty buffers and no access order; from the third
+            on, steps hardly differ. At each position all steps send and receive the same inputs.
         sizes: one entry per unit.
         updates: cost of each unit's update; None for a unit without trainable parameters.
         budgets: bytes for cached units.
@@ -134,8 +134,8 @@ def simulate(
         overlap: False to wait for all updates at the end of each step.
         tile_numel: elements of a tile of the update worker; by default an entire unit.
         speculate: True to update units under the backward, where such an update can be undone; only with `overlap`.
-        tile_buffers: most tiles of the update worker in flight; None for those of most optimizers.
-        counted: last steps whose mean is the result. With updates under the backward a step may do work of the next.
+        tile_buffers: most tiles of the update worker in flight; None for the number that most optimizers use.
+        counted: number of last steps to average. With updates under the backward a step may do work of the next one.
 
     Raises:
         BudgetError: units in use leave no room on the device, as in the real pager.
@@ -199,13 +199,13 @@ class _Loop:
         """Counters at the start and at each return of `step()`."""
 
     def run(self) -> None:
-        """Runs all steps. The turn of the other actors comes while the model's thread computes or waits."""
+        """Runs all steps. The other actors run while the model's thread computes or waits."""
         model, worker, callbacks = self._model(), self._updater.act(), self._pager.deliver()
         ready: Callable[[], bool] | None = next(model, None)
         worker_ready, read_ended = next(worker), next(callbacks)
         while ready is not None:
             if worker_ready():
-                # A worker that could go on lets the model's thread begin first.
+                # The model's thread starts first, even if a worker could continue.
                 if self._computing or not ready():
                     worker_ready = next(worker)
                 else:
@@ -271,7 +271,7 @@ class _Loop:
 
 
 def _completed(uses: Sequence[Use]) -> dict[int, tuple[int, ...]]:
-    """Returns the units whose gradients are complete after each use, by its position."""
+    """Returns the units whose gradients are complete after each use, by the use's position."""
     named = {unit for use in uses for unit in use.completes}
     found = {position: use.completes for position, use in enumerate(uses) if use.completes}
     last_use = {use.unit: position for position, use in enumerate(uses)}
@@ -283,18 +283,18 @@ def _completed(uses: Sequence[Use]) -> dict[int, tuple[int, ...]]:
 
 # -- inputs of blocks ----------------------------------------------------------------------------------
 #
-# They leave the device in the forward and return for the backward:
+# Inputs leave the device in the forward and return for the backward:
 #
 #     forward     device ──download──► host ──write──► drive     from the start of the next block on
 #     backward    device ◄──upload─── host ◄──read──── drive     one block ahead, reads two more
 #
-# An input waits for the download of the one before, and for a buffer if it goes to a drive. A CPU makes no copies: its
-# device memory is host memory.
+# An input waits for the download of the previous input, and for a buffer if it goes to a drive. A CPU makes no copies:
+# its device memory is host memory.
 
 _BUFFERS = 4
 """Inputs that may be on their way to a drive at a time."""
 _READ_AHEAD = 2
-"""Inputs that are read before the backward needs them, beside the one that is uploaded."""
+"""Inputs to read ahead of the backward, in addition to the one in its upload."""
 
 
 class _Leaving(NamedTuple):
@@ -320,7 +320,7 @@ class SimulatedInputs:
         self._writes: deque[Work] = deque()
 
     def before(self, position: int) -> Acting[None]:
-        """Starts the moves that begin with a use, and waits for those that it needs."""
+        """Starts the moves that begin with a use, and waits for the moves that the use needs."""
         unit, sends, receives = self._uses[position]
         self._write_copied()
         if sends.nbytes:
@@ -379,7 +379,7 @@ class SimulatedInputs:
 
 
 def _following(uses: Sequence[tuple[int, Input, Input]]) -> dict[int, int]:
-    """Returns for each use that needs an input the next one of the same backward."""
+    """Returns for each use that needs an input the next such use of the same backward."""
     found: dict[int, int] = {}
     before: int | None = None
     for position, (_, sends, receives) in enumerate(uses):
@@ -423,8 +423,8 @@ def _update_cost(
         sum(each for state, each in beside.items() if tiers[state] is Tier.DISK),
         weight + sum(beside.values()),
         nbytes[State.GRAD] if tiers[State.GRAD] is Tier.DISK else 0,
-        # States in memory are updated in place, and so are those of a store with one slot. A gradient on DISK would
-        # have to be written and read first.
+        # States in memory, or in a store with one slot, are updated in place. A gradient on DISK would have to be
+        # written and read first.
         revocable=on_disk and slots == 2 and tiers[State.GRAD] is not Tier.DISK,
     )
 

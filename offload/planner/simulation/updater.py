@@ -1,8 +1,8 @@
 """The simulated update worker: a few tiles are read, computed and written at a time, as in the real worker.
 
-With speculation the worker also updates units whose gradients are complete before `step()`, under the rest of the
-backward, once the updates of the step before are written. Every such update is confirmed: a step that clips is not
-simulated.
+With speculation, the worker also updates units before `step()`, during the rest of the backward. Before such an update,
+the unit's gradients must be complete, and the previous step's updates must be written. Every such update is kept:
+clipped steps are not simulated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offload.swapper.memory.host_arena import TILE_BUFFERS
 
 
 class UpdateCost(NamedTuple):
-    """Elements and bytes of a unit's update. Bytes read are those of states whose tier is DISK."""
+    """Elements and bytes of a unit's update. Only states whose tier is DISK are read."""
 
     numel: int
     """Elements that the kernel updates."""
@@ -34,7 +34,7 @@ class UpdateCost(NamedTuple):
     revocable: bool = False
     """True if the store keeps the states from before the update, so that the update may be done again or dropped."""
     stops: tuple[int, ...] = ()
-    """Ends of tiles, in elements; empty for tiles of one size. Each element counts as many bytes as the mean one."""
+    """Ends of tiles, in elements; empty for tiles of one size. Each element counts with the mean bytes per element."""
     if_used: bool = False
     """True if a step that does not use the unit does not update it either."""
 
@@ -48,7 +48,7 @@ class _Update:
         self.unit, self.cost, self.has_buffer, self.delivered = unit, cost, has_buffer, delivered
         read = cost.state_nbytes or cost.gradient_nbytes or (tier is Tier.DISK and not has_buffer)
         self.buffered = bool(read or (tier is Tier.DEVICE and cost.written_nbytes))
-        """True if its tiles take a buffer, for a read or a copy."""
+        """True if the update's tiles take a buffer, for a read or a copy."""
         self.priority = priority
         """Urgency of its reads."""
         self.next_start = 0
@@ -62,10 +62,10 @@ class _Tile(NamedTuple):
     stop: int
     reads: list[Work]
     writes: list[Work]
-    """The write of the tile, once it has begun; empty before, and for one that is not stored."""
+    """The write of the tile, once it has begun; empty before, and for a tile that is not stored."""
 
     def is_written(self) -> bool:
-        """Returns True if nothing of the tile is on its way to the drives."""
+        """Returns True if no write of the tile is under way."""
         return not self.writes or self.writes[0].done
 
 
@@ -101,7 +101,7 @@ class SimulatedUpdater:
         self._flushing = 0
 
     def complete(self, unit: int) -> None:
-        """Takes the complete gradient of a unit: starts its write if it spills, and allows a speculative update."""
+        """Starts the write of a unit's complete gradient if the gradient spills, and allows a speculative update."""
         cost = self._costs[unit]
         if cost is not None and cost.gradient_nbytes:
             nbytes = cost.gradient_nbytes
@@ -138,9 +138,9 @@ class SimulatedUpdater:
     def act(self) -> Acting[None]:
         """Runs the worker: read the next tiles, compute one, retire written ones. The coroutine never returns."""
         while True:
-            # The model's thread may have waited for the work just done, and runs first.
+            # The model's thread runs first: it may have waited for the finished work.
             yield lambda: True
-            # Taken before the worker looks at any state, so that no change between the look and the wait is missed.
+            # Read before any other state, so that the wait below misses no change.
             seen = self._pager.version
             yield from self._retire()
             # Reads of the next tiles start before the kernel of this one, as many as there are buffers.
@@ -195,15 +195,15 @@ class SimulatedUpdater:
         return _Tile(job, start, stop, reads, [])
 
     def _next_job(self) -> Acting[_Update | None]:
-        """Starts the next update: that of the unit that the model's thread waits for, else the first in the queue.
+        """Starts the next update: the one for which the model's thread waits, else the first in the queue.
 
-        Returns None if the update should wait for a host buffer: without one the new weights go to DISK only and are
-        read again. The update starts without a buffer if no tile is in flight and the model's thread waits for updates
-        or for a buffer itself, since waiting could then last forever.
+        Returns None if the update should wait for a host buffer: without one, the new weights go to DISK only and are
+        read again. If no tile is in flight and the model's thread waits for updates or for a buffer, the update starts
+        without a buffer: otherwise both could wait forever.
         """
         if not self._queue:
             return (yield from self._next_speculative_job())
-        # The model's thread stands still until this unit is updated, so it comes first.
+        # The model's thread waits for this unit's update, so it comes first.
         wanted = self._pager.wanted_update()
         unit = wanted if wanted is not None and wanted in self._queue else self._queue[0]
         has_buffer = False
@@ -218,15 +218,15 @@ class SimulatedUpdater:
     def _next_speculative_job(self) -> Acting[_Update | None]:
         """Starts the update of a unit whose gradient is complete; None before the last step's updates are written.
 
-        The order is that of the backward. Without a free host buffer the update starts all the same: its weights are
-        read again for the next use, and in exchange the drives are not idle during the backward.
+        Updates start in the order of the backward. An update starts even without a free host buffer: the next use then
+        reads its weights again, but the drives are not idle during the backward.
         """
         if self._busy:
             return None
         unit = next((unit for unit in self._complete if not self._pager.entries[unit].pins), None)
         if unit is None:
             return None
-        # Taken before the wait for a buffer, during which step() may enqueue all units that have not begun.
+        # Removed before the wait for a buffer: during the wait, step() may enqueue all units that have not begun.
         self._complete.remove(unit)
         self._begun.add(unit)
         self._pager.begin_updates([unit])
@@ -234,11 +234,11 @@ class SimulatedUpdater:
         if self._pager.delivers(unit):
             has_buffer = yield from self._pager.buffer_for_update(self._pager.entries[unit])
         self.speculated.append(unit)
-        # The backward waits for weights and inputs, and nobody for this update: its reads come last.
+        # The backward waits for weights and inputs, but no thread waits for this update: its reads come last.
         return self._job_of(unit, has_buffer, Priority.BACKGROUND)
 
     def _job_of(self, unit: int, has_buffer: bool, priority: Priority) -> _Update:
-        """Returns the job of an update that begins; `has_buffer` is True if a host buffer receives the weights."""
+        """Returns the job of a new update; `has_buffer` is True if a host buffer receives the weights."""
         entry, cost = self._pager.entries[unit], self._costs[unit]
         assert cost is not None
         delivered = has_buffer or entry.size.tier is Tier.DEVICE
