@@ -181,7 +181,7 @@ def _chunks(plan: StatesPlan, frozen: bool) -> Iterator[_StateChunk]:
 def _cut(
     unit: int, name: str, states: tuple[State, ...], shares: Sequence[range], positions: Sequence[int]
 ) -> Iterator[_StateChunk]:
-    """Yields chunks of each rank's share. A share begins at the same index of `positions` in the rank's partition."""
+    """Yields chunks of the ranks' shares. `positions` are the shares' first elements in the ranks' partitions."""
     for rank, (share, position) in enumerate(zip(shares, positions, strict=False)):
         for start in range(0, len(share), _CHUNK_NUMEL):
             numel = min(_CHUNK_NUMEL, len(share) - start)
