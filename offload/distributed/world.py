@@ -41,8 +41,10 @@ class World:
     ranks: Ranks = field(default_factory=Ranks)
     """The processes among which ZeRO divides states: all processes, or in a grid this one's column."""
     row: tuple[int, ...] = ()
-    """The processes that compute together with this one, by their rank in `everyone`, in the order of coordinates:
-    stage by stage of a pipeline. Empty without a grid."""
+    """The processes that compute together with this one, by their rank in `everyone`; empty without a grid.
+
+    They are in the order of coordinates, stage by stage of a pipeline.
+    """
     sharded: frozenset[str] = frozenset()
     """Names of the parameters that the processes of a stage divide."""
     dims: Mapping[str, int] = field(default_factory=dict)
@@ -54,8 +56,7 @@ class World:
     tied: frozenset[str] = frozenset()
     """Names of the parameters of this process that an earlier stage of its pipeline has too."""
     stage: Ranks = field(default_factory=Ranks)
-    """The processes with this one's layers, if there is a pipeline and tensor parallelism divides them; else this one
-    alone."""
+    """With a pipeline and tensor parallelism, the processes with this one's layers; otherwise this one alone."""
     sequence: Ranks = field(default_factory=Ranks)
     """The ranks that share each sequence, in the order of its parts; without sequence parallelism this one alone."""
     node: Ranks = field(default_factory=Ranks)

@@ -123,8 +123,10 @@ class _StateChunk(NamedTuple):
 
 
 StateFile = Callable[[str, str, Tensor], tuple[Path, Any]]
-"""Returns path and content of the file of a parameter (first argument) and a kind of states; the content holds the
-third argument in the place of the tensor."""
+"""Returns path and content of a file, for a parameter's name, a kind of states and a `Tensor`.
+
+The content has the `Tensor` in the place of the values.
+"""
 
 
 def write_states(source: Source, plan: StatesPlan, place: StateFile, progress: Callable[[int], None]) -> None:

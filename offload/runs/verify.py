@@ -33,8 +33,11 @@ class RankReport:
     rank: int
     serial: int | None
     step: int | None
-    """Step of the commit that was compared: the newest that all ranks hold, from which a run resumes. If this rank
-    misses that commit, the step of its own newest; None if no commit of the rank can be read."""
+    """Step of the commit that was compared; None if no commit of the rank can be read.
+
+    This is the newest commit that all ranks hold, from which a run resumes. For a rank that misses this commit, it is the
+    rank's own newest commit.
+    """
     nbytes: int
     """Bytes of this commit that were compared; 0 if the comparison was not completed."""
     wrong: tuple[Wrong, ...]
