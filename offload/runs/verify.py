@@ -35,8 +35,8 @@ class RankReport:
     step: int | None
     """Step of the commit that was compared; None if no commit of the rank can be read.
 
-    This is the newest commit that all ranks hold, from which a run resumes. For a rank that misses this commit, it is the
-    rank's own newest commit.
+    The compared commit is the newest that all ranks hold, from which a run resumes. For a rank that misses this commit,
+    the rank's own newest commit is compared.
     """
     nbytes: int
     """Bytes of this commit that were compared; 0 if the comparison was not completed."""
