@@ -1,6 +1,6 @@
 """The choice between bf16 and fp32 for a config that sets no dtype.
 
-A resumed run keeps the dtype that it was begun in, whatever this machine would choose: its files are in this dtype.
+A resumed run keeps its first dtype, whatever this machine would choose: its files are in this dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def auto_dtype(
     bf16 is switched on if this machine multiplies bf16 at least as fast as fp32: on GPUs with arithmetic for it, and on
     a processor according to one measurement of about 20 ms, which is cached. A resumed run keeps its dtype. With
     several ranks all must call this, and all receive the choice of rank 0. A config that chooses bf16, fp16 or
-    torch_autocast is unchanged, and one whose "master" is bf24 gets bf16.
+    torch_autocast is unchanged, and a config with "master": "bf24" gets bf16.
 
     Args:
         config: The config as a dict, or the path of a JSON file.
@@ -67,7 +67,7 @@ def settle(
     # Ranks on different machines would choose differently, so rank 0 chooses for all.
     chosen = precision.Choice(*as_the_first(choose, "choose the dtype"))
     changed = {**content, name: _keys_of(content, name) | {"enabled": chosen.dtype == "bf16"}}
-    if chosen.dtype == "fp16":  # the run or the checkpoint was begun so
+    if chosen.dtype == "fp16":  # the run or the checkpoint began in fp16
         changed["fp16"] = _keys_of(content, "fp16") | {"enabled": True}
     return changed, chosen.line
 

@@ -37,7 +37,7 @@ _UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def printable(text: str, lines: bool = True) -> str:
-    r"""Returns `text` as a terminal may show it, whoever has written it: control characters become \x1b and the like.
+    r"""Returns `text` in a form that is safe on a terminal: control characters become \x1b and the like.
 
     Args:
         lines: True if line breaks and tabs stay.
@@ -71,8 +71,8 @@ class BudgetError(OffloadError, MemoryError):
 class IoError(OffloadError, OSError):
     """A failed operation on a file: a read, a write, an open, a sync.
 
-    `offset` and `nbytes` are those of the request, in bytes; both are 0 if the error concerns the file as such.
-    `errno` is the system's.
+    `offset` and `nbytes` are the request's, in bytes; both are 0 if the error concerns the file as such. `errno` is the
+    system's.
     """
 
     def __init__(self, path: str, offset: int, nbytes: int, errno: int, operation: str = "access") -> None:
@@ -111,7 +111,7 @@ class RankError(OffloadError):
 
 
 class NumericsError(OffloadError, ArithmeticError):
-    """A gradient norm that is inf or NaN, whose step was not applied; or logits that are, without training."""
+    """A gradient norm is inf or NaN, and the step was not applied; or logits are inf or NaN, without training."""
 
 
 class EngineFailed(OffloadError, RuntimeError):

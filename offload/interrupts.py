@@ -1,14 +1,14 @@
 """Ctrl-C: its handler waits until the functions that it must not split have returned; a second one ends the process.
 
-CPython runs a signal's handler on the main thread, between any two instructions. A handler that raises, as the one of
-Ctrl-C does, would leave a change half done: a unit that is pinned for ever, or a residency that no thread completes.
+CPython runs a signal's handler on the main thread, between any two instructions. A handler that raises, as Ctrl-C's
+handler does, would leave a change half done: a unit that is pinned for ever, or a residency that no thread completes.
 
     @uninterrupted    such a change: the handler waits until the function returns
     @interruptible    a wait within a change, at which the state is consistent: the handler runs there
 
 The handler looks for these functions on the stack when a signal arrives, so the decorators cost nothing otherwise. The
-innermost decorated function decides. What a handler raises at a wait counts as a failure of the wait, as an error of
-the drive would.
+innermost decorated function decides. An exception of a handler during a wait counts as a failure of the wait, like an
+error of the drive.
 """
 
 from __future__ import annotations

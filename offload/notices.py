@@ -34,7 +34,7 @@ def announce(notice: str) -> None:
 
     A warning and a headline appear on stderr without any configuration of logging; another remark does not.
     """
-    # A console without handlers shows warnings alone, and nobody configures one in order to learn that a run resumed.
+    # A console without handlers shows only warnings, and nobody configures logging to find out that a run resumed.
     if isinstance(notice, Headline):
         show(f"offload: {notice}", logger)
     else:
@@ -45,7 +45,7 @@ def announce(notice: str) -> None:
 def show(line: str, log: logging.Logger) -> None:
     """Logs a line at level INFO, or prints it to stderr if that logs nothing and the user has set no higher level."""
     line = printable(line)  # which may quote names from files of others
-    # The user's own handlers have the line once, in their format.
+    # The user's own handlers show the line once, in their format.
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info(line)
     elif not _silenced(log):

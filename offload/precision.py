@@ -1,14 +1,14 @@
 """The choice between bf16 and fp32 if the user leaves it open: bf16 if this machine multiplies it as fast as fp32.
 
-GPUs since Ampere do, and so do processors with instructions for bf16, which halves the bytes that are moved. On a
-processor without them torch multiplies bf16 many times slower than fp32: a model in bf16 takes hours instead of
-minutes.
+GPUs since Ampere do, and so do processors with instructions for bf16. bf16 also halves the bytes that are moved. On a
+processor without such instructions torch multiplies bf16 many times slower than fp32: a model in bf16 takes hours
+instead of minutes.
 
     decide     returns the dtype for two rates; pure
     rates      returns the rates of this processor: from the cache, or measured in some 20 ms and cached
     choose     returns the dtype for a device
 
-`warn_if_slow` warns of a dtype that the user has chosen and that this machine is slow in.
+`warn_if_slow` warns if this machine is slow in the dtype that the user has chosen.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ProductRates(NamedTuple):
 
     @property
     def slower(self) -> float:
-        """Time of products in the 16-bit dtype as a multiple of that in fp32."""
+        """Time of products in the 16-bit dtype as a multiple of their time in fp32."""
         return self.fp32 / self.half
 
 
@@ -199,7 +199,7 @@ def _parse_rates(cached: Any) -> ProductRates | None:
 
 
 def cache_path() -> Path:
-    """Returns the path of the cache, next to that of `offload probe`."""
+    """Returns the path of the cache, next to the cache of `offload probe`."""
     return cache_file("products")
 
 
@@ -210,7 +210,7 @@ def _cache_key() -> str:
     processor = (
         f"{fields.get('model name', platform.machine())} {zlib.crc32(repr(sorted(fields.items())).encode()):08x}"
     )
-    # A run under such a limit has rates of its own and must not spoil those of others.
+    # A run under such a limit has rates of its own, which must not replace the rates of other runs.
     limits = [f"{name}={value}" for name in _ISA_VARIABLES if (value := os.environ.get(name))]
     return ", ".join([processor, f"{len(os.sched_getaffinity(0))} cores", f"torch {torch.__version__}", *limits])
 
@@ -242,7 +242,7 @@ def _write_cache(path: Path, products: dict[str, Any]) -> None:
 logger = logging.getLogger("offload")
 
 _WARNED_FROM = 1.5
-"""Warning threshold, as a multiple of the time of fp32; below it, the memory saved may be the reason for the choice."""
+"""Warning threshold, as a multiple of fp32's time. Below it, users may have chosen the dtype to save memory."""
 warned: set[str] = set()
 """Dtypes that this process has already been warned of."""
 
@@ -251,7 +251,7 @@ def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
     """Warns once in a process if this machine is slow in the config's dtype.
 
     A processor is measured, and slow if it multiplies the dtype much slower than fp32. A GPU is asked whether it has
-    arithmetic in bf16. The dtype of a run that goes on cannot change, so the advice differs.
+    arithmetic in bf16. A resumed run cannot change its dtype, so its advice differs.
     """
     autocasts = config.torch_autocast.enabled
     dtype = config.torch_autocast.dtype if autocasts else config.dtype
@@ -262,7 +262,7 @@ def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
     if device.type == "cuda":
         if dtype != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False):
             return
-        # Whoever reads this knows which of the ways is theirs; the config that arrives here does not tell.
+        # The config does not contain which of these ways the user has taken, so the message names all.
         cure = (
             'choose fp16 where bf16 was chosen: "fp16": {"enabled": true} in the config, fp16=True in '
             'TrainingArguments, mixed_precision="fp16" in Accelerator, dtype="fp16" in initialize; offload train: '

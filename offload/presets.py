@@ -20,8 +20,7 @@ from offload.records import parse
 from offload.sizes import MIB
 
 _MOST_OF_CONFIG, _MOST_LAYERS = 16 * MIB, 100_000
-"""Bytes of a config.json at most, and what it may say at most of layers and experts: a model is built for days of more.
-"""
+"""Most bytes of a config.json, and most layers and experts in it: a larger model would take days to build."""
 _COUNTED = re.compile(r".*(layers|experts)|n_layer")
 """Names of numbers of layers and experts in configs of transformers."""
 _LEAST = {"num_hidden_layers": 0, "n_layer": 0, "hidden_size": 1, "n_embd": 1}
@@ -225,9 +224,9 @@ def _merging(folder: str) -> str:
 
 
 def quantized_bits(config: Any) -> int | None:
-    """Returns the bits of a quantized weight by a model's config; None for a model in values.
+    """Returns the bits of a quantized weight by a model's config; None for a model that is not quantized.
 
-    A config that does not say counts as 8 bits.
+    A config of a quantized model without a number counts as 8 bits.
 
     Args:
         config: a config of transformers, or the content of a config.json.
@@ -259,7 +258,7 @@ def check_positions(config: Any, seq_len: int, option: str = "--seq-len") -> Non
 
 
 def check_length(longest: int | None, seq_len: int, option: str = "--seq-len") -> None:
-    """Checks that a sequence is not longer than a model's positions; None has no limit.
+    """Checks that a sequence is not longer than a model's positions. With `longest` None there is no limit.
 
     Raises:
         ConfigError: the sequence is longer.
@@ -279,7 +278,7 @@ def build(name: str, layers: int | None = None) -> nn.Module:
     Inside `offload.init` the weights take no memory.
 
     Args:
-        layers: number of layers; None for those of the preset.
+        layers: number of layers; None for the preset's.
 
     Raises:
         ConfigError: the preset is unknown, or transformers is missing.
@@ -289,7 +288,7 @@ def build(name: str, layers: int | None = None) -> nn.Module:
     preset = PRESETS[name]
     # The cache of keys and values serves generation; in training it would only take memory.
     config = getattr(transformers, preset.config)(**preset.settings, use_cache=False)
-    # Config classes that call the number otherwise, as GPT-2's does (`n_layer`), map this name to theirs.
+    # Config classes with another name for the number, such as GPT-2's `n_layer`, map this name to their own.
     if layers is not None:
         config.num_hidden_layers = layers
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)

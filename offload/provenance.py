@@ -1,9 +1,9 @@
 """Where code comes from: whether a library's own functions run between a call of a module and its result.
 
-What replaces a part of a user's model, such as a loss in chunks, is right for code that is known and wrong for any
-other. So the code is compared by identity, and never by names, which `functools.wraps` copies: a function belongs to
-the module whose dictionary its names are looked up in. The text of a function is read after that, and only to derive
-what a library's own class does.
+A replacement of a part of a user's model, such as a loss in chunks, is right for known code and wrong for any other. So
+code is compared by identity, and never by names, which `functools.wraps` copies: a function belongs to the module whose
+dictionary it uses for its global names. The text of a function is read only after that, to find out how a library's own
+class works.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def is_of(function: Any, package: str, *around: str) -> bool:
 
 
 def is_class_of(kind: type, package: str) -> bool:
-    """Returns True if a class is the one that a module of a package has under the name of the class."""
+    """Returns True if a module of a package has this very class under the class's name."""
     module = sys.modules.get(kind.__module__)
     return _is_below(kind.__module__, package) and vars(module).get(kind.__qualname__) is kind if module else False
 
 
 def method_of(module: nn.Module, name: str) -> Any:
-    """Returns the function that a method of a module is, on the object or else in its class; None without it."""
+    """Returns the function of a module's method, from the object or else from its class; None without the method."""
     return vars(module).get(name, getattr(type(module), name, None))
 
 
 def described(function: Any) -> str:
-    """Returns a name that leads a user to a function: that of its code, and its place."""
+    """Returns a description that leads a user to a function: the name and the place of its code."""
     inner = getattr(function, "__func__", function)
     if isinstance(inner, functools.partial):
         return described(inner.func)
@@ -76,12 +76,12 @@ def described(function: Any) -> str:
 
 
 def change_of_call(module: nn.Module, name: str) -> str | None:
-    """Returns what runs in a call of a module besides the forward of its class, as a clause; None if nothing does.
+    """Returns, as a clause, the code that runs in a call of a module besides its class's forward; None without any.
 
-    Hooks of this library are left out. Those of others may read or change what goes in and comes out.
+    Hooks of this library are left out. Other hooks may read or change inputs and outputs.
 
     Args:
-        name: the clause's words for it.
+        name: the clause's words for the module.
     """
     own = next((attribute for attribute in (*_CALLS, "forward") if attribute in vars(module)), None)
     if own is not None:
@@ -102,9 +102,9 @@ def change_of_call(module: nn.Module, name: str) -> str | None:
 
 
 def foreign_mode() -> str | None:
-    """Returns which mode changes what functions of torch compute now, as a clause; None if no mode of a user does.
+    """Returns, as a clause, a user's active mode that may change results of torch's functions; None without one.
 
-    Those of torch, such as a default device or a counter of operations, change no value.
+    Modes of torch, such as a default device or a counter of operations, change no value.
     """
     for kind in map(type, active_modes()):
         if not any(is_class_of(kind, package) for package in ("torch", "offload")):
@@ -113,7 +113,7 @@ def foreign_mode() -> str | None:
 
 
 def mixture_of_tokens(module: nn.Module) -> str | None:
-    """Returns what inside of a module may compute more than each token by itself, as a clause; None if nothing does."""
+    """Returns, as a clause, the part of a module that may mix tokens; None if each token is computed by itself."""
     for path, inner in module.named_modules():
         if not path:
             continue
@@ -144,7 +144,7 @@ def is_causal_lm_loss(function: Any) -> bool:
 
     The functions that it calls are compared too: Liger replaces `torch.nn.functional.cross_entropy`, and not the loss.
     """
-    # Not imported for this: a model of transformers has imported it.
+    # transformers is not imported here: a model of transformers has imported it.
     losses = sys.modules.get("transformers.loss.loss_utils")
     if losses is None or not is_of(function, "transformers", "offload"):
         return False

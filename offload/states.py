@@ -19,9 +19,9 @@ class State(enum.Enum):
     SUM = "sum"
     MOMENTUM_BUFFER = "momentum_buffer"
     PACKED = "packed"
-    """All states of an optimizer that keeps others for each parameter, in words of four bytes: as many as it needs."""
+    """All states of an optimizer whose states differ between parameters, in as many words of four bytes as it needs."""
     SCALES = "moment_scales"
-    """Scales of moments in 8 bits: for each block of elements one of each moment, in their order."""
+    """Scales of moments in 8 bits: for each block of elements one scale per moment, in the order of the moments."""
     GRAD = "grad"
 
     @property

@@ -1,11 +1,11 @@
 """Reads the folders that torch.distributed.checkpoint (DCP) writes, of FSDP2, of FSDP, and of plain models.
 
-.metadata                a pickle: entries by name, the chunks of each tensor, and where each lies
+.metadata                a pickle: entries by name, the chunks of each tensor, and their places
 __<rank>_<i>.distcp      chunks and other values, each as `torch.save` writes it, one after the other
 
-An entry has the path of keys that led to it in the state dict that was saved. Users choose the outer keys, so that
-model and optimizer are known by what they contain: states of the optimizer are at (…, "state", parameter, state), or at
-(…, "state.<parameter>.<state>") of a flattened optimizer; the model is the dict that contains these parameters.
+An entry has the path of keys that led to it in the state dict that was saved. Users choose the outer keys, so model and
+optimizer are recognized by their contents: states of the optimizer are at (…, "state", parameter, state), or at (…,
+"state.<parameter>.<state>") of a flattened optimizer; the model is the dict that contains these parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STATE, _GROUPS, _MEMBERS = "state", "param_groups", "params"
 _MODELS, _SCHEDULES = ("model", "module"), ("scheduler", "lr_scheduler")
 _TENSOR = "TensorStorageMetadata"
 _MOST_RUNS = 4_000_000
-"""Runs of consecutive elements in a chunk: rows of a matrix that is divided by columns."""
+"""Most runs of consecutive elements in a chunk, such as the rows of a matrix that is divided by columns."""
 _FLOATS = frozenset(map(str, FLOATS))
 _Path = tuple[Any, ...]
 
@@ -52,7 +52,7 @@ class _Entry(NamedTuple):
     path: _Path
     """Keys that led to the value."""
     about: Record
-    """What the metadata says of the value."""
+    """Metadata of the value."""
 
     @property
     def dtype(self) -> str:
@@ -81,7 +81,7 @@ class _DcpFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # Everything in it is a record without behaviour: torch's own reader would run what the pickle says.
+        # Everything in it is a record without behaviour: torch's own reader would run code that the pickle names.
         about = attributes(read_pickle(folder / METADATA))
         paths = about["planner_data"] or {}
         self.entries = [
@@ -119,7 +119,7 @@ class _DcpFolder:
         shape = entry.shape
         for chunk in entry.chunks:
             offsets, sizes = shape_of(chunk.state["offsets"]), shape_of(chunk.state["sizes"])
-            # A rank that has nothing of a small tensor saves a chunk without elements.
+            # A rank without a part of a small tensor saves a chunk without elements.
             if 0 in sizes:
                 continue
             what = f"{entry.name} in {self._folder}"
@@ -130,7 +130,7 @@ class _DcpFolder:
             numel, starts = _runs(shape, offsets, sizes)
             for number, start in enumerate(starts):
                 placed.append((start, fragment(tensor, number * numel, numel, what)))
-        # The ranks' chunks come in any order, those of columns one run from each.
+        # The chunks come in any order. If they are columns, neighbouring runs come from different chunks.
         placed.sort(key=lambda pair: pair[0])
         position = 0
         for start, part in placed:
@@ -158,12 +158,12 @@ class _DcpFolder:
 
 
 def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, list[int]]:
-    """Returns the number of elements of a chunk that lie side by side in its tensor, and where such runs begin.
+    """Returns the length of a chunk's runs of consecutive elements in its tensor, and the start of each run.
 
     Args:
         offsets: First index of the chunk in each dimension.
     """
-    # Behind the last dimension that is cut, all elements are consecutive.
+    # From the last dimension that is cut on, all elements are consecutive.
     cut = max((at for at in range(len(shape)) if sizes[at] != shape[at]), default=0)
     numel = math.prod(sizes[cut:])
     strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
@@ -203,7 +203,7 @@ def _optimizer(folder: _DcpFolder) -> _Optimizer:
     groups: dict[Any, dict[str, Any]] = {}
     names = set()
     for entry in folder.entries:
-        # A parameter's name has dots, that of a state has none.
+        # A parameter's name has dots, and a state's name has none.
         kind, _, rest = str(entry.path[-1]).partition(".")
         first, _, last = rest.rpartition(".")
         if len(entry.path) > 2 and entry.path[-3] in (_STATE, _GROUPS):
@@ -217,7 +217,7 @@ def _optimizer(folder: _DcpFolder) -> _Optimizer:
         names.add(entry.name)
     # An optimizer that is not flattened lists the parameters of each group, and has one set of numbers for them.
     listed = [group for group in groups.values() if _MEMBERS in group]
-    # A flattened optimizer has the numbers of each parameter: those with the same ones are of one group.
+    # A flattened optimizer has numbers for each parameter: parameters with equal numbers are one group.
     flat: dict[str, dict[str, Any]] = {}
     for name, group in groups.items():
         if _MEMBERS not in group:
@@ -238,7 +238,7 @@ def _model(folder: _DcpFolder, optimizer: _Optimizer, where: Path) -> dict[str, 
     Raises:
         StoreError: If the model cannot be distinguished from other tensors.
     """
-    # A model's state dict is flat: its tensors have all keys in common but the last, which is the name.
+    # A model's state dict is flat: its tensors share all keys but the last one, the name.
     dicts: dict[_Path, dict[str, _Entry]] = {}
     for entry in folder.entries:
         if entry.is_tensor and entry.name not in optimizer.names:
@@ -290,11 +290,11 @@ def read_dcp(where: Path, states: bool) -> SavedContents:
         parts = {state: folder.fragments(part) for state, part in entries.items()}
         # One update if there are states and no count, as with momentum.
         steps = int(folder.value(saved_states["step"])) if "step" in saved_states else int(bool(saved_states))
-        # Without an optimizer nothing says what trained.
+        # Without an optimizer it is not known which parameters trained.
         trainable = name in trained or not trained
         parameters[name] = SavedParameter(entry.shape, trainable, parts, steps)
     check_whole(parameters, where)
-    # What is neither a tensor nor the optimizer's, as the nested dict that was saved.
+    # Values that are neither tensors nor the optimizer's, as the nested dict that was saved.
     nested: dict[Any, Any] = {}
     for entry in folder.entries:
         if not entry.is_tensor and entry.name not in optimizer.names:
@@ -305,7 +305,7 @@ def read_dcp(where: Path, states: bool) -> SavedContents:
     client_state = {key: _lists(value) for key, value in nested.items()}
     # The user's values are in one dict with the schedule, under the name that most scripts give it.
     schedule = next((client_state.pop(name) for name in _SCHEDULES if name in client_state), None)
-    # DCP counts no steps of the run: each parameter has been updated in all of them, or began later.
+    # DCP saves no count of steps: the parameter with the most updates was updated in every step.
     global_steps = max((parameter.steps for parameter in parameters.values()), default=0)
     return SavedContents(
         program=DCP,

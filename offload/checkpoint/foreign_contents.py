@@ -1,4 +1,4 @@
-"""What a checkpoint of another program contains, by parameter, whatever its files are."""
+"""Contents of another program's checkpoint, by parameter, whatever its files are."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SavedParameter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCounters:
-    """Counters of a training, without those of its parameters."""
+    """Counters of a training, without the counters of its parameters."""
 
     global_steps: int
     skipped_steps: int
@@ -72,14 +72,14 @@ class SavedContents:
     moments: frozenset[str]
     """Names of the optimizer's states, without the count of steps."""
     optimizer: str = ""
-    """Name of the optimizer in lower case; empty if the checkpoint says none."""
+    """Name of the optimizer in lower case; empty if the checkpoint names none."""
     counters: SavedCounters
     scheduler: Any
     """State of the schedule; None if there is none."""
     loss_scale: Mapping[str, Any] | None = None
     """State of a dynamic loss scale, as `LossScaler.state` gives it."""
     theirs: Mapping[str, Any]
-    """What the user has added."""
+    """Values that the user has added."""
 
 
 def fragment(tensor: Any, start: int, numel: int, what: str) -> Fragment:

@@ -1,4 +1,4 @@
-"""Pure functions that map parameters of this model to those of a checkpoint, by name, whatever units they have."""
+"""Pure functions that map this model's parameters to a checkpoint's, by name, whatever units they are in."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def places(
 def as_rows(
     saved: Mapping[str, tuple[int, ParameterSegment]], layouts: Sequence[UnitLayout]
 ) -> dict[str, tuple[int, ParameterSegment]]:
-    """Returns the places in a checkpoint of the rows that are units here, and whole parameters there."""
+    """Returns the places in a checkpoint of rows that are units here, and parts of whole parameters there."""
     wanted = (segment for layout in layouts for segment in layout.segments if segment.stack and segment.stack in saved)
     return {segment.name: _row_of(saved[segment.stack], segment) for segment in wanted}
 
 
 def _row_of(place: tuple[int, ParameterSegment], row: ParameterSegment) -> tuple[int, ParameterSegment]:
-    """Returns the place of one row of a whole parameter, whose blocks are as large in each row."""
+    """Returns the place of one row of a whole parameter. All rows have the same number of stored elements."""
     unit, whole = place
     if whole.shape[1:] != row.shape or row.row >= whole.shape[0]:
         return place  # the difference is reported
@@ -117,7 +117,7 @@ def _row_of(place: tuple[int, ParameterSegment], row: ParameterSegment) -> tuple
 def all_places(
     segment: ParameterSegment, saved: Mapping[str, tuple[int, ParameterSegment]]
 ) -> list[tuple[int, ParameterSegment]]:
-    """Returns where a checkpoint has a segment: in one place, in none, or each row of a whole parameter in its own."""
+    """Returns the places of a segment in a checkpoint: one, none, or one for each row of a whole parameter."""
     if segment.name in saved:
         return [saved[segment.name]]
     if segment.stack or not segment.shape:
@@ -154,7 +154,7 @@ def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, ParameterSegment]]) 
 
 
 def _runs_of(segment: ParameterSegment, saved: Mapping[str, tuple[int, ParameterSegment]]) -> Iterator[Run]:
-    """Yields the run of a segment; of a whole parameter that the checkpoint has by rows, a run for each."""
+    """Yields the run of a segment, or a run for each row if the checkpoint stores a whole parameter by rows."""
     start = segment.start
     for unit, place in all_places(segment, saved):
         yield Run(start, start + place.numel, SavedElement(unit, place.start, place.trainable))
@@ -210,8 +210,8 @@ def _joins(before: Run, after: Run, borders: Sequence[int]) -> bool:
     """
     if before.saved is None or after.saved is None:
         return False
-    # A run must not cross the border between trainable and frozen elements, which ranks divide separately, nor that
-    # between values and codes, which are no numbers to convert.
+    # A run must not cross the border between trainable and frozen elements, which ranks divide separately, nor the
+    # border between values and codes, which are not converted as numbers.
     if any(before.start < border <= after.start for border in borders):
         return False
     same = (before.saved.unit, before.saved.trainable) == (after.saved.unit, after.saved.trainable)

@@ -4,7 +4,7 @@
     CodedWeightGathers    codes, over the same ranks (qwZ of ZeRO++, arXiv 2306.10209)
     NodeGathers           one of these for the first gather, then within a node (hpZ of ZeRO++)
 
-One thread at a time may call a gather: the one of all collectives.
+One thread at a time may call a gather: the thread that makes all collectives.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class WeightGathers:
         return self.ranks.gather(unsharded, shard_ranges, uploaded)
 
     def forget(self) -> None:
-        """Drops what gathers have kept of weights, which may change now. Called on every rank between two gathers."""
+        """Drops kept weights, since weights may change now. Called on every rank between two gathers."""
 
 
 class CodedWeightGathers(WeightGathers):
-    """Gathers of codes, for the elements of each unit that are gathered so, and of values for all others.
+    """Gathers of codes for the elements of each unit that `CodedGathers` lists, and of values for all others.
 
         this rank's shard ─► codes ─► all-gather ─► codes of all ranks ─► values of all shards, this rank's among them
 
     Each rank computes with the values of the codes, also of its own shard, so all have the same weights, bit for bit.
     The shard itself stays exact in its tier: updates, commits and checkpoints know nothing of codes.
 
-    A unit that is on the device may be gathered again for a rank that lacks it. Its shard there has the values of
-    codes, whose codes give the same values again (`tests/ranks/test_quantized_collectives.py` tries all), so nothing
-    changes under compute that reads them.
+    A unit on the device may be gathered again for a rank that lacks it. Its shard on the device has values of codes by
+    then. To code these values again gives the same values (`tests/ranks/test_quantized_collectives.py` tries all), so
+    nothing changes under compute that reads them.
     """
 
     def __init__(self, ranks: Ranks, device: Device, coded: CodedGathers, codes: torch.Tensor) -> None:
@@ -64,7 +64,7 @@ class CodedWeightGathers(WeightGathers):
         exact = self.ranks.gather(
             unsharded, [shard_range for shard_range in shard_ranges if shard_range not in coded], uploaded
         )
-        # upload stream: on an accelerator it orders the codes of one gather after those of the one before.
+        # upload stream: on an accelerator it orders the codes of one gather after the codes of the gather before.
         with self._device.uploading():
             for shard_range in coded:
                 self._gather_codes(unsharded, shard_range)
@@ -87,14 +87,14 @@ class CodedWeightGathers(WeightGathers):
 
 
 class NodeGathers(WeightGathers):
-    """Gathers within a node, from what its ranks have kept of the first gather.
+    """Gathers within a node, from the parts of the first gather that its ranks have kept.
 
         first gather of a unit since weights changed    over all ranks, then each keeps its part of the node's copy
         every other gather                              over the ranks of the node, from what they have kept
 
-    What is kept has the bits of a gather, so a run has those of one without it. It holds from the gather that fills it
-    to the next call that may change weights. Every rank takes part in all gathers and in all such calls, in one order
-    (`Rounds`), so all know without a message which of the two a gather is.
+    The kept parts have the bits of a gather, so a run has the same bits as without them. They are valid from the gather
+    that fills them to the next call that may change weights. Every rank takes part in all gathers and in all such
+    calls, in one order (`Rounds`), so all ranks know without a message which of the two kinds a gather is.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class NodeGathers(WeightGathers):
         ends = list(itertools.accumulate(shards.unit_nbytes))
         self._units = [memory[end - nbytes : end] for end, nbytes in zip(ends, shards.unit_nbytes, strict=True)]
         self._filled: set[int] = set()
-        """Units whose shard of the node has the weights of now."""
+        """Units whose kept part has the current weights."""
 
     def gather(self, unit: int, unsharded: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
         node_ranges = [self._shards.range_of(own, self.ranks.rank) for own in shard_ranges]
@@ -116,8 +116,8 @@ class NodeGathers(WeightGathers):
             for part, stop in zip(node_ranges, stops, strict=True)
         ]
         if unit in self._filled:
-            # This rank's shard is there already. The gather writes over it, with the same bytes or, where all compute
-            # with values of codes, with those.
+            # This rank's shard is in `unsharded` already. The gather overwrites it with the same bytes or, if all ranks
+            # compute with values of codes, with these values.
             return self._node.gather(unsharded, node_ranges, self._copy(uploaded, pairs))
         gathered = self._over_all.gather(unit, unsharded, shard_ranges, uploaded)
         filled = self._copy(gathered, [(target, source) for source, target in pairs])
@@ -129,8 +129,8 @@ class NodeGathers(WeightGathers):
 
     def _copy(self, after: Event, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         """Copies the second tensor of each pair into the first, after an event, and returns the event of the copies."""
-        # upload stream: it orders them after the gather before and ahead of the next one. On a CPU the calling thread
-        # waits for the event and copies.
+        # upload stream: it orders the copies between the gather before and the next gather. On a CPU the calling
+        # thread waits for the event and copies.
         with self._device.uploading():
             self._device.wait_event(after)
             for target, source in pairs:
@@ -139,7 +139,7 @@ class NodeGathers(WeightGathers):
 
 
 def form_node(ranks: Ranks, size: int) -> Ranks:
-    """Divides all ranks into nodes of `size`, and returns this rank's. Collective, unless a node is one rank."""
+    """Divides all ranks into nodes of `size`, and returns this rank's node. Collective, unless a node is one rank."""
     if size == 1:
         return Ranks()
     return ranks.divided([list(range(first, first + size)) for first in range(0, ranks.size, size)], -1)

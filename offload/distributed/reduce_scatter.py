@@ -354,8 +354,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._wanted = [{p for p, s in enumerate(layout.segments) if s.trainable and s.numel} for layout in layouts]
         self._seen: list[set[int]] = [set() for _ in layouts]
         self._aside: list[tuple[int, int, torch.Tensor, Event]] = []
-        """Gradients of weights that stay in fp32 and that arrived amid the gradients of the same module's other
-        unit."""
+        """Gradients of fp32 weights that arrived amid the gradients of the same module's other unit."""
 
     def adder(self, unit: int, segment: int) -> Callable[[torch.Tensor], None]:
         """Returns `add` for one parameter."""

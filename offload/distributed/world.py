@@ -1,4 +1,4 @@
-"""The world of one process: all that train together, and the part of them among which ZeRO divides states.
+"""The world of one process: all processes that train together, and the group among which ZeRO divides states.
 
 With ZeRO alone both are the same ranks; a process that trains alone is a world of one. Tensor parallelism and pipelines
 make a grid of the processes:
@@ -8,15 +8,15 @@ make a grid of the processes:
     ZeRO 1    process 2       process 3            a column    has the same shards, and other batches: ZeRO divides
                                                                states, gathers weights and reduces gradients in it
 
-With a pipeline a row has the processes of all of its stages, one stage after the other, and a column those with the
-same layers, and the same part of each parameter.
+With a pipeline a row has the processes of all of its stages, one stage after the other. A column has the processes with
+the same layers and the same part of each parameter.
 
 A column is a run of its own for everything that this package divides over ranks, with replicas of its own (`mesh`).
 Over the whole grid the processes compare their configs, commit in step, and add up the norm.
 
 **No deadlock.** Collectives of a row and of a column are never under way at the same time on one process, since all of
-them belong to the thread that runs the model. Every process runs the same program, so that each of two processes that
-meet in a collective has left behind the same collectives: none waits for one that waits for it.
+them belong to the thread that runs the model. Every process runs the same program, so two processes that meet in a
+collective have finished the same collectives before: no process waits for one that waits for it.
 """
 
 from __future__ import annotations
@@ -39,31 +39,32 @@ class World:
     everyone: Ranks = field(default_factory=Ranks)
     """All processes."""
     ranks: Ranks = field(default_factory=Ranks)
-    """The processes among which ZeRO divides states: all of them, or in a grid those of this one's column."""
+    """The processes among which ZeRO divides states: all processes, or in a grid this one's column."""
     row: tuple[int, ...] = ()
-    """The processes that compute together with this one, by their rank in `everyone`, in the order of coordinates:
-    stage by stage of a pipeline. Empty without a grid."""
+    """The processes that compute together with this one, by their rank in `everyone`; empty without a grid.
+
+    They are in the order of coordinates, stage by stage of a pipeline.
+    """
     sharded: frozenset[str] = frozenset()
     """Names of the parameters that the processes of a stage divide."""
     dims: Mapping[str, int] = field(default_factory=dict)
-    """The dimension along which each of them is divided; those of Megatron are not known."""
+    """The dimension along which each sharded parameter is divided, without Megatron's, which are not known."""
     stages: int = 1
-    """Number of processes of a pipeline, one after the other; 1 without one."""
+    """Number of stages of a pipeline; 1 without a pipeline."""
     positions: tuple[int, ...] = ()
-    """Position of each process in its pipeline, by its rank in `everyone`; empty without one."""
+    """Position of each process in its pipeline, by its rank in `everyone`; empty without a pipeline."""
     tied: frozenset[str] = frozenset()
     """Names of the parameters of this process that an earlier stage of its pipeline has too."""
     stage: Ranks = field(default_factory=Ranks)
-    """The processes with this one's layers, if there is a pipeline and tensor parallelism divides them; else this one
-    alone."""
+    """With a pipeline and tensor parallelism, the processes with this one's layers; otherwise this one alone."""
     sequence: Ranks = field(default_factory=Ranks)
     """The ranks that share each sequence, in the order of its parts; without sequence parallelism this one alone."""
     node: Ranks = field(default_factory=Ranks)
-    """The ranks that keep a secondary partition of the weights together; without one this rank alone."""
+    """The ranks that keep a secondary partition of the weights together; without such a partition this rank alone."""
 
     @property
     def data_rank(self) -> int:
-        """Number of this process's samples among those of a batch: ranks that share sequences have the same."""
+        """Index of this process's samples in a batch. Ranks that share sequences have the same index."""
         return self.ranks.rank // self.sequence.size
 
     @property
@@ -88,7 +89,7 @@ class World:
 
     @property
     def coordinate(self) -> int:
-        """Position of this process among them."""
+        """Position of this process among the processes that divide a parameter."""
         return self.row.index(self.everyone.rank) % self.tensor_size if self.row else 0
 
     @property
@@ -98,7 +99,7 @@ class World:
 
     @property
     def kind(self) -> str:
-        """What the grid is of, for messages."""
+        """The kinds of parallelism of the grid, for messages."""
         kinds = ("tensor" if self.tensor_size > 1 else "", "pipeline" if self.stages > 1 else "")
         return f"{' and '.join(filter(None, kinds))} parallelism"
 
@@ -137,7 +138,7 @@ class World:
 
     @property
     def sent(self) -> Communication:
-        """What this process has sent to others, without the user's own collectives."""
+        """The collectives and bytes that this process has sent, without the user's own collectives."""
         sent = self.everyone.sent.plus(self.sequence.sent)
         if self.row:
             sent = sent.plus(self.ranks.sent)
@@ -146,7 +147,7 @@ class World:
 
     @property
     def replicated(self) -> Ranks:
-        """The processes that have this one's whole parameters, by tensor parallelism; this one alone without it."""
+        """The processes that hold copies of this one's whole parameters in tensor parallelism; else this one alone."""
         return self.everyone if self.tensor_size > 1 and self.stages == 1 else self.stage
 
     def first_of_stage(self, process: int) -> int:
@@ -160,7 +161,8 @@ class World:
     def counted_elsewhere(self, layouts: Sequence[UnitLayout]) -> frozenset[tuple[int, int]]:
         """Returns the parameters that another process of the stage counts in the norm, as (unit, segment).
 
-        All processes of a stage have the same gradient of a parameter that is whole on each. The first counts it.
+        A parameter that is whole on each process of a stage has the same gradient on all of them. The first process
+        counts it.
         """
         if not self.row:
             return frozenset()
@@ -175,19 +177,19 @@ class World:
         """Returns the statistics of a step with the sum of squares of a row. Collective of all processes.
 
         Args:
-            known: statistics of this process's column, without what is counted elsewhere.
+            known: statistics of this process's column, without the parameters that are counted elsewhere.
 
         Raises:
             UsageError: on all processes, if they differ in any of the three numbers.
         """
         if not self.row:
             return known
-        # The numbers that ranks of a data-parallel group compare, here of all processes of the grid.
+        # All processes of the grid compare the numbers that the ranks of a data-parallel group compare.
         content = STEP_FACTS.pack(known.sum_squares, micro_batches, global_steps, settings)
         try:
             rows = self.everyone.collect_bytes(content, "agree on a step")
         except BaseException:
-            # By a Ctrl-C this process has left the others in the middle of a collective: they learn of it, and end.
+            # A Ctrl-C has taken this process out of the collective: the other processes are notified, and end.
             self.everyone.fail("it was interrupted while it waited for the other processes")
             raise
         facts = [STEP_FACTS.unpack(row) for row in rows]

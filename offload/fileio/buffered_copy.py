@@ -115,7 +115,7 @@ class WriteBehind:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         pending = [write for _, writes in self._turns for write in writes]
-        # First all: the buffers are freed next, whether or not a write has failed.
+        # All writes are awaited first: the buffers are freed next, whether or not a write has failed.
         wait_for_all(pending)
         for write in pending if kind is None else ():
             write.wait()

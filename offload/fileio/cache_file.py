@@ -35,7 +35,7 @@ def cache_file(name: str) -> Path:
 
 
 def read_cache(path: Path) -> str:
-    """Returns the text of a file in the user's cache folder. What is there is trusted, as machine code must be.
+    """Returns the text of a file in the user's cache folder. Its content is trusted, as machine code must be.
 
     Raises:
         OSError: If there is no such file, or it or a folder of it may be another user's.
@@ -52,7 +52,7 @@ def read_cache(path: Path) -> str:
 def write_cache(path: Path, text: str) -> None:
     """Replaces a file in the user's cache folder, and makes the folders that are missing, for this user alone.
 
-    Not synced: what a power cut damages is measured, or compiled, again.
+    Not synced: after a damage by a power cut, the content is measured or compiled again.
 
     Raises:
         OSError: If the file cannot be written, or a folder may be another user's.

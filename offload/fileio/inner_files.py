@@ -4,9 +4,10 @@ Whoever may write a folder on the way could put a link, a pipe, or a file of som
 So what lies below the folder that a user has named is reached from its descriptor: no link is followed, a file must
 be a regular one, its size is known before it is read, and nothing waits for another process.
 
-`ours` is for what this process writes, and whose contents it trusts. Folders and files must then be this user's, or
-root's, and others must not be able to write them. What is only read may be anybody's: its contents are then checked as
-those of an enemy, and a file must belong to the owner of its folder, or to root. Another could have linked it there.
+`ours` is for files that this process writes, and whose contents it trusts. Folders and files must then be this user's,
+or root's, and others must not be able to write them. Files that are only read may be anybody's. Their contents are
+checked as an enemy's, and a file must belong to the owner of its folder, or to root, since another user could have
+linked it there.
 
 Models are read through links, as in the cache of Hugging Face: `open_regular` and `read_bounded` look at
 the file alone.
@@ -31,12 +32,12 @@ from offload.sizes import MIB, format_size
 
 _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 _SMALL, _HOLES = 64 * MIB, 64
-"""A file of more bytes than the first must take at least one part in the second of them on its drive."""
+"""A file of more than `_SMALL` bytes must take at least a fraction of 1 / `_HOLES` of its bytes on its drive."""
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def inner_name(name: str) -> str:
-    """Returns `name` if it can be that of one file or folder; raises `ValueError` for a path and control characters."""
+    """Returns `name` if it can name one file or folder; raises `ValueError` for a path and control characters."""
     if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(os.fsencode(name)) > 255:
         raise ValueError(f"expected the name of a file, without a slash and control characters, got {name[:80]!r}")
     return name
@@ -94,7 +95,7 @@ def open_inner(path: Path, depth: int, flags: int = os.O_RDONLY, mode: int = 0o6
                 raise OSError(
                     errno.EPERM, f"the file is of {owner_name(status.st_uid)}, in a folder of {owner_name(owner)}"
                 )
-            # Of a regular file it would make io_uring give up where a read has to wait for the drive.
+            # With O_NONBLOCK, io_uring would give up a read of a regular file that has to wait for the drive.
             fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_NONBLOCK)
             return file
         except BaseException:
@@ -131,7 +132,7 @@ def read_inner(path: Path, depth: int, most: int, *, whole: bool = True) -> byte
 
 
 def check_holes(descriptor: int, path: Path) -> None:
-    """Raises `OSError` for a file of far more bytes than its drive holds of it, which would be read for hours."""
+    """Raises `OSError` for a file that is almost all holes, which would be read for hours."""
     status = os.fstat(descriptor)
     if status.st_size > max(_SMALL, status.st_blocks * 512 * _HOLES):
         taken = format_size(status.st_blocks * 512)
@@ -154,9 +155,9 @@ def inner_status(path: Path, depth: int) -> os.stat_result | None:
 
 
 def real_path(path: Path) -> Path:
-    """Returns a path of the user's without links; of links that lead in a circle themselves the path as it is.
+    """Returns a user's path without links. A path with links in a circle is returned as it is.
 
-    `Path.resolve` raises `RuntimeError` there, which is no `OSError`.
+    `Path.resolve` would raise `RuntimeError` for such a path, which is no `OSError`.
     """
     return Path(os.path.realpath(path))
 
@@ -213,9 +214,9 @@ def read_bounded(path: Path, most_nbytes: int) -> bytes:
 
 
 def check_ours(path: Path, descriptor: int, owner: int = 0) -> None:
-    """Checks that a file or folder is this user's, or root's, and takes the right to write it from others.
+    """Checks that a file or folder is this user's, or root's, and removes other users' right to write it.
 
-    `owner` is that of a file's folder, which was checked before.
+    `owner` is the owner of a file's folder, which was checked before.
 
     Raises:
         StoreError: If it is another user's, or others may write it and this user cannot change that.
@@ -228,7 +229,7 @@ def check_ours(path: Path, descriptor: int, owner: int = 0) -> None:
             f"change its owner with `sudo chown -R {os.geteuid()} {path}`"
         )
     if status.st_mode & _OTHERS:
-        # What an umask, or the group of a Kubernetes volume, has opened is closed again by its owner.
+        # An umask, or the group of a Kubernetes volume, may have given others the right to write. The owner removes it.
         with contextlib.suppress(OSError):
             os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~_OTHERS)
         if os.fstat(descriptor).st_mode & _OTHERS:
@@ -241,7 +242,7 @@ def check_ours(path: Path, descriptor: int, owner: int = 0) -> None:
 def foreign_owner(folder: Path) -> str | None:
     """Returns the name of the other user to whom a folder belongs, or a link in its place; None if it is this user's.
 
-    A folder of root, and none at all, belong to nobody else either.
+    For a folder of root, and for a missing folder, it returns None too.
     """
     try:
         owners = {os.lstat(folder).st_uid, os.stat(folder).st_uid} - {os.geteuid(), 0}
@@ -285,7 +286,7 @@ def _open_folder(name: str, above: int) -> int:
     try:
         return os.open(name, os.O_RDONLY | os.O_DIRECTORY | _SAFE, dir_fd=above)
     except NotADirectoryError:
-        # The system says the same of a file. A link must not pass for a folder that is missing.
+        # The system raises the same error for a file. A link must not pass for a missing folder.
         if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
         raise

@@ -126,7 +126,7 @@ def lock_folder(descriptor: int, tries: int = 11) -> bool:
 
     Returns False if the file system locks no folders.
 
-    Unlike the name of a file, that of a folder with files in it cannot be deleted.
+    Unlike the name of a file, the name of a folder with files in it cannot be deleted.
 
     Raises:
         LockHeldError: If another process holds the lock.
@@ -136,7 +136,7 @@ def lock_folder(descriptor: int, tries: int = 11) -> bool:
             _flock(descriptor, fcntl.LOCK_EX)
             return True
         except OSError as error:
-            # NFS locks only what is open for writing, which a folder never is. The lock of the file remains.
+            # NFS locks only files that are open for writing, and never a folder. The lock of the file remains.
             if error.errno not in _CONTENDED:
                 break
             if not left:

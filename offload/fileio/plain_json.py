@@ -3,8 +3,8 @@
 Plain values are None, booleans, numbers, strings, and lists, tuples, dicts and Counters of plain values; where a caller
 allows it, small tensors on the CPU too, such as the state of a generator. JSON has no tuples, no keys other than
 strings, and no numbers that are not finite. Such values, for example the milestones of MultiStepLR, a Counter with
-integer keys, are written as objects with one reserved key. A caller that has room for them takes tensors and bytes of
-any size out of the JSON, which then holds their numbers.
+integer keys, are written as objects with one reserved key. A caller with room for them can take tensors and bytes of
+any size out of the JSON, which then holds numbers in their places.
 """
 
 from __future__ import annotations
@@ -107,13 +107,14 @@ def from_plain(
 ) -> Any:
     """Returns a copy of the value that `to_plain` received.
 
-    `tensors` are those outside of it, by their numbers; `device` receives those that were on an accelerator.
+    `tensors` are the tensors outside of the JSON, by their numbers. `device` receives tensors that were on an
+    accelerator.
 
     Raises:
-        StoreError: If `to_plain` makes no such value, as one from a file of somebody else may be.
+        StoreError: If `to_plain` makes no such value. A made-up file may contain one.
     """
     try:
-        # Each is taken once: a short text could ask for any number of copies of a large tensor.
+        # Each tensor is taken once: a short text could ask for any number of copies of a large tensor.
         return _decode(value, dict(tensors), device)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise StoreError(
@@ -145,7 +146,7 @@ def _decode(value: Any, tensors: dict[str, torch.Tensor], device: torch.device |
 
 
 def _put_outside(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Appends the bytes of a tensor, or bytes, to `tensors`; returns what stands for them, None for another value."""
+    """Appends the bytes of a tensor, or bytes, to `tensors`; returns their substitute, None for another value."""
     if isinstance(value, bytes):
         tensors.append(torch.frombuffer(bytearray(value or b"\0"), dtype=torch.uint8)[: len(value)])
         return {f"{_MARK}bytes": len(tensors) - 1}

@@ -46,10 +46,10 @@ NAMES = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100_000_000
-"""Bytes; the limit of the library."""
+"""Most bytes of a header, as in the safetensors library."""
 _MOST_DIMENSIONS = 64
 _MOST_BRACKETS = 3_000_000
-"""Lists and objects in a header; each takes many times the memory of its two brackets."""
+"""Most lists and objects in a header. Each takes many times the memory of its two brackets."""
 
 
 class Tensor(NamedTuple):
@@ -121,7 +121,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
                 raise StoreError(f"{path}: dtype {dtype!r:.99} of {name!r:.99} is not supported")
             _check_numbers(name, shape, start, end)
             tensor = Tensor(DTYPES[dtype], tuple(shape))
-            # A truncated file shows here, before any tensor is read.
+            # A truncated file is noticed here, before any tensor is read.
             if end - start != tensor.nbytes or _LENGTH.size + length + end > size:
                 raise ValueError(f"{name!r:.99} is stored at {start} to {end}, in a file of {size} bytes")
             places[name] = TensorLocation(tensor, _LENGTH.size + length + start)
@@ -141,7 +141,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
 
 
 def _read_text(file: BinaryIO, nbytes: int) -> Iterator[bytes]:
-    """Yields bytes of a file; raises `ValueError` at a zero, which no text contains, but any hole in a file."""
+    """Yields bytes of a file; raises `ValueError` at a zero byte, which holes have and texts do not."""
     for start in range(0, nbytes, MIB):
         piece = file.read(min(MIB, nbytes - start))
         if b"\0" in piece:
@@ -163,19 +163,19 @@ def unrepeated(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_numbers(name: str, shape: Any, start: Any, end: Any) -> None:
-    """Raises `ValueError` for what is no shape or no place of bytes: floats, truth values, negative numbers."""
+    """Raises `ValueError` for a shape or byte positions with floats, truth values or negative numbers."""
     numbers = [*shape, start, end] if isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS else [None]
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
         raise ValueError(
             f"{name!r:.99} has the shape {shape!r:.99} at {start!r:.99} to {end!r:.99}, expected numbers from 0 on"
         )
-    # torch counts in words, whatever the number of elements is.
+    # torch computes sizes in 64-bit words, even if a dimension is 0.
     if math.prod(max(number, 1) for number in shape) >= 2**62:
         raise ValueError(f"{name!r:.99} has the shape {shape!r:.99}, which no tensor has")
 
 
 def _check_apart(places: Mapping[str, TensorLocation]) -> None:
-    """Raises `ValueError` if tensors share bytes: they could come to any multiple of the file."""
+    """Raises `ValueError` if tensors share bytes: their sizes could add up to any multiple of the file's."""
     end, before = 0, ""
     for name, (tensor, offset) in sorted(places.items(), key=lambda item: item[1].offset):
         if tensor.nbytes:
@@ -220,7 +220,7 @@ class SafetensorsWriter:
         try:
             # The file has its full size from the start, so chunks can be written in any order.
             os.ftruncate(self._descriptor, self.nbytes)
-            # A full disk shows now and not in the middle of the writing.
+            # A full disk is noticed now and not in the middle of the writing.
             if reserved:
                 os.posix_fallocate(self._descriptor, 0, self.nbytes)
             self._put(0, head)
@@ -251,7 +251,7 @@ class SafetensorsWriter:
 
     def write_tensor(self, name: str, value: torch.Tensor) -> None:
         """Writes a complete tensor, which must be on the CPU."""
-        # A conjugated or negated view has memory of other values.
+        # The memory of a conjugated or negated view has other values than the view.
         flat: Any = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
         self.write(name, 0, memoryview(flat))
 

@@ -1,9 +1,9 @@
 """Names and parts of weights in the files of a model whose class decides on them, as its own `save_pretrained` would.
 
 The same decisions, in the same order: `state_dict()` with the hooks and methods of the model's classes, then
-`_keys_to_ignore_on_save`, ties and conversions of transformers, which has the experts of a layer as one parameter and
-saves each of them. Entries that are consecutive elements of a weight are streamed. What the class computes from weights
-needs them in memory.
+`_keys_to_ignore_on_save`, ties and conversions of transformers. For example, transformers has the experts of a layer as
+one parameter, and saves each expert. Entries that are consecutive elements of a weight are streamed. Entries that the
+class computes from weights need these weights in memory.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _SAVED = "saved"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedNames:
-    """What a class makes of its weights in files."""
+    """The tensors that a model's class writes into files."""
 
     parts: Mapping[str, SavedPart]
-    """By the names in the files."""
+    """Parts of weights, by their names in the files."""
     ties: Mapping[str, str]
     """Names that are not written, each with the written name of the same values; for files without a config."""
     values: Mapping[str, torch.Tensor]
@@ -41,18 +41,18 @@ class SavedNames:
     left_out: tuple[str, ...]
     """Entries that no file contains: they are no tensors, or their values are not known here."""
     computed: str | None
-    """Why the weights must be in memory; None if they need not be."""
+    """A clause that explains why the weights must be in memory; None if they need not be."""
     unconverted: bool = False
-    """True if transformers computes what it saves, so that these are the names that it has in memory, and loads too."""
+    """True if transformers computes the weights that it saves. The names are then those in memory, which load too."""
 
 
 def about_saved(model: nn.Module, divided: bool) -> dict[str, Any]:
-    """Returns `offload.layout.fingerprint.about` of a model, and what its class makes of its weights in files.
+    """Returns `offload.layout.fingerprint.about` of a model, with the tensors that its class writes into files.
 
     Args:
         divided: True if this process has a part of the model, whose weights are put together under their own names.
     """
-    # Conversions of transformers alone are known from the class and the config.
+    # If only transformers' conversions change the names, the class and the config determine them.
     if divided or saved_names(model, conversions=False) is None:
         return about(model)
     names = saved_names(model)
@@ -68,7 +68,7 @@ def about_saved(model: nn.Module, divided: bool) -> dict[str, Any]:
 
 
 def described_names(said: Mapping[str, Any]) -> SavedNames | None:
-    """Returns the names of a model in its files; None if they are those of the parameters.
+    """Returns the names of a model in its files; None if they are the names of the parameters.
 
     Raises:
         ConfigError: If the weights must be in memory, in a process with the model's code.
@@ -93,7 +93,7 @@ def described_names(said: Mapping[str, Any]) -> SavedNames | None:
 
 
 def saved_names(model: nn.Module, conversions: bool = True) -> SavedNames | None:
-    """Returns what a model's class makes of its weights in files; None if all have their own names alone."""
+    """Returns the tensors that a model's class writes into files; None if all weights have just their own names."""
     if quantized_by_other_library(model):
         return None  # no file has the values of such weights
     library = _is_of_transformers(model)
@@ -131,7 +131,8 @@ def _names_of_class(said: Mapping[str, Any]) -> SavedNames | None:
     """Returns the names of a model of transformers in its files, by its class and config alone.
 
     Returns:
-        The names; None if they are those of the parameters, or if the installed transformers does not know the class.
+        The names; None if they are the names of the parameters, or if the installed transformers does not know the
+        class.
     """
     settings = said.get("config")
     if settings is None or importlib.util.find_spec("transformers") is None:
@@ -153,7 +154,7 @@ def _is_of_transformers(model: nn.Module) -> bool:
 
 
 def _own_way_to_save(model: nn.Module) -> str | None:
-    """Returns words on a `save_pretrained` that a class outside of transformers has of its own; None without one."""
+    """Returns words on a `save_pretrained` that a class outside of transformers defines; None without one."""
     owner = next((kind for kind in type(model).__mro__ if "save_pretrained" in vars(kind)), None)
     if owner is None or owner.__module__.startswith("transformers.") or not _is_of_transformers(model):
         return None
@@ -161,7 +162,7 @@ def _own_way_to_save(model: nn.Module) -> str | None:
 
 
 def _is_plain(model: nn.Module, parts: Mapping[str, SavedPart]) -> bool:
-    """Returns True if each parameter and persistent buffer is whole under each of its names, and nothing else is."""
+    """Returns True if each parameter and persistent buffer is whole under each of its names, without other entries."""
     named = {**dict(model.named_parameters(remove_duplicate=False)), **all_persistent_buffers(model)}
     first: dict[int, str] = {}
     whole = {name: SavedPart(first.setdefault(id(value), name), 0, tuple(value.shape)) for name, value in named.items()}
@@ -190,10 +191,10 @@ def _untied(entries: dict[str, Any], ties: Collection[str]) -> dict[str, Any]:
 
 
 def _converted(model: nn.Module, entries: dict[str, Any]) -> dict[str, Any]:
-    """Returns entries as transformers saves them, which has some weights in another form in memory."""
+    """Returns entries in the form that transformers saves. Some weights have another form in memory."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before 5.0 it saves what it has in memory
+    except ImportError:  # before 5.0 it saves weights in their in-memory form
         return entries
     converted: dict[str, Any] = revert_weight_conversion(cast("Any", model), entries)
     return converted

@@ -59,7 +59,7 @@ class Source(Protocol):
 class StoreSource:
     """The last commit that all ranks of a run have, as source of weights. Changes nothing; implements `Source`.
 
-    The run is locked until `close`. Damage shows as the bytes are read.
+    The run is locked until `close`. Damage is noticed as the bytes are read.
 
     Args:
         queue: Queue for the reads; owned by the caller.
@@ -191,7 +191,7 @@ def ranks_of(run: Path, folders: Sequence[RankFiles], *, replicas: bool = False)
             raise StoreError(f"{rank.folder} is on drive {rank.drive} of its run; give its folder on the first{first}")
         if rank.manifest is not None and rank.manifest.spec.slots == 1:
             raise StoreError(f'{rank.folder} was made with "durability": "none": nothing in it was ever committed')
-        # Read as another rank's, its bytes would be taken for other parameters.
+        # Read as another rank's folder, its bytes would be taken for other parameters.
         if rank.manifest is not None:
             check_rank(rank.manifest, rank.rank, rank.folder)
     check_one_run([(rank.folder, rank.run_id) for rank in ranks])
@@ -210,7 +210,7 @@ def ranks_of(run: Path, folders: Sequence[RankFiles], *, replicas: bool = False)
 
 
 def known_run_id(ranks: Sequence[RankFiles]) -> str | None:
-    """Returns the id of the run of these ranks, which are of one; None if unknown."""
+    """Returns the id of the run to which these ranks belong; None if unknown."""
     return next((rank.run_id for rank in ranks if rank.run_id is not None), None)
 
 
@@ -244,7 +244,7 @@ def commits_of_all(ranks: Sequence[RankFiles], at: int | None = None) -> list[Co
 
 
 def _checked_layouts(manifest: StoreManifest) -> Sequence[UnitLayout]:
-    """Returns the layouts of a store; raises `StoreError` if its bytes are not those of the model that it describes."""
+    """Returns the layouts of a store; raises `StoreError` if its sizes do not fit the model that it describes."""
     from offload.layout.fingerprint import described_layouts, described_mode, store_specs
 
     described = manifest.spec.fingerprint

@@ -1,9 +1,9 @@
-"""Count of the micro-batches of a step; each stage of a process runs a backward of each.
+"""Counts the micro-batches of a step. Each stage of a process runs the backward of every micro-batch.
 
     stage 0    forward 0  forward 1  ...  backward 0  backward 1          a micro-batch counts when all stages of the
     stage 2               forward 0  ...  backward 0        backward 1    process have run its backward
 
-An engine counts backwards otherwise, one or more for each micro-batch.
+Without a pipeline an engine counts backwards, one or more for each micro-batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StageRun(PassSchedule):
         """
         if not dist.is_initialized():
             raise UsageError("pipeline_stages() needs a process group: call torch.distributed.init_process_group first")
-        # Here, since torch's pipelines take a while to import.
+        # Imported here, since torch's pipelines take a while to import.
         from offload.parallel.pipeline import EngineStage
 
         stages = self._stages
@@ -60,7 +60,7 @@ class StageRun(PassSchedule):
         )
 
     def begin(self, stage: int) -> None:
-        """Forgets micro-batches of a schedule that an error has ended; a schedule calls this before the first."""
+        """Forgets a stage's micro-batches that an error has left. A schedule calls this before its first one."""
         self._done = {number: done - {stage} for number, done in self._done.items()}
 
     def end_backward(self, stage: int, micro_batch: int, divides: bool) -> bool:
@@ -74,7 +74,8 @@ class StageRun(PassSchedule):
         # torch asks for the division after the last backward, unless the schedule was made without it.
         if divides:
             self._undivided.add(stage)
-        # Stages finish in any order of micro-batches: a schedule may run two of one before the first of another.
+        # Stages finish micro-batches in any order: a schedule may run two backwards of one stage before another's
+        # first.
         done = self._done.setdefault(micro_batch, set())
         done.add(stage)
         complete = len(done) == len(self._stages.indices)
@@ -83,14 +84,14 @@ class StageRun(PassSchedule):
         return complete
 
     def divided(self, stage: int) -> None:
-        """Notes that the schedule wants the mean over micro-batches: it has divided each loss by their number."""
+        """Records that the schedule wants the mean over micro-batches: each loss was divided by their number."""
         self._undivided.discard(stage)
 
     def begin_step(self, count: int, micro_batches: int, access: ParamAccess) -> None:
         """Checks that a run of a schedule is complete, and adds up gradients of tied parameters over the stages.
 
         Raises:
-            UsageError: If no run is complete, or the schedule means its gradients otherwise. Nothing has changed then.
+            UsageError: If no run is complete, or the schedule wants a sum of gradients. Nothing has changed then.
         """
         if count != micro_batches:
             raise UsageError(
@@ -104,9 +105,9 @@ class StageRun(PassSchedule):
                 "gradient_accumulation_steps, as engine.backward does. Leave scale_grads=True, and for a sum over "
                 "micro-batches multiply the loss in loss_fn"
             )
-        # Only now: every backward of this step has given its gradient. Each stage has added up those of its own uses of
-        # a tied parameter. The whole gradients are added up over the stages, so that all of them update their copy by
-        # the same bits. The first stage counts the parameter in the norm.
+        # Only now has every backward of this step given its gradient. Each stage has added up the gradients of its own
+        # uses of a tied parameter. These gradients are added up over the stages, so that all stages update their copies
+        # by the same bits. The first stage counts the parameter in the norm.
         for tie in self._stages.ties:
             parameter = self._stages.get_parameter(tie.name)
             handle = access.handle(parameter)
@@ -116,7 +117,8 @@ class StageRun(PassSchedule):
             values = (
                 torch.zeros(parameter.shape, dtype=torch.float32, device="cpu") if gradient is None else gradient.cpu()
             )
-            # Of two stages the sum has the same bits in either order; gloo adds up those of more on one, and sends it.
+            # A sum of two gradients has the same bits in either order. For more stages gloo sums on one and sends the
+            # sum.
             dist.all_reduce(values, group=tie.group)
             access.write(handle, State.GRAD, values)
 

@@ -21,7 +21,7 @@ class Tie(NamedTuple):
     """A parameter of one process that other stages of its pipeline have too."""
 
     name: str
-    """Its name in `PipelineStages`."""
+    """The parameter's name in `PipelineStages`."""
     group: Any
     """Group of the processes of the pipeline that have the parameter, for tensors on the CPU."""
     counts: bool
@@ -45,8 +45,8 @@ class PipelineStages(nn.Module):
         """Takes over the modules of the stages.
 
         Args:
-            stages: The module of each stage that this process has, by the number of the stage, from 0. A schedule with
-                one stage a process wants one, interleaved schedules want several.
+            stages: The module of each stage that this process has, by the number of the stage, from 0. Some schedules
+                need one stage per process, and interleaved schedules need several.
             num_stages: Number of stages of the whole pipeline.
             group: The process group of this pipeline, such as `mesh["pp"].get_group()`; None for all processes.
             ties: The parameters that other stages have too, in one order on all processes. Their values must be equal.
@@ -91,7 +91,7 @@ class PipelineStages(nn.Module):
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """The processes of the pipeline, by their rank among all, in the order of its group. Empty for a single one."""
+        """The processes of the pipeline, by their rank among all, in the order of its group; () for one process."""
         if not dist.is_available() or not dist.is_initialized():
             return ()
         group = dist.group.WORLD if self.group is None else self.group
@@ -115,15 +115,14 @@ class PipelineStages(nn.Module):
 
 
 # -- place ---------------------------------------------------------------------------------------------
-#
-# The place of a process in a pipeline, and what a pipeline does not go together with, before anything is changed.
+# The place of a process in a pipeline, and a check for settings that pipelines do not support. Nothing is changed.
 
 
 def pipeline_place(model: nn.Module) -> PipelinePlace:
-    """Returns the stages of this process; empty ones for a model that is none, and for a pipeline of one process."""
+    """Returns this process's place; an empty one without `PipelineStages`, and for a pipeline of one process."""
     if not isinstance(model, PipelineStages) or not model.processes:
         return PipelinePlace()
-    # The first stage with a tied parameter counts it, as all have the same sum of its gradients.
+    # The first stage with a tied parameter counts it, as all stages have the same sum of its gradients.
     elsewhere = tuple(tie.name for tie in model.ties if not tie.counts)
     return PipelinePlace(model.processes, model.num_stages, model.indices, elsewhere)
 
@@ -134,7 +133,7 @@ def stage_sites(model: nn.Module) -> Mapping[str, tuple[int, ...]]:
 
 
 def check_pipeline(model: nn.Module, config: Config) -> None:
-    """Raises `ConfigError` for what does not go together with stages of a pipeline. Local to this process."""
+    """Raises `ConfigError` for settings that stages of a pipeline do not support. Local to this process."""
     if not isinstance(model, PipelineStages):
         return
     refused = (

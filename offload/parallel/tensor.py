@@ -11,7 +11,7 @@ from offload.errors import ConfigError
 
 
 class PipelinePlace(NamedTuple):
-    """Stages of a pipeline, as one process has them; all empty without a pipeline."""
+    """The place of one process in a pipeline; all fields are empty without a pipeline."""
 
     processes: tuple[int, ...] = ()
     """The processes of the pipeline, by their rank among all, in their order."""
@@ -33,13 +33,14 @@ def form_grid(
 
     Args:
         everyone: all processes.
-        row: the processes among which tensor parallelism divides this one's parameters, by their rank; empty without.
-        sharded: names of the parameters that this process has a part of.
+        row: the processes among which tensor parallelism divides this one's parameters, by their rank; empty without
+            it.
+        sharded: names of the parameters of which this process has a shard.
         pipeline: the stages of this process.
         dims: the dimension along which each of `sharded` is divided, where that is known.
 
     Returns:
-        The grid; without either, and for a single process, the world of ZeRO alone.
+        The grid. Without both kinds of parallelism, and for a single process, the world of ZeRO alone.
 
     Raises:
         ConfigError: on all processes, if the rows are no grid, or columns cannot be divided into replicas.
@@ -52,9 +53,9 @@ def form_grid(
     pipelines = [place.processes for place in places]
     if not any(rows) and not any(pipelines):
         return World(everyone=everyone, ranks=everyone)
-    # Before the blocks, which are made of the groups.
+    # Checked before the blocks are made of the groups.
     _check_own(pipelines, "pipeline")
-    # The processes that compute one batch with each process, stage by stage, in each those of its row.
+    # For each process the processes that compute one batch with it: stage by stage, and in each stage its row.
     blocks = [
         tuple(member for stage in pipelines[process] or (process,) for member in rows[stage] or (stage,))
         for process in range(everyone.size)
@@ -72,7 +73,7 @@ def form_grid(
     stages, block = max(map(len, pipelines)) or 1, blocks[everyone.rank]
     size = len(block) // stages
     positions = [members.index(process) // size for process, members in enumerate(blocks)]
-    # Where there is no pipeline, the processes with the same layers are all.
+    # Without a pipeline all processes have the same layers.
     stage = Ranks()
     if stages > 1 and size > 1:
         stage = everyone.divided(
@@ -95,11 +96,11 @@ _ADVICE = {
     "tensor": 'take the mesh["tp"] of init_device_mesh(device, (n, m), mesh_dim_names=("dp", "tp"))',
     "pipeline": 'take mesh["pp"].get_group() of init_device_mesh(device, (p, n, m), mesh_dim_names=("pp", "dp", "tp"))',
 }
-"""What to do about groups that are no grid."""
+"""Advice for groups that are no grid."""
 
 
 def _check_own(groups: Sequence[tuple[int, ...]], kind: str) -> None:
-    """Raises `ConfigError` if a process is not in its own group of a dimension that others have."""
+    """Raises `ConfigError` if a process is not in its own group of a dimension that other processes have."""
     wrong = [process for process, group in enumerate(groups) if any(groups) and process not in group]
     if wrong:
         raise ConfigError(

@@ -59,11 +59,11 @@ class _ConvertedChunk(NamedTuple):
     states: tuple[State, ...]
     """States that are written."""
     sources: tuple[State, ...]
-    """States of the run before that are converted to them; none if they are copied."""
+    """States of the former run that are converted to `states`; none if states are copied."""
     start: int
     """First element, counted in the rank's partition."""
     first: int
-    """The same, counted in the unit."""
+    """First element, counted in the unit."""
     numel: int
 
 
@@ -124,7 +124,7 @@ class StateConverter:
     def _cut(
         self, unit: int, states: tuple[State, ...], sources: tuple[State, ...], start: int, share: range
     ) -> Iterator[_ConvertedChunk]:
-        """Yields the chunks of a share of a unit that begins at `start` of the partition. Both forms share a buffer."""
+        """Yields the chunks of a unit's share, which begins at `start` of the partition. Both forms share a buffer."""
         if not states:
             return
         mode = self._after.mode
@@ -138,7 +138,7 @@ class StateConverter:
             yield _ConvertedChunk(unit, states, sources, start + first, share.start + first, last - first)
 
     def _begin(self, chunk: _ConvertedChunk, buffer: memoryview) -> Sequence[Pending]:
-        """Begins to read what a chunk contains. Padding is zero."""
+        """Begins to read the elements of a chunk. Padding is zero."""
         new, old = self._regions(chunk, buffer)
         torch.frombuffer(buffer, dtype=torch.uint8).zero_()
         reads: list[Pending] = []
@@ -179,7 +179,7 @@ class StateConverter:
         saved: Mapping[State, torch.Tensor],
         states: Mapping[State, torch.Tensor],
     ) -> None:
-        """Converts the moments of a run of elements. Those whose form stays are encoded to the same bits."""
+        """Converts the moments of a run of elements. Moments whose form stays are encoded to the same bits."""
         scales = self._saved.scales(chunk.unit) if self._before.mode.in_blocks else None
         moments = SavedMoments(self._before.mode, saved, scales, run.segment.start + run.position)
         for state in chunk.sources:
@@ -200,7 +200,7 @@ class StateConverter:
         return new, old
 
     def _nbytes(self, unit: int, state: State, numel: int) -> int:
-        """Returns the bytes of a new state of `numel` elements of a unit, from the start of a page of it on."""
+        """Returns the bytes of a new state of `numel` elements of a unit, if they begin at a page of the state."""
         mode = self._after.mode_of(unit)
         return len(mode.padded_part(state, 0, numel)) * mode.states[state].itemsize
 
@@ -233,7 +233,7 @@ class Converted(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """A conversion, as planned from the run that is converted."""
+    """The plan of a run's conversion."""
 
     run: str
     """Name of the new run."""
@@ -255,8 +255,8 @@ class Conversion(NamedTuple):
 def plan(source: StoreSource, run: Path, forms: Mapping[str, str], name: str | None) -> Conversion:
     """Returns the conversion of a run.
 
-    Of `forms` the "master" is one of `MASTERS`, the "moments" one of `MOMENT_DTYPES`. Without a name the forms follow
-    the name of the run.
+    In `forms` the "master" is one of `MASTERS`, and the "moments" are one of `MOMENT_DTYPES`. Without `name`, the new
+    name is the run's name followed by the forms.
 
     Raises:
         StoreError: the run cannot be converted to these forms, or cannot have this name.

@@ -1,8 +1,8 @@
 """Implementation of `offload export --format dcp`: a run as a folder of torch.distributed.checkpoint.
 
-    <out>/__0_0.distcp          numbers of the optimizer's groups, counts of steps, buffers, what the user has added
+    <out>/__0_0.distcp          numbers of the optimizer's groups, counts of steps, buffers, the user's own values
     <out>/__0_1.distcp, …       a parameter's master, or one of its moments, in one piece
-    <out>/.metadata             a pickle of torch's own classes: where each of these lies
+    <out>/.metadata             a pickle of torch's own classes: the place of each of these
 
 `dcp.load` reads it into `{"model": …, "optim": …}` as `get_state_dict` gives them, of a plain model or of FSDP2 on any
 mesh, with an optimizer that is flattened or not. `offload.runs.states_by_parameter` streams the states.
@@ -44,7 +44,7 @@ from offload.sizes import count_of
 from offload.torch_internals import flatten_state_dict, stored_at
 
 KIND = "a folder of torch.distributed.checkpoint"
-"""What is written, for messages."""
+"""Name of the output, for messages."""
 _SMALL = "__0_0.distcp"
 _VERSION = "1.0.0"
 """Version of the format."""
@@ -113,7 +113,7 @@ def _state_dict(source: TrainedSource, plan: StatesPlan) -> dict[str, Any]:
         },
         "param_groups": groups,
     }
-    # A flattened optimizer looks for the numbers under each parameter, the usual one in the list. Both find theirs.
+    # A flattened optimizer looks for the numbers under each parameter, an ordinary one in the list. Both are written.
     optimizer |= {
         f"param_groups.{name}.{key}": value
         for group in groups
@@ -121,7 +121,7 @@ def _state_dict(source: TrainedSource, plan: StatesPlan) -> dict[str, Any]:
         for key, value in group.items()
         if key != "params"
     }
-    # Before the model and the optimizer, so that no name of the user's replaces these.
+    # Placed before the model and the optimizer, so that no name of the user replaces them.
     theirs = from_plain(source.client_state)
     schedule = from_plain(facts["scheduler"])
     return {
@@ -133,7 +133,7 @@ def _state_dict(source: TrainedSource, plan: StatesPlan) -> dict[str, Any]:
 
 
 def _groups(facts: Mapping[str, Any], plan: StatesPlan) -> list[dict[str, Any]]:
-    """Returns the groups of the optimizer as `get_state_dict` does: their numbers, and the names of what trains.
+    """Returns the groups of the optimizer as `get_state_dict` does: their numbers, and names of trained parameters.
 
     Raises:
         StoreError: If the facts do not name the parameters of each group.
@@ -146,7 +146,7 @@ def _groups(facts: Mapping[str, Any], plan: StatesPlan) -> list[dict[str, Any]]:
             "each, which this one, of DeepSpeed or an older version, does not: resume the run and commit a step, or "
             "export weights alone, without --format"
         )
-    # A checkpoint that was imported does not say which: it is taken for one of AdamW.
+    # An imported checkpoint does not contain this setting: it is taken for AdamW's.
     decoupled = facts["settings"].get(DECOUPLED, [True] * len(groups))
     counts = [len(each) if isinstance(each, Sized) else 0 for each in (groups, facts["configured"], members, decoupled)]
     if len(set(counts)) > 1:
@@ -191,7 +191,7 @@ class _Writing:
         with (self._folder / _SMALL).open("xb") as file:
             for name, value in flat.items():
                 start = file.tell()
-                # Copied, since of a view all of its storage would be written.
+                # Copied, since torch would write the whole storage of a view.
                 torch.save(value.clone() if isinstance(value, torch.Tensor) else value, file)
                 self._enter(name, paths[name], value, _SMALL, start, file.tell() - start)
             # Durable before the metadata, which name it.
@@ -204,7 +204,7 @@ class _Writing:
                 places[index] = stored_at(place.relative_path, 0, file_nbytes)
         data = io.BytesIO()
         pickle.dump(self._metadata, data)
-        # Last, since it makes the folder a checkpoint to torch.
+        # Written last, since torch takes a folder with metadata for a checkpoint.
         with (self._folder / METADATA).open("xb") as file:
             file.write(data.getbuffer())
             file.flush()

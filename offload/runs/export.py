@@ -67,8 +67,8 @@ class Exported(NamedTuple):
 def open_source(path: Path, queue: Queue) -> StoreSource | CheckpointSource | WholeSource:
     """Opens the weights in `path`.
 
-    The folder is a run's, a checkpoint's, or that of several checkpoints, whose latest is taken. The queue is the
-    caller's.
+    `path` is a run's folder, a checkpoint's, or a folder of several checkpoints, whose latest is taken. The queue is
+    the caller's.
 
     Raises:
         StoreError: If the folder is none of these, or cannot be read.
@@ -82,7 +82,7 @@ def open_source(path: Path, queue: Queue) -> StoreSource | CheckpointSource | Wh
 
 
 def with_states(source: StoreSource | CheckpointSource | WholeSource, path: Path) -> StoreSource | CheckpointSource:
-    """Returns a source that has optimizer states too; raises `StoreError` for one of parts, which has weights alone."""
+    """Returns a source with optimizer states; raises `StoreError` for a source of parts, which has only weights."""
     if isinstance(source, WholeSource):
         raise StoreError(
             f"{path} was saved in parts by a pipeline or tensor parallelism, of which weights alone are put together: "
@@ -156,8 +156,8 @@ def check_target(out: Path) -> None:
 
 
 def note_saved(source: Source, path: Path) -> None:
-    """Notes that the weights of a run that has ended are in other files, so that any start may replace it."""
+    """Records that the weights of an ended run are in other files, so that any start may replace the run."""
     if isinstance(source, StoreSource):
-        # Without the note such a start is refused, as before: a copy of a run may be on a drive that is only read.
+        # A copy of a run may be on a read-only drive. Without the note such a start is refused, as before.
         with contextlib.suppress(OSError):
             write_note(path, source.step)

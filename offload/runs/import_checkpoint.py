@@ -57,7 +57,7 @@ class Imported(NamedTuple):
 
 
 def open_foreign(path: Path, tag: str | None) -> ForeignCheckpoint:
-    """Returns a checkpoint of another program, of which all but the tensors has been read.
+    """Returns a checkpoint of another program, read except for its tensors.
 
     Without a tag the latest is opened, or `path` itself.
 
@@ -104,7 +104,7 @@ def import_checkpoint(
         IoError: If something cannot be read or written.
     """
     checkpoint = out / check_tag(real_path(found.folder).name)
-    # Read twice, as by a load: damage shows before anything is written.
+    # Read twice, as in a load, so that damage is noticed before anything is written.
     found.check_bytes(EVERYTHING, queue, 0, 1)
     make_folder(out)
     with only_save(out, checkpoint.name):
@@ -181,7 +181,7 @@ def _chunks(found: ForeignCheckpoint) -> Iterator[_ImportedChunk]:
     step = BUFFER_NBYTES // torch.float32.itemsize
     for unit, layout in enumerate(found.layouts):
         for state in found.mode.states:
-            # Of frozen parameters there is the weight alone.
+            # Frozen parameters have only a weight.
             numel = layout.numel if state is State.WEIGHT else layout.trainable_stop
             for start in range(0, numel, step):
                 yield _ImportedChunk(unit, state, start, min(start + step, numel))

@@ -195,7 +195,7 @@ def _rank(found: RankFiles) -> dict[str, Any]:
     written, rated = found.whole[0].written if found.whole else ([], None)
     states: dict[str, None] = {}
     for row in () if manifest is None else manifest.spec.partitions:
-        # A dict in place of a set: the order of the states is that of the manifest.
+        # A dict in place of a set keeps the states in the order of the manifest.
         states |= dict.fromkeys(state.value for state in row)
     return {
         "rank": found.rank,

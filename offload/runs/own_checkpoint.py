@@ -1,4 +1,4 @@
-"""Search for a checkpoint of ours, with an error that names `offload import` for one of another program."""
+"""Search for a checkpoint of offload; for another program's checkpoint the error names `offload import`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from offload.swapper.store import rank_folders
 def find_own(path: Path, tag: str | None = None) -> Path | None:
     """Returns the checkpoint that a folder is, or its latest; None for the folder of a run, or one that holds none.
 
-    A Trainer's output folder holds those of its folders `checkpoint-<step>`. Without a tag it is the latest, or `path`
-    itself.
+    A Trainer's output folder has the checkpoints in its folders `checkpoint-<step>`. Without a tag the result is the
+    latest checkpoint, or `path` itself.
 
     Raises:
         StoreError: If the checkpoint is of another program, or cannot be found.
         UsageError: If `tag` cannot name a folder.
     """
-    # Checkpoints may have been saved into the folder of a run; its swap files go further than they.
+    # Checkpoints may have been saved into the folder of a run, but the run's swap files have later steps.
     found = None if tag is None and holds_run(path) else find(path, tag)
     folder = None if found is None else Path(found)
     ours = bool(rank_folders(path)) if folder is None else is_checkpoint(folder)
     if not ours:
-        # Here, since it imports torch, which commands on folders of ours do without.
+        # Imported here, since it imports torch, which commands on folders of offload do not need.
         from offload.checkpoint.foreign import is_foreign
 
         other = folder or path

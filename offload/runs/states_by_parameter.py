@@ -1,4 +1,4 @@
-"""Masters and moments of a run in the form in which other programs keep them: a file for each parameter and state.
+"""Masters and moments of a run in the form of other programs: a file for each parameter and state.
 
 States are streamed unit by unit, so memory does not depend on the model. A parameter of a unit that several ranks share
 comes from one rank after the other, and experts that are units of their own are rows of one file.
@@ -32,7 +32,7 @@ from offload.states import State
 
 _CHUNK_NUMEL, _READS = 1 << 20, 8
 _FILE_NBYTES = 8 * KIB
-"""Bytes of a file beside its tensor, at most."""
+"""Most bytes of a file without its tensor."""
 
 
 class TrainedSource(Source, Protocol):
@@ -59,7 +59,7 @@ class StatesPlan(NamedTuple):
         return self.layouts[unit].mode_in(self.mode)
 
     def parts(self, unit: int) -> dict[str, tuple[State, ...]]:
-        """Returns the states of a unit from which each kind of file is made, by its name."""
+        """Returns the states of a unit from which each kind of file is made, by the kind's name."""
         moments = {state.value: (state,) for state in self.mode.moments}
         return {MASTER: master_sources(self.mode_of(unit).weights), **moments}
 
@@ -82,7 +82,7 @@ def plan_states(source: TrainedSource, path: Path, kind: str) -> StatesPlan:
     """
     mode = described_mode(source.description)
     layouts = described_layouts(source.description)
-    # Files of Adam's moments alone: DeepSpeed reads no others.
+    # Only Adam's moments have files: DeepSpeed reads no others.
     if mode.optimizer != ADAM or mode.in_blocks:
         raise StoreError(
             f"{path} is in mode {mode.name}; {kind} has the moments of AdamW in fp32: convert moments "
@@ -123,8 +123,10 @@ class _StateChunk(NamedTuple):
 
 
 StateFile = Callable[[str, str, Tensor], tuple[Path, Any]]
-"""Returns path and content of the file of a parameter (first argument) and a kind of states; the content holds the
-third argument in the place of the tensor."""
+"""Returns path and content of a file, for a parameter's name, a kind of states and a `Tensor`.
+
+The content has the `Tensor` in the place of the values.
+"""
 
 
 def write_states(source: Source, plan: StatesPlan, place: StateFile, progress: Callable[[int], None]) -> None:
@@ -181,7 +183,7 @@ def _chunks(plan: StatesPlan, frozen: bool) -> Iterator[_StateChunk]:
 def _cut(
     unit: int, name: str, states: tuple[State, ...], shares: Sequence[range], positions: Sequence[int]
 ) -> Iterator[_StateChunk]:
-    """Yields chunks of each rank's share, which begins at its position in the rank's partition."""
+    """Yields chunks of the ranks' shares. `positions` are the shares' first elements in the ranks' partitions."""
     for rank, (share, position) in enumerate(zip(shares, positions, strict=False)):
         for start in range(0, len(share), _CHUNK_NUMEL):
             numel = min(_CHUNK_NUMEL, len(share) - start)
@@ -222,8 +224,8 @@ class _StateFiles:
             self._open[key] = (writer, done)
 
     def close(self) -> None:
-        """Closes what an error has left open."""
-        # Behind an error: a file that is complete has closed itself.
+        """Closes the files that an error has left open."""
+        # Files are open here only after an error: a complete file was closed by `put`.
         for writer, _ in self._open.values():
             writer.close()
         self._open.clear()

@@ -29,7 +29,7 @@ from offload.runs.export import Exported, check_target
 from offload.runs.states_by_parameter import StatesPlan, TrainedSource, write_states
 
 KIND = "a universal checkpoint"
-"""What is written, for messages."""
+"""Name of the output, for messages."""
 _VERSION = "0.19.8"
 """Version of DeepSpeed whose format the files have."""
 _UNIVERSAL_VERSION = 0.4
@@ -69,7 +69,7 @@ def export_universal(
         write_torch_file(folder / tag / PARAMETERS / OPTIMIZER_STATE, _optimizer_state(source, plan))
         for name in _MODEL_FILES:
             write_torch_file(folder / tag / name, _model_states(source, plan))
-        # Last, since it makes the folder a checkpoint to DeepSpeed.
+        # Written last, since DeepSpeed takes a folder with this file for a checkpoint.
         (folder / "latest_universal").write_text(tag)
     return Exported(
         out,
@@ -83,7 +83,7 @@ def export_universal(
 
 
 def _check_names(plan: StatesPlan) -> None:
-    """Raises `StoreError` if the name of a parameter, which is from a file of anybody, cannot be that of a folder."""
+    """Raises `StoreError` if a parameter's name, which may come from anybody's file, cannot name a folder."""
     for name in plan.shapes:
         try:
             if inner_name(name) == OPTIMIZER_STATE:
@@ -111,7 +111,7 @@ def _notices(source: TrainedSource, plan: StatesPlan) -> Iterator[str]:
 def _count(steps: int) -> torch.Tensor:
     """Returns a number of updates in the form that most optimizers of DeepSpeed and torch count with.
 
-    Those of DeepSpeed hand it to C++ as an integer, those of torch add to a tensor.
+    DeepSpeed's optimizers pass it to C++ as an integer, and torch's optimizers add to a tensor.
     """
     return torch.tensor(steps, dtype=torch.int64, device="cpu")
 

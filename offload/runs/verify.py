@@ -33,8 +33,11 @@ class RankReport:
     rank: int
     serial: int | None
     step: int | None
-    """Step of the commit that was compared: the newest that all ranks hold, from which a run resumes. If this rank
-    misses that commit, the step of its own newest; None if no commit of the rank can be read."""
+    """Step of the commit that was compared; None if no commit of the rank can be read.
+
+    The compared commit is the newest that all ranks hold, from which a run resumes. For a rank that misses this commit,
+    the rank's own newest commit is compared.
+    """
     nbytes: int
     """Bytes of this commit that were compared; 0 if the comparison was not completed."""
     wrong: tuple[Wrong, ...]
@@ -171,7 +174,7 @@ def open_checking(path: Path) -> Checking:
     Raises:
         StoreError: If the folder is none of these, or cannot be verified.
     """
-    # A link that the user names is followed here, and no other below.
+    # A link that the user gives is followed here. No other link below is followed.
     return CheckpointChecking(checkpoint) if (checkpoint := find_own(path)) else RunChecking(real_path(path))
 
 
@@ -183,7 +186,7 @@ class CheckpointChecking:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files of the checkpoint; those of a part whose manifest is lost are not known."""
+        """Bytes of all files of the checkpoint, without the files of a part whose manifest is lost."""
         parts = filter(is_checkpoint, (self._path / part for part in self._manifest.parts))
         own = sum(file.nbytes for file in self._manifest.files.values())
         return own + sum(CheckpointChecking(part).nbytes for part in parts)
@@ -212,7 +215,7 @@ class CheckpointChecking:
         for rank in range(0 if wrong or manifest.parts else manifest.ranks):
             try:
                 found = look(path, rank, manifest.ranks, {})
-                # Ranks of other replicas than the first have saved their progress alone.
+                # Ranks outside of the first replica have saved only their progress.
                 names = found.places[rank] if rank < manifest.world_size else ()
                 compare_bytes(found, [(rank, name) for name in names], queue, damaged, compared)
                 compared(manifest.files[progress_file(rank)].nbytes)
@@ -315,8 +318,8 @@ def _check(found: RankFiles, serial: int, queue: Queue, progress: Callable[[int]
             if other is not None:
                 before = _before(found, other, file, queue, progress)
         if damaged_places and serial == max(c.record.serial for c in found.commits):
-            # If the file "suspect" exists, the next resume compares all bytes, and falls back to the commit before if
-            # that one is intact.
+            # If the file "suspect" exists, the next resume compares all bytes, and falls back to an intact commit
+            # before.
             RunNotes(found.folder).mark_suspect()
     except IoError as error:
         # An error at a path that `wrong` names already, such as a missing file, is not reported twice.
