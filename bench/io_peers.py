@@ -32,7 +32,7 @@ DEEPSPEED = {
     "DeepSpeed 1 MiB x 128": (MIB, 128, False, False, 1),
     "DeepSpeed 8 MiB x 8, overlap, 2 threads": (8 * MIB, 8, False, True, 2),
 }
-"""Block, depth, single_submit, overlap_events, threads: those that its tutorials and its tuner come to."""
+"""Block, depth, single_submit, overlap_events, threads, as in DeepSpeed's tutorials and from its tuner."""
 
 FIO = {
     "fio libaio, 1 MiB x 32": ("libaio", MIB, 32),
@@ -75,7 +75,7 @@ for line in sys.stdin:
 
 
 class _DeepSpeed:
-    """A process of the interpreter that has it, asked for one pass at a time."""
+    """A process of the interpreter with DeepSpeed. It runs one pass per request."""
 
     def __init__(self, python: str, path: str, nbytes: int) -> None:
         command = [python, "-c", _SERVER, path, str(nbytes)]

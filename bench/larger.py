@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _live_twice(limit: _Limit, train: list[str], given: argparse.Namespace, log: Path, about: dict[str, Any]) -> None:
-    """Trains, kills, resumes, exports and scores, and reports each; removes what they left on the drive."""
+    """Trains, kills, resumes, exports and scores, and reports each; then removes the files on the drive."""
     exported = given.folder / "larger-model"
     shutil.rmtree(exported, ignore_errors=True)
     killed = limit.run([*train, "--resume", "restart"], until=lambda: len(_lines(log)) >= given.steps)
@@ -91,7 +91,7 @@ def figures(before: list[dict[str, Any]], after: list[dict[str, Any]], peak: int
 
     Args:
         before: the log of the life that was killed.
-        after: the log of both, where the resumed life has replaced the steps that it took again.
+        after: the log of both lives. The resumed life's steps replace the same steps of the killed life.
         peak: bytes of memory of the first life.
     """
     predicted: dict[str, Any] = next(

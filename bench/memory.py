@@ -22,7 +22,7 @@ from offload.sizes import GIB, MIB
 
 ALLOWANCE = 512 * MIB
 ROWS = [(1, 1), (1, 4), (2, 1), (2, 4), (4, 1), (4, 4), (1, 10)]
-"""Host budget in GiB, and how many times it the states are."""
+"""Host budget in GiB, and the states' size as a multiple of it."""
 _STATE_BYTES = 12
 
 

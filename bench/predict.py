@@ -75,7 +75,7 @@ def _rounds(given: argparse.Namespace) -> None:
 
 
 def _gains(base: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns how many times as fast an order is as the first one of its placement: measured, and predicted twice."""
+    """Returns an order's speed relative to the first order of its placement: measured, and predicted twice."""
 
     def gain(name: str) -> float:
         return median_ratio([run[name] for run in base], [run[name] for run in runs])

@@ -44,9 +44,9 @@ class Contestant(NamedTuple):
     step: Callable[[], float]
     """Trains a step, and returns the mean loss of its micro-batches on this rank."""
     finish: Callable[[], Any] = dist.barrier
-    """Returns when all work of the steps so far is done."""
+    """Waits until all work of the steps so far is done."""
     sent: Callable[[], Communication] = Communication
-    """Returns what this rank has sent so far; nothing where it is not counted."""
+    """Returns the bytes that this rank has sent so far; nothing if they are not counted."""
     end: Callable[[], Any] = lambda: None
 
 
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name in rounds:
             if name in errors:
                 continue
-            # Processes of one contender at a time: all of them at once may need more than the machine's memory.
+            # Processes of one contender at a time: all contenders together may need more than the machine's memory.
             turns = _turns(given, name)
             if isinstance(turns, str):
                 errors[name] = turns
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _turns(given: argparse.Namespace, name: str) -> list[Turn] | str:
-    """Returns the turn of each rank of a contender, or the error of one, after which the others are ended."""
+    """Returns the turn of each rank of a contender. If one fails, ends the others and returns the error."""
     context = multiprocessing.get_context("spawn")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -45,7 +45,7 @@ SLOW = 40_000_000
 _IMAGE = 640 << 20
 _EVALUATE_EVERY, _SAVE_EVERY, _WARM = 20, 50, 100
 _LONG = 0.1
-"""Share of lives that last ten times as long as the others."""
+"""Fraction of the lives that last ten times as long as the others."""
 _SECONDS = (4.0, 90.0)
 
 
@@ -74,10 +74,10 @@ def main() -> None:
 
 
 def figures(lines: list[dict[str, Any]], expected: list[float]) -> dict[str, Any]:
-    """Returns what the lines of all lives say.
+    """Returns the figures of the lines of all lives.
 
     Args:
-        lines: those that `_train` writes, in order.
+        lines: the lines that `_train` writes, in order.
         expected: the loss of each step in memory, the first one's first.
     """
     lives: list[list[dict[str, Any]]] = []
@@ -115,7 +115,7 @@ def figures(lines: list[dict[str, Any]], expected: list[float]) -> dict[str, Any
 
 @contextlib.contextmanager
 def _file_system(folder: Path) -> Iterator[Path]:
-    """A file system of its own, which may be full without harm to others."""
+    """A separate file system, so that a full one does not affect others."""
     image, place = folder / "soak.image", folder / "soak"
     place.mkdir(parents=True, exist_ok=True)
     image.write_bytes(b"")
@@ -130,7 +130,7 @@ def _file_system(folder: Path) -> Iterator[Path]:
 
 
 def _live(kind: str, drive: Path, log: Path, seconds: float) -> None:
-    """Resumes the run in a process of its own, and kills it after some seconds, perhaps while it starts."""
+    """Resumes the run in a new process, and kills the process after some seconds, perhaps during its start."""
     with throttled(drive, SLOW) if kind == "slow" else contextlib.nullcontext():
         process = multiprocessing.get_context("spawn").Process(target=_train, args=(drive, log))
         process.start()
@@ -195,7 +195,7 @@ def _train(drive: Path, log: Path) -> None:
 
 
 def _in_memory(folder: Path, steps: int) -> list[float]:
-    """Returns the losses of a run that nobody disturbs."""
+    """Returns the losses of an undisturbed run."""
     engine = _engine(folder, "none", "never")
     losses = []
     for step in range(steps):

@@ -1,6 +1,6 @@
 """A benchmark of the fused AdamW step against the machine's memory and against peers, in turns on the same arrays.
 
-The bound is a probe, in which the same threads read and write the same arrays with almost no arithmetic. A bf16 step
+The bound is a probe: the same threads read and write the same arrays with almost no arithmetic. A bf16 step
 with a split master moves 26 bytes for each parameter: weight, low bits and two moments in and out, and the gradient in.
 With bf16 moments, which are rounded stochastically, it moves 18.
 """
@@ -55,7 +55,7 @@ class AdamRow:
     isa: str
     ms: float
     gb_per_s: float
-    """The probe's bytes divided by the contender's time. One that moves more bytes has a higher rate in truth."""
+    """The probe's bytes divided by the contender's time. A contender that moves more bytes has a higher real rate."""
     of_probe: float
     """The probe's time divided by the contender's, as the median over the rounds."""
 
@@ -71,7 +71,7 @@ def cases(
 
     Args:
         dtypes: dtypes of the weights; empty for bf16.
-        grad_dtypes: dtypes of the gradients; empty for those of the weights.
+        grad_dtypes: dtypes of the gradients; empty for the weights' dtypes.
         threads: numbers of threads; empty for two cases, one thread and all threads that the process may use.
         isas: instruction sets; empty for the best one.
         moments: dtypes of the moments; empty for fp32.
@@ -106,9 +106,9 @@ def cases(
 def measure(
     numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str], None] = lambda _: None
 ) -> list[AdamRow]:
-    """Runs the contenders of each case in turns. Restores the environment's settings of the kernels afterwards.
+    """Runs the contenders of each case in turns, after one untimed round.
 
-    One more round is run first.
+    Restores the environment's settings of the kernels afterwards.
 
     Returns:
         A row for each case and contender.
@@ -122,7 +122,7 @@ def measure(
     rows: list[AdamRow] = []
     try:
         for (dtype, grad, moment), group in itertools.groupby(wanted, key=lambda case: case[:3]):
-            # One set of arrays at a time: at the sizes that matter two would not fit in memory.
+            # One set of arrays at a time: at realistic sizes, two sets would not fit in memory.
             arrays = Arrays(numel, DTYPES[dtype], DTYPES[grad], MOMENT_DTYPES[moment])
             contenders = _contenders(arrays)
             for case in group:
@@ -143,7 +143,7 @@ def _rows(
     tell: Callable[[str], None],
 ) -> Iterable[AdamRow]:
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    # In turns: the bandwidth of a shared machine drifts, so each ratio must compare two times of one round.
+    # Contenders take turns: the bandwidth of a shared machine drifts, so each ratio compares times of one round.
     for turn in range(rounds + 1):
         for name, action in contenders.items():
             tell(f"{name}, {count_of(case.threads, 'thread')}, round {turn} of {rounds}")
@@ -205,7 +205,7 @@ def _torch_fused(arrays: Arrays) -> Callable[[], object]:
 def _deepspeed(arrays: Arrays) -> dict[str, Callable[[], object]]:
     """Returns steps of DeepSpeed's CPU Adam; none if DeepSpeed is not installed.
 
-    One works on the flat array, as ZeRO-Offload does; the other on tiles that fit the cache.
+    One step works on the flat array, as ZeRO-Offload does, the other on tiles that fit the cache.
     """
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam

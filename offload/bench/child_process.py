@@ -1,4 +1,4 @@
-"""Parts of a benchmark that run in processes of their own, each of which leaves its figures in a file."""
+"""Parts of a benchmark that run in separate processes. Each process writes its figures into a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAST_LINES = 15
 
 
 def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the result of a call in a process of its own, whose memory holds nothing else."""
+    """Returns the result of a call in a new process, so that nothing else is in the process's memory."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(send, function, arguments))
@@ -39,7 +39,7 @@ def run_child(command: Sequence[str], figures: Path, seconds: float, **environme
         How the process ended, its duration, the content of `figures`, and after a failure the last lines of its output.
     """
     log, start = figures.with_suffix(".log"), time.monotonic()
-    # A file and no pipe: nobody reads while the process runs, and a full pipe would stop it.
+    # A file instead of a pipe: the output is not read while the process runs, and a full pipe would block it.
     with log.open("w") as words:
         try:
             done = subprocess.run(

@@ -16,7 +16,7 @@ ALONE = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29511",
 }
-"""Environment of a process that is the only rank, for libraries that train by several."""
+"""Environment of a process that is the only rank, for libraries that expect a launcher."""
 
 
 def placed(
@@ -37,7 +37,7 @@ def placed(
         batch_size: sequences of a micro-batch.
         dtype: "bf16" or "fp32".
         accumulation: micro-batches of a step.
-        clip: largest norm of the gradient; 0 for any.
+        clip: largest norm of the gradient; 0 for no clipping.
     """
     weights, states = placement.split("/")
     return {

@@ -32,7 +32,7 @@ FIO_ENGINES = ("io_uring", "libaio")
 
 
 class Case(NamedTuple):
-    """The way in which a contender moves the file."""
+    """The settings with which a contender moves the file."""
 
     backend: str
     block_bytes: int
@@ -50,10 +50,10 @@ class IoRow:
     bytes: int
     gb_per_s: float
     of_fio: float | None
-    """The median over rounds of the ratio to the faster one of fio's engines, on 2 MiB pages, in the same round."""
+    """The median over rounds of the ratio to the faster of fio's engines in the same round, on 2 MiB pages."""
     cpu_s_per_gb: float
     p50_us: float | None
-    """Median microseconds from a block's submission to the kernel until its end; in "mixed" those of reads."""
+    """Median microseconds from a block's submission to the kernel until its end; in "mixed", only of reads."""
     p99_us: float | None
 
 
@@ -95,13 +95,13 @@ def make_plan(
     Args:
         folders: folders on the drives to measure.
         backends: backends and peers; empty for every backend that works.
-        blocks: bytes of a block, each of which is measured; empty for 1 and 4 MiB.
-        depths: blocks in flight, each of which is measured; empty for 8 and 32.
+        blocks: sizes of blocks to measure, in bytes; empty for 1 and 4 MiB.
+        depths: numbers of blocks in flight to measure; empty for 8 and 32.
         operations: "write", "read" or "mixed"; empty for all.
         nbytes: bytes of the file, rounded down to a multiple of `request_bytes`.
         request_bytes: bytes of a request to the queue.
         rounds: rounds of all contenders.
-        with_fio: run fio too, if it is installed.
+        with_fio: True to run fio too, if it is installed.
 
     Returns:
         The plan.

@@ -40,7 +40,7 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 def random_ids(shape: tuple[int, int], vocabulary: int, seed: int = 0) -> torch.Tensor:
     """Returns random tokens on the CPU, the same ones for the same seed."""
-    import torch  # takes seconds, and benchmarks of drives do without
+    import torch  # takes seconds, and benchmarks of drives do not need it
 
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -73,8 +73,8 @@ class DriveSpeeds(NamedTuple):
     mixed: float
 
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """Returns the least time for so many bytes: one direction after the other, or both at once."""
-        # Equal amounts move at the mixed rate, the excess of one direction at that direction's rate.
+        """Returns the least seconds to move these bytes: one direction after the other, or both at once."""
+        # Equal numbers of bytes move at the mixed rate; the rest moves at the rate of its own direction.
         both = min(read_bytes, written_bytes)
         at_once = 2 * both / self.mixed + (read_bytes - both) / self.read + (written_bytes - both) / self.write
         return min(at_once, read_bytes / self.read + written_bytes / self.write)

@@ -1,8 +1,9 @@
 """A benchmark of training with a stand-in for a model: how much of paging is hidden behind compute on given drives.
 
-The stand-in has N units of S bytes of weights. Each "computes" for T ms in a forward and twice as long in a backward.
-Everything else is real: the engine reads, uploads, takes gradients, updates with its AdamW kernel, writes and commits,
-within a host and a device budget. The swapped model takes turns with the same model in memory and the drive by itself.
+The stand-in has N units of S bytes of weights. Each unit "computes" for T ms in a forward and twice as long in a
+backward. Everything else is real: the engine reads, uploads, takes gradients, updates with its AdamW kernel, writes and
+commits, within a host and a device budget. Turns alternate between the swapped model, the same model in memory, and the
+drive alone.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class SwapPlan:
     compute_ms: tuple[float, ...] = (50.0,)
     """Simulated compute times of one unit's forward, in milliseconds; the benchmark runs with each."""
     steps: int = 4
-    """Timed steps of a turn, without the steps at its start that are not timed."""
+    """Timed steps of a turn; the untimed steps at its start are extra."""
     rounds: int = 3
-    """Turns of each of the drive by itself, the swapped model and the model in memory."""
+    """Number of turns, for the drive alone, the swapped model and the model in memory alike."""
     accumulation: int = 1
     """Micro-batches of a step."""
     weights: str = "nvme"
@@ -108,7 +109,7 @@ class SwapPlan:
 def make_plan(folders: Sequence[str], **settings: Any) -> SwapPlan:
     """Returns the plan of the settings, which are fields of `SwapPlan`; creates no file, allocates no memory.
 
-    The bytes of a unit are rounded down to pages, those of the probe's file up.
+    The bytes of a unit are rounded down to pages, the bytes of the probe's file up.
 
     Raises:
         ConfigError: a setting is out of range, or memory or the drive is too small.
@@ -123,7 +124,7 @@ def make_plan(folders: Sequence[str], **settings: Any) -> SwapPlan:
     _check_numbers(plan, wanted.unit_bytes, wanted.probe_bytes)
     _check_choices(plan)
     _check_room(plan)
-    # Last: the estimate of memory needs valid settings.
+    # Done last, since the estimate of memory needs valid settings.
     return replace(plan, in_memory=_fits_in_memory(plan))
 
 
@@ -177,9 +178,9 @@ def _check_room(plan: SwapPlan) -> None:
 
 
 def _fits_in_memory(plan: SwapPlan) -> bool:
-    """Returns what the plan wants or, if that is None, True if memory has room for the model beside its copy.
+    """Returns the plan's choice or, if it is None, True if memory has room for the swapped model and its copy.
 
-    Raises `ConfigError` if the swapped model alone does not fit, or the second one does not although it is requested.
+    Raises `ConfigError` if the swapped model does not fit, or if the copy is requested and does not fit.
     """
     available = psutil.virtual_memory().available
     # Gradients are bf16, or fp32 if they are accumulated over micro-batches.
@@ -250,14 +251,14 @@ class SwapRow:
     hidden_percent: float | None
     """Hidden time in percent of `io_seconds`."""
     efficiency: float
-    """The longer one of compute and I/O over the step: 1 if one hides the other completely."""
+    """The longer of compute and I/O, divided by the step: 1 if one hides the other completely."""
     read_bytes: float
     written_bytes: float
     bytes_per_parameter: float
     kernel_read_bytes: float | None
     kernel_written_bytes: float | None
     hiding_compute_ms: float | None
-    """Least `compute_ms` at which the order of a step lets all I/O be hidden; None without overlap."""
+    """Least `compute_ms` at which compute can hide all I/O, given the order of a step; None without overlap."""
     limit: str
     """The bound that determines the step: compute, drive, order, or budgets."""
 
@@ -270,7 +271,7 @@ class Result(NamedTuple):
     device_memory: int
     durable: bool
     notices: tuple[str, ...]
-    """What the machine or the drive has refused, such as a backend of I/O."""
+    """Lines on what the machine or the drive refused, such as an I/O backend."""
     rates: DriveSpeeds
     rows: tuple[SwapRow, ...]
 
@@ -292,7 +293,7 @@ def make_row(
     read = statistics.mean(turn.read_bytes for turn in swapped)
     written = statistics.mean(turn.written_bytes for turn in swapped)
     io = rates.seconds(read, written)
-    # Reads of updates are known from the plan; the others are reads of weights for compute.
+    # The plan determines the reads of updates; all other reads are weights for compute.
     updates_read = min(read, plan.update_read_bytes)
     updates = rates.seconds(updates_read, written)
     weights = (read - updates_read) / rates.read
@@ -399,7 +400,7 @@ def in_words(plan: SwapPlan, row: SwapRow) -> str:
     if row.limit == "compute":
         part = "all of" if row.exposed_seconds < 0.005 else f"all but {row.exposed_seconds:.2f} s of"
         return f"{start} compute limits: {part} the {row.io_seconds:.2f} s of I/O are hidden"
-    # A row that has that time already was slower than the order of a step allows: it would say nothing true.
+    # If the row's compute time already suffices, the step was slower for another reason, and the hint would be wrong.
     hides = row.hiding_compute_ms is not None and row.hiding_compute_ms > row.compute_ms
     enough = f"; from about {row.hiding_compute_ms:.0f} ms on all could be hidden" if hides else ""
     compute, io, order = (f"{each:.2f} s" for each in (row.compute_seconds, row.io_seconds, row.order_seconds))
@@ -421,8 +422,7 @@ def in_words(plan: SwapPlan, row: SwapRow) -> str:
 
 
 UNCOUNTED = 2
-"""Steps at the start of each turn that are not timed: no update runs beside the first, which records the access order.
-"""
+"""Untimed steps at the start of each turn. The first one records the access order, and no update overlaps it."""
 
 _NOISE = 1 << 20
 
@@ -556,7 +556,7 @@ def measure(plan: SwapPlan, tell: Callable[[str], None] = lambda _: None) -> Res
             engine.host_memory,
             engine.device_memory,
             engine.resumable is not None,
-            # What the machine or the drive has refused. A `Remark` tells of this module's own config.
+            # Notices on what the machine or the drive refused, without `Remark`s on this module's own config.
             tuple(line for line in engine.notices if not isinstance(line, Remark)),
             median_rates([each for turns in rates.values() for each in turns]),
             tuple(
@@ -587,7 +587,7 @@ def _run() -> str:
 def _engine(plan: SwapPlan, load: Load) -> Iterator[offload.Engine]:
     config = {
         "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,  # as by default: what a config leaves open has a notice
+        "gradient_clipping": 1.0,  # the default, set explicitly to avoid a notice
         "gradient_accumulation_steps": plan.accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
         "zero_optimization": {
@@ -608,7 +608,7 @@ def _engine(plan: SwapPlan, load: Load) -> Iterator[offload.Engine]:
         },
     }
     try:
-        # Weights are made unit by unit inside `init`, so the model may exceed the memory of the machine.
+        # `init` creates weights unit by unit, so the model may exceed the memory of the machine.
         with offload.init(config):
             model = _Model(plan.units, load)
         engine = offload.initialize(model=model, config=config)[0]
@@ -618,7 +618,7 @@ def _engine(plan: SwapPlan, load: Load) -> Iterator[offload.Engine]:
             with contextlib.suppress(OffloadError, OSError):  # the first error is the one to report
                 engine.destroy(remove=True)
             raise
-        # After the body has succeeded an error of the shutdown is the one to report.
+        # The body has succeeded, so an error of the shutdown is reported.
         engine.destroy(remove=True)
     finally:
         for folder in plan.folders:
@@ -654,9 +654,9 @@ def _turn(engine: offload.Engine, plan: SwapPlan) -> Turn:
 def _step(engine: offload.Engine, plan: SwapPlan) -> _Moved:
     """Performs a step and returns the bytes moved until the end of its last backward.
 
-    By then every unit was used, so the reads and writes of all updates of the previous step have been requested, and
-    none of this step's. Therefore the difference between two counts is the bytes of entire steps, however far the
-    update worker is when `step()` returns.
+    By then every unit was used. So all reads and writes of the previous step's updates have been requested, but none of
+    this step's updates. Therefore the difference between two counts is the bytes of entire steps, regardless of the
+    update worker's progress when `step()` returns.
     """
     for micro in range(plan.accumulation):
         engine.backward(engine(torch.zeros(1, dtype=torch.float32, device="cpu")).sum())

@@ -23,8 +23,8 @@ DEPTHS = (4, 8, 16, 32, 64)
 _MOST_IN_FLIGHT = 256 * MIB
 _FINALISTS = 6
 _AS_GOOD = 0.97
-"""Fraction of the best rate that counts as equal. Among equals the least in flight wins: an urgent read then waits
-less.
+"""Fraction of the best rate from which a trial counts as equally good. Among equal trials, the one with the fewest
+bytes in flight wins: an urgent read then waits less.
 """
 
 
@@ -69,7 +69,7 @@ def tune(
         folders, backends=[backend], blocks=BLOCKS, depths=DEPTHS, operations=("write", "read"), nbytes=nbytes,
         rounds=1, with_fio=False,
     )  # fmt: skip
-    # A queue that holds more bytes than the file has would never be full, so such shapes are left out.
+    # A queue for more bytes than the file's would never be full, so such shapes are left out.
     cases = [case for case in plan.cases if case.block_bytes * case.depth <= min(_MOST_IN_FLIGHT, plan.nbytes)]
     # A short first round of all shapes, then a fair comparison of the few that are left.
     first = trials_of(_measured(plan, cases or plan.cases[:1], 1, tell))
@@ -97,7 +97,7 @@ def trials_of(passes: Mapping[tuple[Case, str], list[TimedTransfer]]) -> list[Tr
 
 
 def choose(trials: Iterable[Trial]) -> Trial:
-    """Returns the trial with the least in flight among those that are as good as the best."""
+    """Returns the trial with the fewest bytes in flight among the trials that are as good as the best."""
     trials = list(trials)
     best = max(trial.rate.swap for trial in trials)
     good = [trial for trial in trials if trial.rate.swap >= _AS_GOOD * best]

@@ -45,13 +45,13 @@ def _one_line(error: Any) -> str:
 
 
 _OF_SCRIPTS = ("run", "launch")
-"""Commands that pass arguments on to a script, which may be empty."""
+"""Commands that pass arguments on to a script. These arguments may be empty."""
 
 
 def _check_not_empty(arguments: Sequence[str], ctx: Any) -> None:
-    """Raises typer's usage error for an empty argument, such as that of an unset variable of the shell.
+    """Raises typer's usage error for an empty argument, for example from an unset shell variable.
 
-    As a path it would be the working folder. An empty prompt is refused by its own command.
+    As a path, an empty argument would be the working folder. `offload generate` itself refuses an empty prompt.
     """
     for before, argument in pairwise(("", *arguments)):
         name, equals, value = argument.partition("=")
@@ -72,7 +72,7 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Returns name, command and arguments, none of which may be empty unless a script receives them."""
+        """Returns name, command and arguments. No argument may be empty unless a script receives it."""
         found = super().resolve_command(ctx, args)
         if found[0] not in _OF_SCRIPTS:
             _check_not_empty(args, ctx)
@@ -105,7 +105,7 @@ app.command()(store.rm)
 app.command(**_OPTIONS)(train.train)
 app.command(**_OPTIONS)(offline.score)
 app.command(**_OPTIONS)(offline.generate)
-# Options behind the script are the script's.
+# Options after the script belong to the script.
 app.command(context_settings={"allow_interspersed_args": False})(launch.run)
 app.command(cls=launch.Launch, context_settings={**UNDERSCORES, "allow_interspersed_args": False})(launch.launch)
 
@@ -120,7 +120,7 @@ def main() -> None:
     try:
         app()
     except SystemExit as ended:
-        # A signal has ended the command: a second one, while Python ends, must not raise anywhere in it.
+        # A signal has ended the command. A second signal must not raise an exception while Python shuts down.
         if isinstance(ended.code, int) and ended.code > 128:
             exit_on_next_signal(AT_ONCE, *handlers(signal.SIGINT, signal.SIGTERM))
         raise

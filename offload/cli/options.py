@@ -31,9 +31,9 @@ T = TypeVar("T")
 def takes_options(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Returns a decorator that turns a function of one options object into a typer command.
 
-    typer reads a command's options from the function's signature. The decorated function shows the fields of `kind` as
-    its signature, so that name, type, default and help of each option are declared once. The fields of the dataclass
-    are annotated with `typer.Option` or `typer.Argument`.
+    typer reads a command's options from the function's signature. The decorated function has the fields of `kind` as
+    its signature, so that name, type, default and help of each option are declared once. The fields of `kind`, a
+    dataclass, are annotated with `typer.Option` or `typer.Argument`.
     """
     signature = inspect.signature(kind, eval_str=True)
 
@@ -52,7 +52,7 @@ class Grouped(TyperCommand):
     """A command whose help lists options in groups, each option by its first name."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes one section of the help per group. An option without a group joins the group before."""
+        """Writes one section of the help per group. An option without a group joins the previous option's group."""
         groups: dict[str, list[tuple[str, str]]] = {}
         last = "Other"
         for parameter in self.get_params(ctx):
@@ -60,7 +60,7 @@ class Grouped(TyperCommand):
             if record is None:
                 continue
             name = record[0]
-            # The longest first: one alias may begin with another.
+            # The longest alias comes first, since one alias may begin with another.
             for other in sorted((*parameter.opts[1:], *parameter.secondary_opts[1:]), key=len, reverse=True):
                 name = name.replace(f", {other}", "").replace(f" / {other}", "")
             last = getattr(parameter, "rich_help_panel", None) or last

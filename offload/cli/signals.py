@@ -21,7 +21,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that ask a command to end: Ctrl-C, a supervisor, a terminal that closes."""
 
 AT_ONCE = "stopped at once by a second signal; steps that were committed are kept"
-"""The line of a command that a second signal ends."""
+"""The line that a command prints when a second signal ends it."""
 
 _GRACE = 1.0
 """Seconds within which Python's own handler should start."""
@@ -132,11 +132,11 @@ def exit_on_signal(words: str) -> Iterator[None]:
         yield
     finally:
         begun.set()
-        # That of a handler which ends the process at a second signal stays.
+        # If a handler for a second signal has set its own descriptor, that descriptor stays.
         if (now := signal.set_wakeup_fd(earlier)) != writing:
             signal.set_wakeup_fd(now)
         for number, handler in before.items():
-            # A handler that somebody else has installed inside the context stays.
+            # A handler that other code has installed inside the context stays.
             if signal.getsignal(number) is begin:
                 signal.signal(number, handler)
         # The watcher must have ended before the pipe is closed: its descriptor might be reused at once.

@@ -79,7 +79,7 @@ from offload.swapper.store import run_status
 from offload.timeline import path_of
 
 WARNING = "warning: "
-"""Start of a line that warns of a request not fulfilled, or of a risk."""
+"""Start of a line that warns of a risk, or of a request that is not fulfilled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ class Job:
     tokenizer: Any = None
     """Tokenizer that is saved with the model: of its folder, or of bytes for a preset."""
     always: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of each forward, beside the batch."""
+    """Keyword arguments of each forward, in addition to the batch."""
     predicted: Mapping[str, Any] = field(default_factory=dict)
     """Prediction of a step, under the log's keys; empty without a prediction."""
 
@@ -145,7 +145,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     rank, world_size = (rank_number(os.environ, *variable) for variable in (("RANK", 0), ("WORLD_SIZE", 1)))
     content, lines = merge(file, options, Start.of(folder, lora is not None), world_size)
     lines += keep(content) if options.keep else ()
-    # Its batches are those of one rank each, all different.
+    # Each rank of `offload train` draws its own batches, so ranks cannot share sequences.
     refuse_sequences(content, "offload train")
     # The log and the summary need the phases; the command prints its own line per step.
     content |= {"steps_per_print": 0, "wall_clock_breakdown": True}
@@ -158,7 +158,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     output, saved = output_of(options, config.offload.run)
     options = replace(options, output=output)
     _say_all(lines, say)
-    # An earlier process of the run may have saved a model that is this one's.
+    # An earlier process of this run may have saved the model already.
     goes_on = False
     if config.offload.resume in ("auto", "must") and config.drives:
         status = run_status(config.drives, config.offload.run)
@@ -206,12 +206,12 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         _prediction(options, model, content, always, _has_files(config)) if world_size == 1 else ({}, ())
     )
     loss = choose_loss(model, options.chunked_loss, off="--no-chunked-loss", evaluation=True)
-    # The folders for swap files that the engine will make; it warns itself of wrong ones.
+    # Notices on swap folders that the engine will create. The engine itself warns of wrong folders.
     places = folder_notices(config.drives) if config.wants_store else ()
     new_folders = [line for line in places if isinstance(line, Remark)]
     engine = _engine(options, model, content, config, rank, say)
     resumed, identity = _resumed(engine, identity, loss)
-    # A resumed run has the weights of its swap files, wherever they came from.
+    # A resumed run takes the weights from its swap files, not from their original source.
     example = () if data.example is None else (data.example,)
     begun = resumed if engine.global_steps else (*example, source, *resumed)
     _say_all(_warnings_last(engine.notices, (*new_folders, *data.lines, *begun, *notices)), say)
@@ -237,9 +237,9 @@ def _say_all(lines: Iterable[str], say: Callable[[str], None]) -> None:
 
 
 def _warnings_last(notices: Sequence[str], others: Sequence[str]) -> Iterator[str]:
-    """Yields the lines of the start: what informs, then what warns, after which nothing but the steps is printed.
+    """Yields the lines of the start: information first, then warnings, so that the steps follow the warnings.
 
-    Lines of the engine that are no `Remark` warn.
+    Lines of the engine that are not `Remark`s are warnings.
     """
     yield from (line for line in notices if isinstance(line, Remark))
     yield from others
@@ -251,7 +251,7 @@ def _engine(
 ) -> Engine:
     """Puts the model under an engine, and cuts the log back to the step that the engine resumes from."""
     decay = content["optimizer"].get("params", {}).get("weight_decay", 0.0)
-    # A decay that is no number is left to the config's own check, which refuses the value.
+    # The config's own check refuses a weight decay that is not a number.
     decays = isinstance(decay, int | float) and decay
     groups = decay_groups(model.parameters(), decay) if decays else None
     engine = initialize(model=model, model_parameters=groups, config=content).engine
@@ -301,7 +301,7 @@ def _resumed(engine: Engine, identity: Identity, loss: ChosenLoss) -> tuple[tupl
     job = engine.client_state.get("job")
     before = dict(job) if is_identity(job) else {}
     if engine.global_steps:
-        # An identity that an earlier version has stored says nothing of the loss, which was that of all logits.
+        # Identities of earlier versions do not record the loss: these versions computed it from all logits.
         loss = as_begun(loss, identity.chunked_loss, bool(before.get("chunked_loss")))
     whole = identity._replace(chunked_loss=loss.chunked)
     lines = [] if loss.line is None else [loss.line]

@@ -21,7 +21,7 @@ from offload.finetune.output import MARK
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """One step, for the log. Bytes and seconds are those between two returns of `step()`."""
+    """One step, for the log. Bytes and seconds are counted between two returns of `step()`."""
 
     step: int
     loss: float
@@ -90,13 +90,13 @@ def steps(
         inputs = [job.data.batches.inputs(step, micro_batch) for micro_batch in range(accumulation)]
         parts = engine.accumulate(inputs, lambda batch: engine(**batch, **job.always).loss)
         loss = 0.0
-        for part in parts:  # `sum` of newer Pythons rounds otherwise
+        for part in parts:  # a loop, since `sum` rounds differently in newer Pythons
             loss += float(part) / accumulation
         loss = engine.mean(loss)
         tokens = sum(batch["input_ids"].numel() for batch in inputs) * engine.world_size
         with hold():
             engine.step()
-            # Before the report is yielded: time that the caller takes with it counts for the next step.
+            # Taken before the report is yielded: the caller's time with the report counts for the next step.
             seconds, read, written = since_step.take()
             norm = engine.get_global_grad_norm()
             assert norm is not None
@@ -129,7 +129,7 @@ def steps(
 
 
 class _SinceStep:
-    """The seconds and bytes of an engine since its last step, without those of pauses."""
+    """The seconds and bytes of an engine since its last step, without pauses."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -145,14 +145,14 @@ class _SinceStep:
     def pause(self) -> Iterator[None]:
         """Leaves out the seconds and bytes of the body, such as those of an evaluation or a save.
 
-        Updates that still run count for the next step, as they would without a pause: the pause is measured when they
-        have ended.
+        Updates that still run count for the next step, as without a pause: the pause starts when these updates have
+        ended.
         """
         self._engine.synchronize()
         began, before = time.perf_counter(), self._engine.io_bytes()
         yield
         after = self._engine.io_bytes()
-        # Both marks move on by what the pause took, so that `take` leaves it out.
+        # Both marks move on by the pause's seconds and bytes, so that `take` leaves them out.
         self._time += time.perf_counter() - began
         self._moved = IoBytes(
             self._moved.read + after.read - before.read, self._moved.written + after.written - before.written

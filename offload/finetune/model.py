@@ -45,11 +45,11 @@ _ONLY_OURS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": Fal
 def find_folder(name: str, adapters: bool = False) -> Path | None:
     """Returns the folder that `name` names, or None for a preset. A preset has precedence over a folder of its name.
 
-    With `adapters` these train, and not the model.
+    With `adapters` only the adapters train.
 
     Raises:
-        ConfigError: `name` is neither a folder nor a preset, the folder contains no model, or one in quantized weights,
-            which do not train.
+        ConfigError: `name` is neither a folder nor a preset, the folder contains no model, or the model would train but
+            its weights are quantized.
     """
     path = Path(name)
     if not path.is_dir():
@@ -76,12 +76,12 @@ def read_tokenizer(folder: Path) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **_ONLY_OURS)
     except Exception as error:  # tokenizers raises bare Exception
-        # Without any file of one, transformers lists the packages by which it would convert others.
+        # If the folder has no tokenizer file, transformers lists packages that could convert one.
         reason = str(error).split("\n", 1)[0].strip().removesuffix(" from one of:")
         raise ConfigError(
             f"cannot read a tokenizer in {folder} ({reason}): put the files of one there, such as tokenizer.json"
         ) from error
-    # Some classes build an empty tokenizer if the folder contains no file of one.
+    # Some classes build an empty tokenizer if the folder contains no tokenizer file.
     if not tokenizer.tokenize("what a tokenizer makes of words"):
         raise ConfigError(f"{folder} contains no tokenizer: put the files of a tokenizer there, such as tokenizer.json")
     return tokenizer
@@ -163,7 +163,7 @@ def allows_chunks(name: str) -> bool:
     Raises:
         ConfigError: the name is unknown, or the model cannot be built.
     """
-    # The answer for each of them, without transformers, whose import takes seconds.
+    # All these presets allow chunks. Without this shortcut, the import of transformers would take seconds.
     if name in PRESETS and PRESETS[name].config == LLAMA:
         return True
     config = config_of(name)

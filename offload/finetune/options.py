@@ -107,7 +107,7 @@ class Options:
 
 
 FLAGS = {"nf4": "--load-in-4bit", "int8": "--load-in-8bit"}
-"""The option of the command that sets each value of the field `frozen`: its name does not follow from the field's."""
+"""The option that sets each value of `frozen`: the option's name does not follow from the field's name."""
 
 KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("offload_param", ("zero_optimization", "offload_param", "device"), "nvme"),
@@ -314,7 +314,7 @@ def _merge_line(merged: dict[str, Any], lines: list[str]) -> None:
     """Turns off the engine's print of each step: the command shows progress itself. Adds to `lines` if it was on."""
     keys_set = [key for key in ("wall_clock_breakdown", "memory_breakdown") if merged.get(key) is True]
     every = merged.get("steps_per_print")
-    # The key may be absent, or infinite: so DeepSpeed's users turn the engine's line off.
+    # The key may be absent, or infinite: DeepSpeed's users turn the engine's line off by infinity.
     if keys_set or isinstance(every, int | float):
         if isinstance(every, int | float) and 0 < every < math.inf:
             keys_set.insert(0, "steps_per_print")
@@ -392,7 +392,7 @@ _OTHERS = (
 )
 """Options with a merge of their own, and their key in the config."""
 _WITHOUT_NAME = ("frozen",)
-"""Options whose name on the command line is not that of their field."""
+"""Options whose name on the command line differs from the name of their field."""
 _VALUE = r'(?::\s*(?:"(?P<word>[^"]*)"|\{"every":\s*(?P<every>\d+)\}|(?P<number>[0-9.]+)))?'
 _PLACE = r'(?: in (?:the |its )?(?:block )?"offload"(?: block)?| in "offload"| of the config)?'
 _ASIDE = re.compile(r"(?: there)? \(offload train: [^)]*\)")

@@ -1,4 +1,4 @@
-"""Who owns a run and an output folder: the identity of a job, checks of the folder, and a mark until the job has ended.
+"""The owner of a run and an output folder: a job's identity, checks of the folder, and a mark until the job has ended.
 
 The identity of a job of `offload train` is its model, data, output folder and settings. A run's commits contain the
 identity, and so does the note of a finished run. Under `--resume auto` a job therefore neither resumes from the states
@@ -38,8 +38,8 @@ _TRIED = ".offload-tried-"
 def output_of(options: Options, run: str) -> tuple[Path | None, str]:
     """Returns the folder for the trained model, and a line about it: by default ./RUN-output.
 
-    With --keep the swap files are the model. A preset that learns Python's own library is a demonstration, whose model
-    nobody uses. Both have no default. A default folder of another user is a `ConfigError`.
+    There is no default folder with --keep, since the swap files are the model, or for a preset that learns Python's
+    library, which is a demonstration. A default folder that belongs to another user is a `ConfigError`.
     """
     none = "the trained model is not saved"
     if options.output is not None:
@@ -63,7 +63,7 @@ def output_of(options: Options, run: str) -> tuple[Path | None, str]:
 def check_output(folder: Path | None, may_be_there: bool) -> None:
     """Raises `ConfigError` if a model cannot be saved to `folder`; None passes.
 
-    With `may_be_there` this job may have saved to `folder` before, so that files in it are its own.
+    With `may_be_there`, files in `folder` may be this job's own, from an earlier save.
     """
     if folder is None:
         return
@@ -132,7 +132,7 @@ class Finished(NamedTuple):
     message: str
     run: str
     steps: int | None
-    """Steps that the run has made; None if its note does not say."""
+    """Steps that the run has made; None if the run's note does not contain the number."""
     total_steps: int
     """Steps that were requested now: at most those that the run has made."""
     output: Path | None
@@ -205,7 +205,7 @@ class Identity(NamedTuple):
     schedule: Mapping[str, Any] | None = None
     """The block of the schedule in the config; None for a constant rate."""
     chunked_loss: bool | None = None
-    """True for a loss in chunks, False for one from all logits; None for a job that takes what its run has."""
+    """True for a loss in chunks, False for a loss from all logits; None to keep the loss with which the run began."""
 
 
 def weights_of(folder: Path | None) -> str:
@@ -231,7 +231,7 @@ def weights_of(folder: Path | None) -> str:
 
 
 def is_identity(value: object) -> TypeGuard[Mapping[str, Any]]:
-    """Returns True for what `Identity._asdict()` or an earlier version has stored; a file may contain anything."""
+    """Returns True if `value` has the form of a stored identity of any version; a file may contain anything."""
     if not isinstance(value, Mapping):
         return False
     kinds = {"model": str, "weights": str, "text": Mapping, "settings": Mapping, "steps": int}
@@ -239,7 +239,7 @@ def is_identity(value: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def other_model(identity: Identity, before: Mapping[str, Any]) -> str | None:
-    """Returns a sentence on the model if the earlier job's was another one, else None."""
+    """Returns a sentence on the model if the earlier job had another one, else None."""
     if before.get("weights", identity.weights) == identity.weights and (
         identity.weights or before.get("model") == identity.model
     ):
@@ -249,7 +249,7 @@ def other_model(identity: Identity, before: Mapping[str, Any]) -> str | None:
 
 
 def differences(identity: Identity, before: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each difference from an earlier job's identity. Fewer steps than before are none."""
+    """Yields a sentence for each difference from an earlier job's identity. Fewer steps are not a difference."""
     model = other_model(identity, before)
     if model is not None:
         yield model

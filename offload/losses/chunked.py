@@ -237,7 +237,7 @@ def _weight_and_bias(head: nn.Module | torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _brought(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the parameter itself, with weights fetched for a running module, or else a clone in its graph."""
+    """Returns the parameter, fetched if its module runs, or else a clone that passes its gradient to the parameter."""
     handle = handle_of(parameter)
     # Held only until the module ends: a head tied to the embedding may take most of the device's memory.
     if handle is None or (parameter is handle.parameter and handle.fetch(stays=True)):

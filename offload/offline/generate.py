@@ -19,7 +19,7 @@ from offload.presets import positions_of
 
 @dataclass(frozen=True, kw_only=True)
 class Completed:
-    """A prompt and the text that the model continues it with."""
+    """A prompt and the model's continuation."""
 
     place: str
     """File, and line or row; "--prompt" for a prompt of the command line."""
@@ -35,9 +35,9 @@ class Completed:
 def encode_fitting(
     prompt: Prompt | Chat, tokenizer: Any, config: Any, *, max_new_tokens: int, cached: int | None = None
 ) -> np.ndarray:
-    """Returns the tokens of a prompt, (n,) int32, which has room for its completion.
+    """Returns the tokens of a prompt, (n,) int32, after a check that prompt and completion fit.
 
-    `cached` is the most tokens of both; None for no limit but the model's positions.
+    `cached` is the most tokens of prompt and completion; None to limit them only by the model's positions.
 
     Raises:
         ConfigError: the prompt is malformed, empty or too long.
@@ -51,7 +51,7 @@ def encode_fitting(
             f"{prompt.place} is a prompt of {len(row)} tokens, more than the {longest} positions of this model; "
             "shorten it, or leave it out"
         )
-    # An encoder's positions are not those of the text that its decoder generates.
+    # The positions of an encoder do not limit the text that the decoder generates.
     if longest is not None and max_new_tokens + (0 if config.is_encoder_decoder else len(row)) > longest:
         raise ConfigError(
             f"{prompt.place} is a prompt of {len(row)} tokens, which with {max_new_tokens} new ones are more than the "
@@ -78,13 +78,13 @@ def completions(
     """Yields the text that continues each prompt, in order. Prompts are read as they are needed.
 
     The weights cross to the device once for each token of a batch of prompts. `cached` is the most tokens of a prompt
-    and its completion, for which each batch takes memory before its first token; None for a cache that grows.
-    `cache_on_host` keeps that memory on the host, and each layer's part of it on the device for its use. `sampling` are
-    keywords of the model's `generate`, such as `do_sample` and `temperature`.
+    and its completion. Each batch allocates a cache for so many tokens before its first token; None for a cache that
+    grows. With `cache_on_host` the cache is in host memory, and each layer's part is on the device only during its use.
+    `sampling` are keywords of the model's `generate`, such as `do_sample` and `temperature`.
 
     Raises:
         ConfigError: A prompt is malformed or empty, has tokens that the model does not know, or leaves too few
-            positions for `max_new_tokens`; or the device takes no cache from the host.
+            positions for `max_new_tokens`; or the device does not support a cache on the host.
         NumericsError: Logits are inf or NaN.
     """
     from transformers import LogitsProcessorList
@@ -100,12 +100,12 @@ def completions(
         for prompt in group:
             rows.append(encode_fitting(prompt, tokenizer, model.config, max_new_tokens=max_new_tokens, cached=cached))
             check_model(module, len(rows[-1]), int(rows[-1].max()))
-        # Left of the prompt, so that every prompt ends where its completion begins.
+        # Padding goes before the prompt, so that every prompt ends where its completion begins.
         ids = padded(rows, pad, left=True)
         mask = padded([np.ones(len(row), np.int64) for row in rows], 0, left=True)
-        # The model's own settings decide all that is not given here, such as top_p. Not whether keys and values are
-        # kept: folders that a training has written often say no, and each token would then compute the whole row.
-        # Compiled code would hold weights that the engine pages.
+        # The model's own settings apply to all other options, such as top_p. `use_cache` is set here, since folders
+        # written by a training often turn it off, and each token would then recompute the whole row. Compilation is
+        # off, since compiled code would hold weights that the engine pages.
         keys: dict[str, Any] = {
             "use_cache": True,
             "logits_processor": LogitsProcessorList([FiniteLogits([prompt.place for prompt in group])]),
@@ -115,7 +115,7 @@ def completions(
         tokens: torch.Tensor = model.engine.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=pad, **keys, **sampling
         )
-        # An encoder and decoder returns what it has generated alone, any other model the prompt too.
+        # An encoder-decoder model returns only the generated tokens, any other model the prompt too.
         first = 0 if model.config.is_encoder_decoder else ids.shape[1]
         for prompt, row in zip(group, tokens[:, first:].cpu().tolist(), strict=True):
             new = _until_end(row, model)
@@ -126,7 +126,7 @@ def completions(
 def _until_end(row: list[int], model: OpenModel) -> list[int]:
     """Returns the generated tokens of a row up to the first end-of-text token; what follows is padding."""
     module: Any = model.engine.module
-    # A list where a model has several such tokens, as Llama 3 has.
+    # A list if a model has several such tokens, as Llama 3 does.
     end = module.generation_config.eos_token_id
     ends = end if isinstance(end, list) else [end]
     at = next((at for at, token in enumerate(row) if token in ends), len(row) - 1)

@@ -23,7 +23,7 @@ from offload.sizes import count_of, format_size, parse_size
 
 # -- static cache --------------------------------------------------------------------------------------
 #
-# The static cache of keys and values of `offload generate`: how much memory it takes, before a token is computed.
+# The static cache of keys and values of `offload generate`, and its memory, known before a token is computed.
 
 
 _DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -31,17 +31,17 @@ _DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 _MOVING = 3
-"""Layers of a cache in host memory that are on an accelerator at a time: one is used, one comes, one goes."""
+"""Layers of a host cache that are on an accelerator at a time: one in use, one in its upload, one in its download."""
 
 
 def static_cache(config: Any, length: int, paged: bool = False) -> Any:
-    """Returns an empty cache of transformers, whose memory is taken at the first token.
+    """Returns an empty cache of transformers. Its memory is allocated at the first token.
 
     `length` is the most tokens of a prompt and its continuation. A paged cache keeps each layer's part in host memory
     between its uses on a GPU.
 
     Raises:
-        ConfigError: The model keeps other values from token to token than keys and values of its heads.
+        ConfigError: The model's cache contains other tensors than keys and values of heads.
     """
     from transformers import StaticCache
 
@@ -49,10 +49,10 @@ def static_cache(config: Any, length: int, paged: bool = False) -> Any:
     try:
         cache = StaticCache(config, max_cache_len=length, offloading=paged, offload_only_non_sliding=False)
         plain = all(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
-    # transformers raises these for kinds of layers that it has no static form of.
+    # transformers raises these errors for layers without a static cache.
     except (AttributeError, KeyError, TypeError, ValueError):
         plain = False
-    # Latent attention compresses keys and values, whose width is then not that of a head.
+    # Latent attention compresses keys and values, so that their width is not a head's width.
     if not plain or config.is_encoder_decoder or getattr(text, "kv_lora_rank", None):
         raise ConfigError(
             f"{config.model_type} keeps other values from token to token than the keys and values of its heads, for "
@@ -62,10 +62,10 @@ def static_cache(config: Any, length: int, paged: bool = False) -> Any:
 
 
 def is_paged(on_host: bool, device: torch.device) -> bool:
-    """Returns True if the parts of a static cache move between host and device. A CPU's memory is the host's.
+    """Returns True if the layers of a static cache move between host and device: with `on_host`, except on a CPU.
 
     Raises:
-        ConfigError: transformers moves caches to GPUs of CUDA alone.
+        ConfigError: the device is another accelerator: transformers moves caches only to CUDA GPUs.
     """
     if on_host and device.type not in ("cpu", "cuda"):
         raise ConfigError(
@@ -96,7 +96,7 @@ def cache_nbytes(config: Any, length: int, rows: int, itemsize: int) -> int:
 
 
 def value_nbytes(content: Mapping[str, Any], config: Any) -> int:
-    """Returns the bytes of a key's value: those of the dtype in which the model computes, by the engine's config."""
+    """Returns the bytes of one element of the cache, whose dtype is the compute dtype in the engine's config."""
     for name in ("bf16", "bfloat16", "fp16"):
         if name in content:
             return 2 if content[name].get("enabled") else 4
@@ -104,10 +104,10 @@ def value_nbytes(content: Mapping[str, Any], config: Any) -> int:
 
 
 def beside_cache(content: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
-    """Returns the config of the engine, with a device budget, if there is one, for what the cache leaves of it.
+    """Returns the config of the engine. If it has a device budget, the cache's bytes are subtracted.
 
     Raises:
-        BudgetError: The cache leaves nothing.
+        BudgetError: The cache takes the whole budget.
     """
     block = content.get("offload", {})
     budget = block.get("device_memory", "auto")
@@ -126,7 +126,7 @@ def beside_cache(content: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
 
 
 _LONGEST = 1024
-"""Default of the longest row, for models that have more positions."""
+"""Default length of the longest row, for models with more positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,14 +136,14 @@ class ModelOptions:
     config: Path | None = None
     """DeepSpeed JSON file; the other options overrule it."""
     dtype: str | None = None
-    """Dtype of the weights; None for that of the files."""
+    """Dtype of the weights; None for the files' dtype."""
     device: str | None = None
     host_memory: str | None = None
     device_memory: str | None = None
     static_cache: int | None = None
-    """Most tokens of a prompt and its continuation, whose keys and values have memory of their own from the begin."""
+    """Most tokens of a prompt and its continuation in a cache that is allocated at the start."""
     cache_on_host: bool = False
-    """True to keep that memory on the host."""
+    """True to keep this cache on the host."""
     rows: int = 1
     """Prompts of a batch."""
 
@@ -167,7 +167,7 @@ class OpenModel:
     engine: InferenceEngine
     tokenizer: Any
     rewards: bool
-    """True if the model's output for a row is its score: a model of transformers for sequence classification."""
+    """True if the model's output for a row is the score: a model of transformers for sequence classification."""
     chunked: bool
     """True if a call with labels returns the loss of each row, and never holds all logits."""
     lines: tuple[str, ...]
@@ -179,12 +179,12 @@ class OpenModel:
         return self.engine.module.config
 
     def longest(self, wanted: int | None) -> int:
-        """Returns the most tokens of a row: as wanted, else the model's positions, at most 1024.
+        """Returns the most tokens of a row: `wanted`, or else the model's positions, at most 1024.
 
         Raises:
             ConfigError: The model has fewer positions than wanted.
         """
-        # At the start: a longer row may come after hours.
+        # Checked at the start, since a longer row may come after hours.
         if wanted is not None:
             check_positions(self.config, wanted)
         return wanted or min(positions_of(self.config) or _LONGEST, _LONGEST)
@@ -195,11 +195,12 @@ def open_model(
 ) -> OpenModel:
     """Returns the model of a folder under an engine, to score records or to generate.
 
-    `check` is called with tokenizer and config before the weights are opened, which may take long; it may raise.
+    `check` is called with tokenizer and config before the weights are opened, since opening may take long. `check` may
+    raise.
 
     Raises:
-        ConfigError: The folder contains no model that can do that, or an option is wrong.
-        StoreError: Its files are missing or damaged.
+        ConfigError: The folder contains no suitable model, or an option is wrong.
+        StoreError: The model's files are missing or damaged.
         BudgetError: A memory budget is too small.
     """
     folder = Path(name)
@@ -216,11 +217,11 @@ def open_model(
         model = read_model(folder, None, {"trust_remote_code": False})
     except OffloadError:
         raise
-    except Exception as error:  # code of transformers, with the values of a file that may be anybody's
+    except Exception as error:  # transformers may raise any error for the values of a foreign file
         raise ConfigError(f"cannot build the model of {folder}: {error_message(error)}") from error
-    # By its name, as transformers has no other mark of what a head is for.
+    # Decided by the class name, since transformers has no other mark of a head's purpose.
     rewards = type(model).__name__.endswith("ForSequenceClassification")
-    # Before the engine takes the model over: hooks of layers that come later may be taken away.
+    # Called before the engine takes the model over: hooks that are registered later may be removed.
     chunked, lines = _prepare(model, rewards) if scores else (False, ())
     config: Any = model.config
     if check is not None:
@@ -239,7 +240,7 @@ def open_model(
 
 
 def _prepare(model: nn.Module, rewards: bool) -> tuple[bool, tuple[str, ...]]:
-    """Makes a model return losses by row, and returns whether it does, and a line if it does not.
+    """Makes a model return losses by row. Returns True on success, and otherwise False with a line for the user.
 
     Raises:
         ConfigError: The model gives no score.
@@ -266,7 +267,7 @@ def _prepare(model: nn.Module, rewards: bool) -> tuple[bool, tuple[str, ...]]:
 
 # -- rows ----------------------------------------------------------------------------------------------
 #
-# Rows of tokens: the records of files as a model takes them, and batches that are padded to their longest row.
+# Rows of tokens, made from the records of files, and batches that are padded to their longest row.
 
 
 IGNORED = -100
@@ -285,17 +286,17 @@ class TokenRow(NamedTuple):
 
     @property
     def counted(self) -> int:
-        """Tokens whose likelihood counts: those with a label, but the first, which nothing precedes."""
+        """Number of tokens whose likelihood counts: all tokens with a label except the row's first."""
         return int((self.labels[1:] != IGNORED).sum())
 
 
 def rows_of(document: Document, length: int) -> list[TokenRow]:
-    """Returns the rows of a record, each of at most `length` tokens, which are at least 2.
+    """Returns the rows of a record, each of at most `length` tokens; `length` is at least 2.
 
-    A text is cut into windows; the next begins with the last token of the one before. So each token but the first
-    counts once. A chat or a completion is one row, of its first tokens.
+    A text is cut into windows. Each window begins with the last token of the previous one, so that each token except
+    the first counts once. A chat or a completion becomes one row with its first tokens.
     """
-    # The label of a row's first token is ignored by the shift of the loss, as nothing precedes that token.
+    # The loss shifts labels, and so ignores the label of a row's first token.
     labels = np.where(document.learned, document.ids, np.int32(IGNORED))
     last = max(len(document.ids) - 1, 1) if document.divisible else 1
     starts = range(0, last, length - 1)
@@ -327,7 +328,7 @@ def padded(rows: Sequence[np.ndarray], fill: int, left: bool = False) -> torch.T
 
 # -- finite --------------------------------------------------------------------------------------------
 #
-# The check that a model's logits are numbers: a model whose weights contain NaN gives nothing but NaN, in silence.
+# The check that a model's logits are finite: a model whose weights contain NaN returns only NaN, without an error.
 
 
 def refuse(place: str) -> NumericsError:
@@ -339,7 +340,7 @@ def refuse(place: str) -> NumericsError:
 
 
 class FiniteLogits:
-    """A logits processor of transformers that changes nothing."""
+    """A logits processor of transformers that checks logits and changes nothing."""
 
     def __init__(self, places: Sequence[str]) -> None:
         self._places = places

@@ -33,7 +33,7 @@ class Score:
     reward: list[float] | None
     """Output of a reward model for the record."""
     cut: bool
-    """True if the record is longer than a row and no text: only its first tokens were read."""
+    """True if only the first tokens were read, since a chat or completion is longer than a row."""
 
     @property
     def perplexity(self) -> float | None:
@@ -94,12 +94,12 @@ class _PendingRecord:
 
     def score(self, rewards: bool) -> Score:
         """Returns the score of the complete record. Raises `NumericsError` if a result is inf or NaN."""
-        # A token that the model excludes has a log-likelihood of -inf; rewards have no such meaning.
+        # A log-likelihood of -inf is valid, for a token that the model excludes; a reward of -inf is not.
         if not all((value.isfinite() if rewards else value < math.inf).all() for value in self.results):
             raise refuse(self.place)
-        # A reward is of the whole record, and no token of it counts.
+        # A reward belongs to the whole record, so no token counts.
         counted = 0 if rewards else sum(row.counted for row in self.rows)
-        # Each window of a text but the first begins with a token of the window before.
+        # Each window of a text except the first begins with a token of the previous window.
         tokens = sum(len(row.ids) for row in self.rows) - max(len(self.rows) - 1, 0)
         return Score(
             place=self.place,
@@ -124,32 +124,32 @@ def scores(
         NumericsError: Logits are inf or NaN.
     """
     if model.rewards and model.config.pad_token_id is None:
-        micro_batch_size = 1  # such a model finds the last token of a row by the padding
-    # Bounded by the data: a record waits for its own rows, or for those of a record before it, of one batch.
+        micro_batch_size = 1  # without a padding token, the model cannot find the last token of a padded row
+    # The queue stays short: a record waits only for rows of its own or of an earlier record in the same batch.
     waiting: deque[_PendingRecord] = deque()
     for group in in_groups(_rows(model, records, seq_len, waiting), batch_size):
-        # Rows of similar length side by side, so that little is padded.
+        # Sorted, so that micro-batches contain rows of similar length and little padding.
         group.sort(key=lambda pair: -len(pair[1].ids))
         micro_batches = list(in_groups(group, micro_batch_size))
         results = model.engine.map(lambda pairs: _run(model, [row for _, row in pairs]), micro_batches)
         for pairs, values in zip(micro_batches, results, strict=True):
             for (record, _), value in zip(pairs, values, strict=True):
                 record.results.append(value)
-        # Records leave in their order, as soon as all of their rows have a result.
+        # Scores are yielded in the order of the records, as soon as all rows of a record have a result.
         while waiting and len(waiting[0].results) == len(waiting[0].rows):
             yield waiting.popleft().score(model.rewards)
-    while waiting:  # the last ones, if they have no tokens
+    while waiting:  # records without tokens at the end
         yield waiting.popleft().score(model.rewards)
 
 
 def _rows(
     model: OpenModel, records: Iterable[Record], length: int, waiting: deque[_PendingRecord]
 ) -> Iterator[tuple[_PendingRecord, TokenRow]]:
-    """Yields the rows of all records, each with its record, which joins those that wait for results."""
+    """Yields the rows of all records, each with its record, and appends each record to `waiting`."""
     for record in records:
-        # The reward of a chat is that of all its tokens, so none is marked.
+        # The reward of a chat depends on all tokens, so no tokens are marked.
         document = encode_record(record, model.tokenizer, whole=model.rewards)
-        if model.rewards:  # the whole record in one row: its output is one
+        if model.rewards:  # one row for the whole record, since there is one output
             document = document._replace(divisible=False)
         rows = rows_of(document, length) if len(document.ids) else []
         if rows:
@@ -166,7 +166,7 @@ def _run(model: OpenModel, rows: Sequence[TokenRow]) -> torch.Tensor:
         "attention_mask": padded([np.ones(len(row.ids), np.int64) for row in rows], 0),
         **without_cache(model.engine.module),
     }
-    # The first branch needs no labels, the second never holds all logits, the third is for heads that change theirs.
+    # The first branch needs no labels, the second never holds all logits, the third is for heads that change logits.
     if model.rewards:
         rewards: torch.Tensor = model.engine(**inputs).logits
         return rewards.float().cpu()
@@ -175,7 +175,7 @@ def _run(model: OpenModel, rows: Sequence[TokenRow]) -> torch.Tensor:
         losses: torch.Tensor = model.engine(**inputs, labels=labels).loss
         return -losses.float().cpu()
     logits = model.engine(**inputs).logits
-    labels = labels.to(logits.device)  # the engine moves what it is given, and has not been given the labels
+    labels = labels.to(logits.device)  # the engine moves only its own inputs, and the labels are not among them
     sums = [
         -F.cross_entropy(row[:-1].float(), wanted[1:], ignore_index=IGNORED, reduction="sum")
         for row, wanted in zip(logits, labels, strict=True)

@@ -34,7 +34,7 @@ class Series(NamedTuple):
 
     name: str
     color: str
-    """A CSS variable."""
+    """Name of the CSS variable of the colour."""
     values: Values
     """One value per step; None if a step has none."""
 
@@ -198,7 +198,7 @@ def lines(
 ) -> Markup:
     """Returns a chart of lines; empty if no series contains a value.
 
-    Series and bounds are in base units; `unit` selects the unit that is shown. Without a note one tells of missing
+    Series and bounds are in base units; `unit` selects the shown unit. Without a `note`, the chart counts missing
     values.
     """
     drawn = [each for each in series if any(value is not None for value in each.values)]

@@ -1,7 +1,7 @@
-"""Shares of a step in which each link of the machine was busy, and the phase under which updates ran, by a timeline.
+"""The fractions of a step in which each link was busy and in which updates ran under each phase, from a timeline.
 
 A link is busy while at least one of its spans is in progress. The model computes while a module's forward, or a unit's
-part of a backward, is in progress and its thread does not wait.
+part of a backward, is in progress and the model's thread does not wait.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def both(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]
         first, last = max(some[one][0], others[other][0]), min(some[one][1], others[other][1])
         if first < last:
             found.append((first, last))
-        # The interval that ends first covers nothing of later ones.
+        # The interval that ends first cannot overlap later intervals.
         if some[one][1] < others[other][1]:
             one += 1
         else:
@@ -77,7 +77,7 @@ LINKS: Mapping[str, str] = {
 FORWARD, BACKWARD = "forward", "backward"
 _STEP, _KERNEL = "step ", "kernel of "
 _OF_ENGINE = (_STEP, "synchronize")
-"""Starts of the names of spans in the row of compute that are no work of the model."""
+"""Prefixes of the names of spans in the row of compute that are not the model's work."""
 
 
 def busy(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
@@ -105,7 +105,7 @@ def _is_of(link: str, span: Span) -> bool:
 
 
 def updates(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
-    """Returns the fraction of a window in which some unit was updated under a forward, and under a backward."""
+    """Returns the fractions of a window in which updates ran under a forward and under a backward."""
     covered = union([(span.start, span.end) for span in spans if span.row == "updates"], start, end)
     if not covered:
         return {}
@@ -118,9 +118,9 @@ def updates(spans: Sequence[Span], start: float, end: float) -> dict[str, float]
 def phases(spans: Sequence[Span], start: float, end: float) -> list[tuple[str, Interval]]:
     """Returns the phases of a window in order, each with its start and end. A window begins in a forward.
 
-    A forward inside of a backward, which computes a block again, belongs to the backward: it follows a part of a
-    backward, and that of its own block comes next. A phase lasts until the next one begins, so that the end of a step
-    and what follows belong to the forward of the next step.
+    A forward inside a backward, which recomputes a block, belongs to the backward. Such a forward follows a part of a
+    backward, and the backward of its own block comes next. A phase lasts until the next one begins, so that the time
+    after the end of a step belongs to the forward of the next step.
     """
     marks = [(start, FORWARD)]
     for begins, phase in _marks(sorted(spans, key=lambda span: (span.start, -span.end))):
@@ -147,7 +147,7 @@ def _marks(spans: Sequence[Span]) -> Iterator[tuple[float, str]]:
 
 
 def _is_again(compute: Sequence[Span], position: int) -> bool:
-    """Returns True if a forward that follows a part of a backward is followed by the backward of its own unit."""
+    """Returns True if a forward is a recomputation: the next backward is of the forward's own unit."""
     name = compute[position].name.removeprefix(FORWARD).strip()
     after = islice(compute, position + 1, None)
     later = (span.name for span in after if not span.name.startswith(FORWARD))

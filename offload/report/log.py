@@ -90,7 +90,7 @@ def read_log(path: Path) -> Log:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yields the lines of a log. One that is too long for a step ends where it becomes so.
+    """Yields the lines of a log. Lines that are too long for a step are split.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -109,7 +109,7 @@ def _lines(path: Path) -> Iterator[str]:
 def open_to_read(path: str, flags: int) -> int:
     """Opens a file that a user names, or a pipe, as an `opener` of Python's `open`.
 
-    A pipe to which nobody writes is empty, in place of a wait without end. Of a file with holes most is no log.
+    A pipe without a writer counts as empty, since reading would wait forever. A file with holes is refused as no log.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     os.set_blocking(descriptor, True)
@@ -145,7 +145,7 @@ def _of_step(name: str, value: Any) -> Any:
 
 
 _LONGEST_LINE = 1 << 22
-"""Characters of a line at most: the first one of a process describes the run."""
+"""Most characters of a line. The longest line is the first of a process, which describes the run."""
 _LONGEST_FILE_OF_HOLES = 1 << 26
 _MOST_STEPS, _MOST, _LEAST = 10**12, 1e100, 1e-100
 """Limits of valid numbers. Within them, sums and quotients of a run's numbers stay finite."""

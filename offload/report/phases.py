@@ -35,11 +35,11 @@ ADVICE: Mapping[str, str] = {
 _OF_CORES = ("compute", "optimizer")
 """Phases that other work on the cores makes longer."""
 _BUSY = 0.15
-"""Fraction of the cores from which on the work of other processes is named, as by `offload probe`."""
+"""Fraction of the cores above which the work of other processes is mentioned, as in `offload probe`."""
 
 
 def advice(by: str, others: float | None = None) -> str:
-    """Returns what to change for faster steps.
+    """Returns advice for faster steps.
 
     `others` is the fraction of the cores that other processes used meanwhile.
     """
@@ -72,14 +72,14 @@ class Bound(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a run is bound by, and what to change."""
+    """The limit of a run's speed, and changes against it."""
 
     bound_by: str
     """A key of `PARTS`; empty if the log has no phases."""
     more: str
     """The share of the step, in words."""
     advice: str
-    """What to change; without phases, how to measure them."""
+    """The advice; without phases, how to measure them."""
 
     @property
     def first_change(self) -> str:
@@ -88,7 +88,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(found: Mapping[str, Any]) -> Verdict:
-    """Returns what the run is bound by and what to change, or how to measure it."""
+    """Returns the limit of the run's speed with advice, or how to measure the phases."""
     by, spent = found["bound_by"], found["step_parts_seconds"]
     if by is None:
         return Verdict("", "", 'Phases were not measured: set "wall_clock_breakdown" in the config.')

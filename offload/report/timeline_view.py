@@ -35,7 +35,7 @@ COLORS = {
 }
 """Rows of a timeline in the order in which they are shown, with their CSS variables."""
 _MOST_BYTES = 128 * MIB
-"""Bytes of a timeline at most: twice those of one that has reached the limit of its events."""
+"""Most bytes of a timeline: twice the size of a timeline with the most events."""
 _EARLY = "--violet"
 """CSS variable of updates that begin under a backward."""
 _LANES = 6
@@ -91,7 +91,7 @@ def _events(path: Path) -> list[Mapping[str, Any]]:
     """Returns the events of a trace file, without spans of other programs."""
     try:
         with open(path, "rb", opener=open_to_read) as stored:
-            # The bytes of a compressed file say little about those of its contents.
+            # The size of a compressed file does not bound the size of its content.
             file: Any = gzip.open(stored) if path.suffix == ".gz" else stored
             data = file.read(1)
             data += file.read(_MOST_BYTES) if data == b"{" else b""

@@ -36,7 +36,7 @@ class Part(NamedTuple):
     seconds: float
     """Rough seconds from start to end, with the model of 1B parameters."""
     placement: str = ""
-    """Placement of a part that trains a model, as weights/states, or "planned"; empty for other parts."""
+    """Placement for a part that trains a model: weights/states, or "planned"; empty for other parts."""
     changes: Mapping[str, Any] = {}
     """Fields of `Work` that replace those from the command's options."""
 
@@ -218,7 +218,7 @@ def copies(work: Work, save: Save) -> None:
 
 
 def _both(work: Work, device: Device, buffer: HostBuffer) -> dict[str, Any]:
-    """Returns the rates of copies in both directions at once, half of the bytes each; a bus can move both at a time."""
+    """Returns the rates of copies in both directions at once, with half of the bytes in each direction."""
     half = work.copy_nbytes // 2
     up, down = buffer.tensor(torch.uint8)[:half], buffer.tensor(torch.uint8)[half : 2 * half]
     pinned = [torch.ones(half, dtype=torch.uint8, pin_memory=work.device.type == "cuda") for _ in range(2)]
@@ -272,7 +272,7 @@ _PRODUCTS = 20
 def rates(work: Work, save: Save) -> None:
     """Measures matrix products in a plain loop, and all rates of `offload probe` for this device and this drive."""
     measured = measure_rates(work.device)._asdict()
-    # Of the rates by dtype only those of bf16, in which the benchmark trains.
+    # Only the rates for bf16 are kept, since the benchmark trains in bf16.
     measured |= measured.pop("by_dtype")["bf16"]._asdict()
     found = {"plain_matmul": plain_matmul(work.device, work.rounds), **measured}
     save(found)
@@ -281,7 +281,7 @@ def rates(work: Work, save: Save) -> None:
 
 
 def plain_matmul(device: torch.device, rounds: int) -> float:
-    """Returns the floating-point operations a second of square products in bf16, the bound of those in a model."""
+    """Returns the floating-point operations per second of square bf16 products, the bound for a model's products."""
     width = 8192 if device.type == "cuda" else 256
     one, other = (torch.randn(width, width, dtype=torch.bfloat16, device=device) for _ in range(2))
 

@@ -1,4 +1,4 @@
-"""Timed steps of a model, with the time that each spends in waits."""
+"""Timed steps of a model, with the seconds of each step's waits."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def split(events: Iterable[Any]) -> tuple[list[Interval], list[Interval]]:
 
 
 Save = Callable[[dict[str, Any]], None]
-"""Receives all figures so far, so that the figures of a part that is stopped are not lost."""
+"""A function that receives all figures so far, so that the figures of a stopped part are not lost."""
 
 PLACEMENTS = (
     "none/none",
@@ -196,10 +196,10 @@ def config_for(placement: str, work: Work, dtype: str, accumulation: int = 1, cl
 
 
 _WARM_UP = 2
-"""Steps that do not count: the first records the access order, and the second is the first beside an update."""
+"""Steps that do not count: the first records the access order, and the second is the first that overlaps an update."""
 
 _DRAWN = 1 << 20
-"""Values of a tensor that are drawn; the others repeat them."""
+"""Number of drawn values in a tensor; the other values repeat them."""
 
 
 class Waits(NamedTuple):
@@ -242,7 +242,8 @@ def measure_steps(work: Work, settings: dict[str, Any], save: Save) -> None:
 def values_repeated() -> Iterator[None]:
     """Draws a million normal values of a tensor, and repeats them.
 
-    A step takes as long, and a model is there much sooner: torch draws with one thread, minutes for 13B parameters.
+    A step takes as long as with drawn values, but the model is built much faster: torch draws with one thread, which
+    takes minutes for 13B parameters.
     """
     drawn = torch.Tensor.normal_
 
@@ -285,7 +286,7 @@ def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, end: floa
 
 
 def no_device_kernels(device: torch.device) -> str | None:
-    """Returns why the package's kernels do not run on a GPU, so that the host updates its weights; None if they do.
+    """Returns the reason why the package's kernels do not run on a GPU and the host updates; None if they do.
 
     Returns None for a CPU too.
     """
@@ -371,7 +372,7 @@ _STEPS = (
 
 
 class Fitted(NamedTuple):
-    """The layers of a model that a machine has room for."""
+    """The number of layers of a model that fit on a machine."""
 
     layers: int
     """0 if not even one fits."""

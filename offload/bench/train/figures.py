@@ -1,7 +1,7 @@
 """Figures and conclusions of `offload bench train`. Pure functions.
 
-Each contender is held against two things of the same run: the step of plain PyTorch, and a bound, which is the larger
-one of that step and of the time in which the drive alone moves the contender's bytes.
+Each contender is compared with two numbers from the same run: the step of plain PyTorch, and a bound. The bound is the
+larger of plain PyTorch's step and the time in which the drive alone moves the contender's bytes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FORMAT = 1
 LOSS_BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
 """Largest relative difference from the losses of plain PyTorch that roundings explain.
 
-About a hundred roundings of the weights' dtype lie one behind the other in a loss, and as many sums of some thousand
-products in fp32. Roundings are as often up as down, so a hundred come to ten units: 2 % in bf16. Ten times the square
-root of thousands of units of fp32 come to 5e-5.
+A loss is computed through about a hundred successive roundings to the weights' dtype, and as many sums of some thousand
+products in fp32. Roundings go up as often as down, so a hundred roundings add up to ten units: 2 % in bf16. Ten times
+the square root of thousands of fp32 units is 5e-5.
 """
 
 PHASES = ("forward", "backward", "update")
@@ -36,11 +36,11 @@ PHASES = ("forward", "backward", "update")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainRow:
-    """A contender: medians of all counted steps of all rounds, and the mean of bytes. None where nothing is known."""
+    """A contender: medians of all counted steps of all rounds, and the mean of bytes. None for unknown values."""
 
     name: str
     refused: str | None = None
-    """Why the contender did not train, or in which way a later round failed."""
+    """The reason why the contender did not train, or the error of a later round."""
     turns: int = 0
     step_seconds: float | None = None
     least_seconds: float | None = None
@@ -58,10 +58,10 @@ class TrainRow:
     """Bytes of a step, read from files."""
     written_bytes: float | None = None
     over_plain: float | None = None
-    """The step over that of plain PyTorch, as the median of the rounds."""
+    """The step divided by plain PyTorch's step, as the median of the rounds."""
     bound_seconds: float | None = None
     of_bound: float | None = None
-    """The bound over the step: 1 if the step reaches it."""
+    """The bound divided by the step: 1 if the step reaches the bound."""
     losses: tuple[float, ...] = ()
     """Losses of the first turn, from the first step on."""
     loss_difference: float | None = None
@@ -85,7 +85,7 @@ def _row(
     seconds = [each for turn in turns for each in turn["seconds"]]
     step = statistics.median(seconds)
     moved = [_mean(turns, f"{way}_bytes") for way in ("read", "written")]
-    # Compute is that of plain PyTorch, which moves nothing.
+    # Plain PyTorch moves nothing, so its step is the compute.
     bound = _bound(result.rates, plain, moved)
     difference = loss_difference(turns, plain)
     return TrainRow(
@@ -125,7 +125,7 @@ def loss_difference(turns: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[
         for turn in turns
         for mine, theirs in zip(turn["losses"], expected, strict=True)
     ]
-    # A comparison with NaN is false, so `max` would lose it.
+    # A comparison with NaN is false, so `max` would ignore NaN.
     return max(each if each == each else float("inf") for each in differences)
 
 
@@ -133,7 +133,7 @@ def _over(turns: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]
     """Returns the median over the rounds of the median step of a turn over that of plain PyTorch in the same round."""
     if not plain:
         return None
-    # A contender that fails takes no further turns, so turn n is of round n.
+    # A contender that fails takes no further turns, so turn n belongs to round n.
     ratios: list[float] = [
         statistics.median(mine["seconds"]) / statistics.median(theirs["seconds"])
         for mine, theirs in zip(turns, plain, strict=False)
@@ -142,7 +142,7 @@ def _over(turns: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]
 
 
 def _bound(rates: DriveSpeeds, plain: Sequence[Mapping[str, Any]], moved: Sequence[float | None]) -> float | None:
-    """Returns the larger one of the step of plain PyTorch and of the seconds of the drive for the bytes of a step."""
+    """Returns the larger of plain PyTorch's step and the drive's seconds for the bytes of a step."""
     if not plain:
         return None
     compute: float = statistics.median(each for turn in plain for each in turn["seconds"])
@@ -271,7 +271,7 @@ def plot(rows: Sequence[TrainRow], path: Path) -> None:
         axis.barh(place, row.step_seconds, color=color)
         axis.hlines(place, row.least_seconds, row.most_seconds, color=_INK, linewidth=1)
         if row.bound_seconds is not None:
-            # Each contender moves other bytes, so each has a bound of its own.
+            # Contenders move different numbers of bytes, so each has its own bound.
             axis.vlines(row.bound_seconds, place - 0.45, place + 0.45, color="tab:orange", linewidth=2.5)
         axis.annotate(
             f"{row.step_seconds:.2f}",

@@ -32,13 +32,13 @@ from offload.sizes import MIB
 
 
 UNCOUNTED = 2
-"""Steps at the start of a turn that are not timed: no update runs beside the first, which records the access order."""
+"""Untimed steps at the start of a turn. The first one records the access order, and no update overlaps it."""
 
 Batch = dict[str, torch.Tensor]
 
 
 class Step(NamedTuple):
-    """A step's loss, the mean over its micro-batches, and its seconds: all, and those of each phase if known."""
+    """A step's loss, the mean over its micro-batches, and its seconds, in all and by phase if known."""
 
     loss: float
     seconds: float
@@ -63,7 +63,7 @@ class Trainer(NamedTuple):
 def model_of(name: str) -> nn.Module:
     """Returns a preset's model on the CPU in fp32, with the same weights in each process and no dropout.
 
-    Contenders draw random numbers in different orders, so their losses could not be compared with dropout.
+    With dropout, losses could not be compared: contenders draw random numbers in different orders.
     """
     torch.manual_seed(0)
     model = build(name)
@@ -93,7 +93,7 @@ def in_phases(
     """
     spent, losses = [0.0] * 3, list[torch.Tensor]()
     for index, batch in enumerate(batches):
-        # Nothing but the calls lies between two readings, so the phases sum to the step.
+        # Only the calls lie between two readings of the clock, so the phases sum to the step.
         times = [time.perf_counter()]
         loss = forward(batch)
         times.append(time.perf_counter())
@@ -113,7 +113,7 @@ def in_phases(
 def take_turn(job: TrainJob, begin: Callable[[TrainJob], Trainer]) -> dict[str, Any]:
     """Trains for the steps of a turn and returns the figures.
 
-    Bytes are those of the steps after the first, by the contender's own count or else by Linux's.
+    Bytes are counted for the steps after the first, by the contender or else by Linux.
     """
     start = time.perf_counter()
     trainer = begin(job)
@@ -121,7 +121,7 @@ def take_turn(job: TrainJob, begin: Callable[[TrainJob], Trainer]) -> dict[str, 
         batches = batches_of(job, trainer.vocabulary)
         first = trainer.step(batches)
         started = time.perf_counter() - start
-        # An update that still runs would count its bytes to the steps after it.
+        # The bytes of an update that still runs would count for the next steps.
         trainer.settle()
         moved, counted = trainer.moved or kernel_bytes, UNCOUNTED - 1
         before = moved()
@@ -165,7 +165,7 @@ def plain(job: TrainJob, contender: Contender) -> Trainer:
     parameters = list(model.parameters())
     masters = parameters
     if job.dtype == "bf16":
-        # The masters take the memory of the fp32 weights over, so that these exist once.
+        # The masters reuse the memory of the fp32 weights, so that there is only one fp32 copy.
         masters = [nn.Parameter(parameter.detach()) for parameter in parameters]
         for parameter in parameters:
             parameter.data = parameter.detach().bfloat16()
@@ -204,12 +204,12 @@ def ours(job: TrainJob, contender: Contender) -> Trainer:
     settings["offload"] |= {"run": "bench-train", "schedule": contender.schedule}
     with offload.init(settings):
         model: Any = model_of(job.model)
-    # `offload.init` draws other numbers than plain PyTorch, which fills one parameter after the other.
+    # The initial weights come from a file: `offload.init` draws other numbers than plain PyTorch.
     offload.load_pretrained(model, job.weights)
     engine = offload.initialize(model=model, config=settings)[0]
 
     def whole(batches: Sequence[Batch]) -> Step:
-        # Micro-batches take turns in the forward and the backward, so neither has a time of its own.
+        # Forward and backward alternate between micro-batches, so neither phase can be timed alone.
         start = time.perf_counter()
         loss = float(engine.train_batch(iter(batches)))
         return Step(loss, time.perf_counter() - start)
@@ -231,8 +231,8 @@ def ours(job: TrainJob, contender: Contender) -> Trainer:
 #
 # The contenders of other packages: DeepSpeed's ZeRO-3, FSDP2 with CPU offload, torchao's optimizer on the CPU.
 #
-# Each is set up as its own documentation says, with settings by which its states fit and its drive is used; a comment
-# says why where a setting is not a default.
+# Each peer is set up as in its own documentation, with settings that make its states fit and use the drive. A comment
+# explains each setting that is not a default.
 
 
 _ADAMW: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True}
@@ -243,15 +243,15 @@ _BUFFERS = 8
 def deepspeed(job: TrainJob, contender: Contender) -> Trainer:
     """Returns DeepSpeed's ZeRO-3 in the contender's placement.
 
-    The model is built in full and handed over: inside of `deepspeed.zero.Init` the weights would be other ones, and
-    losses could not be compared. The peak of memory contains it.
+    The model is built in full and passed to DeepSpeed, and the peak of memory includes it. Inside `deepspeed.zero.Init`
+    the weights would differ, and losses could not be compared.
     """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         os.environ.update(ALONE | {"MASTER_PORT": str(listener.getsockname()[1])})
     if job.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    # Imported after the environment is set, which DeepSpeed reads when it is imported.
+    # Imported after the environment is set, since DeepSpeed reads the environment when it is imported.
     import deepspeed
 
     model: Any = model_of(job.model)
@@ -270,7 +270,7 @@ def deepspeed(job: TrainJob, contender: Contender) -> Trainer:
 
 
 def _use_drive(settings: dict[str, Any], job: TrainJob, largest: int) -> None:
-    """Adds what DeepSpeed needs for tiers on the drive.
+    """Adds the settings that DeepSpeed needs for tiers on the drive.
 
     One buffer must hold the `largest` parameter.
     """
@@ -279,10 +279,10 @@ def _use_drive(settings: dict[str, Any], job: TrainJob, largest: int) -> None:
         if zero[key]["device"] == "nvme":
             zero[key] |= {"nvme_path": job.folder, "buffer_count": _BUFFERS}
     if zero["offload_param"]["device"] == "nvme":
-        # Without the limit of 0 weights of a small model stay in RAM, and with prefetches buffers run out.
+        # Without `max_in_cpu` 0, weights of a small model would stay in RAM. With prefetches, buffers would run out.
         zero["offload_param"] |= {"buffer_size": largest, "max_in_cpu": 0}
         zero["stage3_prefetch_bucket_size"] = 0
-    # Its default of 8 requests in flight is few for an NVMe drive.
+    # DeepSpeed's default of 8 requests in flight is too low for an NVMe drive.
     settings["aio"] = {"block_size": MIB, "queue_depth": 32, "overlap_events": True, "single_submit": False}
 
 
@@ -302,7 +302,7 @@ def fsdp2(job: TrainJob, contender: Contender) -> Trainer:
     }
     if job.dtype == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # Blocks, the children of the longest list, before the model, which then owns only what is left.
+    # Blocks, the children of the longest list, are wrapped before the model, which then owns only the other parameters.
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     for block in max(lists, key=len, default=nn.ModuleList()):
         fully_shard(block, **options)
@@ -366,25 +366,25 @@ def _leave_group() -> None:
 
 _PROBE_BYTES = 256 * MIB
 _LONGEST = 900.0
-"""Seconds after which a turn is ended. The first of DeepSpeed compiles its operators, for minutes."""
+"""Seconds after which a turn is ended. DeepSpeed's first turn compiles its operators, which takes minutes."""
 
 
 class Result(NamedTuple):
-    """What the rounds have shown."""
+    """The results of the rounds."""
 
     rates: DriveSpeeds
     """Medians of the drive's rates before, between and after the rounds."""
     turns: dict[str, list[dict[str, Any]]]
-    """Figures of each turn by the contender's name; none for one that did not train."""
+    """Figures of each turn by the contender's name; none for a contender that did not train."""
     refused: dict[str, str]
     """Contenders that did not train, or failed in a later round, each with the reason."""
 
 
 def measure(plan: TrainPlan, tell: Callable[[str], None] = lambda _: None) -> Result:
-    """Runs all rounds. What is written into the plan's folder is removed afterwards.
+    """Runs all rounds, then removes the files in the plan's folder.
 
-    Each turn is a process of its own, so no contender holds memory while another is measured. One that fails takes no
-    further turns.
+    Each turn is a new process, so that no contender holds memory while another one is measured. A contender that fails
+    takes no further turns.
 
     Raises:
         OffloadError: the drive fails.
@@ -439,11 +439,11 @@ def _turn(plan: TrainPlan, contender: Contender, folder: Path) -> dict[str, Any]
         shutil.rmtree(files)
         written.unlink(missing_ok=True)
     figures: dict[str, Any] | None = result["figures"]
-    # A process that is stopped, or killed by the system, has written no error.
+    # A process that was stopped, or that the system has killed, has written no error.
     if result["state"] == "stopped":
         return {"error": f"stopped after {_LONGEST / 60:.0f} minutes"}
     if figures is None:
         last = (result["last_lines"] or ["no words"])[-1]
         return {"error": f"ended with exit code {result['exit_code']}: {last}"}
-    # A process that fails while it ends, after its figures, has trained all the same.
+    # A process that fails during its shutdown has written its figures, so its training counts.
     return figures

@@ -31,7 +31,7 @@ class Contender(NamedTuple):
     placement: str = ""
     """Tiers of weights and states, as weights/states."""
     schedule: str = "micro_batch_major"
-    """Order of a step's micro-batches, of this package alone."""
+    """Order of a step's micro-batches; only for this package."""
 
 
 _LAYER_MAJOR = Contender("offload nvme/nvme layer-major", "offload", "nvme/nvme", "layer_major")
@@ -81,7 +81,7 @@ class TrainJob(NamedTuple):
     folder: str
     """An empty folder for swap files."""
     weights: str
-    """A safetensors file with the values with which the model begins."""
+    """A safetensors file with the model's initial values."""
     device: str
     model: str
     batch_size: int
@@ -104,7 +104,7 @@ def make_plan(
     threads: int | None = None,
     only: Sequence[str] = (),
 ) -> TrainPlan:
-    """Checks settings before anything is measured, and fills in those that depend on the machine.
+    """Checks settings before anything is measured, and fills in the settings that depend on the machine.
 
     Args:
         folder: an existing folder on the drive to measure.
@@ -163,9 +163,9 @@ def _chosen(only: Sequence[str]) -> list[Contender]:
 
 
 def reason_to_skip(contender: Contender, device: str) -> str | None:
-    """Returns why a contender cannot run on this machine; None if it can, as far as that is known before it starts."""
+    """Returns the reason why a contender cannot run on this machine; None if no reason is known before the start."""
     package = _PACKAGES.get(contender.kind)
-    # An import would take seconds and start its own log; a look for it does not.
+    # The package is only searched, not imported: an import would take seconds and start the package's own log.
     if package is not None and importlib.util.find_spec(contender.kind) is None:
         return f"{package} is not installed"
     if contender.kind == "torchao" and device == "cpu":

@@ -54,9 +54,9 @@ def check_config(
 
 
 def keys_of(file: Path) -> dict[str, Any]:
-    """Returns the keys of a config file by what becomes of them, and the messages on those that are wrong.
+    """Returns the keys of a config file, grouped by their treatment, and the messages on wrong keys.
 
-    "why" has the reason of each key that has one.
+    "why" maps keys to reasons, for the keys with a reason.
 
     Raises:
         ConfigError: the file cannot be read, or is no JSON object.
@@ -66,13 +66,13 @@ def keys_of(file: Path) -> dict[str, Any]:
 
     content = read_json(file)
     _, findings = examine(content)
-    # Params of torch's optimizers and of schedules are kept as a whole; the file's name of the block is "params".
-    # Switches of older files stand for keys of today, which such a file does not contain.
+    # Params of torch's optimizers and of schedules are kept as one block, which the file calls "params".
+    # Switches of older files stand for current keys, which such a file does not contain.
     honoured = sorted(
         {name for each in findings.honoured if _is_in(content, name := each.replace("torch_params", "params"))}
     )
     blocks = {name.rpartition(".")[0] for name in (*honoured, *findings.auto)}
-    # What a Trainer fills in is missing only until then.
+    # Keys that a Trainer fills in are missing only until then.
     required = [name for name in findings.auto if any(_is_missing(name, str(error)) for error in findings.errors)]
     wrong = [str(error) for error in findings.errors if not any(_is_missing(name, str(error)) for name in required)]
     messages = wrong + batch_errors(content)
@@ -102,10 +102,10 @@ def _is_missing(name: str, message: str) -> bool:
 
 
 def batch_errors(content: Mapping[str, Any]) -> list[str]:
-    """Returns a message if no number of ranks makes the batch of a config from its micro-batches."""
+    """Returns a message if no number of ranks can make up the batch of a config from its micro-batches."""
     total, *parts = [content.get(key) for key in _BATCH]
     sizes = {key: each for key, each in zip(_BATCH[1:], parts, strict=True) if isinstance(each, int) and each > 0}
-    # Ranks multiply the batch, so whatever their number is, it is a multiple of what is known.
+    # The batch is a multiple of the known sizes' product, for any number of ranks.
     made = math.prod(sizes.values())
     if not isinstance(total, int) or total % made == 0:
         return []

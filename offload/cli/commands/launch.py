@@ -34,9 +34,9 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 sys.path[0] = sys.path[1]
 from offload.deepspeed.__main__ import main
 main(sys.argv[1:])"""
-"""Starts the stand-in without the working folder on the path, whose modules would hide Python's and ours.
+"""Code that starts the stand-in without the working folder on the path: modules there would hide Python's and ours.
 
-The imports take seconds, in which a Ctrl-C has nothing to clean up.
+The imports take seconds, and a Ctrl-C during them has nothing to clean up.
 """
 
 
@@ -57,7 +57,7 @@ def run(
         command = [sys.executable, "-c", _START, *(["-m"] if module else []), script, *(arguments or [])]
     else:
         command = [program, *(arguments or [])]
-    # In the place of this process: signals, exit code and tracebacks are then those of the script alone.
+    # The script replaces this process, so that signals, exit code and tracebacks are the script's own.
     sys.stdout.flush()
     os.execve(command[0], command, {**os.environ, "PYTHONPATH": with_stand_in(os.environ.get("PYTHONPATH"))})
 
@@ -66,14 +66,14 @@ def with_stand_in(path: str | None) -> str:
     """Returns a PYTHONPATH with which processes find offload.deepspeed as `deepspeed`."""
     from offload.deepspeed.import_hook import STAND_IN
 
-    # In front, as the real package may be installed too. Every process inherits the variable.
+    # Put in front, as the real package may be installed too. Every process inherits the variable.
     return os.pathsep.join([str(STAND_IN), *filter(None, [path])])
 
 
 def _program(name: str) -> str | None:
     """Returns the path of the command to run; None for a script of Python.
 
-    A command is looked for beside this Python first.
+    The search for a command starts in the folder of this Python.
 
     Raises:
         UsageError: if there is no such file and no such command.
@@ -86,7 +86,7 @@ def _program(name: str) -> str | None:
             "there is no launcher deepspeed here: start one process by `offload run train.py`, more by `offload launch "
             "--num_gpus 2 train.py`, which takes DeepSpeed's options and hostfile"
         )
-    # The environment of this Python need not be activated.
+    # The virtual environment of this Python need not be activated.
     places = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     found = shutil.which(name, path=places)
     if found is None:
@@ -101,7 +101,7 @@ def _program(name: str) -> str | None:
 
 _HOSTS, _RANKS, _MEETING, _SCRIPT = "Hosts", "Ranks", "Meeting place", "Start"
 _HOSTFILE = Path("/job/hostfile")
-"""The hostfile of DeepSpeed's launcher, which some clusters write."""
+"""The default hostfile of DeepSpeed's launcher. Some clusters write it."""
 _ENVIRONMENT_FILE = ".deepspeed_env"
 
 
@@ -190,10 +190,10 @@ class _Typed:
 
 
 class Launch(Grouped):
-    """The command, which says what to do in place of options of DeepSpeed's launcher that it lacks."""
+    """The command. It gives advice in place of options of DeepSpeed's launcher that it lacks."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses the options; an option that only DeepSpeed has is an error with its cure."""
+        """Parses the options; an option that only DeepSpeed's launcher has is an error with advice."""
         try:
             parsed: list[str] = super().parse_args(ctx, args)
         except Exception as error:
@@ -229,12 +229,12 @@ def launch(typed: _Typed) -> None:
         sys.stdout.flush()
         only = commands[0]
         with errors(BAD_INPUT):
-            # torchrun would say so for each rank.
+            # Checked here, since torchrun would report a missing script once per rank.
             if not (typed.module or typed.no_python or Path(typed.script).is_file()):
                 raise UsageError(
                     f"there is no script {typed.script} in {Path.cwd()}; for a module of Python add --module"
                 )
-        # In the place of this process: signals, exit code and tracebacks are then those of torchrun alone.
+        # torchrun replaces this process, so that signals, exit code and tracebacks are torchrun's own.
         os.execvpe(only.arguments[0], only.arguments, {**os.environ, **only.environment})
     with errors(FAILED), signals():
         status = run_together(commands, lambda message: typer.echo(message, err=True))
@@ -272,7 +272,7 @@ def _read_hostfile(path: Path | None) -> list[Host] | None:
         return None
     path = path or _HOSTFILE
     if not path.is_file():
-        # DeepSpeed goes on with this machine alone, and the other hosts wait unseen.
+        # DeepSpeed would continue on this machine alone, and the other hosts would wait unnoticed.
         raise UsageError(f"there is no hostfile {path}: name one, or leave --hostfile out for this machine alone")
     return parse_hostfile(_read(path), str(path))
 
@@ -289,7 +289,7 @@ def _read(path: Path) -> str:
 
 
 def _check_owner(path: Path) -> None:
-    """Raises `UsageError` if somebody else could have written the variables of a file: PYTHONPATH is code."""
+    """Raises `UsageError` if another user could have written a file of variables: PYTHONPATH can run code."""
     about = path.stat()
     if about.st_uid not in (0, os.geteuid()) or about.st_mode & stat.S_IWOTH:
         raise UsageError(
@@ -299,7 +299,7 @@ def _check_owner(path: Path) -> None:
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of the files `.deepspeed_env` in the home and the working folder; the latter counts."""
+    """Returns the variables of `.deepspeed_env` in the home and the working folder; the latter takes precedence."""
     found: dict[str, str] = {}
     for folder in (Path.home(), Path()):
         path = folder / environ.get("DS_ENV_FILE", _ENVIRONMENT_FILE)

@@ -93,7 +93,7 @@ class _Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scored:
-    """Options of `offload score` about what is scored."""
+    """Options of `offload score` about the records to score."""
 
     model: Model
     data: Annotated[
@@ -127,7 +127,7 @@ class ScoreOptions(_Placed, _Scored):
 
 @dataclass(frozen=True, kw_only=True)
 class _Generated:
-    """Options of `offload generate` about what is continued, and how."""
+    """Options of `offload generate` about the prompts and the sampling."""
 
     model: Model
     prompt: Annotated[
@@ -239,7 +239,7 @@ def generate(typed: GenerateOptions) -> None:
 
         prompts, on_host = _prompts(typed), typed.static_cache_on == "host"
         fits = partial(encode_fitting, max_new_tokens=typed.max_new_tokens, cached=typed.static_cache)
-        # Prompts of files are read, and checked, as they are needed.
+        # Prompts of files are read and checked as they are needed, so only `--prompt` is checked now.
         check = None if typed.prompt is None else partial(fits, next(iter(prompts)))
         with _lines(typed.output, typed.json_output) as (write, kept):
             rows = 1 if typed.prompt is not None else typed.batch_size
@@ -266,7 +266,7 @@ def generate(typed: GenerateOptions) -> None:
                 ):
                     count, tokens = count + 1, tokens + each.tokens
                     if typed.prompt is not None and typed.output is None and not typed.json_output:
-                        # A model may have learned to write what a terminal obeys.
+                        # A model may generate characters that control the terminal.
                         print(printable(each.text) if sys.stdout.isatty() else each.text)
                     else:
                         write(each.line())
@@ -282,7 +282,7 @@ def _check_generation(typed: GenerateOptions) -> None:
         raise ConfigError("expected one of --prompt and --data")
     if not 0 <= typed.seed < 2**63:
         raise ConfigError(f"--seed is at least 0 and below 2**63, not {typed.seed}")
-    # The system's bytes that are no UTF-8 stand in the text as surrogates, which no tokenizer takes.
+    # Python represents arguments that are not UTF-8 by surrogates, which tokenizers reject.
     if typed.prompt is not None and any("\ud800" <= each <= "\udfff" for each in typed.prompt):
         raise ConfigError("--prompt is not UTF-8: give a text in the terminal's encoding, or a file by --data")
     if typed.static_cache_on == "host" and typed.static_cache is None:
@@ -292,7 +292,7 @@ def _check_generation(typed: GenerateOptions) -> None:
 
 
 def _prompts(typed: GenerateOptions) -> Iterable[Prompt | Chat]:
-    """Returns the prompts, from the option or from the files of --data, which are looked for now and read later."""
+    """Returns the prompts, from the option or from the files of --data. Files are searched now and read later."""
     from offload.finetune.corpus.documents import Prompt, find_data, read_prompts
 
     if typed.prompt is not None:
@@ -317,9 +317,9 @@ def _check_numbers(**given: int | None) -> None:
 
 @contextlib.contextmanager
 def _lines(output: Path | None, in_one_object: bool) -> Iterator[tuple[Callable[[Any], None], list[Any]]]:
-    """Yields a function that writes its argument as a line of JSON, and the list of what goes into one object instead.
+    """Yields a function that writes its argument as a line of JSON, and a list of arguments that were not written.
 
-    Without an `output` the lines go to stdout, or into the list if `in_one_object`.
+    Without an `output` the lines go to stdout. With `in_one_object` their content goes into the list instead.
     """
     from offload.fileio.jsonl import json_line
 
@@ -329,7 +329,7 @@ def _lines(output: Path | None, in_one_object: bool) -> Iterator[tuple[Callable[
         return
     if output.exists():
         raise ConfigError(f"{output} exists already; give --output another name, or delete the file")
-    # The file itself is made by the first line, hours after the start.
+    # Checked now, since the first line creates the file, hours after the start.
     if not os.access(output.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"{output} cannot be made: its folder does not exist, or you may not write to it")
     with contextlib.ExitStack() as opened:
@@ -337,8 +337,8 @@ def _lines(output: Path | None, in_one_object: bool) -> Iterator[tuple[Callable[
 
         def write(content: Any) -> None:
             nonlocal file
-            # Opened by the first line, so that a start that fails is not in the way of the next one. "x": scores that
-            # took hours are never overwritten by a second call.
+            # Opened by the first line, so that a failed start leaves no file that blocks the next one. Mode "x": a
+            # second call never overwrites scores that took hours.
             file = file or opened.enter_context(output.open("x", encoding="utf-8"))
             print(json_line(content), file=file, flush=True)
 
@@ -354,16 +354,16 @@ def _print_json(content: Any) -> None:
 
 
 class _Measured:
-    """Time and bytes of a command, from the moment at which its model was ready."""
+    """Time and bytes of a command, counted from the moment when its model was ready."""
 
     def __init__(self, model: OpenModel) -> None:
-        """Reports where the weights are."""
+        """Reports the notices of the engine, and the model's lines."""
         self._model, self._began = model, time.perf_counter()
         for line in (*model.engine.notices, *model.lines):
             _say(line)
 
     def report(self, done: str, tokens: int) -> dict[str, Any]:
-        """Reports what was done and what took the time, and returns the same for a JSON object."""
+        """Reports the work and the time of its phases, and returns both for a JSON object."""
         seconds, spent = time.perf_counter() - self._began, self._model.engine.pass_seconds()
         read, rate = self._model.engine.io_bytes().read, tokens / max(seconds, 1e-9)
         _say(f"{done} in {seconds:.1f} s: {rate:.1f} tokens/s; {format_size(read)} of weights read")

@@ -310,7 +310,7 @@ def _planned(typed: PlanOptions) -> Planned:
 def _model(typed: PlanOptions) -> Model:
     from offload.planner.request import Model
 
-    # A count is that of a Llama, whose loss may be computed in chunks.
+    # A count of parameters stands for a Llama, whose loss can be computed in chunks.
     chunks = typed.model is None or typed.chunked_loss is False
     if typed.model is not None and not chunks:
         from offload.finetune.model import allows_chunks

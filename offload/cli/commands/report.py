@@ -82,8 +82,9 @@ def report(
 def _is_foreign(target: Path, named: bool) -> bool:
     """Returns True for a regular file that is neither empty nor a page of this command.
 
-    Devices, pipes and links that the user names may be written to. Beside a log, which may be in a folder of somebody
-    else, they would lead to any file. Raises `ConfigError` for a file that cannot be read, which may be anybody's.
+    The command may write to devices, pipes and links that the user names. It must not follow a link beside a log: the
+    log's folder may belong to another user, and the link may lead to any file. Raises `ConfigError` for a file that
+    cannot be read, since it may belong to another program.
     """
     from offload.report.page import BEGIN
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _DAMAGED = 1
 _SHOWN = 20
-"""Most damages or names that are printed; `--json` contains all."""
+"""Most damages or names to print; `--json` contains all."""
 
 
 class Dtype(str, Enum):
@@ -215,7 +215,7 @@ def _tokenizer_writer(client_state: Mapping[str, Any]) -> Callable[[Path], None]
     """Returns the function that writes the tokenizer of a run that has learned bytes; None for any other run."""
     from offload.finetune.model import byte_tokenizer, learned_bytes
 
-    # A machine without transformers exports too, and needs no tokenizer for that.
+    # Without transformers, the export works but writes no tokenizer.
     if not learned_bytes(client_state) or importlib.util.find_spec("transformers") is None:
         return None
 

@@ -343,15 +343,15 @@ class _Result:
     drive_written_bytes: dict[str, Any] = dataclasses.field(default_factory=dict)
     predicted: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     doubts: list[str] = dataclasses.field(default_factory=list)
-    """What disturbed the probe, by which the run was predicted."""
+    """Sentences on what disturbed the probe that the run's prediction uses."""
     others_share: float | None = None
     """Fraction of the cores that other processes used; None if unknown, or with several ranks."""
 
 
 class Output(Console):
-    """A console on which a closed output is an error of the run, which then keeps its steps and says so.
+    """A console that raises an error if its output was closed, so that the run keeps its steps and reports the error.
 
-    rich would end the process without a word.
+    rich itself would end the process without a message.
     """
 
     def on_broken_pipe(self) -> None:
@@ -370,7 +370,7 @@ class Training:
     reports: list[Any] = dataclasses.field(default_factory=list)
     evaluations: list[Any] = dataclasses.field(default_factory=list)
     shares: list[float] = dataclasses.field(default_factory=list)
-    """Of each step the fraction of the cores that other processes used."""
+    """For each step, the fraction of the cores that other processes used."""
 
     def go(self, options: Any) -> None:
         """Runs the job. Errors and signals end the process with their message and exit code."""
@@ -423,7 +423,7 @@ class Training:
                 text.append(part.text, "bold green" if part.learned else "dim")
             self.console.print(text)
             return
-        # A log may be of an encoding that lacks characters of the data, and rich would draw `:bug:` as a picture.
+        # The encoding of a log may lack characters of the data, and rich would replace `:bug:` by a picture.
         encoding = self.console.encoding
         shown = example.encode(encoding, "backslashreplace").decode(encoding)
         self.console.print(f"  {shown}", markup=False, emoji=False)
@@ -444,7 +444,7 @@ class Training:
 
             # Only the first line of each process contains the facts on the run; `offload report` merges them.
             first = {"about": about(job)}
-            # The other ranks of a run are no others, and nobody tells them apart here.
+            # With several ranks, other processes cannot be told apart from the other ranks.
             others = Others() if engine.world_size == 1 else None
 
             for report in steps(job, signals.hold):

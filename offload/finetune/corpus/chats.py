@@ -1,11 +1,11 @@
-"""Chats as tokens, with a mask of those that the assistant wrote: the only ones that are learned by default.
+"""Chats as tokens, with a mask of the assistant's tokens. By default only these are learned.
 
     template with {% generation %} ──────────────────────────────► transformers' mask
     template of a known family     ──► edited so that it marks ──► transformers' mask
     any other                      ──► prefix differences      ──► spans of characters ──► tokens
 
-A prefix difference is what the assistant's message adds to the prompt that the model would have continued. It exists
-where the prompt is a prefix of the chat, which is checked for each message.
+A prefix difference is the text that the assistant's message adds to the prompt that the model would have continued. It
+exists only if the prompt is a prefix of the chat, which is checked for each message.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ FAMILIES: dict[str, tuple[TemplateEdit, ...]] = {
 
 
 class Marking(NamedTuple):
-    """A chat template that marks what the assistant writes."""
+    """A chat template that marks the assistant's words."""
 
     template: str
     family: str | None
@@ -194,7 +194,7 @@ def _edited(template: str, edits: tuple[TemplateEdit, ...]) -> str | None:
 
 
 _REASONING = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
-"""What some templates put at the end of a prompt, and what is the begin of the assistant's answer."""
+"""Text that some templates put at the end of a prompt although the assistant's answer begins with it."""
 _CURE = (
     "give a template with {% generation %}, write a chat for each answer that ends with it, or give --train-on all to "
     "offload train"
@@ -239,7 +239,7 @@ def encode_chat(chat: Chat, tokenizer: Any, whole: bool = False) -> tuple[list[i
 
 
 def learned_words(tokenizer: Any, whole: bool = False) -> str:
-    """Returns a line that says which words of chats are learned, and what tells them apart."""
+    """Returns a line on the learned words of chats and on the method that finds them."""
     if whole:
         return "chats: the words of all roles are learned, as --train-on all asks"
     marking = None
@@ -252,7 +252,7 @@ def learned_words(tokenizer: Any, whole: bool = False) -> str:
 
 
 def encode_chat_prompt(chat: Chat, tokenizer: Any) -> list[int]:
-    """Returns the tokens of a chat and of what opens the assistant's next turn.
+    """Returns the tokens of a chat and of the opening of the assistant's next turn.
 
     Raises:
         ConfigError: There is no chat template, or it refuses the chat.
@@ -304,7 +304,7 @@ def _prompt(chat: Chat, tokenizer: Any, at: int, through: str) -> str:
         prompt = _apply(chat, tokenizer, chat.messages[:at], tokenize=False, add_generation_prompt=True)
         # An opened reasoning is the answer's first word, and an answer without reasoning has none.
         return _REASONING.sub("", prompt)
-    # No template takes an empty chat. The header of a first message is that of a second one.
+    # No template accepts an empty chat. A first message has the same header as a second one.
     prompt = _apply(chat, tokenizer, chat.messages[:1], tokenize=False, add_generation_prompt=True)
     header = _REASONING.sub("", prompt.removeprefix(through))
     return through[: through.find(header) + len(header)] if header in through else through[:0]
@@ -316,14 +316,14 @@ def _prompt(chat: Chat, tokenizer: Any, at: int, through: str) -> str:
 
 
 _LONGEST = 240
-"""Characters of a part up to which it is shown whole. Of a longer one a half of that from its begin, a quarter from its
-end."""
+"""Characters up to which a part is shown whole. A longer part is shown by half as many characters from its beginning,
+and a quarter as many from its end."""
 _MOST = 24
 """Parts that are shown."""
 
 
 class ExamplePart(NamedTuple):
-    """Text of neighbouring tokens, which are all learned or all not."""
+    """Text of neighbouring tokens that are all learned, or all not learned."""
 
     text: str
     learned: bool
@@ -344,7 +344,7 @@ class Example(str):
 
 
 def parts_of(ids: Sequence[int], learned: Sequence[bool], tokenizer: Any) -> tuple[ExamplePart, ...]:
-    """Returns the text of a document in parts, shortened, and with nothing in it that a terminal would obey."""
+    """Returns the text of a document in parts, shortened, and without characters that control a terminal."""
     runs = [
         (flag, [token for token, _ in tokens])
         for flag, tokens in itertools.groupby(zip(ids, learned, strict=True), key=lambda pair: bool(pair[1]))

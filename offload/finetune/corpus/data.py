@@ -67,7 +67,7 @@ def find_files(options: Options) -> DataFiles:
 def read_files(options: Options, files: DataFiles, tokenizer: Any, share: Share, apart: bool) -> Data:
     """Reads and tokenizes the data files; `apart` is True if the model masks documents of one row from each other.
 
-    A tokenizer of None is that of bytes.
+    A tokenizer of None stands for bytes as tokens.
 
     Raises:
         ConfigError: a file is malformed, or contains nothing to learn.
@@ -157,7 +157,7 @@ def _evaluation_lines(options: Options, held_out: HeldOut | None) -> tuple[str, 
 def steps_of(options: Options, default: int, batches: token_stream.Batches | packing.Rows) -> int:
     """Returns the number of steps: the option, or the steps of the requested passes over the data, or the default."""
     if options.epochs is not None:
-        # A fraction of a step counts as one step, so that the last rows are seen too. The product is of the decimal
-        # number that was given: as floats, 0.07 * 100 is more than 7.
+        # A fraction of a step counts as one step, so that the last rows are used too. The decimal number is multiplied
+        # exactly: as floats, 0.07 * 100 is more than 7.
         return max(1, math.ceil(Fraction(str(options.epochs)) * batches.steps_of_a_pass))
     return default if options.steps is None else options.steps

@@ -215,7 +215,7 @@ def read_prompts(files: Iterable[Path]) -> Iterator[Prompt | Chat]:
 
 
 def _read(files: Iterable[Path], make: Callable[[Any, str], _T]) -> Iterator[_T | Text]:
-    """Yields what `make` returns for each parsed line or row and its place, and files of plain text as they are."""
+    """Yields the result of `make` for each parsed line or row and its place, and files of plain text as `Text`."""
     for file in files:
         try:
             # A file of an unknown kind is plain text: users name such files explicitly.
@@ -294,7 +294,7 @@ def _prompt(found: Any, place: str) -> Prompt | Chat:
 
 
 def _kind_of(found: Any, place: str) -> str:
-    """Returns the key that says what a line or row is."""
+    """Returns the key that determines the kind of a line or row."""
     if not isinstance(found, dict):
         cure = "; `jq -c '.[]' FILE` makes lines of a file that is one list" if isinstance(found, list) else ""
         raise ConfigError(f"{place} contains {_kind(found)}, and each line must be one of {_SHAPES}{cure}")

@@ -4,9 +4,9 @@
               encode                 pack                  Rows
 
 Texts form one stream, which is cut into rows. A chat or a completion stays within one row, together with others that
-fit; a longer one is truncated. Positions restart with each document. For some model families transformers derives from
-them a mask, by which documents of a row do not attend to each other; for others, each chat and each completion has a
-row of its own. The first token of a document is not learned, as if the document were alone in its row.
+fit; a longer one is truncated. Positions restart with each document. For some model families, transformers derives a
+mask from the positions, so that documents of a row do not attend to each other. For other families, each chat and each
+completion has its own row. The first token of a document is not learned, as if the document were alone in its row.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Document(NamedTuple):
 def encode(records: Iterable[Record], tokenizer: Any, whole: bool = False) -> list[Document]:
     """Returns the records as documents.
 
-    Texts and completions end with the end-of-text token, chats as templates say.
+    Texts and completions end with the end-of-text token; chats end as their template defines.
 
-    A tokenizer of None is that of bytes, with a newline as the end-of-text token. With `whole`, prompts and the
-    messages of all roles are learned too.
+    A tokenizer of None stands for bytes as tokens, with a newline as the end-of-text token. With `whole`, prompts and
+    the messages of all roles are learned too.
 
     Raises:
-        ConfigError: There is no chat template, it refuses a chat, nothing tells the assistant's tokens apart, or there
+        ConfigError: There is no chat template, it refuses a chat, the assistant's tokens cannot be identified, or there
             is no room for the tokens.
     """
     ids, learned = Pool(np.int32), Pool(np.bool_)
@@ -130,7 +130,7 @@ def _ended(ids: list[int], tokenizer: Any) -> list[int]:
 def _begun(ids: list[int], tokenizer: Any) -> list[int]:
     """Returns tokens without the end-of-text token that some tokenizers append to every input.
 
-    An end that the text itself contains stays; a word tells the two apart, since it contains none.
+    An end-of-text token in the text itself stays. Encoding a plain word shows whether the tokenizer appends one.
     """
     if tokenizer is None or ids[-1:] != [_end(tokenizer)] or _ids("word", tokenizer)[-1:] != ids[-1:]:
         return ids
@@ -301,7 +301,7 @@ class Rows:
 
     @property
     def steps_of_a_pass(self) -> int:
-        """Returns the least number of steps, counted from the first, in which each row occurs at least once."""
+        """Returns the least number of steps after which each row has occurred at least once."""
         steps: int = -(-self.row_count // (self._stride * self._accumulation))
         return steps
 

@@ -1,8 +1,8 @@
 """Text files as training data, held-out sequences, and the memory of both.
 
-Text is a flat array of token ids; batches are determined by the seed. Small arrays are in RAM, large ones, which may
-exceed the RAM, in temporary files: a file is mapped and unlinked, so the file disappears with the process. The kernel
-keeps pages in RAM while there is room and writes them out otherwise.
+Text is a flat array of token ids; the seed determines the batches. Small arrays are in RAM. Large arrays may exceed the
+RAM, and are in temporary files. These are mapped and unlinked, so that they disappear with the process. The kernel
+keeps their pages in RAM while there is room, and writes them out otherwise.
 """
 
 from __future__ import annotations
