@@ -30,6 +30,8 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "checkpoint": {"refused": "DeepSpeedCheckpoint"},
     "checkpoint.utils": {"utils": "clone_tensors_for_torch_save"},
+    "inference": {"initialization": "InferenceEngine"},
+    "inference.engine": {"initialization": "InferenceEngine"},
     "launcher": {},
     "launcher.runner": {"refused": "DEEPSPEED_ENVIRONMENT_NAME main"},
     "moe": {},

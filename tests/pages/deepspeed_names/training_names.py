@@ -50,6 +50,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         ),
         Name("default_inference_config", REFUSED, _INFERENCE),
         Name("InferenceEngine", RIGHT, "for `isinstance`"),
+        Name("inference.engine.InferenceEngine", RIGHT),
         Name("DeepSpeedInferenceConfig", REFUSED, _INFERENCE),
         Name("DeepSpeedHybridEngine", REFUSED, _INFERENCE),
         Name("tp_model_init", REFUSED, "weights are paged, not divided within a layer"),
