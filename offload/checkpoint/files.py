@@ -211,7 +211,7 @@ def tensors_of(
             numel = layout.numel // world_size if state is State.WEIGHT and frozen else trainable
             if state is State.SCALES:
                 numel = len(mode.padded_part(state, 0, trainable))
-            # States that not every parameter has differ in size from rank to rank.
+            # Some parameters lack this state, so its size differs between ranks.
             elif state is State.PACKED:
                 numel = layout.packed_numel(rank)
             elif state in mode.partial:
@@ -305,7 +305,7 @@ def refuse_rank(folder: Path) -> None:
 
 
 def depth_in(folder: Path) -> int:
-    """Returns the number of names at the end of a checkpoint file's path that must not be links.
+    """Returns how many names at the end of the path of a checkpoint's file must not be symbolic links.
 
     A user may give a link to the checkpoint's folder. Parts and files below it must not be links.
     """

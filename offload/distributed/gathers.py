@@ -44,9 +44,9 @@ class CodedWeightGathers(WeightGathers):
     Each rank computes with the values of the codes, also of its own shard, so all have the same weights, bit for bit.
     The shard itself stays exact in its tier: updates, commits and checkpoints know nothing of codes.
 
-    A unit on the device may be gathered again for a rank that lacks it. Its shard on the device has values of codes by
-    then. To code these values again gives the same values (`tests/ranks/test_quantized_collectives.py` tries all), so
-    nothing changes under compute that reads them.
+    A unit on the device may be gathered again for a rank that lacks it. Its shard on the device then contains
+    decoded values. Encoding these again yields the same values (`tests/ranks/test_quantized_collectives.py` tries all),
+    so a second gather changes no weight that compute is reading.
     """
 
     def __init__(self, ranks: Ranks, device: Device, coded: CodedGathers, codes: torch.Tensor) -> None:
@@ -116,8 +116,8 @@ class NodeGathers(WeightGathers):
             for part, stop in zip(node_ranges, stops, strict=True)
         ]
         if unit in self._filled:
-            # This rank's shard is in `unsharded` already. The gather overwrites it with the same bytes or, if all ranks
-            # compute with values of codes, with these values.
+            # This rank's shard is in `unsharded` already. The gather overwrites it: with the same bytes or, if
+            # weights travel as codes, with the decoded values that all ranks use.
             return self._node.gather(unsharded, node_ranges, self._copy(uploaded, pairs))
         gathered = self._over_all.gather(unit, unsharded, shard_ranges, uploaded)
         filled = self._copy(gathered, [(target, source) for source, target in pairs])

@@ -187,8 +187,8 @@ class ParamAccess:
             state: the state to read.
 
         Returns:
-            The copy; None for a gradient if no rank holds one, and for any state except the weight of a frozen
-            parameter.
+            The copy. None if `state` is a gradient that no rank holds, or if the parameter is frozen and `state` is
+            not its weight.
 
         Raises:
             BudgetError: if the RAM has no room for the copy.
@@ -314,7 +314,7 @@ class ParamAccess:
             self._write_own_part(part, state, shard, own)
 
     def _write_own_part(self, handle: ParamHandle, state: State, shard: SegmentShard, values: torch.Tensor) -> None:
-        """Replaces a state of one segment by the `values` of all ranks' shards."""
+        """Replaces a state of one segment. Each rank passes the values of its own shard."""
         numel, whole = math.prod(handle.shape), torch.empty(0, dtype=torch.float32, device="cpu")
 
         def take_shard() -> None:
@@ -360,7 +360,7 @@ class ParamAccess:
         self._begin(state)
         if state is not State.WEIGHT and not handle.trainable:
             return False
-        # Edits of a unit are gathered before they are written: a read of an edited value must write them first.
+        # Edits of a unit are collected and written together, so a read of an edited value must write them first.
         if self._components.weights.waits(handle.unit, handle.position, state):
             self._components.weights.flush()
         self._finish()
@@ -619,7 +619,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 #
 # Functions, named as in DeepSpeed, that read or set a parameter's values, or declare that a module uses a parameter.
 #
-# Each function finds the engine that owns the parameter; `param_access` reads and writes the values.
+# Each function finds the `ParamAccess` of the engine that owns the parameter, and calls it.
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:

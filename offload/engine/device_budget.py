@@ -5,8 +5,8 @@
     out of memory  ─► units in grown memory are dropped, totals of gradients there are copied to the host ─► torch has
                       the memory again
 
-Memory is given back only between calls of the model, when no view of weights is alive in it: at once before a forward
-is repeated or when the user asks, else at the next call of the engine. The counters of torch's allocator show errors
+The engine returns memory only between calls of the model, when no view of weights is alive in it: immediately if it is
+about to repeat a forward or the user asks, else at its next call. The counters of torch's allocator show errors
 that the engine does not see, such as errors in `model.generate`. If torch freed its own cache instead of raising,
 memory is given back at the end of the step.
 """
@@ -102,7 +102,7 @@ class DeviceBudget:
             self._give_back(_RETRIED)
 
     def relieve(self) -> None:
-        """Gives memory back if an earlier call ran out of memory, or could not give back as it was asked to.
+        """Returns memory to torch if an earlier call ran out of memory, or had to postpone a return.
 
         No forward or backward may run.
         """
@@ -438,7 +438,8 @@ class Sleep:
     def sleep(self, host: bool, micro_batches: int) -> FreedBytes:
         """Gives the device arena's memory back, and with `host` the host arena's too; see `Engine.sleep`.
 
-        All updates and commits are done. If the engine is asleep already, only the host arena is left to give back.
+        The caller has finished all updates and commits. If the engine is asleep already, only the host arena is left to
+        return.
         """
         if not self.asleep:
             # A collective: a rank whose units are all on its device gathers nothing, and would not notice that another

@@ -64,7 +64,7 @@ class UnitUpdate:
     edits: tuple[Edit, ...] = ()
     """Values set by the user; an update contains segments or edits, or neither if other ranks hold all of them."""
     shared: tuple[int, ...] = ()
-    """Indices in the unit of parameters that several ranks step as a whole, together; the same on every rank."""
+    """Parameters that several ranks step together, as a whole, by their index in the unit. Equal on every rank."""
 
     @property
     def changes(self) -> bool:
@@ -84,7 +84,7 @@ def grad_scale(norm: float, clip: float, loss_scale: float) -> float:
 def part_of(part: range, start: int, stop: int) -> tuple[int, int]:
     """Returns the intersection of a unit's elements [start, stop) with this rank's `part`.
 
-    Both ends are counted from the first element of `part`. If nothing intersects, the first end is not below the other.
+    Both ends are counted from the first element of `part`. If nothing intersects, start >= stop.
     """
     return max(start, part.start) - part.start, min(stop, part.stop) - part.start
 
@@ -285,7 +285,7 @@ class EditSteps:
     def _set(self, tile: TileContent, start: int, stop: int, state: State, values: torch.Tensor) -> None:
         """Writes the values of an edit to elements [start, stop) of a state; see `Edit.values`.
 
-        The elements are counted in the trainable shard, and inside of the tile. WEIGHT sets the master too.
+        `start` and `stop` count from the start of the trainable shard, and lie in the tile. WEIGHT sets the master too.
         """
         part = slice(start - tile.start, stop - tile.start)
         if state is not State.WEIGHT:

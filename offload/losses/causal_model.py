@@ -176,7 +176,7 @@ class _LossOfModel:
         self._calls[threading.get_ident()] = _ModelCall(wanted and self._is_known())
 
     def _is_known(self) -> bool:
-        """Returns True if no code that was added since reads or changes the logits; otherwise logs the reason once.
+        """Returns True unless code that was added later may read or change the logits; then logs the reason once.
 
         Raises:
             UsageError: if such code exists and `by_row` is set: the model's own loss cannot be computed by row.
@@ -302,7 +302,9 @@ def _why_not_path(outer: nn.Module, model: Any, loss: Any, head: nn.Linear, path
             f"the loss of {name} is {described(loss)}, which is not transformers' own of a causal language model, or "
             "calls functions that were replaced"
         )
-    adapters: list[Any] = [] if outer is model else [outer, outer.base_model]  # of prompts: the model itself
+    adapters: list[Any] = (
+        [] if outer is model else [outer, outer.base_model]
+    )  # with prompt tuning, `base_model` is the model
     around = [(f"the {type(adapter).__name__} around {name}", adapter) for adapter in adapters if adapter is not model]
     for words, module in (*around, (name, model), (f"{path} of {name}", head)):
         if change := change_of_call(module, words):

@@ -1,4 +1,4 @@
-"""All update rules, one row each. A new optimizer is a file of this folder and a row here and in `layout.modes`."""
+"""All update rules, one row each. docs/architecture.md lists the four places of a new optimizer."""
 
 from __future__ import annotations
 

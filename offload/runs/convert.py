@@ -35,9 +35,9 @@ from offload.swapper.store.format import StoreSpec
 #
 # Reads one rank's states of a run and writes them in another form, chunk by chunk.
 #
-# A parameter may begin elsewhere in its unit than before: moments in 8 bits are in blocks, in which parameters begin,
-# and states of a byte an element make partitions longer. So each chunk of a new partition is gathered from the
-# parameters that it contains.
+# The conversion may move a parameter within its unit. With moments in 8 bits each parameter begins at a block, and
+# states of one byte an element make partitions longer. So each chunk of a new partition is gathered from the parameters
+# that it contains.
 
 
 class Side(NamedTuple):
@@ -53,7 +53,7 @@ class Side(NamedTuple):
 
 
 class _ConvertedChunk(NamedTuple):
-    """Elements of a new partition: of one state that is copied, or of all states that hold masters, or moments."""
+    """A range of elements of a new partition: of one copied state, of all states of the masters, or of the moments."""
 
     unit: int
     states: tuple[State, ...]
@@ -200,7 +200,7 @@ class StateConverter:
         return new, old
 
     def _nbytes(self, unit: int, state: State, numel: int) -> int:
-        """Returns the bytes of a new state of `numel` elements of a unit, if they begin at a page of the state."""
+        """Returns the bytes that `numel` elements of a new state take. The first element must begin a page."""
         mode = self._after.mode_of(unit)
         return len(mode.padded_part(state, 0, numel)) * mode.states[state].itemsize
 

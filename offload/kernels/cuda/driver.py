@@ -108,8 +108,8 @@ class Driver:
 class Context:
     """A context of one device. `with` makes it current on the calling thread.
 
-    A thread of torch's autograd, or of ours, may have no current context: torch sets a thread's device only if the
-    thread has another, and a new thread has device 0 but no context.
+    A thread of torch's autograd, or of ours, may have no current context. A new thread reports device 0 without a
+    context, and torch does not set device 0 on it, because the device matches already.
     """
 
     def __init__(self, driver: Driver, handle: c_void_p) -> None:
@@ -165,7 +165,7 @@ class Function:
 
 
 def load(name: str = "libcuda.so.1") -> Driver:
-    """Returns the driver API of the library in NVIDIA's driver, which torch has loaded if there is a device.
+    """Returns the driver API of libcuda, which NVIDIA's driver installs. Torch has loaded it if there is a device.
 
     Raises:
         ConfigError: there is no such library.

@@ -278,8 +278,8 @@ def sync_names(folder: Path) -> None:
     here = real_path(folder)
     while not here.is_mount():
         here = here.parent
-        # This process cannot sync a folder that it may not read, and goes on without: most file systems write names no
-        # later than the files below them.
+        # A process cannot sync a folder that it may not read, so this one skips it: most file systems write a name no
+        # later than the files below it.
         with contextlib.suppress(PermissionError):
             sync_folder(here)
 
