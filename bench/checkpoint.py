@@ -97,20 +97,20 @@ def main(arguments: list[str] | None = None) -> None:
     report("checkpoint", in_process(_run, parser.parse_args(arguments)))
 
 
-def _run(given: argparse.Namespace) -> dict[str, Any]:
-    run, saved = given.folder / "bench-checkpoint", given.folder / "bench-checkpoint-saved"
+def _run(options: argparse.Namespace) -> dict[str, Any]:
+    run, saved = options.folder / "bench-checkpoint", options.folder / "bench-checkpoint-saved"
     try:
-        return _save_and_load(given, run, saved) | {"export": _export(given, run, saved)}
+        return _save_and_load(options, run, saved) | {"export": _export(options, run, saved)}
     finally:
         shutil.rmtree(saved, ignore_errors=True)
         remove_run(run)
 
 
-def _save_and_load(given: argparse.Namespace, run: Path, saved: Path) -> dict[str, Any]:
+def _save_and_load(options: argparse.Namespace, run: Path, saved: Path) -> dict[str, Any]:
     """Returns the figures of saves and loads in turns; leaves the run."""
-    settings = settings_for(given.folder, run.name, "nvme", durability="step")
+    settings = settings_for(options.folder, run.name, "nvme", durability="step")
     with offload.init(settings):
-        model = build(given.model, given.layers)
+        model = build(options.model, options.layers)
     engine = offload.initialize(model=model, config=settings)[0]
     try:
         ids = random_ids((1, 16), 256)
@@ -122,14 +122,14 @@ def _save_and_load(given: argparse.Namespace, run: Path, saved: Path) -> dict[st
         engine.load_checkpoint(saved)  # so that both slots were written before
         nbytes = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
         with contextlib.ExitStack() as stack:
-            drive = Drive(given.folder, min(GIB, nbytes), stack)
-            for _ in range(given.rounds):
+            drive = Drive(options.folder, min(GIB, nbytes), stack)
+            for _ in range(options.rounds):
                 shutil.rmtree(saved)
                 saves.append(drive.round(lambda: engine.save_checkpoint(saved)))
                 loads.append(drive.round(lambda: engine.load_checkpoint(saved)))
         return {
-            "model": given.model,
-            "layers": given.layers,
+            "model": options.model,
+            "layers": options.layers,
             "parameters": engine.parameter_count,
             "checkpoint_bytes": nbytes,
             "save": _summary(saves, nbytes, nbytes, new=True),
@@ -140,12 +140,12 @@ def _save_and_load(given: argparse.Namespace, run: Path, saved: Path) -> dict[st
         shutil.rmtree(saved, ignore_errors=True)
 
 
-def _export(given: argparse.Namespace, run: Path, saved: Path) -> dict[str, Any]:
+def _export(options: argparse.Namespace, run: Path, saved: Path) -> dict[str, Any]:
     rounds: list[Round] = []
     with IoQueue() as queue, contextlib.closing(StoreSource(run, queue)) as source, contextlib.ExitStack() as stack:
         plan = make_plan(source, "fp32", 5 * GIB)
-        drive = Drive(given.folder, min(GIB, plan.weights_nbytes), stack)
-        for _ in range(given.rounds):
+        drive = Drive(options.folder, min(GIB, plan.weights_nbytes), stack)
+        for _ in range(options.rounds):
             rounds.append(drive.round(lambda: export(source, saved, plan, queue)))
             shutil.rmtree(saved)
     # Weight and low bits, 4 bytes, are read for each element of fp32 that is written.

@@ -77,10 +77,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--units", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=60)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        report("host_time", {"units": given.units, **_figures(given.units, given.rounds, Path(folder))})
+        report("host_time", {"units": options.units, **_figures(options.units, options.rounds, Path(folder))})
 
 
 def _figures(units: int, rounds: int, folder: Path) -> dict[str, float]:

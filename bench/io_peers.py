@@ -111,16 +111,16 @@ def main() -> None:
     parser.add_argument("--size", default="4GiB")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has DeepSpeed")
-    given = parser.parse_args()
-    nbytes = parse_size(given.size) // (16 * MIB) * (16 * MIB)
-    path = str(given.folder / f"bench-io-peers.{os.getpid()}")
+    options = parser.parse_args()
+    nbytes = parse_size(options.size) // (16 * MIB) * (16 * MIB)
+    path = str(options.folder / f"bench-io-peers.{os.getpid()}")
     try:
         with StripedFile([path], create=True) as file:
             file.reserve(nbytes)
-            passes = _measure(file, path, nbytes, given.rounds, given.deepspeed)
+            passes = _measure(file, path, nbytes, options.rounds, options.deepspeed)
     finally:
         Path(path).unlink(missing_ok=True)
-    _report(passes, nbytes, given.rounds)
+    _report(passes, nbytes, options.rounds)
 
 
 def _measure(

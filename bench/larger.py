@@ -53,37 +53,37 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--records", type=Path, default=Path(__file__), help="text that is scored")
     parser.add_argument("--train-only", action="store_true", help="one life, nothing kept: the disk holds more of it")
-    given, more = parser.parse_known_args()
-    log = given.folder / "larger.jsonl"
+    options, more = parser.parse_known_args()
+    log = options.folder / "larger.jsonl"
     log.unlink(missing_ok=True)
-    train = ["train", "--model", given.model, "--run", "larger", "--log", str(log), "--seq-len", str(given.seq_len)]
-    train += ["--nvme-path", str(given.folder), "--batch-size", "1", "--eval-every", "0", *more]
-    about = {"model": given.model, "memory": given.memory, "tokens": given.seq_len}
-    with _limited(given.memory) as limit:
-        if given.train_only:
-            only = limit.run([*train, "--steps", str(given.steps), "--durability", "none", "--no-output"])
+    train = ["train", "--model", options.model, "--run", "larger", "--log", str(log), "--seq-len", str(options.seq_len)]
+    train += ["--nvme-path", str(options.folder), "--batch-size", "1", "--eval-every", "0", *more]
+    about = {"model": options.model, "memory": options.memory, "tokens": options.seq_len}
+    with _limited(options.memory) as limit:
+        if options.train_only:
+            only = limit.run([*train, "--steps", str(options.steps), "--durability", "none", "--no-output"])
             report("larger", {**about, **figures(_lines(log), _lines(log), only["peak"])})
             report("larger, trained", only)
             return
-        _live_twice(limit, [*train, "--steps", str(2 * given.steps), "--keep"], given, log, about)
+        _live_twice(limit, [*train, "--steps", str(2 * options.steps), "--keep"], options, log, about)
 
 
-def _live_twice(limit: _Limit, train: list[str], given: argparse.Namespace, log: Path, about: dict[str, Any]) -> None:
+def _live_twice(limit: _Limit, train: list[str], options: argparse.Namespace, log: Path, about: dict[str, Any]) -> None:
     """Trains, kills, resumes, exports and scores, and reports each; then removes the files on the drive."""
-    exported = given.folder / "larger-model"
+    exported = options.folder / "larger-model"
     shutil.rmtree(exported, ignore_errors=True)
-    killed = limit.run([*train, "--resume", "restart"], until=lambda: len(_lines(log)) >= given.steps)
+    killed = limit.run([*train, "--resume", "restart"], until=lambda: len(_lines(log)) >= options.steps)
     before = _lines(log)
     again = limit.run([*train, "--resume", "must"])
-    exports = limit.run(["export", str(given.folder / "larger"), str(exported)])
+    exports = limit.run(["export", str(options.folder / "larger"), str(exported)])
     _write_tokenizer(exported)
-    scores = limit.run(["score", str(exported), "--data", str(given.records), "--json"])
+    scores = limit.run(["score", str(exported), "--data", str(options.records), "--json"])
     model = sum(path.stat().st_size for path in exported.iterdir())
     shutil.rmtree(exported)
     report("larger", {**about, "exported": model, **figures(before, _lines(log), killed["peak"])})
     for name, came in (("killed", killed), ("resumed", again), ("export", exports), ("score", scores)):
         report(f"larger, {name}", came)
-    subprocess.run([sys.executable, "-m", "offload", "rm", str(given.folder / "larger"), "--yes"], check=True)
+    subprocess.run([sys.executable, "-m", "offload", "rm", str(options.folder / "larger"), "--yes"], check=True)
 
 
 def figures(before: list[dict[str, Any]], after: list[dict[str, Any]], peak: int) -> dict[str, Any]:

@@ -31,10 +31,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rows", default=" ".join(f"{gib}x{times}" for gib, times in ROWS))
-    given = parser.parse_args(arguments)
-    for row in given.rows.split():
+    options = parser.parse_args(arguments)
+    for row in options.rows.split():
         gib, times = (int(number) for number in row.split("x"))
-        figures = in_process(_train, given.folder, gib * GIB, times, given.steps)
+        figures = in_process(_train, options.folder, gib * GIB, times, options.steps)
         over = figures["peak"] - figures["base"] - figures["host_memory"] - figures["device_memory"]
         report("memory", {"budget_gib": gib, "times": times, **figures, "over": over, "kept": over <= ALLOWANCE})
 

@@ -54,13 +54,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    log = given.folder / "soak.jsonl"
+    options = parser.parse_args()
+    log = options.folder / "soak.jsonl"
     log.unlink(missing_ok=True)
-    chance = random.Random(given.seed)
-    end = time.monotonic() + 60 * given.minutes
+    chance = random.Random(options.seed)
+    end = time.monotonic() + 60 * options.minutes
     lives: Counter[str] = Counter()
-    with _file_system(given.folder) as drive:
+    with _file_system(options.folder) as drive:
         while time.monotonic() < end:
             kind = chance.choice(("calm", "slow", "full"))
             seconds = chance.uniform(*_SECONDS) * (10 if chance.random() < _LONG else 1)
@@ -70,7 +70,9 @@ def main() -> None:
         used = sum(path.stat().st_blocks * 512 for path in drive.rglob("*") if path.is_file())
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     steps = max(line["step"] for line in lines if "loss" in line)
-    report("soak", {"lives": dict(lives), "disk": used, **figures(lines, in_process(_in_memory, given.folder, steps))})
+    report(
+        "soak", {"lives": dict(lives), "disk": used, **figures(lines, in_process(_in_memory, options.folder, steps))}
+    )
 
 
 def figures(lines: list[dict[str, Any]], expected: list[float]) -> dict[str, Any]:

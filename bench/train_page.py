@@ -30,8 +30,8 @@ _PEERS = ("deepspeed", "torchao")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a folder on the drive to measure")
-    given = parser.parse_args()
-    plan = make_plan(given.folder)
+    options = parser.parse_args()
+    plan = make_plan(options.folder)
     between(PAGE.read_text(), plan.dtype, "")  # a page without the marks is an error before half an hour of measuring
     result = measure(plan, lambda line: print(line, file=sys.stderr, flush=True))
     rows = figures.make_rows(plan, result)

@@ -63,24 +63,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--moments", choices=list(_BYTES), default="fp32")
     parser.add_argument("--master", choices=list(MASTERS), default="fp32")
-    given = parser.parse_args(arguments)
-    forms = {"moments": given.moments, "master": given.master}
-    numel = int(given.parameters) // given.units // 2048 * 2048
-    total = numel * given.units
-    half = total * (_BYTES[given.moments] - (2 if given.master == "bf24" else 0)) / 2
+    options = parser.parse_args(arguments)
+    forms = {"moments": options.moments, "master": options.master}
+    numel = int(options.parameters) // options.units // 2048 * 2048
+    total = numel * options.units
+    half = total * (_BYTES[options.moments] - (2 if options.master == "bf24" else 0)) / 2
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul_(1e-3).to(torch.bfloat16)
-    more = {"host_memory": given.host_memory, "debug": {"overlap": False}, **forms}
+    more = {"host_memory": options.host_memory, "debug": {"overlap": False}, **forms}
     engine = offload.initialize(
-        model=nn.Sequential(*(_Unit(gradient) for _ in range(given.units))),
-        config=settings_for(given.folder, "bench-update", "nvme", **more),
+        model=nn.Sequential(*(_Unit(gradient) for _ in range(options.units))),
+        config=settings_for(options.folder, "bench-update", "nvme", **more),
     )[0]
-    low_bits = torch.int8 if given.master == "bf24" else torch.int16
-    tile = Arrays(_TILE, torch.bfloat16, torch.bfloat16, MOMENT_DTYPES[given.moments], low_bits).partition
+    low_bits = torch.int8 if options.master == "bf24" else torch.int16
+    tile = Arrays(_TILE, torch.bfloat16, torch.bfloat16, MOMENT_DTYPES[options.moments], low_bits).partition
     segments = [kernels.Segment(0, _TILE, STEP, kernels.Noise(0, 0))]
     updates, ios, steps = [], [], []
     try:
-        with drive_rates([given.folder / "bench-update.rates"], GIB) as drive:
-            for number in range(given.rounds + 1):
+        with drive_rates([options.folder / "bench-update.rates"], GIB) as drive:
+            for number in range(options.rounds + 1):
                 engine.backward(engine(torch.zeros(1, requires_grad=True)).sum())
                 update = seconds_of(engine.step)  # all states are read, computed and written within
                 io = drive().seconds(half, half)
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     bounds = [max(io, step) / update for update, io, step in zip(updates, ios, steps, strict=True)]
     figures = {
         "parameters": total,
-        "units": given.units,
+        "units": options.units,
         **forms,
         "host_memory": engine.host_memory,
         "seconds": statistics.median(updates),
