@@ -47,7 +47,7 @@ test-avx2: $(VENV)/.dev ## Run the tests of arithmetic as a processor with no mo
 
 # Of each kind of use one file: graphs, looking at weights, modules, features together, tight budgets, autocast.
 ON_DEVICE := tests/activations/test_activation_graphs.py \
-	tests/activations/test_activation_input_forms.py \
+	tests/activations/test_activation_inputs.py \
 	tests/activations/test_activation_input_caches.py \
 	tests/activations/test_activation_inputs_kept.py \
 	tests/models/test_autograd.py \

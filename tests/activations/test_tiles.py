@@ -1,26 +1,88 @@
-"""A tiled module computes what the whole module computes, and holds what is inside of it for one chunk at a time."""
+"""Layers that are computed in tiles of tokens: bits, gradients, memory, and what is refused."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import logging
 import pickle
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload.activations import tiles
 from tests.activations.in_pieces import Gated, equal, gradients, in_pieces, inputs
-from tests.activations.test_causal_lm_loss import Peak
-from tests.support import models
-from tests.support.oracle import DTYPES
+from tests.activations.test_chunked_loss import Peak
+from tests.support import models, rounding_bounds
+from tests.support.oracle import DTYPES, Job, PlainEngine, config, plain_loop, run, same_bits, start
 from tests.support.rounding_bounds import unit
+
+TIERS = [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")]
+DISK = ("nvme", "nvme")
+
+
+def of(kind: str, **more: Any) -> nn.Module:
+    """Returns a small causal language model of a family."""
+    made = getattr(transformers, f"{kind}Config")(**{**models.DECODER, "pad_token_id": 0, **more})
+    return getattr(transformers, f"{kind}ForCausalLM")(made)  # type: ignore[no-any-return]
+
+
+def qwen2() -> nn.Module:
+    return of("Qwen2")
+
+
+def recomputed(reentrant: bool) -> nn.Module:
+    model: Any = models.llama()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its new name
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model  # type: ignore[no-any-return]
+
+
+def recomputed_by_hooks() -> nn.Module:
+    return recomputed(False)
+
+
+def recomputed_by_a_function() -> nn.Module:
+    model: Any = recomputed(True)
+    model.enable_input_require_grads()
+    return model  # type: ignore[no-any-return]
+
+
+def lora_in_mlps() -> nn.Module:
+    adapters = peft.LoraConfig(r=4, target_modules=["up_proj", "q_proj"], init_lora_weights=False)
+    return peft.get_peft_model(models.llama(), adapters)  # type: ignore[no-any-return, arg-type]
+
+
+JOBS = {
+    "llama": Job(models.llama, models.language_loss, steps=3, accumulation=2),
+    "llama, bf16": Job(models.llama, models.language_loss, steps=3, accumulation=2, dtype="bf16"),
+    "llama, fp16": Job(models.llama, models.language_loss, steps=3, dtype="fp16"),
+    "gpt2": Job(models.gpt2, models.language_loss, steps=3),
+    "qwen2": Job(qwen2, models.language_loss, steps=3),
+    "lora": Job(lora_in_mlps, models.language_loss, steps=3),
+    "recomputed": Job(recomputed_by_hooks, models.language_loss, steps=3),
+    "recomputed, reentrant": Job(recomputed_by_a_function, models.language_loss, steps=3),
+}
+
+
+def tiled_by_hand() -> nn.Module:
+    model: Any = models.llama()
+    for layer in model.model.layers:
+        offload.tiled(layer.mlp, chunks=3)
+    return model  # type: ignore[no-any-return]
 
 
 @pytest.mark.numeric
@@ -200,9 +262,9 @@ def test_checkpointing_around_it_changes_no_bit(reentrant: bool) -> None:
     torch.manual_seed(0)
     module, hidden = offload.tiled(Gated(dropout=0.5), chunks=3), inputs(1, 16, 16)
     found = []
-    for run in (module, lambda given: checkpoint(module, given, use_reentrant=reentrant)):
+    for run_name in (module, lambda given: checkpoint(module, given, use_reentrant=reentrant)):
         torch.manual_seed(1)
-        run(hidden).square().sum().backward()
+        run_name(hidden).square().sum().backward()
         found.append([hidden.grad, *(each.grad for each in module.parameters())])
         hidden.grad = None
         module.zero_grad()
@@ -363,3 +425,441 @@ def test_a_graph_holds_the_input_alone() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda each: (saved.append(each), each)[1], lambda each: each):
         module(hidden)
     assert [each.data_ptr() for each in saved] == [hidden.data_ptr()]
+
+
+def begun(model: nn.Module, folder: Path, **options: Any) -> tuple[Any, ...]:
+    return offload.initialize(model=model, config=config(JOBS["llama"], DISK, folder, **options))
+
+
+def test_the_engine_undoes_its_tiles_and_leaves_those_of_the_user(tmp_path: Path) -> None:
+    model: Any = models.llama()
+    mine, theirs = (layer.mlp for layer in model.model.layers)
+    keys, kind = list(model.state_dict()), type(mine)
+    offload.tiled(mine, chunks=2)
+    engine = begun(model, tmp_path, tile_mlp=3)[0]
+    assert type(theirs) is not kind and isinstance(theirs, kind) and list(model.state_dict()) == keys
+    assert any(
+        "1 MLPs are computed in tiles of 3 chunks, from model.layers.1.mlp on" in each for each in engine.notices
+    )
+    engine.destroy(remove=True)
+    assert type(theirs) is kind and type(mine) is not kind
+    assert type(offload.untiled(mine)) is kind
+
+
+def test_a_start_that_fails_leaves_the_modules_as_they_were(tmp_path: Path) -> None:
+    model: Any = models.llama()
+    with pytest.raises(offload.BudgetError):
+        begun(model, tmp_path, tile_mlp=3, host_memory=1)
+    with pytest.raises(offload.errors.OffloadError):
+        begun(model, tmp_path / "file" if not (tmp_path / "file").write_text("") else tmp_path, tile_mlp=3)
+    assert {type(layer.mlp).__mro__[1] for layer in model.model.layers} == {nn.Module}
+
+
+def test_auto_computes_short_sequences_whole(tmp_path: Path) -> None:
+    """Chunks of 1024 tokens in a small model: as many as features, but not fewer."""
+    model: Any = of("Llama", max_position_embeddings=2048)
+    engine = begun(model, tmp_path, tile_mlp="auto")[0]
+    calls = list[int]()
+    engine.module.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    for length, expected in ((1024, 1), (1025, 2 + 2), (64, 1)):
+        calls.clear()
+        ids = torch.randint(128, (1, length), device=engine.device)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        assert len(calls) == expected
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Phi3", "Olmo2", "StableLm", "Phi"])
+def test_mlps_of_decoders_are_known(kind: str) -> None:
+    model = of(kind, num_key_value_heads=4, head_dim=8)
+    assert tiles.known_mlps(model) == ("model.layers.0.mlp", "model.layers.1.mlp")
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (models.gpt2, 3),
+        (lora_in_mlps, 2),
+        (lambda: of("GPTNeoX"), 2),
+        (models.mixtral, 0),
+        (lambda: of("Qwen2Moe", num_experts=2, moe_intermediate_size=32, shared_expert_intermediate_size=32), 0),
+        (models.t5, 0),
+        (models.Mixture, 0),
+        (tiled_by_hand, 0),
+        (lambda: nn.ModuleList([nn.ModuleDict({"mlp": nn.ModuleDict({"fc1": nn.Linear(2, 2)})})]), 0),
+        (lambda: of("Bloom", n_layer=2, n_head=4), 0),  # its MLP takes the residual too
+    ],
+    ids=["gpt2", "lora", "neox", "mixtral", "qwen2moe", "t5", "mixture", "tiled already", "others", "bloom"],
+)
+def test_only_mlps_that_compute_each_token_by_itself_are_known(make: Callable[[], nn.Module], expected: int) -> None:
+    assert len(tiles.known_mlps(make())) == expected
+
+
+class LlamaMLP(nn.Module):
+    """A module of the user that looks like an MLP, and mixes its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.gate_proj(x) * self.up_proj(x).cumsum(1))  # type: ignore[no-any-return]
+
+
+def test_a_module_of_the_user_is_never_taken_for_a_known_one() -> None:
+    layer = nn.Module()
+    layer.mlp = LlamaMLP()
+    assert tiles.known_mlps(nn.ModuleList([layer])) == ()
+
+
+class Cumulative(nn.Linear):
+    """A layer of the user that mixes tokens."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values.cumsum(1))
+
+
+def subclass_inside(mlp: Any, patch: pytest.MonkeyPatch) -> None:
+    mlp.down_proj.__class__ = Cumulative
+
+
+def activation_inside(mlp: Any, patch: pytest.MonkeyPatch) -> None:
+    mlp.act_fn = nn.Softmax(1)
+
+
+def hook_inside(mlp: Any, patch: pytest.MonkeyPatch) -> None:
+    mlp.act_fn.register_forward_hook(lambda module, args, output: output - output.mean(1, keepdim=True))
+
+
+def forward_inside(mlp: Any, patch: pytest.MonkeyPatch) -> None:
+    usual = mlp.up_proj.forward
+    mlp.up_proj.forward = lambda values: usual(values.cumsum(1))
+
+
+def forward_of_the_class(mlp: Any, patch: pytest.MonkeyPatch) -> None:
+    usual = type(mlp).forward
+
+    @functools.wraps(usual)
+    def cumulative(self: Any, values: torch.Tensor) -> Any:
+        return usual(self, values.cumsum(1))
+
+    patch.setattr(type(mlp), "forward", cumulative)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (subclass_inside, "its down_proj is a "),
+        (activation_inside, "its act_fn is a "),
+        (hook_inside, "its act_fn has a forward hook"),
+        (forward_inside, "its up_proj has a forward of its own"),
+        (forward_of_the_class, "the forward of LlamaMLP was replaced"),
+    ],
+)
+def test_an_mlp_in_which_something_may_mix_tokens_stays_whole(
+    change: Callable[[Any, pytest.MonkeyPatch], None], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a line says what."""
+    model: Any = models.llama()
+    change(model.model.layers[0].mlp, monkeypatch)
+    known = tiles.known_mlps(model)
+    assert known == (() if change is forward_of_the_class else ("model.layers.1.mlp",))
+    engine = begun(model, tmp_path, tile_mlp="auto")[0]
+    (line,) = [each for each in engine.notices if "MLP" in each]
+    assert f"(model.layers.0.mlp stays whole: {reason}" in line
+    engine.destroy(remove=True)
+
+
+def test_a_model_without_known_mlps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = models.MIXTURE._replace(steps=1)
+    with pytest.raises(offload.ConfigError, match='"tile_mlp" of the "offload" block is 4, and Mixture has no MLP'):
+        run(job, DISK, tmp_path / "4", tile_mlp=4)
+    assert not list(tmp_path.rglob("*.swap"))
+    with caplog.at_level(logging.WARNING, logger="offload"):
+        run(job, DISK, tmp_path / "auto", tile_mlp="auto")
+    assert '"tile_mlp": "auto" found no MLP of a decoder' in caplog.text
+
+
+def test_the_plain_engine_is_not_tiled() -> None:
+    """The oracle of this file is the whole computation."""
+    assert not tiles.is_tiled(PlainEngine(JOBS["llama"]).module.model.layers[0].mlp)
+
+
+SPLITS = st.tuples(st.integers(1, 12), st.integers(1, 12))
+
+
+def grid_of(layer: offload.TiledLinear, gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns weight and bias of the whole layer, or their gradients, put together from the blocks."""
+    rows: list[list[Any]] = [[block for block in row] for row in layer.linears]  # type: ignore[union-attr, attr-defined]
+    value = (lambda parameter: parameter.grad) if gradient else (lambda parameter: parameter.detach())
+    weight = torch.cat([torch.cat([value(block.weight) for block in row], 1) for row in rows])
+    bias = [value(row[-1].bias) for row in rows if row[-1].bias is not None]
+    assert all(block.bias is None for row in rows for block in row[:-1])
+    return weight, torch.cat(bias) if bias else None
+
+
+@pytest.mark.numeric
+@given(splits=SPLITS, bias=st.booleans(), name=st.sampled_from(["fp32", "bf16"]), seed=st.integers(0, 1000))
+def test_values_and_gradients_differ_from_the_exact_ones_by_the_stated_bound(
+    splits: tuple[int, int], bias: bool, name: str, seed: int
+) -> None:
+    """The bound of [Note: bits] in offload/activations/linear.py, beside that of one sum."""
+    torch.manual_seed(seed)
+    dtype, u, wide = DTYPES[name], unit(name), unit()
+    whole = nn.Linear(19, 13, bias=bias).to(dtype)
+    layer = offload.TiledLinear(19, 13, bias, *splits, init_linear=whole, dtype=dtype)
+    hidden, slope = torch.randn(2, 5, 19).to(dtype).requires_grad_(), torch.randn(2, 5, 13).to(dtype)
+    output = layer(hidden)
+    output.backward(slope)
+    x, s = (each.detach().double().flatten(0, 1) for each in (hidden, slope))
+    weight = whole.weight.detach().double()
+    added = torch.zeros(13) if whole.bias is None else whole.bias.detach().double()
+    of_weight, of_bias = grid_of(layer, gradient=True)
+    assert hidden.grad is not None
+    for found, right, size, terms, parts in (
+        (output, x @ weight.T + added, x.abs() @ weight.T.abs() + added.abs(), 20, splits[0]),
+        (hidden.grad, s @ weight, s.abs() @ weight.abs(), 13, splits[1]),
+    ):
+        bound = (terms + 2) * wide + (2 * parts + 1) * u
+        assert torch.all((found.flatten(0, 1).double() - right).abs() <= bound * size * 1.01)
+    assert torch.all((of_weight.double() - s.T @ x).abs() <= (12 * wide + u) * (s.T.abs() @ x.abs()) * 1.01)
+    if bias:
+        assert of_bias is not None and torch.all(
+            (of_bias.double() - s.sum(0)).abs() <= (12 * wide + u) * s.abs().sum(0)
+        )
+
+
+@given(splits=SPLITS, bias=st.booleans())
+def test_blocks_hold_the_weights_of_the_whole_layer(splits: tuple[int, int], bias: bool) -> None:
+    whole = nn.Linear(17, 12, bias=bias)
+    layer = offload.TiledLinear(17, 12, bias, *splits)
+    layer.copy_params_from(whole)
+    weight, added = grid_of(layer)
+    assert torch.equal(weight, whole.weight) and (whole.bias is None or torch.equal(added, whole.bias))
+    sizes = [block.weight.shape for row in layer.linears for block in row]  # type: ignore[union-attr]
+    assert len(sizes) == splits[0] * splits[1]
+    assert all(max(each) - min(each) <= 1 for each in zip(*sizes, strict=True))
+
+
+def test_weights_are_drawn_as_for_the_whole_layer() -> None:
+    """`nn.Linear` draws from 1 / sqrt(inputs), and a block has fewer inputs than the layer."""
+    torch.manual_seed(0)
+    layer = offload.TiledLinear(400, 300, in_splits=4, out_splits=3)
+    for each in grid_of(layer):
+        assert each is not None and each.abs().max() <= 0.05
+    deviation = 0.05 / 3**0.5
+    assert abs(float(grid_of(layer)[0].std()) - deviation) < 6 * deviation / (2 * 400 * 300) ** 0.5
+    with offload.init(None):
+        deferred: Any = offload.TiledLinear(400, 300, in_splits=4, out_splits=3)
+    assert deferred.linears[0][0].weight.is_meta
+
+
+def test_a_second_derivative_is_that_of_the_whole_layer() -> None:
+    hidden = torch.randn(3, 6, requires_grad=True, dtype=torch.float64)
+    whole = nn.Linear(6, 4, dtype=torch.float64)
+    layer = offload.TiledLinear(6, 4, in_splits=2, out_splits=2, init_linear=whole, dtype=torch.float64)
+    found = []
+    for each in (whole, layer):
+        (first,) = torch.autograd.grad(each(hidden).pow(3).sum(), hidden, create_graph=True)
+        found.append(torch.autograd.grad(first.sum(), hidden)[0])
+    assert torch.allclose(*found)
+
+
+# -- under an engine ----------------------------------------------------------------------------------
+
+WIDTH, WIDE = 32, 256
+
+
+class Wide(nn.Module):
+    """A model with one layer much larger than all others, whole or tiled."""
+
+    def __init__(self, tiled: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDTH)])
+        self.head = nn.Linear(WIDTH, 61)
+        if tiled:  # last, so that all other weights are drawn as without
+            self.layers[1] = offload.TiledLinear(WIDE, WIDE, True, 4, 2, init_linear=self.layers[1])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embedding(ids)
+        inner = hidden
+        for layer in self.layers:
+            inner = F.gelu(layer(inner))
+        return self.head(hidden + inner)  # type: ignore[no-any-return]
+
+
+def whole() -> nn.Module:
+    return Wide(False)
+
+
+def tiled() -> nn.Module:
+    return Wide(True)
+
+
+def loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    ids = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(step))
+    ids = ids.to(getattr(model, "device", ids.device))
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+TILED, WHOLE = (Job(model, loss, steps=3) for model in (tiled, whole))
+LAYER = WIDE * WIDE * 4
+
+
+@pytest.mark.works("Modules", "a layer larger than the device budget, as `offload.TiledLinear`", "right")
+def test_a_layer_larger_than_the_budget_trains(tmp_path: Path) -> None:
+    """Whole it is refused; tiled it has the bits of any other budget and tier."""
+    with pytest.raises(offload.BudgetError):
+        run(WHOLE, DISK, tmp_path / "whole", device_memory=LAYER // 2)
+    room = [run(TILED, DISK, tmp_path / str(share), device_memory=LAYER // share) for share in (1, 2)]
+    anywhere = same_bits(TILED, tmp_path / "tiers", [("none", "none"), ("cpu", "cpu"), DISK])
+    assert all(each.losses == anywhere.losses and each.norms == anywhere.norms for each in room)
+    rounding_bounds.same_training(anywhere, plain_loop(TILED), TILED)
+
+
+def test_training_is_that_of_the_whole_layer(tmp_path: Path) -> None:
+    mine, right = run(TILED, DISK, tmp_path / "tiled"), run(WHOLE, DISK, tmp_path / "whole")
+    rounding_bounds.same_losses(mine.losses, right.losses, WHOLE)
+    rounding_bounds.same_norms(mine.norms, right.norms, WHOLE)
+
+
+def test_parameters_of_a_paged_model_are_copied(tmp_path: Path) -> None:
+    """Between steps, as edits."""
+    other = nn.Linear(WIDE, WIDE)
+    engine = start(TILED, DISK, tmp_path)
+    layer = engine.module.layers[1]
+    layer.copy_params_from(other)
+    blocks = [[block.weight.clone().cpu() for block in row] for row in layer.linears]
+    assert torch.equal(torch.cat([torch.cat(row, 1) for row in blocks]), other.weight)
+    engine.destroy(remove=True)
+
+
+# -- what is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        ((0, 1), "in_splits of TiledLinear is from 1 to in_features, 4; got 0"),
+        ((5, 1), "in_splits of TiledLinear is from 1 to in_features, 4; got 5"),
+        ((1, 7), "out_splits of TiledLinear is from 1 to out_features, 6; got 7"),
+    ],
+)
+def test_splits_that_make_no_sense_are_refused(splits: tuple[int, int], message: str) -> None:
+    with pytest.raises(offload.UsageError, match=message):
+        offload.TiledLinear(4, 6, True, *splits)
+
+
+@pytest.mark.parametrize("other", [nn.Linear(6, 4), nn.Linear(4, 6, bias=False)])
+def test_parameters_of_another_layer_are_refused(other: nn.Linear) -> None:
+    layer = offload.TiledLinear(4, 6, in_splits=2)
+    before = grid_of(layer)[0]
+    with pytest.raises(offload.UsageError, match=r"expects a linear layer with a weight of \[6, 4\] and a bias, got"):
+        layer.copy_params_from(other)
+    assert torch.equal(grid_of(layer)[0], before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"chunks": 0}, "chunks of offload.tiled is a whole number of at least 1, not 0"),
+        ({"chunks": 2.0}, "not 2.0"),
+        ({"chunks": True}, "not True"),
+        ({"chunk_length": -1}, "chunk_length of offload.tiled is a whole number of at least 1, not -1"),
+        ({"chunks": 2, "chunk_length": 3}, "not both"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
+    module = Gated()
+    with pytest.raises(offload.UsageError, match=message):
+        offload.tiled(module, **arguments)
+    assert type(module) is Gated and "_offload_tiling" not in module.__dict__
+
+
+def test_a_module_that_normalizes_over_positions_is_refused() -> None:
+    with pytest.raises(offload.UsageError, match="1 normalizes over all positions, so Sequential"):
+        offload.tiled(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+
+
+def test_a_module_whose_class_does_not_decide_its_forward_is_refused() -> None:
+    """It would be computed whole, without a word."""
+    module = Gated()
+    module.forward = module.forward  # type: ignore[method-assign]
+    for each in (module, torch.compile(Gated(), backend="eager")):
+        with pytest.raises(
+            offload.UsageError, match=f"forward of this {type(each).__name__} was replaced in the object"
+        ):
+            offload.tiled(each)
+
+
+class Second(nn.Module):
+    """A module with another signature."""
+
+    def __init__(self, returns: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.returns = returns
+
+    def forward(self, hidden: torch.Tensor, other: Any = None) -> Any:
+        return self.returns(hidden)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda module: module(torch.zeros(2, 8, 4), torch.zeros(2, 8, 4)), "called with Tensor, Tensor"),
+        (lambda module: module(torch.zeros(2, 8, 4), other=None), "called with Tensor, NoneType"),
+        (lambda module: module([1, 2]), "called with list"),
+        (lambda module: module(), "called with nothing"),
+        (lambda module: module(torch.zeros(8)), r"tiled along dimension 1, and its input has the shape \[8\]"),
+    ],
+)
+def test_a_call_with_other_arguments_is_refused(call: Callable[[nn.Module], Any], message: str) -> None:
+    with pytest.raises(offload.UsageError, match=message):
+        call(offload.tiled(Second(lambda hidden: hidden), chunks=2))
+
+
+@pytest.mark.parametrize(
+    ("returns", "message"),
+    [
+        (lambda hidden: (hidden, hidden), "returned tuple for a chunk of 4 positions"),
+        (lambda hidden: hidden.sum(1), r"returned \[2, 4\] for a chunk of 4 positions"),
+        (lambda hidden: hidden[:, :3], r"returned \[2, 3, 4\]"),
+        (lambda hidden: hidden.sum(), r"returned \[\]"),
+    ],
+)
+def test_another_output_is_refused(returns: Callable[[torch.Tensor], Any], message: str) -> None:
+    with pytest.raises(offload.UsageError, match=message):
+        offload.tiled(Second(returns), chunks=2)(torch.zeros(2, 8, 4))
+
+
+def test_a_hook_that_would_be_called_for_each_chunk_is_refused() -> None:
+    module = offload.tiled(Gated(), chunks=2)
+    hook = module.up.weight.register_hook(lambda slope: 2 * slope)
+    with pytest.raises(offload.UsageError, match=r"parameter up\.weight of the tiled Gated has a hook"):
+        module(inputs(1, 8, 16))
+    with torch.no_grad():
+        module(inputs(1, 8, 16))
+    hook.remove()
+    module(inputs(1, 8, 16)).sum().backward()
+
+
+def test_a_tensor_that_would_receive_no_gradient_is_refused() -> None:
+    outer = nn.Parameter(torch.ones(16))
+    for hidden in (outer, outer * 2):
+        module = offload.tiled(Second(lambda given, outer=hidden: given * outer), chunks=2)  # type: ignore[misc]
+        output = module(inputs(1, 8, 16))
+        with pytest.raises(offload.UsageError, match=r"uses a tensor of shape \[16\] that is neither its input"):
+            output.sum().backward()
+
+
+def test_weights_that_have_changed_since_the_forward_are_refused() -> None:
+    module, hidden = offload.tiled(Gated(), chunks=2), inputs(1, 8, 16)
+    output = module(hidden)
+    with torch.no_grad():
+        module.up.weight.mul_(2)
+    with pytest.raises(offload.UsageError, match=r"the weights of up\.weight of the tiled Gated have changed since"):
+        output.sum().backward()

@@ -15,8 +15,8 @@ import offload
 from offload import testing
 from offload.engine.gradients import GradientAccumulator
 from tests.activations.in_pieces import Gated
-from tests.activations.test_causal_lm_loss import Peak
-from tests.activations.tiled_models import DISK, JOBS, TIERS, of, tiled_by_hand
+from tests.activations.test_chunked_loss import Peak
+from tests.activations.test_tiles import DISK, JOBS, TIERS, of, tiled_by_hand
 from tests.support import models, rounding_bounds
 from tests.support.oracle import (
     DTYPES,

@@ -1,23 +1,50 @@
-"""A run that was killed at any moment resumes with the losses, norms and weights of the unbroken run."""
+"""A run resumes from its swap files: its step, its data, its objects, also in the middle of training."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import offload
+from offload import testing
 from offload.engine.snapshot import write_buffer
-from offload.errors import StoreError
+from offload.errors import StoreError, UsageError
 from offload.swapper.store import run_status
 from tests.support import models
 from tests.support.modules.module_kinds import Layers
-from tests.support.oracle import Job, assert_same, assert_same_tensors, config, kill_and_resume, run, start, train_step
-from tests.support.processes import warm_process
+from tests.support.oracle import (
+    Job,
+    assert_same,
+    assert_same_tensors,
+    config,
+    kill_and_resume,
+    run,
+    start,
+    train_step,
+    weights_of,
+)
+from tests.support.processes import user_script, warm_process
+from tests.support.processes.user_script import (
+    Counter,
+    Setup,
+    assert_equal,
+    multi_step,
+    one_cycle,
+    step_schedule,
+    warm_up,
+)
+from tests.support.processes.user_script import Script as TrainingScript
 from tests.support.sampling import drawn
 
 DISK = ("nvme", "nvme")
@@ -320,3 +347,314 @@ def test_a_schedule_that_does_not_take_its_saved_state_is_an_error_of_ours(tmp_p
     with pytest.raises(StoreError, match=r"the schedule MultiStepLR does not take its saved state \(TypeError"):
         begin(Steps)
     begin(torch.optim.lr_scheduler.MultiStepLR).destroy(remove=True)
+
+
+STEPS = 9
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Draws for each row, in this process or in a worker."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), index / 12) + 0.1 * torch.rand(4)
+
+
+class Script:
+    def __init__(self, folder: Path, workers: int, accumulation: int = 1) -> None:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(7)
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": accumulation,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}},
+            "offload": {"nvme_path": str(folder), "device": "cpu", "resume": "auto"},
+        }
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.engine = offload.initialize(model=model, config=config).engine
+        order = torch.Generator().manual_seed(3)
+        loader = DataLoader(Rows(), 2, shuffle=True, num_workers=workers, generator=order)
+        self.batches = itertools.chain.from_iterable(itertools.repeat(loader))
+        for _ in range(self.engine.micro_steps):
+            next(self.batches)
+        self.engine.restore_generators()
+
+    def draw(self) -> torch.Tensor:
+        rows = next(self.batches)
+        return rows + torch.randn_like(rows) * random.random() + float(np.random.rand())
+
+    def step(self) -> list[float]:
+        losses = []
+        for _ in range(self.engine.gradient_accumulation_steps()):
+            loss = self.engine(self.draw()).square().mean()
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.item())
+        return losses
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("workers", "accumulation"), [(0, 1), (2, 1), (0, 2)])
+def test_draws_before_the_first_call_come_again(workers: int, accumulation: int, tmp_path: Path) -> None:
+    unbroken = Script(tmp_path / "whole", workers, accumulation)
+    expected = [unbroken.step() for _ in range(STEPS)]
+    unbroken.engine.destroy()
+    seen: list[list[float]] = []
+    for stop, batch in ((2, False), (6, True), (STEPS, False)):
+        script = Script(tmp_path / "cut", workers, accumulation)
+        seen += [script.step() for _ in range(len(seen), stop)]
+        if batch:
+            script.draw()  # a batch was fetched and drawn for, and not trained on
+        script.engine.destroy()
+    assert seen == expected
+
+
+def test_nothing_is_put_back_in_a_new_run_and_after_a_step(tmp_path: Path) -> None:
+    script = Script(tmp_path, 0)
+    for _ in range(2):
+        before = torch.get_rng_state()
+        script.engine.restore_generators()
+        assert torch.equal(before, torch.get_rng_state())
+        script.step()
+    script.engine.destroy()
+
+
+def test_a_checkpoint_of_a_run_without_a_loader_restores_the_generators(tmp_path: Path) -> None:
+    """Also where the loader has restored others, of an earlier resume."""
+    first = user_script.Script(tmp_path / "plain", user_script.Setup("plain 0"))
+    first.step()
+    first.engine.save_checkpoint(tmp_path / "saved")
+    rows = torch.ones(user_script.MICRO, 6)
+    expected = first.engine(rows)
+    first.engine.destroy()
+    second = user_script.Script(tmp_path / "ours")
+    second.step()
+    second.engine.destroy()
+    second = user_script.Script(tmp_path / "ours")
+    second.step()
+    second.engine.load_checkpoint(tmp_path / "saved")
+    assert torch.equal(second.engine(rows), expected)  # with the masks of the dropout
+    second.engine.destroy()
+
+
+TRAINING_STEPS, SAVED = 9, 3
+"""Five steps are a pass, so what is loaded again goes from the middle of the first over its end."""
+SETUPS = [
+    Setup("ours", draws=True),
+    Setup("ours", schedule=multi_step),
+    Setup("ours", schedule=one_cycle, registered=warm_up, draws=True),
+    Setup("ours", registered=one_cycle),
+]
+
+
+def saved(folder: Path, setup: Setup, steps: int = SAVED) -> tuple[TrainingScript, list[Any]]:
+    """A script that has made some steps, with a checkpoint of then in `folder`/saved."""
+    script = TrainingScript(folder / "run", setup)
+    seen = [script.step() for _ in range(steps)]
+    script.engine.client_state["at"] = [steps]
+    script.engine.save_checkpoint(folder / "saved")
+    return script, seen
+
+
+def to_the_end(script: TrainingScript) -> list[Any]:
+    return [script.step() for _ in range(script.engine.global_steps, TRAINING_STEPS)]
+
+
+def unbroken(folder: Path, setup: Setup) -> tuple[Any, ...]:
+    script, seen = saved(folder / "whole", setup)
+    seen += to_the_end(script)
+    return seen, script.engine.get_lr(), script.end()
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("begin_anew", [False, True], ids=["same iterator", "new iterator"])
+@pytest.mark.parametrize("setup", SETUPS, ids=Setup.title)
+def test_a_loop_that_loads_goes_on_as_the_one_that_saved(setup: Setup, begin_anew: bool, tmp_path: Path) -> None:
+    """Twice, from before and behind the end of a pass; with the iterator that was under way, or a new one."""
+    expected = unbroken(tmp_path, setup)
+    script, seen = saved(tmp_path, setup)
+    for more in (1, 4):
+        for _ in range(more):
+            script.step()
+        script.engine.client_state["at"].append("later")
+        script.optimizer.param_groups[0]["weight_decay"] = 0.7
+        script.engine.load_checkpoint(tmp_path / "saved")
+        assert script.engine.client_state == {"at": [SAVED]}
+        assert script.optimizer.param_groups[0]["weight_decay"] == 0.1
+        assert script.scheduler is None or script.scheduler.last_epoch == SAVED
+        assert script.loader.epoch == 0
+        if begin_anew:
+            script.batches = script._ours()
+    seen += to_the_end(script)
+    assert_equal((seen, script.engine.get_lr(), script.end()), expected)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("loads", [1, 2])
+def test_two_loads_in_a_row_are_one(loads: int, tmp_path: Path) -> None:
+    setup = SETUPS[2]
+    expected = unbroken(tmp_path, setup)
+    script, seen = saved(tmp_path, setup)
+    generator = torch.get_rng_state()
+    script.step()
+    for _ in range(loads):
+        script.engine.load_checkpoint(tmp_path / "saved")
+        next(script.batches)  # which draws, and is not trained
+    script.engine.load_checkpoint(tmp_path / "saved")
+    torch.manual_seed(99)
+    script.engine.get_lr(), script.engine.mean(0.0)  # no batch of the loader: the generators are put back here
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert_equal(([*seen, *to_the_end(script)], script.engine.get_lr(), script.end()), expected)
+
+
+def killed_after(script: TrainingScript) -> None:
+    """As a kill would leave it: nothing is finished."""
+    testing.abandon(script.engine, remove=False)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("at", [0, SAVED, 5])
+@pytest.mark.parametrize("setup", SETUPS, ids=Setup.title)
+def test_a_kill_right_after_a_load_loses_nothing_of_it(setup: Setup, at: int, tmp_path: Path) -> None:
+    """The commit that a load makes holds all that it gave: a resumed run is the one that was not killed."""
+    ends = []
+    for name in ("goes on", "killed"):
+        script, _ = saved(tmp_path / name, setup, at)
+        for _ in range(at, 7):
+            script.step()
+        script.engine.load_checkpoint(tmp_path / name / "saved")
+        if name == "killed":
+            killed_after(script)
+            script = TrainingScript(tmp_path / name / "run", setup, "must")
+        else:
+            script.batches = script._ours()
+        assert script.engine.global_steps == at and script.engine.client_state == {"at": [at]}
+        ends.append((to_the_end(script), script.engine.get_lr(), script.end()))
+    assert_equal(*ends)
+
+
+def test_a_load_of_before_the_first_step_is_a_new_run(tmp_path: Path) -> None:
+    """There each `iter` begins the next pass."""
+    script, _ = saved(tmp_path, Setup("ours"), 0)
+    script.step()
+    for _ in range(2):
+        script.engine.load_checkpoint(tmp_path / "saved")
+        passes = [[rows.tolist() for rows in script.loader] for _ in range(2)]
+        assert passes[0] != passes[1] and script.loader.epoch == 2 and len(passes[0]) == 10
+    script.engine.destroy(remove=True)
+
+
+# -- registered objects -------------------------------------------------------------------------------
+
+
+def with_counters(folder: Path, *counts: int) -> tuple[TrainingScript, list[Counter]]:
+    script = TrainingScript(folder)
+    counters = [Counter(count) for count in counts]
+    script.engine.register_for_checkpointing(*counters)
+    return script, counters
+
+
+def counters_saved(folder: Path, *counts: int) -> Path:
+    script, _ = with_counters(folder / "first", *counts)
+    script.step()
+    script.engine.save_checkpoint(folder / "saved")
+    script.engine.destroy(remove=True)
+    return folder / "saved"
+
+
+def test_objects_beyond_those_registered_are_waited_for(tmp_path: Path) -> None:
+    checkpoint = counters_saved(tmp_path, 4, 5)
+    script, (first,) = with_counters(tmp_path / "second", 0)
+    for _ in range(2):
+        script.engine.load_checkpoint(checkpoint)
+        assert first.count == 4
+    with pytest.raises(
+        UsageError, match="contains 2 registered objects, of which 1 is registered: a Counter would be lost"
+    ):
+        script.step()
+    killed_after(script)
+    script, (first,) = with_counters(tmp_path / "second", 0)
+    second = Counter()
+    script.engine.register_for_checkpointing(second)
+    assert (first.count, second.count) == (4, 5), "the commit of the load held the one that had not come"
+    script.step()
+    script.engine.destroy(remove=True)
+
+
+def test_objects_that_the_checkpoint_has_not_stay_as_they_are(tmp_path: Path) -> None:
+    checkpoint = counters_saved(tmp_path, 4)
+    script, (first, second) = with_counters(tmp_path / "second", 0, 7)
+    script.engine.load_checkpoint(checkpoint)
+    assert (first.count, second.count) == (4, 7)
+    assert "the last 1 registered object was not saved" in script.engine.notices[-1]
+    third = Counter(8)
+    script.engine.register_for_checkpointing(third)
+    killed_after(script)
+    script, counters = with_counters(tmp_path / "second", 0, 0)
+    assert [each.count for each in counters] == [4, 7], "the third came after the commit"
+    script.step()
+    script.engine.destroy(remove=True)
+
+
+def test_other_objects_are_an_error_before_anything_changes(tmp_path: Path) -> None:
+    checkpoint = counters_saved(tmp_path, 4, 5)
+    script, (first,) = with_counters(tmp_path / "second", 1)
+    script.engine.register_for_checkpointing(step_schedule(script.optimizer))
+    for _ in range(2):
+        script.step()
+    before = weights_of(script.engine)
+    with pytest.raises(
+        StoreError, match=r"contains the registered objects a Counter, a Counter; number 2 of this engine is a StepLR"
+    ):
+        script.engine.load_checkpoint(checkpoint)
+    assert first.count == 1 and script.engine.global_steps == 2
+    assert_same_tensors(before, script.engine.module.state_dict())
+    first.count = object()
+    with pytest.raises(UsageError, match="registered object 1, Counter"):
+        script.engine.load_checkpoint(checkpoint, load_module_only=True)
+    first.count = 1
+    script.engine.load_checkpoint(checkpoint, load_module_only=True)
+    assert first.count == 1 and script.engine.global_steps == 2
+    script.step()
+    script.engine.destroy(remove=True)
+
+
+def test_objects_that_a_resumed_run_still_waits_for_are_those_of_the_checkpoint_then(tmp_path: Path) -> None:
+    checkpoint = counters_saved(tmp_path, 4, 5)
+    script, _ = with_counters(tmp_path / "second", 1)
+    script.step()
+    script.engine.destroy()
+    script = TrainingScript(tmp_path / "second")
+    script.engine.load_checkpoint(checkpoint)
+    first, second = Counter(), Counter()
+    script.engine.register_for_checkpointing(first, second)
+    assert (first.count, second.count) == (4, 5)
+    script.engine.destroy(remove=True)
+
+
+# -- learning rates -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", [step_schedule, one_cycle])
+def test_without_schedule_states_the_schedule_and_its_values_stay(schedule: Callable[..., Any], tmp_path: Path) -> None:
+    """The objects of the user are loaded all the same."""
+    script = TrainingScript(tmp_path / "run", Setup("ours", schedule=schedule))
+    counter = Counter()
+    script.engine.register_for_checkpointing(counter)
+    script.step()
+    script.engine.save_checkpoint(tmp_path / "saved")
+    for _ in range(4):
+        script.step()
+    counter.count, values = 3, script.optimizer.values()
+    script.engine.load_checkpoint(tmp_path / "saved", load_lr_scheduler_states=False)
+    for _ in range(2):
+        assert script.engine.global_steps == 1 and script.engine.lr_scheduler.last_epoch == 5
+        assert script.optimizer.values() == values
+        killed_after(script)
+        script = TrainingScript(tmp_path / "run", Setup("ours", schedule=schedule), "must")
+        script.engine.register_for_checkpointing(counter)
+        assert counter.count == 0
+    script.engine.destroy(remove=True)

@@ -1,23 +1,29 @@
-"""A run in swap files resumes with another number of ranks: the same states, and nothing is lost on the way."""
+"""A run resumes on another number of ranks, in another grid, and among runs of both kinds."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import offload
 from offload import testing
 from offload.aio import Bandwidth, IoQueue, aligned_empty
 from offload.checkpoint.resharding import shards_of_scales
+from offload.cli.main import app
 from offload.distributed import reshard
-from offload.errors import IoError, StoreError
+from offload.errors import IoError, OffloadError, StoreError
 from offload.layout.fingerprint import described_layouts
 from offload.layout.flat_layout import ParameterSegment, SegmentShard, UnitLayout, segment_shards
 from offload.layout.modes import MODES, Mode
@@ -29,13 +35,17 @@ from offload.swapper.store import find_removal, rank_folders, remove_run, run_st
 from offload.swapper.store.folder import RESHARDED, Lock
 from offload.swapper.store.inspection import is_run, look
 from offload.swapper.store.recovery import check_startable
+from offload.swapper.store.store import Store
 from tests.checkpoints.test_checkpoint_ranks import train
 from tests.models.test_weights_in_fp32 import JOB as IN_FP32
 from tests.support import models
 from tests.support.drives.fault_injection import die
 from tests.support.drives.filesystems import disk
 from tests.support.modules.matrix_models import MUON
-from tests.support.oracle import Job, assert_same_tensors, config, dies, weights_of
+from tests.support.oracle import Job, assert_same_tensors, config, dies, train_step, weights_of
+from tests.support.oracle import start as start_runs
+from tests.support.ranks import pipelines as pp
+from tests.support.ranks import tensor_parallel as tp
 from tests.support.ranks.rank_jobs import JOBS, language_rows_loss, rows_loss
 from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, shared_pool, start
 
@@ -399,3 +409,388 @@ def test_an_error_on_one_rank_keeps_the_run_on_all(ranks: RankPool, tmp_path: Pa
     shutil.rmtree(run / "rank1")
     assert [path.name for path in run.iterdir()] == ["rank0"]
     assert_same_tensors(states, resumed(PLAIN, tmp_path)[0] or {})
+
+
+JOB = Job(tp.Net, tp.one_loss, lr=3e-4)
+COLUMNS = ("default-tp0of2", "default-tp1of2")
+
+
+def start_ranks(folder: Path, **options: Any) -> offload.Engine:
+    return tp.start(JOB, "weights", 2, ("nvme", "nvme"), folder, **options)
+
+
+def states_in_ranks(run: Path, at: int | None = None) -> States:
+    """Returns every state of every parameter in a commit of a column, put together from all ranks."""
+    found: States = {}
+    with IoQueue() as queue, contextlib.closing(StoreSource(run, queue, at=at)) as source:
+        mode, size = MODES[source.description["mode"]], int(source.description["world_size"])
+        for unit, layout in enumerate(described_layouts(source.description, part=True)):
+            for segment in layout.segments:
+                for state, dtype in mode.states.items():
+                    parts = []
+                    for shard in segment_shards(layout, size, segment):
+                        buffer = aligned_empty(shard.numel * dtype.itemsize)
+                        source.read(shard.rank, unit, state, shard.start * dtype.itemsize, buffer).wait()
+                        parts.append(bytes(buffer))
+                    found[f"{segment.name} {state.value}"] = torch.frombuffer(
+                        bytearray(b"".join(parts)), dtype=torch.uint8
+                    )
+    return found
+
+
+def killed_beside_an_edit(folder: Path) -> None:
+    """Process 1 commits the second step and edits, and process 0 is killed before it commits; then process 1 is too."""
+    engine, edited = start_ranks(folder), folder / "edited"
+    for step in range(2):
+        train_step(engine, JOB, step)
+    if rank_and_size()[0] == 0:
+        Store.commit = lambda *_: die()  # type: ignore[method-assign]
+        while not edited.exists():
+            time.sleep(0.01)
+        die()
+    for weight in (engine.module.head.weight, engine.module.embed.weight):
+        offload.safe_set_full_fp32_param(weight, torch.zeros(weight.shape))
+    assert not offload.safe_get_full_fp32_param(engine.module.head.weight).any()
+    edited.touch()
+    die()
+
+
+def resumed_ranks(folder: Path, step: int) -> tuple[str, ...]:
+    engine = start_ranks(folder, resume="must")
+    assert engine.global_steps == step
+    notices = engine.notices
+    engine.destroy(remove=False)
+    return notices
+
+
+def told(every: list[tuple[str, ...]]) -> list[bool]:
+    """Tells for each process whether it says that the run was divided anew."""
+    return [any(notice.startswith("resharded from") for notice in notices) for notices in every]
+
+
+@pytest.fixture(scope="module")
+def edited(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Swap files of a grid of two, of which one was killed before its last commit, and one behind an edit."""
+    folder = tmp_path_factory.mktemp("edited")
+    with pool(2) as two:
+        with pytest.raises((AssertionError, EOFError, OSError)):
+            two.run(killed_beside_an_edit, folder)
+        for process in two.processes:
+            process.join(60)
+    assert (folder / COLUMNS[1] / "rank0" / "undo").exists()
+    newest = [look(folder / column / "rank0").whole[0].record.step for column in COLUMNS]
+    assert newest == [1, 2], "one process is ahead"
+    return folder
+
+
+def test_other_ranks_go_on_from_the_last_step_of_all(edited: Path, tmp_path: Path) -> None:
+    """The states are those of a resume with as many as before, also where an edit has written over them."""
+    shutil.copytree(edited, tmp_path / "same")
+    shutil.copytree(edited, tmp_path / "other")
+    with pool(2) as two:
+        assert told(two.run(resumed_ranks, tmp_path / "same", 1)) == [False, False]
+    with pool(4) as four:
+        assert told(four.run(resumed_ranks, tmp_path / "other", 1)) == [True] * 4
+        assert told(four.run(resumed_ranks, tmp_path / "other", 1)) == [False] * 4
+    for column in COLUMNS:
+        before = states_in_ranks(tmp_path / "same" / column)
+        assert len(before) > 20
+        assert_same_tensors(before, states_in_ranks(tmp_path / "other" / column))
+        assert [each.name for each in rank_folders(tmp_path / "other" / column)] == ["rank0", "rank1"]
+    with pool(2) as two:
+        assert told(two.run(resumed_ranks, tmp_path / "other", 1)) == [True, True]
+    for column in COLUMNS:
+        assert_same_tensors(states_in_ranks(tmp_path / "same" / column), states_in_ranks(tmp_path / "other" / column))
+
+
+def test_reads_of_an_earlier_commit_take_the_copies(edited: Path, tmp_path: Path) -> None:
+    shutil.copytree(edited, tmp_path / "same")
+    with pool(2) as two:
+        two.run(resumed_ranks, tmp_path / "same", 1)
+    shutil.copytree(edited / COLUMNS[1], tmp_path / "read")
+    expected = states_in_ranks(tmp_path / "same" / COLUMNS[1])
+    assert_same_tensors(expected, states_in_ranks(tmp_path / "read", at=2))
+    (tmp_path / "read" / "rank0" / "undo").unlink()
+    with pytest.raises(AssertionError):
+        assert_same_tensors(expected, states_in_ranks(tmp_path / "read", at=2))
+
+
+def killed_between(folder: Path) -> None:
+    """Process 0 has switched its column, and process 1 is killed before it does."""
+    if rank_and_size()[0] == 1:
+        reshard.carry_out = lambda *_: die()
+    with contextlib.suppress(OffloadError):
+        start_ranks(folder, resume="must")
+    die()
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_kill_between_two_columns_leaves_a_run_for_either_number(ranks: int, edited: Path, tmp_path: Path) -> None:
+    shutil.copytree(edited, tmp_path / "same")
+    shutil.copytree(edited, tmp_path / "other")
+    with pool(2) as two:
+        two.run(resumed_ranks, tmp_path / "same", 1)
+    with pool(4) as four:
+        with pytest.raises((AssertionError, EOFError, OSError)):
+            four.run(killed_between, tmp_path / "other")
+        for process in four.processes:
+            process.join(60)
+    assert [len(rank_folders(tmp_path / "other" / column)) for column in COLUMNS] == [2, 1]
+    with pool(ranks) as others:
+        assert told(others.run(resumed_ranks, tmp_path / "other", 1)).count(True) == ranks // 2
+    for column in COLUMNS:
+        assert_same_tensors(states_in_ranks(tmp_path / "same" / column), states_in_ranks(tmp_path / "other" / column))
+
+
+def fails_in_one_column(folder: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank_and_size()[0] == 1:
+            testing.replace(
+                patch, "store.wrote", lambda *_: (_ for _ in ()).throw(IoError("a file", 0, 10, 5, "write"))
+            )
+        try:
+            start_ranks(folder, resume="must")
+        except (StoreError, IoError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_error_in_one_column_keeps_the_run_in_all(edited: Path, tmp_path: Path) -> None:
+    shutil.copytree(edited, tmp_path / "other")
+    names = sorted(path for path in (tmp_path / "other").rglob("*"))
+    with pool(4) as four:
+        messages = four.run(fails_in_one_column, tmp_path / "other")
+    assert all("a file" in message for message in messages), messages
+    kept = sorted(path for path in (tmp_path / "other").rglob("*"))
+    assert kept == names
+
+
+def pipeline_begun(folder: Path) -> None:
+    engine = pp.start(pp.JOB, pp.Plan(), ("nvme", "nvme"), folder)
+    pp.steps(engine, pp.JOB, pp.Plan(), 0, 2)
+    engine.destroy(remove=False)
+
+
+def pipeline_resumed(folder: Path) -> tuple[str, ...]:
+    """Resumes, and trains another step."""
+    engine = pp.start(pp.JOB, pp.Plan(), ("nvme", "nvme"), folder, resume="must")
+    assert engine.global_steps == 2
+    pp.steps(engine, pp.JOB, pp.Plan(), 2, 3)
+    notices = engine.notices
+    engine.destroy(remove=False)
+    return notices
+
+
+@pytest.mark.slow
+def test_a_pipeline_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    with pool(2) as two:
+        two.run(pipeline_begun, tmp_path)
+    stages = ("default-pp0of2", "default-pp1of2")
+    before = [states_in_ranks(tmp_path / stage) for stage in stages]
+    with pool(4) as four:
+        assert told(four.run(pipeline_resumed, tmp_path)) == [True] * 4
+    for stage, states in zip(stages, before, strict=True):
+        assert_same_tensors(
+            states, states_in_ranks(tmp_path / stage, at=look(tmp_path / stage / "rank0").commits[1].record.serial)
+        )
+
+
+RUNS_DISK = ("nvme", "nvme")
+RUNS_JOB = JOBS["gpt2"]
+GRID = Job(tp.Net, tp.one_loss, lr=3e-4)
+REFUSED = r"{} has the swap files of another run than \S+/{}: run id (\w+), expected (?!\1)\w+\. Folders of two runs"
+
+Weights = dict[str, torch.Tensor]
+
+
+# -- what ranks do ---------------------------------------------------------------------------------------
+
+
+def begun_runs(folder: Path, first: int) -> Weights:
+    """Two steps, by data that begin at `first`."""
+    engine = start_runs(RUNS_JOB, RUNS_DISK, folder)
+    train(engine, RUNS_JOB, range(first, first + 2))
+    weights = weights_of(engine)
+    engine.destroy(remove=False)
+    return weights
+
+
+def begun_without_id(folder: Path, ranks: tuple[int, ...]) -> Weights:
+    """The same, where `ranks` store no id, as older versions of the package do."""
+    create = Store.create
+
+    def older(store: Store, over: bool = False, run_id: str | None = None) -> None:
+        create(store, over, None if rank_and_size()[0] in ranks else run_id)
+
+    with mock.patch.object(Store, "create", older):
+        return begun_runs(folder, 0)
+
+
+def resumed_runs(folder: Path, resume: str = "must") -> str | Weights:
+    """Starts, and returns the weights, or the words of the error."""
+    try:
+        engine = start_runs(RUNS_JOB, RUNS_DISK, folder, resume=resume)
+    except StoreError as error:
+        return str(error)
+    weights = weights_of(engine)
+    engine.destroy(remove=False)
+    return weights
+
+
+def grid_begun(folder: Path, first: int) -> None:
+    """Two steps of two processes that divide each weight."""
+    engine = tp.start(GRID, "weights", 2, RUNS_DISK, folder)
+    for step in range(first, first + 2):
+        train_step(engine, GRID, step)
+    engine.destroy(remove=False)
+
+
+def grid_resumed(folder: Path) -> str:
+    try:
+        tp.start(GRID, "weights", 2, RUNS_DISK, folder, resume="must").destroy(remove=False)
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
+# -- what is in a folder ---------------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Returns the bytes of all files but locks, which name their last holder."""
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock"}
+
+
+def ids(run: Path) -> list[str | None]:
+    """Returns the id of each rank, which its last commit and its manifest have."""
+    found = [look(folder) for folder in sorted(run.glob("rank*"))]
+    for each in found:
+        assert each.whole and f'"run_id": "{each.run_id}"' in (each.folder / "manifest.json").read_text()
+    return [each.run_id for each in found]
+
+
+def replace(folder: Path, other: Path) -> None:
+    """Puts a copy of another folder in the place of `folder`."""
+    shutil.rmtree(folder)
+    shutil.copytree(other, folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of two ranks, at the same step, in one/default and other/default; tests copy them."""
+    folder = tmp_path_factory.mktemp("runs")
+    with shared_pool(2) as two:
+        two.run(begun_runs, folder / "one", 0)
+        two.run(begun_runs, folder / "other", 5)
+    return folder
+
+
+@pytest.fixture
+def mixed(runs: Path, tmp_path: Path) -> Path:
+    """The drive of the first run, with the rank 1 of the other one."""
+    shutil.copytree(runs / "one", tmp_path / "mixed")
+    replace(tmp_path / "mixed" / "default" / "rank1", runs / "other" / "default" / "rank1")
+    return tmp_path / "mixed"
+
+
+# -- two runs --------------------------------------------------------------------------------------------
+
+
+def test_a_resume_refuses_ranks_of_two_runs_and_changes_nothing(
+    mixed: Path, runs: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    before = contents(mixed)
+    for message in ranks.run(resumed_runs, mixed):
+        assert re.search(REFUSED.format("rank1", "rank0"), message), message
+    assert contents(mixed) == before
+    replace(mixed / "default" / "rank1", runs / "one" / "default" / "rank1")
+    shutil.copytree(runs / "one", tmp_path / "one")
+    for weights, expected in zip(
+        ranks.run(resumed_runs, mixed), ranks.run(resumed_runs, tmp_path / "one"), strict=True
+    ):
+        assert_same_tensors(weights, expected)
+
+
+def test_another_number_of_ranks_refuses_them_too(mixed: Path) -> None:
+    before = contents(mixed)
+    message = resumed_runs(mixed)
+    assert isinstance(message, str) and re.search(REFUSED.format("rank1", "rank0"), message), message
+    assert contents(mixed) == before
+
+
+@pytest.mark.parametrize("command", ["verify", "export", "convert"])
+def test_commands_refuse_them_too(command: str, mixed: Path, tmp_path: Path) -> None:
+    run = mixed / "default"
+    more = {"verify": [], "export": [str(tmp_path / "out")], "convert": ["--moments", "int8"]}[command]
+    result = CliRunner(env={"COLUMNS": "1000"}).invoke(app, [command, str(run), *more])
+    assert result.exit_code == 2 and re.search(REFUSED.format("rank1", "rank0"), result.output), result.output
+    assert f"offload inspect {run}" in result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed"]
+    shown = CliRunner(env={"COLUMNS": "1000"}).invoke(app, ["inspect", str(run)])
+    for rank in inspect(run)["ranks"]:
+        assert f"{rank['run_id']}, made {rank['created']}" in shown.output
+
+
+def test_a_grid_refuses_columns_of_two_runs(tmp_path: Path, ranks: RankPool) -> None:
+    ranks.run(grid_begun, tmp_path / "one", 0)
+    ranks.run(grid_begun, tmp_path / "other", 5)
+    assert {*ids(tmp_path / "one" / COLUMNS[0])} == {*ids(tmp_path / "one" / COLUMNS[1])}
+    replace(tmp_path / "one" / COLUMNS[1], tmp_path / "other" / COLUMNS[1])
+    before = contents(tmp_path / "one")
+    for message in ranks.run(grid_resumed, tmp_path / "one"):
+        assert re.search(REFUSED.format(f"{COLUMNS[1]}/rank0", f"{COLUMNS[0]}/rank0"), message), message
+    with pool(4) as four:  # which would divide each column anew
+        for message in four.run(grid_resumed, tmp_path / "one"):
+            assert re.search(REFUSED.format(f"{COLUMNS[1]}/rank0", f"{COLUMNS[0]}/rank0"), message), message
+    assert contents(tmp_path / "one") == before
+
+
+# -- one run ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_its_id_until_it_starts_over(runs: Path, ranks: RankPool, tmp_path: Path) -> None:
+    shutil.copytree(runs / "one", tmp_path / "copy")
+    run = tmp_path / "copy" / "default"
+    first, second = ids(run)
+    assert first == second and first not in ids(runs / "other" / "default")
+    ranks.run(resumed_runs, tmp_path / "copy")
+    assert ids(run) == [first] * 2
+    resumed_runs(tmp_path / "copy")
+    assert ids(run) == [first], "another number of ranks goes on with the run"
+    ranks.run(resumed_runs, tmp_path / "copy")
+    assert ids(run) == [first] * 2
+    # A copy is of the same run: at one commit it has the same bytes.
+    shutil.copytree(run, tmp_path / "again")
+    replace(run / "rank1", tmp_path / "again" / "rank1")
+    assert all(isinstance(each, dict) for each in ranks.run(resumed_runs, tmp_path / "copy"))
+    ranks.run(resumed_runs, tmp_path / "copy", "restart")
+    anew = ids(run)
+    assert anew[0] == anew[1] != first
+
+
+def test_a_conversion_is_another_run(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "one", tmp_path / "one")
+    run = tmp_path / "one" / "default"
+    for name in ("new", "again"):
+        result = CliRunner().invoke(app, ["convert", str(run), "--moments", "int8", "--run", name])
+        assert result.exit_code == 0, result.output
+    found = [ids(run.parent / name) for name in ("default", "new", "again")]
+    assert len({each for every in found for each in every}) == 3 and all(len({*every}) == 1 for every in found)
+
+
+@pytest.mark.parametrize("without", [(0,), (1,), (0, 1)])
+def test_a_run_of_an_older_version_is_read_as_before(without: tuple[int, ...], ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(begun_without_id, tmp_path, without)
+    run = tmp_path / "default"
+    assert [look(run / f"rank{rank}").run_id is None for rank in range(2)] == [rank in without for rank in range(2)]
+    for weights, before in zip(ranks.run(resumed_runs, tmp_path), expected, strict=True):
+        assert_same_tensors(weights, before)
+    assert CliRunner().invoke(app, ["verify", str(run)]).exit_code == 0
+    with IoQueue() as queue:
+        source = StoreSource(run, queue)
+        assert (source.run_id is None) == (len(without) == 2)
+        source.close()
+    weights = resumed_runs(tmp_path)  # on another number of ranks
+    assert isinstance(weights, dict)
+    assert_same_tensors(weights, expected[0])

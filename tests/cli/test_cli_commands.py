@@ -1,8 +1,11 @@
-"""Every command has help with an example, `--json`, and an exit code of 2 with a message for wrong usage."""
+"""Each command has its help, its options by one name, and plurals that are right."""
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,11 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
+from torch import nn
 from typer.testing import CliRunner
 
+import offload
+from offload.cli.console import without_collector
 from offload.cli.main import app
+from offload.config import load_config
+from offload.errors import ConfigError, UsageError
+from offload.finetune.options import Options, in_options, merge
+from offload.swapper.store import store
+from offload.swapper.store.drives import Shortage
 from tests.support.processes import warm_process
+from tests.support.processes.cli_in_process import call, run_folder, swap_files
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -122,3 +135,155 @@ def test_output_that_finds_no_room_is_one_line() -> None:
         _, errors = process.communicate(240)
     assert process.returncode == 1 and errors is not None, errors
     assert "No space left" in errors and "Traceback" not in errors, errors
+
+
+__all__ = ["run_folder"]
+
+FILE = Path("ds.json")
+
+
+def message(**wrong: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(merge(None, Options(**wrong))[0])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "begins"),
+    [
+        ({"host_memory": "much"}, "--host-memory should be a size such as"),
+        ({"grad_clip": -1.0}, "--grad-clip should be greater than or equal to 0, got -1.0; 0 switches clipping off"),
+        ({"durability": {"every": 0}}, "--durability should be greater than 0, got 0"),
+        ({"run": "a/b"}, "--run should match pattern"),
+        ({"batch_size": 0}, "--batch-size should be greater than 0, got 0"),
+        ({"lr": -1.0}, "--lr should be greater than or equal to 0"),
+        ({"weight_decay": -1.0}, "--weight-decay should be greater than or equal to 0"),
+    ],
+)
+def test_a_wrong_value_of_an_option_is_told_by_its_name(wrong: dict[str, Any], begins: str) -> None:
+    told = message(**wrong)
+    assert in_options(told, Options(**wrong)).startswith(begins)
+    assert in_options(told, Options(**wrong, config=FILE)).startswith(begins), "the option overrules the file"
+    assert in_options(told, Options(config=FILE)) == told, "the value of a file is told by its key"
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (
+            'resume the run with "resume": "auto" in the "offload" block, or start over with "resume": "restart" there '
+            "(offload train: --resume auto, --resume restart), or delete it",
+            "resume the run with --resume auto, or start over with --resume restart, or delete it",
+        ),
+        ('set "durability": {"every": 10} or "durability": "none"', "set --durability 10 or --durability none"),
+        ('set a larger "host_memory" in "offload"', "set a larger --host-memory"),
+        ('raise "device_memory" in the "offload" block', 'raise "device_memory" in the "offload" block'),
+        ("a run of default settings", "a run of default settings"),
+    ],
+)
+def test_advice_is_given_in_options_where_there_is_no_file(told: str, expected: str) -> None:
+    assert in_options(told, Options()) == expected
+
+
+def test_the_command_names_the_option(run_folder: Path) -> None:
+    done = call("--host-memory", "1MiB", "--steps", "1")
+    assert done.exit_code == 2 and "error: --host-memory is 1.0 MiB" in done.stderr, done.stderr
+
+
+CONFIG: dict[str, Any] = {"offload": {"device": "cpu"}, "gradient_clipping": 0}
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def one(**more: Any) -> nn.Module:
+    return nn.Linear(4, 1, bias=False, **more)
+
+
+def test_one_parameter_is_singular() -> None:
+    with pytest.raises(ConfigError, match=r"^1 parameter is trainable, but there is no optimizer"):
+        offload.initialize(model=one(), config=CONFIG)
+    with pytest.raises(ConfigError, match=r"^2 parameters are trainable, but"):
+        offload.initialize(model=nn.Linear(4, 1), config=CONFIG)
+    with pytest.raises(ConfigError, match=r"1 parameter that is not the model's: make the optimizer from"):
+        offload.initialize(model=one(), optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), config=CONFIG)
+    model = nn.Linear(4, 1)
+    with pytest.raises(ConfigError, match=r"^1 parameter that requires gradients is in no group .* first is bias"):
+        offload.initialize(model=model, optimizer=torch.optim.SGD([model.weight], lr=1.0), config=CONFIG)
+
+
+class Quantized(nn.Parameter):
+    quant_state: object = None
+
+
+def test_a_weight_that_is_not_quantized_yet_is_one() -> None:
+    model = one()
+    model.codes = Quantized(torch.ones(2), requires_grad=False)
+    with pytest.raises(
+        ConfigError, match=r"^1 weight is of a class of bitsandbytes and not quantized yet, the first is"
+    ):
+        offload.initialize(model=model, config=CONFIG | ADAM)
+
+
+@pytest.mark.parametrize(("clip", "message"), [(0, "not clipped"), (0.5, "clipped to a norm of 0.5")])
+def test_the_line_of_a_start(clip: float, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "offload")
+    engine = offload.initialize(model=one(), config=CONFIG | ADAM | {"gradient_clipping": clip})[0]
+    try:
+        assert f"gradients {message}\n" in caplog.text
+        assert "config: 1 sample a step = 1 in a micro-batch * 1 micro-batch * 1 rank" in caplog.text
+        assert not re.search(r"\b1 \w+s\b(?! (a|of))", caplog.text.replace("1 is", "")), caplog.text
+    finally:
+        engine.destroy()
+
+
+def test_one_backward_is_singular() -> None:
+    engine = offload.initialize(model=one(), config=CONFIG | ADAM | {"gradient_accumulation_steps": 2})[0]
+    try:
+        engine.backward(engine(torch.ones(1, 4)).mean())
+        engine.step()
+        with pytest.raises(UsageError, match=r"1 micro-batch of this step ran: call it after step\(\)"):
+            engine.set_train_batch_size(4)
+    finally:
+        engine.destroy()
+
+
+def test_keep_without_durability_is_an_error() -> None:
+    result = call("--steps", "1", "--keep", "--durability", "none")
+    assert result.exit_code == 2 and "exclude each other: no commit would be kept" in result.stderr and not swap_files()
+
+
+def test_keep_on_a_disk_that_is_too_small_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.engine import plan
+
+    for module in (plan, store):
+        monkeypatch.setattr(module, "find_shortage", lambda *_: Shortage("swap", 4 << 20, 3 << 20))
+    result = call("--steps", "1", "--keep")
+    assert result.exit_code == 2 and "4.0 MiB" in result.stderr and "3.0 MiB" in result.stderr and not swap_files()
+
+
+def test_another_text_or_length_is_reported() -> None:
+    assert call("--steps", "1", "--keep").exit_code == 0
+    more = ("--keep", "--resume", "auto")
+    assert "resumed, and" not in call("--steps", "2", *more).stdout
+    output = " ".join(call("--steps", "3", "--seq-len", "16", *more).stdout.split())
+    assert "resumed, and the data differ (seq-len was 32, is 16" in output
+    Path("other.py").write_text("def half(number):\n    return number // 2\n\n" * 50)
+    output = " ".join(call("--steps", "4", "--seq-len", "16", *more, text="other.py").stdout.split())
+    assert "the data differ" in output and "checksum was" in output and "seq-len" not in output
+
+
+def test_the_collector_is_off_inside_and_on_again_after_an_error() -> None:
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="inside"), without_collector():
+        assert not gc.isenabled()
+        raise ValueError("inside")
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with without_collector():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

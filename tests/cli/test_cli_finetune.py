@@ -1,298 +1,189 @@
-"""`offload train` from a model folder: its weights and tokenizer, documents, adapters, and the model that is saved."""
+"""`offload train` fine-tunes a folder's model on texts, on several ranks, and goes on after a kill."""
 
 from __future__ import annotations
 
 import json
-import sys
+import time
 from pathlib import Path
-from typing import Any
 
-import peft
-import pyarrow.csv
-import pyarrow.parquet
+import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from offload import testing
-from offload.cli.main import app
-from offload.errors import StoreError
+from offload.finetune.corpus import packing, token_stream
+from offload.finetune.corpus.token_stream import HeldOut, choose
+from offload.report.log import read_log
+from tests.support import rounding_bounds
 from tests.support.model_folders import MARKING_TEMPLATE, make_folder, write_lines
-from tests.support.oracle import assert_same_tensors
+from tests.support.processes import warm_process
+from tests.support.processes.cli_in_process import all_lines, call, facts, log, run_folder
+from tests.support.processes.cli_process import begin, begin_ranks, finish, losses
 
-SMALL = ("--model", "model", "--seq-len", "64", "--batch-size", "2", "--device", "cpu")
-CHATS = [
-    {"messages": [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": f"It is {n}, no?"}]}
-    for n in range(12)
-]
-PAIRS = [{"prompt": f"{n} and {n} are", "completion": f" {2 * n}"} for n in range(12)]
+TRAIN = "train --model model --data chats.jsonl --seq-len 64 --batch-size 2 --device cpu --lr 1e-2 --steps 40".split()
+ADAPTERS = ("--lora", "r=4,dropout=0.1,targets=all-linear")
 
 
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of one's own with a model and three kinds of documents."""
-    monkeypatch.chdir(tmp_path)
-    make_folder(Path("model"), MARKING_TEMPLATE)
-    for name, lines in (("chats", CHATS), ("pairs", PAIRS), ("texts", [{"text": "to be or not " * 20}] * 3)):
-        write_lines(Path(f"{name}.jsonl"), lines)
-
-
-def call(*arguments: str, data: str = "chats.jsonl") -> Any:
-    chosen = () if "--text" in arguments else ("--data", data)
-    result = CliRunner().invoke(app, ["train", *SMALL, *chosen, *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
-
-
-def facts(result: Any) -> dict[str, Any]:
-    assert result.exit_code == 0, result.output
-    content: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return content
-
-
-def everything() -> dict[Path, bytes]:
-    """All files that are here."""
-    return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-
-
-def files(folder: str) -> set[str]:
-    return {path.name for path in Path(folder).iterdir()}
-
-
-def model_of(folder: str) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder)
-
-
-# -- weights and data ----------------------------------------------------------------------------------
-
-
-def test_the_weights_are_those_of_the_folder() -> None:
-    """With a learning rate of 0 the model is saved as it was."""
-    done = call("--steps", "1", "--lr", "0", "--dtype", "fp32", "--save", "out")
-    assert done.exit_code == 0 and "weights of model, from 1 safetensors file\n" in done.stdout, done.output
-    before, after = (load_file(f"{folder}/model.safetensors") for folder in ("model", "out"))
-    assert_same_tensors(before, after)
-
-
-def test_a_folder_without_weights_is_trained_from_scratch() -> None:
-    (Path("model") / "model.safetensors").unlink()
-    done = call("--steps", "1")
-    assert done.exit_code == 0 and "model contains no weights: its model is trained from scratch" in done.stdout
-
-
-def test_a_folder_without_a_tokenizer_is_reported() -> None:
-    """Of a GPT-2 without its files transformers makes a tokenizer that knows no words."""
-    transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2).save_pretrained("bare")
-    done = call("--model", "bare", "--steps", "1", data="texts.jsonl")
-    assert done.exit_code == 2 and "bare contains no tokenizer" in done.stderr, done.output
+def start(folder: Path, run: str, *options: str) -> warm_process.Process:
+    return begin(folder, *TRAIN, "--run", run, "--log", f"{run}.jsonl", "--save", f"{run}-out", *options)
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("data", ["chats", "pairs", "texts"])
-def test_every_kind_of_document_is_learned(data: str) -> None:
-    found = facts(call("--steps", "12", "--lr", "3e-3", "--json", data=f"{data}.jsonl"))
-    assert found["losses"][-1] < found["losses"][0] - 0.1
-
-
-def test_documents_may_come_from_several_places() -> None:
-    Path("more").mkdir()
-    Path("more/book.txt").write_text("a word " * 50)
-    done = call("--steps", "1", "--data", "more", data="pairs.jsonl")
-    assert "data: 13 documents in" in done.stdout and "completions are learned" in done.stdout, done.output
-
-
-def test_tables_are_learned_as_the_same_lines_of_json_are() -> None:
-    table = pyarrow.Table.from_pylist(PAIRS)
-    pyarrow.parquet.write_table(table, "pairs.parquet")
-    pyarrow.csv.write_csv(table, "pairs.csv")
-    losses = [
-        facts(call("--steps", "3", "--run", kind, "--json", data=f"pairs.{kind}"))["losses"]
-        for kind in ("jsonl", "parquet", "csv")
+@pytest.mark.parametrize("options", [(), ADAPTERS], ids=["whole", "adapters"])
+def test_killed_and_gone_on(tmp_path: Path, options: tuple[str, ...]) -> None:
+    make_folder(tmp_path / "model", MARKING_TEMPLATE, attention_dropout=0.1)
+    lines = [
+        {"messages": [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": f"{n}, no?"}]}
+        for n in range(20)
     ]
-    assert losses[0] == losses[1] == losses[2]
+    write_lines(tmp_path / "chats.jsonl", lines)
+    killed = start(tmp_path, "killed", *options)
+    while len(losses(tmp_path / "killed.jsonl")) < 5:
+        assert killed.poll() is None, killed.communicate()[0]
+        time.sleep(0.002)
+    killed.kill()
+    killed.communicate()
+    reached = len(losses(tmp_path / "killed.jsonl"))
+    assert reached < 40 and not (tmp_path / "killed-out").exists()
+    ends = [start(tmp_path, "killed", *options, "--resume", "must"), start(tmp_path, "whole", *options)]
+    outputs = [finish(end) for end in ends]
+    assert "resuming after step" in outputs[0] and "other settings" not in " ".join(outputs[0].split())
+    assert losses(tmp_path / "killed.jsonl") == losses(tmp_path / "whole.jsonl") and losses(tmp_path / "whole.jsonl")
+    name = "adapter_model.safetensors" if "--lora" in options else "model.safetensors"
+    saved = [(tmp_path / f"{run}-out" / name).read_bytes() for run in ("killed", "whole")]
+    assert saved[0] == saved[1]
 
 
-def test_a_preset_learns_documents_as_bytes() -> None:
-    result = CliRunner().invoke(
-        app, ["train", "--data", "pairs.jsonl", "--seq-len", "64", "--batch-size", "1", "--steps", "1"]
-    )
-    assert result.exit_code == 0 and "gpt2-tiny is trained from scratch" in result.stdout, result.output
-    assert "[[" in result.stdout and "saved in default-output" in result.stdout, "own data are no demonstration"
+RANKS_TRAIN = "train --model model --data data.jsonl --seq-len 64 --device cpu --dtype fp32 --lr 3e-4 --steps 4".split()
+
+
+def train(folder: Path, run: str, *options: str, ranks: int) -> list[float]:
+    own = ("--run", run, "--nvme-path", run, "--log", f"{run}.jsonl", "--output", f"{run}-out", *options)
+    own += ("--batch-size", str(4 // ranks))
+    output = finish(*(begin_ranks(folder, *RANKS_TRAIN, *own) if ranks == 2 else [begin(folder, *RANKS_TRAIN, *own)]))
+    assert output.count("saved in") == 1, "one rank speaks"
+    return losses(folder / f"{run}.jsonl")
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("adapters", [(), ("--lora", "r=4,dropout=0.1", "--lr", "1e-2")])
-def test_activation_checkpointing_changes_no_bit(adapters: tuple[str, ...]) -> None:
-    plain, again = (
-        facts(call("--steps", "4", "--json", "--no-output", *adapters, *more))["losses"]
-        for more in ((), ("--activation-checkpointing",))
-    )
-    assert plain == again and plain[-1] < plain[0]
+@pytest.mark.parametrize(("options", "file"), [((), "model"), (("--lora", "r=4"), "adapter_model")])
+def test_two_ranks_train_as_one(tmp_path: Path, options: tuple[str, ...], file: str) -> None:
+    make_folder(tmp_path / "model", MARKING_TEMPLATE)
+    lines = [
+        {"text": f"{n} is a number, and {n + 1} is the next one after it, as far as anybody can tell"}
+        for n in range(40)
+    ]
+    write_lines(tmp_path / "data.jsonl", lines)
+    two, one = (train(tmp_path, name, *options, ranks=ranks) for name, ranks in (("two", 2), ("one", 1)))
+    # Beside roundings to bf16: a mean of means, over rows that are nearly all learned.
+    rounding_bounds.same_numbers(two, one, 2 * rounding_bounds.unit("bf16"))
+    mine, theirs = (load_file(tmp_path / f"{name}-out" / f"{file}.safetensors") for name in ("two", "one"))
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=1.3e-3)  # four steps of Adam at 3e-4
 
 
-# -- saving --------------------------------------------------------------------------------------------
+__all__ = ["run_folder"]
 
 
-def test_what_is_saved_is_the_trained_model() -> None:
-    found = facts(call("--steps", "3", "--lr", "1e-2", "--dtype", "fp32", "--json", "--save", "new/out"))
-    assert found["saved"] == str(Path("new/out").absolute())
-    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= files("new/out")
-    again = facts(call("--steps", "1", "--lr", "0", "--json", "--dtype", "fp32", "--model", "new/out"))
-    assert again["losses"][0] < found["losses"][0] - 0.1
-    tokenizer = transformers.AutoTokenizer.from_pretrained("new/out")
-    assert tokenizer.chat_template == MARKING_TEMPLATE and model_of("new/out").config.architectures
-    assert {path.name for path in Path("swap/default").iterdir()} <= {"finished.json", "lock"}, "the store has gone"
+def evaluated() -> list[tuple[int, float]]:
+    return [(line["step"], line["eval_loss"]) for line in all_lines() if "eval_loss" in line]
 
 
-@pytest.mark.parametrize("target", ["model", "file", "file/inside"])
-def test_nothing_is_ever_saved_over(target: str) -> None:
-    Path("file").write_text("mine")
-    before = everything()
-    for more in ((), ("--resume", "auto")):
-        refused = call("--steps", "1", "--save", target, *more)
-        assert refused.exit_code == 2 and f"--output {target}" in refused.stderr, refused.output
-        assert everything() == before
+def test_five_times_a_run_and_after_its_last_step() -> None:
+    result = call("--steps", "7", "--log", "log", "--json")
+    found = facts(result)
+    assert [step for step, _ in evaluated()] == [1, 2, 3, 4, 5, 6, 7]
+    assert "evaluated on 3 sequences, held out" in result.stderr
+    assert found["eval_loss"] == found["evaluations"][-1]["eval_loss"] == evaluated()[-1][1] < evaluated()[0][1]
+    call("--steps", "7", "--log", "log", "--eval-every", "3")
+    assert [step for step, _ in evaluated()] == [3, 6, 7]
 
 
-def test_a_run_that_goes_on_saves_into_its_own_folder_alone() -> None:
-    assert call("--steps", "1", "--keep", "--save", "out").exit_code == 0
-    first = Path("out/model.safetensors").read_bytes()
-    refused = call("--steps", "2", "--keep", "--resume", "auto", "--save", "model")
-    assert refused.exit_code == 2 and "--output" in refused.stderr and "model is not empty" in refused.stderr
-    assert call("--steps", "2", "--lr", "0.1", "--keep", "--resume", "must", "--save", "out").exit_code == 0
-    assert Path("out/model.safetensors").read_bytes() != first
+def test_it_changes_nothing_of_what_is_learned() -> None:
+    """With the dropout of the model: no random number is drawn."""
+    Path("eval.txt").write_text("def half(number):\n    return number // 2\n" * 8)
+    often = facts(call("--steps", "4", "--eval-data", "eval.txt", "--eval-every", "1", "--json"))
+    never = facts(call("--steps", "4", "--eval-every", "0", "--json"))
+    assert often["losses"] == never["losses"] and len(often["evaluations"]) == 4
+    assert never["evaluations"] == [] and never["eval_loss"] is None
 
 
-def test_a_trained_model_is_saved_unless_the_user_wants_none() -> None:
-    first = call("--steps", "1").stdout.splitlines()
-    assert first[0] == "the trained model will be in ./default-output (--output names another folder)"
-    assert first[-1] == "saved in default-output" and "model.safetensors" in files("default-output")
-    before = everything()
-    again = call("--steps", "2")
-    assert again.exit_code == 2 and again.stdout == "" and everything() == before, "nothing is written over"
-    assert "--output default-output is not empty" in again.stderr and "or --no-output" in again.stderr
-    none = call("--steps", "1", "--no-output", "--run", "none").stdout.splitlines()
-    assert none[0] == "the trained model is not saved, as --no-output asks"
-    assert none[-1] == "the trained model is not saved; --output FOLDER saves it"
-    kept = call("--steps", "1", "--keep", "--run", "kept").stdout.splitlines()
-    assert "--keep keeps it in the swap files" in kept[1] and not Path("kept-output").exists()
-    assert call("--steps", "1", *LORA, "--run", "adapter").stdout.splitlines()[-1] == "saved in adapter-output"
-    assert "adapter_model.safetensors" in files("adapter-output")
+def test_the_loss_is_that_of_the_weights_without_dropout() -> None:
+    """A rate of 0 leaves them alone: each evaluation has found the same."""
+    Path("eval.txt").write_bytes(Path("text.py").read_bytes())
+    call("--steps", "4", "--lr", "0", "--eval-data", "eval.txt", "--eval-every", "2", "--log", "log")
+    (first, second) = evaluated()
+    assert first[1] == second[1] == pytest.approx(np.log(256), rel=0.1)
 
 
-def test_a_run_that_goes_on_saves_into_its_default_folder() -> None:
-    """What it has saved there between steps is its own."""
-    whole = ("--steps", "4", "--save-every", "1", "--resume", "auto")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offload.finetune.job.Job.save_model", lambda _: (_ for _ in ()).throw(StoreError("no room")))
-        assert call(*whole).exit_code == 1 and files("default-output") >= {"checkpoint-1", "checkpoint-3"}
-    assert call(*whole).stdout.splitlines()[-1] == "saved in default-output"
-    assert call(*whole, "--run", "unbroken").exit_code == 0
-    saved = [Path(f"{run}-output/model.safetensors").read_bytes() for run in ("default", "unbroken")]
-    assert saved[0] == saved[1]
-    assert "nothing to do" in call(*whole).stdout
+def test_too_little_to_hold_out_is_an_error() -> None:
+    Path("short.py").write_text("x = 1\n" * 20)
+    done = call("--steps", "1", "--json", text="short.py")
+    assert "no evaluation: there is too little data" in done.stderr and facts(done)["evaluations"] == []
 
 
-def test_a_save_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise StoreError("no room")
-
-    with monkeypatch.context() as patch:
-        testing.replace(patch, "disk.shortage_of_model", full)
-        failed = call("--steps", "2", "--save", "out")
-    assert failed.exit_code == 1 and "--resume auto" in failed.stderr and not Path("out").exists(), failed.output
-    found = facts(call("--steps", "2", "--save", "out", "--resume", "auto", "--json"))
-    assert found["losses"] == [] and "model.safetensors" in files("out")
+def test_a_report_shows_steps_and_evaluations() -> None:
+    call("--steps", "4", "--eval-every", "2", "--log", "log")
+    found = read_log(Path("log"))
+    assert [step["step"] for step in found.steps] == [1, 2, 3, 4] and found.again == found.truncated_lines == 0
+    assert ["eval_loss" in step for step in found.steps] == [False, True, False, True]
 
 
-# -- adapters ------------------------------------------------------------------------------------------
-
-LORA = ("--lora", "r=4,dropout=0.1,targets=q_proj+down_proj", "--lr", "1e-2")
-
-
-def test_adapters_are_trained_and_saved_alone() -> None:
-    frozen = sum(value.nbytes // 2 for value in load_file("model/model.safetensors").values())
-    done = call("--steps", "6", *LORA, "--save", "out", "--log", "log")
-    assert done.exit_code == 0 and "of them train" in done.stdout, done.output
-    steps = [json.loads(line) for line in Path("log").read_text().splitlines() if '"loss"' in line]
-    assert steps[-1]["loss"] < steps[0]["loss"]
-    adapters = load_file("out/adapter_model.safetensors")
-    trained = sum(value.numel() for value in adapters.values())
-    assert all(".lora_" in name for name in adapters) and "model.safetensors" not in files("out")
-    assert max(step["written_bytes"] for step in steps) < frozen, "what is frozen is not written"
-    assert max(step["written_bytes"] for step in steps) < 14 * trained + 16 * 4096 * 4
-    model = peft.PeftModel.from_pretrained(model_of("model"), "out")
-    ids = transformers.AutoTokenizer.from_pretrained("out")("Count to 3.", return_tensors="pt").input_ids
-    assert not torch.equal(model(ids).logits, model_of("model")(ids).logits)
+def test_a_resumed_run_keeps_the_evaluations_of_its_log() -> None:
+    call("--steps", "4", "--eval-every", "2", "--log", "whole", "--run", "whole")
+    call("--steps", "2", "--eval-every", "2", "--log", "log", "--keep")
+    call("--steps", "4", "--eval-every", "2", "--log", "log", "--resume", "must")
+    assert [line["loss"] for line in log()] == [line["loss"] for line in log("whole")]
+    assert [step for step, _ in evaluated()] == [2, 4]
 
 
-def test_an_export_of_adapters_says_how_to_get_them() -> None:
-    """What the notice says is done: the run is resumed at its end, and saves the adapter."""
-    chosen = ("--steps", "1", "--keep", *LORA)
-    facts(call(*chosen, "--json"))
-    exported = CliRunner().invoke(app, ["export", "swap/default", "exported"])
-    assert exported.exit_code == 0, exported.output
-    assert "would leave the weights random" in exported.output
-    assert "with --resume must and --output FOLDER" in exported.output
-    facts(call(*chosen, "--json", "--resume", "must", "--output", "out"))
-    assert "adapter_model.safetensors" in files("out") and "model.safetensors" not in files("out")
-    peft.PeftModel.from_pretrained(model_of("model"), "out")
+# -- what is held out ----------------------------------------------------------------------------------
 
 
-def test_a_resume_with_other_adapters_is_reported() -> None:
-    assert call("--steps", "1", "--keep", "--lora", "r=4").exit_code == 0
-    done = call("--steps", "2", "--keep", "--resume", "must", "--lora", "r=4,alpha=2")
-    assert "resumed, and --lora was r=4, is r=4,alpha=2" in done.stdout, done.output
+@pytest.mark.parametrize("count", [0, 19, 20, 39, 40, 320, 1000, 12345])
+def test_one_in_twenty_at_most_sixteen_spread_over_all(count: int) -> None:
+    chosen = choose(count)
+    assert len(chosen) == min(count // 20, 16) == len(set(chosen))
+    if len(chosen) > 1:
+        gaps = np.diff(chosen)
+        assert 0 <= chosen[0] and chosen[-1] < count and gaps.max() - gaps.min() <= 1
 
 
-# -- bad input -----------------------------------------------------------------------------------------
-
-BAD = {
-    "--data missing": "no data at missing",
-    "--data bad.jsonl": "bad.jsonl:2 is not JSON",
-    "--text bad.jsonl": "--text and --data are two ways to read",
-    "--lora r=0": "--lora r must be",
-    "--lora r=2,targets=c_attn": "has no c_attn; its linear layers are",
-    "--seq-len 4": "the data contain nothing to learn",
-    "--seq-len 500": "128 positions",
-}
+def test_text_is_divided_into_sequences_and_the_rest() -> None:
+    tokens = np.arange(1000, dtype=np.int32)
+    learned, held = token_stream.hold_out(tokens, 10)
+    assert held.shape == (5, 10) and {*learned, *held.flat} == {*tokens} and len(learned) == 950
+    assert (np.diff(learned) > 0).all() and learned.dtype == tokens.dtype
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("arguments", BAD)
-def test_bad_input_touches_nothing(arguments: str) -> None:
-    Path("bad.jsonl").write_text('{"text": "right"}\n{"text": ')
-    before = everything()
-    result = CliRunner().invoke(app, ["train", *SMALL, "--data", "pairs.jsonl", *arguments.split()])
-    assert result.exit_code == 2 and "Traceback" not in result.output, result.output
-    assert result.stderr.startswith("error: ") and BAD[arguments] in result.stderr, result.stderr
-    assert everything() == before
+def test_rows_are_split_into_training_and_evaluation() -> None:
+    documents = [packing.Document(np.full(8, n, np.int32), np.ones(8, bool), False) for n in range(40)]
+    packed = packing.pack(documents, 8)
+    learned, held = packing.hold_out(packed)
+    assert held is not None and len(held.ids) == 2 and {*learned.ids.flat} | {*held.ids.flat} == {*range(40)}
+    assert not {*learned.ids.flat} & {*held.ids.flat}
 
 
-def test_a_chat_without_a_template() -> None:
-    (Path("model") / "chat_template.jinja").unlink()
-    result = call()
-    assert result.exit_code == 2 and "chats.jsonl:1 is a chat" in result.stderr and not Path("swap").exists()
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 5, 12])
+def test_ranks_make_the_same_forwards_and_count_each_token_once(world_size: int, count: int) -> None:
+    labels = np.arange(count * 4).reshape(count, 4)
+    labels[0, 2:] = -100
+    shares = [HeldOut({"input_ids": labels, "labels": labels}, 2, rank, world_size) for rank in range(world_size)]
+    batches = [[*share.batches()] for share in shares]
+    assert len({len(each) for each in batches}) == 1, "a forward takes all ranks"
+    counted = sum(many for each in batches for _, many in each)
+    assert counted == (labels[:, 1:] >= 0).sum()
+
+    def mean_of(inputs: dict[str, torch.Tensor]) -> float:
+        return float(inputs["labels"][:, 1:][inputs["labels"][:, 1:] >= 0].double().mean())
+
+    sums = [share.loss(mean_of, lambda value: value) for share in shares] if world_size == 1 else []
+    for found in sums:
+        assert found == pytest.approx(labels[:, 1:][labels[:, 1:] >= 0].mean())
 
 
-def test_without_peft_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    result = call("--lora", "r=4")
-    assert result.exit_code == 2 and "pip install 'offload[hf]'" in result.stderr and not Path("swap").exists()
-
-
-def test_help_has_groups_and_an_example() -> None:
-    done = CliRunner().invoke(app, ["train", "--help"]).stdout
-    for message in ("Model:\n", "Data:\n", "Placement:\n", "Example: offload train --model", "--lora"):
-        assert message in done, message
-
-
-def test_code_of_a_folder_is_neither_run_nor_asked_about() -> None:
-    place = Path("model/config.json")
-    content = json.loads(place.read_text()) | {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
-    place.write_text(json.dumps(content))
-    Path("model/mine.py").write_text("open('ran', 'w')\n")
-    result = call()
-    assert result.exit_code == 2 and not Path("ran").exists() and not Path("swap").exists(), result.output
+def test_the_lines_are_json() -> None:
+    call("--steps", "1", "--log", "log")
+    assert json.dumps(all_lines()[-1]) and {*all_lines()[-1]} == {"step", "eval_loss", "eval_seconds", "time"}

@@ -1,203 +1,289 @@
-"""Ctrl-C and SIGTERM end a run with the right code; its store and its log agree, and it resumes bit for bit."""
+"""A command that a signal or a closed output ends says so by its exit code and leaves a run that resumes."""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import gc
 import os
-import random
-import re
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+import transformers
 
-from offload.cli.commands.train_run import Signals, Stopped
-from offload.cli.main import app
-from offload.cli.signals import ENDING
-from offload.presets import PRESETS
+from offload.cli.signals import exit_on_signal, signals
+from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
+from tests.support.model_folders import make_folder
 from tests.support.processes import warm_process
 
-STEPS = 40
-ARGUMENTS = ("--batch-size", "2", "--seq-len", "32", "--device", "cpu", "--log", "log")
+LONG = 240.0
+"""Seconds that a process may take to begin, or to end: a slow machine that does much else."""
 
 
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of one's own, a default model of 0.2M, and handlers that let a late signal pass."""
-    monkeypatch.chdir(tmp_path)
-    tiny = PRESETS["gpt2-tiny"]
-    monkeypatch.setitem(PRESETS, "gpt2-tiny", tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64}))
-    (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
-    before = {number: signal.signal(number, lambda *_: None) for number in ENDING}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def train(*arguments: str) -> Any:
-    return CliRunner().invoke(
-        app, ["train", "--text", "text.py", "--steps", str(STEPS), *ARGUMENTS, *arguments], catch_exceptions=False
+def begin(folder: Path, *arguments: str, code: str | None = None) -> warm_process.Process:
+    """`offload` with these arguments, or some lines of Python, in a folder."""
+    return warm_process.begin(
+        [*(("-m", "offload") if code is None else ("-c", code)), *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache")},
+        whole_end=True,
     )
 
 
-def log() -> list[tuple[int, float]]:
-    lines = Path("log").read_text().splitlines()
-    return [(line["step"], line["loss"]) for line in map(json.loads, lines) if "loss" in line]
-
-
-@contextlib.contextmanager
-def signalled(number: int, delay: float) -> Iterator[None]:
-    """Inside, this process gets a signal `delay` seconds after a step was logged; one that comes late is ignored."""
-    over = threading.Event()
-
-    def send() -> None:
-        path = Path("log").absolute()
-        seen = path.stat().st_size if path.exists() else 0
-        while not over.wait(0.001) and (path.stat().st_size if path.exists() else 0) <= seen:
-            pass
-        if not over.wait(delay):
-            os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=send)
-    thread.start()
+def stopped(process: warm_process.Process, number: int) -> str:
+    """What it says after a signal, on stderr."""
+    process.send_signal(number)
     try:
-        yield
+        output, errors = process.communicate(timeout=LONG)
     finally:
-        over.set()
-        thread.join()
+        process.kill()
+    assert process.returncode == 128 + number, (output, errors)
+    assert errors is not None and "Traceback" not in errors and not output
+    return errors
 
 
-@pytest.mark.slow
-def test_stopped_again_and_again() -> None:
-    assert train().exit_code == 0
-    unbroken = log()
-    Path("log").unlink()
-    chance, reached = random.Random(3), 0
-    for number in (signal.SIGINT, signal.SIGTERM) * 4:
-        with signalled(number, chance.uniform(0.0, 0.08)):
-            result = train("--resume", "auto" if reached else "never")
-        if result.exit_code == 0:
-            break
-        assert result.exit_code == 128 + number, result.output
-        assert "--resume auto" in result.stderr and "offload rm" in result.stderr
-        resumed = re.search(r"resuming after step (\d+) of the run", result.stdout)
-        assert (int(resumed[1]) if resumed else 0) == reached, "store and log do not agree"
-        assert log()[-1][0] >= reached
-        reached = log()[-1][0]
-    else:
-        assert train("--resume", "must").exit_code == 0
-    assert 0 < reached < STEPS, "no run was stopped"
-    assert log() == unbroken
+def wait_for(process: warm_process.Process, text: str) -> None:
+    """Wait until it says so on stderr."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if text in line:
+            return
+    raise AssertionError(f"it ended with {process.wait()} and never said {text!r}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_stopped_within_a_window_of_commits(number: int) -> None:
-    """With a commit every 100 steps: the end of the run is one, so nothing that was logged is done again."""
-    Path("every.json").write_text(json.dumps({"offload": {"durability": {"every": 100}}}))
-    assert train("--config", "every.json").exit_code == 0
-    unbroken = log()
-    Path("log").unlink()
-    with signalled(number, 0.03):
-        result = train("--config", "every.json")
-    assert result.exit_code == 128 + number, result.output
-    reached = log()[-1][0]
-    assert 0 < reached < STEPS
-    result = train("--config", "every.json", "--resume", "must")
-    assert result.exit_code == 0
-    resumed = re.search(r"resuming after step (\d+) of the run", result.stdout)
-    assert resumed is not None and int(resumed[1]) == reached
-    assert log() == unbroken
+def there(process: warm_process.Process, found: Callable[[], Any]) -> None:
+    end = time.monotonic() + LONG
+    while not found():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_process_that_is_stopped(number: int) -> None:
-    """The real command, in a process of its own."""
-    process = warm_process.begin(
-        ["-m", "offload", "train", "--text", "text.py", "--steps", "100000", *ARGUMENTS],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        whole_end=True,
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("at", ["the drive", "matrix products in bf16"])
+def test_a_probe_ends_on_a_signal(number: int, at: str, tmp_path: Path) -> None:
+    process = begin(tmp_path, "probe", ".", "--size", "64MiB", "--device", "cpu")
+    wait_for(process, f"measuring {at}")
+    stopped(process, number)
+    assert not list((tmp_path / "cache").rglob("*.json")) and not list(tmp_path.glob(".offload-probe*"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench", "io", ".", "--size", "64MiB", "--rounds", "100000", "--no-fio"),
+        ("bench", "swap", ".", "--units", "2", "--unit-size", "1MiB", "--probe-size", "1MiB", "--steps", "100000"),
+        ("tune", ".", "--size", "256MiB"),
+    ],
+)
+def test_what_measures_a_drive(command: tuple[str, ...], tmp_path: Path) -> None:
+    process = begin(tmp_path, *command)
+    there(process, lambda: list(tmp_path.iterdir()))
+    stopped(process, signal.SIGTERM)
+    assert not list(tmp_path.iterdir()), "its files are gone"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_model_that_is_measured(number: int, tmp_path: Path) -> None:
+    """Within one call of torch as well: `exit_on_signal` below."""
+    keep_rates(tmp_path)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=4096
     )
-    while process.poll() is None and not (Path("log").exists() and Path("log").stat().st_size):
-        time.sleep(0.005)
-    process.send_signal(number)
-    _, errors = process.communicate()
-    assert process.returncode == 128 + number, errors
-    assert "Traceback" not in errors and "--resume auto" in errors
-    assert len(errors.splitlines()) == 1, "libraries have words of their own"
-    assert Path("swap/default").is_dir()
+    config.save_pretrained(tmp_path / "model")
+    process = begin(tmp_path, "plan", "--model", "model", "--seq-len", "2048", "--batch-size", "8", "--measure")
+    wait_for(process, "measuring forward and backward, pass 1")
+    stopped(process, number)
 
 
-@pytest.mark.slow
-def test_a_terminal_that_closes() -> None:
-    """The run ends as on SIGTERM, though nothing can be printed any more."""
-    master, slave = os.openpty()
-    os.set_blocking(master, False)
-    # The first terminal that the leader of a session opens becomes its own.
-    command = f'exec "$0" "$@" <{os.ttyname(slave)} >{os.ttyname(slave)} 2>&1'
-    words = [sys.executable, "-m", "offload", "train", "--text", "text.py", "--steps", "100000", *ARGUMENTS]
-    process = subprocess.Popen(["sh", "-c", command, *words], start_new_session=True)
-    try:
-        while process.poll() is None and not (Path("log").exists() and len(log()) > 1):
-            with contextlib.suppress(BlockingIOError):
-                os.read(master, 1 << 16)
-            time.sleep(0.005)
-        assert process.poll() is None, "it ended before"
-        os.close(slave)
-        os.close(master)
-        assert process.wait(120) == 128 + signal.SIGHUP
-    finally:
-        process.kill()
-    found = CliRunner().invoke(app, ["inspect", "swap/default", "--json"], catch_exceptions=False)
-    assert json.loads(found.stdout)["ranks"][0]["commits"][0]["step"] == log()[-1][0]
+def keep_rates(folder: Path) -> None:
+    from offload.hardware.info import machine
+
+    about = machine() | {"name": "here", "gpu": None, "gpu_memory_bytes": 0}
+    rates = Rates(*(1e10,) * 5, dict.fromkeys(DTYPES, DtypeRates(*(1e10,) * 5)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        keep(Probed(about, rates, (), "2026-11-22", 1.0))
 
 
-def test_a_signal_that_the_parent_ignores_stays_ignored() -> None:
-    """As SIGHUP under nohup, and SIGINT in the background jobs of a script."""
-    for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)
-        with Signals():
-            signal.raise_signal(number)
-            assert signal.getsignal(number) is signal.SIG_IGN
-        assert signal.getsignal(number) is signal.SIG_IGN
+NATIVE = "[ctypes.CDLL(None).pthread_mutex_lock(mutex) for _ in range(2)]"
+"""A call of native code that never ends, without the interpreter's lock: no handler of Python's runs in it."""
+MUTEX = "import ctypes\nmutex = ctypes.create_string_buffer(64)\n"
 
 
-def test_a_terminal_may_hang_up_twice() -> None:
-    with pytest.raises(Stopped) as stopped, Signals() as signals, signals.hold():
-        signal.raise_signal(signal.SIGHUP)
-        signal.raise_signal(signal.SIGHUP)
-    assert stopped.value.number == signal.SIGHUP
+def script(lines: str) -> warm_process.Process:
+    """A process of these lines, which have printed "ready"."""
+    process = begin(Path.cwd(), code=lines)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(0.2)
+    return process
 
 
-def test_a_signal_raises_at_once() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Stopped) as stopped, Signals():
-        signal.raise_signal(signal.SIGTERM)
-        raise AssertionError("the signal did not raise")
-    assert stopped.value.number == signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is before
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("work", "text"), [(NATIVE, "stopped before the first step"), ("time.sleep(1000)", "")], ids=["native", "sleep"]
+)
+def test_a_training_that_is_made_ready(work: str, text: str, number: int) -> None:
+    """What it does before its first step may be one long call: weights are made, a text becomes tokens."""
+    process = script(
+        f"{MUTEX}import sys, time\n"
+        "from offload.finetune import job\n"
+        "from offload.cli.main import main\n"
+        f"job.prepare = lambda *_: (print('ready', flush=True), {work})\n"
+        "sys.argv = ['offload', 'train']\n"
+        "main()\n"
+    )
+    assert stopped(process, number).startswith(text)
 
 
-def test_a_held_signal_raises_at_the_end() -> None:
-    done = False
-    with pytest.raises(Stopped), Signals() as signals:
-        with signals.hold():
-            signal.raise_signal(signal.SIGINT)
-            done = True
-        raise AssertionError("the held signal was lost")
-    assert done
+# -- in the way ---------------------------------------------------------------------------------------
 
 
-def test_without_a_signal_holding_does_nothing() -> None:
-    with Signals() as signals, signals.hold():
+def lost() -> None:
+    """A signal whose exception Python has no caller for."""
+
+    class Thing:
         pass
+
+    thing = Thing()
+    kept = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    del thing
+    assert kept() is None
+    gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_is_lost_comes_again() -> None:
+    with pytest.raises(SystemExit) as ended, signals():
+        lost()
+        for _ in range(int(LONG * 100)):
+            time.sleep(0.01)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_no_signal_comes_between_while_files_are_removed() -> None:
+    removed = []
+
+    class Last:
+        def __del__(self) -> None:
+            for _ in range(60):
+                time.sleep(0.01)
+            removed.append("by a finalizer")
+
+    def body() -> None:
+        last = Last()
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(LONG)
+        finally:
+            for _ in range(60):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            removed.append("at the end")
+            del last
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit), signals():
+        body()
+    assert removed == ["by a finalizer", "at the end"] or removed == ["at the end", "by a finalizer"]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not any(thread.name == "offload-signals" and thread.is_alive() for thread in threads_soon())
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """SIGHUP under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals():
+            signal.raise_signal(signal.SIGHUP)
+            with exit_on_signal("never said"):
+                signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_handler_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code that a handler interrupts may hold the locks that the start of a thread takes."""
+
+    def body() -> None:
+        monkeypatch.setattr(threading.Thread, "start", None)
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit), signals():
+        body()
+
+
+def threads_soon() -> list[threading.Thread]:
+    for thread in threading.enumerate():
+        if thread.name == "offload-signals":
+            thread.join(LONG)
+    return threading.enumerate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_call_of_native_code_does_not_keep_a_signal_waiting(number: int) -> None:
+    process = script(
+        f"{MUTEX}"
+        "from offload.cli.signals import exit_on_signal\n"
+        f"with exit_on_signal('stopped here'):\n    print('ready', flush=True)\n    {NATIVE}\n"
+    )
+    assert stopped(process, number) == "stopped here\n"
+
+
+def test_handlers_and_what_wakes_are_as_before() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    files = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with exit_on_signal("never said"):
+            pass
+        with pytest.raises(KeyboardInterrupt), exit_on_signal("never said"):
+            signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    wake = signal.set_wakeup_fd(-1)
+    assert wake == -1 and len(os.listdir("/proc/self/fd")) == files
+
+
+TRAIN = (
+    "train --model model --text text.py --seq-len 32 --batch-size 2 --device cpu --log-every 1 --eval-every 0".split()
+)
+CLOSED = "error: cannot write the output: [Errno 32] the program that reads this output has closed it\n"
+
+
+def closed_after(folder: Path, words: str, steps: int, *options: str) -> tuple[int, str]:
+    """Returns exit code and stderr of a training whose output is closed when a line of it begins with these words."""
+    make_folder(folder / "model")
+    (folder / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
+    reading, writing = os.pipe()
+    with open(reading, encoding="utf-8") as output:
+        with open(writing, "wb") as target:
+            command = ["-m", "offload", *TRAIN, "--steps", str(steps), *options]
+            process = warm_process.begin(command, cwd=folder, stdout=target, stderr=subprocess.PIPE)
+        while words and not output.readline().startswith(words):
+            assert process.poll() is None, process.communicate()[1]
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode is not None and errors is not None
+    return process.returncode, errors
+
+
+def test_the_steps_are_kept_and_the_last_lines_say_how_to_go_on(tmp_path: Path) -> None:
+    code, errors = closed_after(tmp_path, "step 1/", 1000)
+    assert code == 1 and "stopped; the last committed step is kept in" in errors, errors
+    assert "--resume auto, or delete" in errors and errors.endswith(CLOSED) and "Traceback" not in errors
+    resumed = warm_process.run(["-m", "offload", *TRAIN, "--steps", "1", "--resume", "must"], cwd=tmp_path)
+    assert resumed.returncode == 0 and "already at step" in resumed.stdout, resumed.stderr
+
+
+@pytest.mark.parametrize(("words", "steps"), [("", 1000), ("step 1/1", 1)], ids=["at the start", "at the end"])
+def test_a_run_that_has_not_begun_or_has_ended_is_not_called_stopped(words: str, steps: int, tmp_path: Path) -> None:
+    code, errors = closed_after(tmp_path, words, steps)
+    assert (code, errors) in ((1, CLOSED), (0, "")) if words else (code, errors) == (1, CLOSED), errors

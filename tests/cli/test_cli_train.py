@@ -1,21 +1,40 @@
-"""`offload train`, called in this process, prints, writes, leaves and returns what its help promises."""
+"""`offload train` prints its steps, its prediction and its log, on one process or several ranks."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
+import time
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from typer.testing import CliRunner
 
 from offload.cli.main import app
+from offload.errors import ConfigError
+from offload.fileio.jsonl import check_log, cut_log, hold_log, json_line
+from offload.finetune import model as language_model
+from offload.finetune.model import adapt, parse_lora
+from offload.hardware import probe
+from offload.hardware.probe import Others
+from offload.model_io.load import init
+from offload.planner import hardware
+from offload.planner.model_shape import from_name, from_training
+from offload.presets import build
 from offload.swapper.store import run_status
+from tests.support.model_folders import make_folder
 from tests.support.processes.cli_in_process import call, facts, log, run_folder, swap_files
+from tests.support.processes.cli_process import begin, begin_ranks, begin_torchrun, evaluated, finish, losses
 
 STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "read_bytes", "written_bytes", "drives", "time"}
 LISTS = ("losses", "grad_norms", "step_seconds", "read_bytes", "written_bytes")
@@ -318,3 +337,350 @@ def test_text_beyond_the_vocabulary(folder: Path) -> None:
 def test_fp16_by_an_option() -> None:
     result = call("--steps", "2", "--dtype", "fp16")
     assert result.exit_code == 0 and "fp16 on cpu" in result.output, result.output
+
+
+__all___prediction = ["isolated_cache", "run_folder"]  # fixtures
+
+SMALL = ("--text", "text.py", "--batch-size", "2", "--seq-len", "32", "--device", "cpu", "--no-output")
+_OF = probe.DtypeRates(1e11, 1e10, 1e10, 1e9, 2e9)
+RATES = probe.Rates(2e10, 1e10, 5e9, 5e9, 4e9, dict.fromkeys(probe.DTYPES, _OF))
+
+
+def keep(folder: str = ".") -> None:
+    """A probe of this machine, with rates of another."""
+    drive = probe.DriveRates(str(Path(folder).resolve()), "/dev/some", 2e9, 1e9, 1.5e9)
+    probe.keep(probe.Probed(probe.machine_of(torch.device("cpu")), RATES, (drive,), "2026-01-01", 1.0))
+
+
+def call_prediction(*arguments: str) -> Any:
+    result = CliRunner().invoke(app, ["train", *SMALL, *arguments])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def facts_prediction(*arguments: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(call_prediction(*arguments, "--json").stdout)
+    return content
+
+
+def reported(log: str) -> list[dict[str, Any]]:
+    found = CliRunner().invoke(app, ["report", log, "--json"])
+    assert found.exit_code == 0, found.output
+    rows: list[dict[str, Any]] = json.loads(found.stdout)["predicted"]
+    return rows
+
+
+def test_without_a_probe_one_line_names_the_command() -> None:
+    output = call_prediction("--steps", "2", "--log", "log").stdout
+    assert [line for line in output.splitlines() if "offload probe" in line or "predict" in line] == [
+        "no prediction: `offload probe` was not run on this machine; it takes a minute, once"
+    ]
+    assert "predicted" not in json.loads(Path("log").read_text().splitlines()[0])["about"]
+    assert reported("log") == [] and not probe.cache_path().exists(), "a run never probes by itself"
+
+
+def test_the_report_shows_what_was_foreseen_beside_what_came() -> None:
+    keep()
+    found = facts_prediction("--steps", "4", "--eval-every", "0", "--log", "log")["predicted"]
+    assert reported("log") == found
+    by_name = {row["name"]: row for row in found}
+    assert by_name.keys() >= {"seconds", "tokens", "read_bytes", "written_bytes", "host_peak_bytes", "compute"}
+    assert by_name["tokens"]["ratio"] == 1.0
+    assert by_name["written_bytes"]["ratio"] == pytest.approx(1.0, abs=0.5)  # a late write is of the step after
+    (predicted,) = (json.loads(line)["about"]["predicted"] for line in Path("log").read_text().splitlines()[:1])
+    assert sum(predicted["parts_seconds"].values()) == pytest.approx(predicted["seconds"])
+    call_report = CliRunner().invoke(app, ["report", "log", "-o", "page.html"])
+    assert call_report.exit_code == 0 and "Predicted and measured" in Path("page.html").read_text()
+
+
+def test_a_person_reads_it_before_the_first_step_and_after_the_last() -> None:
+    keep()
+    output = call_prediction("--steps", "2").stdout
+    assert output.index("\npredicted: ") < output.index("\nstep 1/2") < output.index(" predicted, measured ")
+    assert output.count("bytes written a step: ") == output.count("forward and backward: ") == 1
+
+
+def test_a_probe_that_was_disturbed_is_named_beside_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep()
+    found = probe.kept()
+    assert found is not None
+    doubt = (
+        "other processes took 60% of the cores during the probe; run `offload probe` again while the machine is idle"
+    )
+    probe.keep(found._replace(doubts=(doubt,)))
+    monkeypatch.setattr(Others, "share", lambda _: 0.4)
+    done = call_prediction("--steps", "2", "--json")
+    told = json.loads(done.stdout)
+    assert told["doubts"] == [doubt] and told["others_share"] == pytest.approx(0.4)
+    text = " ".join(done.stderr.split())
+    assert text.count(doubt) == 2, "with the prediction at the start, and beside what came"
+
+
+def test_a_run_that_goes_on_is_foreseen_again() -> None:
+    keep()
+    facts_prediction("--steps", "2", "--log", "log", "--keep")
+    facts_prediction("--steps", "4", "--log", "log", "--resume", "auto")
+    lines = [json.loads(line) for line in Path("log").read_text().splitlines() if '"loss"' in line]
+    assert [line["step"] for line in lines if "predicted" in line.get("about", {})] == [1, 3]
+
+
+def test_the_room_of_a_run_that_is_replaced_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep()
+    facts_prediction("--steps", "1", "--keep")
+    full = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=1))
+    monkeypatch.setattr(hardware, "shutil", full)  # of the plan alone: the store looks by itself
+    facts_prediction("--steps", "1", "--log", "log", "--keep", "--resume", "restart")
+    assert "predicted" in json.loads(Path("log").read_text().splitlines()[0])["about"]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("more", [(), ("--activation-checkpointing", "--lora", "r=2,dropout=0.5,targets=all-linear")])
+def test_losses_are_the_same_with_a_prediction(more: tuple[str, ...]) -> None:
+    make_folder(Path("model"))
+    arguments = ("--model", "model", "--steps", "2", *more)
+    before = facts_prediction(*arguments)
+    keep()
+    after = facts_prediction(*arguments)
+    assert not before["predicted"] and after["predicted"]
+    assert after["losses"] == before["losses"] and after["grad_norms"] == before["grad_norms"]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        (
+            {"gpu": "H200", "gpu_memory_bytes": 1 << 37},
+            "the probe measured another device: run `offload probe --device",
+        ),
+        ({}, "the drive of ./swap was not measured: run `offload probe ./swap`"),
+    ],
+)
+def test_a_probe_of_another_machine_is_reported(
+    machine: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep("/proc")
+    found = probe.kept()
+    assert found is not None
+    monkeypatch.setattr(probe, "kept", lambda: found._replace(machine=found.machine | machine))
+    output = call_prediction("--steps", "1", "--log", "log").stdout
+    assert "no prediction: " in output and message in output and reported("log") == []
+
+
+def test_a_model_whose_code_needs_values_is_trained_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep()
+
+    class Choosy(nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return values * 2 if values.sum().item() > 1e9 else values
+
+    real = language_model.build
+
+    def built(name: str) -> nn.Module:
+        model: Any = real(name)
+        model.transformer.drop = Choosy()
+        return model
+
+    monkeypatch.setattr(language_model, "build", built)
+    assert "no prediction: cannot run GPT2LMHeadModel without its weights" in call_prediction("--steps", "1").stdout
+
+
+def test_counting_leaves_the_model_as_it_is_and_counts_what_the_plan_counts() -> None:
+    with init():
+        model: Any = build("gpt2-tiny")
+    language_model.make_ready(model, gradient_checkpointing=True)
+    model.eval()
+    again = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False)]
+    before = {name: (id(value), value.requires_grad) for name, value in model.named_parameters()}
+    state = torch.random.get_rng_state()
+    found = from_training(model, 32, torch.bfloat16, (), {"use_cache": False})
+    assert {name: (id(value), value.requires_grad) for name, value in model.named_parameters()} == before
+    assert not any(module.training for module in model.modules())
+    assert again and all(model.get_submodule(name).gradient_checkpointing for name in again)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    planned = from_name("gpt2-tiny", 32)
+    assert found.uses == planned.uses and found.temporary == planned.temporary
+    assert [layout.numel for layout in found.layouts] == [layout.numel for layout in planned.layouts]
+
+
+def test_adapters_are_counted_with_their_model() -> None:
+    complete = from_name("gpt2-tiny", 32)
+    with init():
+        model: Any = build("gpt2-tiny")
+    language_model.make_ready(model, gradient_checkpointing=False)
+    model = adapt(model, parse_lora("r=2"))
+    found = from_training(model, 32, torch.bfloat16, (), {})
+    assert sum(layout.trainable_stop for layout in found.layouts) < 0.2 * complete.parameters < found.parameters
+    assert sum(use.flops for use in found.uses) > sum(use.flops for use in complete.uses)
+
+
+def lines(*steps: int) -> str:
+    return "".join(f'{{"step": {step}, "loss": 1.5}}\n' for step in steps)
+
+
+def test_later_steps_are_cut(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(lines(1, 2, 3, 4))
+    assert cut_log(log, 2) is None
+    assert log.read_text() == lines(1, 2)
+    assert os.listdir(tmp_path) == ["log"], "the temporary file is left"
+
+
+def test_a_new_run_moves_the_log_of_an_earlier_one_aside(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    for number in (1, 2):
+        log.write_text(lines(number, number + 1))
+        assert cut_log(log, 0) == tmp_path / f"log.{number}.jsonl"
+        assert not log.exists()
+    assert [(tmp_path / f"log.{number}.jsonl").read_text() for number in (1, 2)] == [lines(1, 2), lines(2, 3)]
+    log.write_text("")
+    assert cut_log(log, 0) is None, "an empty log is nothing to keep"
+
+
+def test_the_log_of_a_run_that_is_under_way_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(lines(1, 2))
+    held = hold_log(log)
+    assert held is not None
+    with pytest.raises(ConfigError, match="a run that is under way; give another file"):
+        check_log(log)
+    for take in (lambda: cut_log(log, 0), lambda: cut_log(log, 1), lambda: hold_log(log)):
+        with pytest.raises(OSError, match="another run writes"):
+            take()
+    assert log.read_text() == lines(1, 2) and os.listdir(tmp_path) == ["log.jsonl"]
+    held.close()
+    check_log(log)
+    assert hold_log(Path("/dev/null")) is None, "which all runs may share"
+
+
+def test_a_log_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for log_here in (tmp_path / "file" / "log.jsonl", tmp_path / "none" / "log.jsonl"):
+        with pytest.raises(ConfigError, match="give a file in a folder that exists"):
+            check_log(log_here)
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "", "7", '{"loss": 1}', '{"step": null}', "\xff\x00"])
+def test_a_torn_line_is_dropped(torn: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(lines(1, 2).encode() + torn.encode("latin1"))
+    cut_log(log, 9)
+    assert log.read_text() == lines(1, 2)
+
+
+def test_a_log_is_cut_line_by_line(tmp_path: Path) -> None:
+    """That of a run of weeks has gigabytes, and its process shall not."""
+    log, note = tmp_path / "log", "x" * 4000
+    written = [f'{{"step": {step}, "note": "{note}"}}\n' for step in range(1, 1001)]
+    log.write_text("".join(written))
+    tracemalloc.start()
+    try:
+        cut_log(log, 900)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 500_000 and log.read_text() == "".join(written[:900])
+
+
+def test_a_file_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    cut_log(tmp_path / "log", 3)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_pipe_or_device_stays_what_it_is(tmp_path: Path) -> None:
+    """Cutting replaces the file; replacing /dev/null would be a disaster for root."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    cut_log(pipe, 0)
+    assert pipe.is_fifo()
+
+
+def test_a_link_keeps_pointing_at_the_log(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(lines(1, 2))
+    (tmp_path / "link").symlink_to(tmp_path / "log")
+    cut_log(tmp_path / "link", 1)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "log").read_text() == lines(1)
+
+
+def test_numbers_that_are_not_finite_are_null() -> None:
+    content = {"loss": float("nan"), "grad_norms": [1.0, float("inf")], "step": 3, "folder": "a"}
+    assert json.loads(json_line(content)) == {"loss": None, "grad_norms": [1.0, None], "step": 3, "folder": "a"}
+
+
+def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("my precious notes\n")
+    with pytest.raises(ConfigError, match="not the log of a run"):
+        check_log(tmp_path / "notes.txt")
+    for content in ("", "\n", "{", '{"step": ', '{"step": 1, "lo', '{"step": 1, "loss": 2.0}\n'):
+        (tmp_path / "log.jsonl").write_text(content)
+        check_log(tmp_path / "log.jsonl")
+
+
+@pytest.mark.parametrize("content", ['{"loss": 1', '{"steps', '{"step": 1, "lo\n', "{\n", '[{"step": 1'])
+def test_only_a_line_that_a_kill_cut_off_is_taken_for_one_of_a_log(content: str, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text(content)
+    with pytest.raises(ConfigError, match="not the log of a run"):
+        check_log(tmp_path / "notes")
+
+
+def test_a_run_that_was_killed_in_its_first_line_starts_again(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text('{"step": 1, "lo')
+    check_log(log)
+    cut_log(log, 0)
+    assert log.read_text() == ""
+
+
+TRAIN = ("train", "--dtype", "fp32", "--seq-len", "32", "--lr", "3e-4")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.py").write_text(Path(__file__).read_text() * 20)
+    return tmp_path
+
+
+def test_two_ranks_train_as_one(text: Path) -> None:
+    options = ("--text", "text.py", "--steps", "3", "--no-output")
+    two = ("--nvme-path", "two", "--log", "two.jsonl", "--batch-size", "2")
+    output = finish(*begin_ranks(text, *TRAIN, *options, *two))
+    assert output.count("parameters") == 1 and output.count("median step") == 1, "one rank speaks"
+    one = ("--nvme-path", "one", "--log", "one.jsonl", "--batch-size", "4")
+    finish(begin(text, *TRAIN, *options, *one))
+    # gpt2-tiny has dropout, of which each rank draws its own: the first loss alone is of the same weights and rows
+    assert losses(text / "two.jsonl")[0] == pytest.approx(losses(text / "one.jsonl")[0], rel=2e-2)
+    assert len(losses(text / "two.jsonl")) == 3
+    # On the same held-out rows, of which each rank has half, after a step in which dropout was another.
+    assert evaluated(text / "two.jsonl")[0] == pytest.approx(evaluated(text / "one.jsonl")[0], rel=2e-2)
+
+
+# tests/launch/test_launch_restarts.py kills a rank under torchrun, tests/ranks/test_ranks_lost.py names one.
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_command_and_is_named(text: Path) -> None:
+    options = ("--text", "text.py", "--steps", "100000", "--log", "log.jsonl", "--batch-size", "2")
+    ranks = begin_torchrun(text, *TRAIN, *options)
+    while len(losses(text / "log.jsonl")) < 3:
+        assert ranks.poll() is None, ranks.communicate()[0]
+        time.sleep(0.05)
+    holder = (text / "swap" / "default" / "rank1" / "lock").read_text()
+    os.kill(int(holder.split()[1]), signal.SIGKILL)
+    output, _ = ranks.communicate(timeout=60)
+    assert ranks.returncode != 0
+    assert "rank 1 (process" in output, output
+    assert "was killed or has crashed" in output, output
+    done = len(losses(text / "log.jsonl"))
+    more = (
+        "--text",
+        "text.py",
+        "--steps",
+        str(done + 2),
+        "--log",
+        "log.jsonl",
+        "--resume",
+        "auto",
+        "--batch-size",
+        "2",
+    )
+    output = finish(*begin_ranks(text, *TRAIN, *more))
+    assert "resuming after step" in output
+    assert len(losses(text / "log.jsonl")) == done + 2

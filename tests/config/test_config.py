@@ -1,20 +1,26 @@
-"""A key of a DeepSpeed JSON file is honoured, or named in a notice or an error, also in files of tutorials."""
+"""The config as a whole: keys, files, edits, and what an engine makes of them."""
 
 from __future__ import annotations
 
 import base64
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import offload
 from offload.config import OPTIMIZER_DEFAULTS, Aio, Config, ZeroOptimization, document, load_config, read_json
-from offload.errors import ConfigError
+from offload.config.edit import set_in_block
+from offload.errors import ConfigError, UsageError
 from offload.sizes import GIB, align_up, count_of, format_count, format_size, parse_size
 from tests import ROOT
+from tests.support.processes.device_process import engine_device
 
 ZERO3 = {
     "train_micro_batch_size_per_gpu": 4,
@@ -405,3 +411,186 @@ def test_a_config_of_holes_is_not_read_to_its_end(tmp_path: Path) -> None:
         file.truncate(3 << 40)
     with pytest.raises(ConfigError, match=r"cannot read the config .*: it has more than 16777216 characters"):
         load_config(tmp_path / "config.json")
+
+
+AIO = {"block_size": 4096, "queue_depth": 8}
+OLDER = {"thread_count": "intra_op_parallelism"}
+
+COMMENTED = """\
+{
+    // of the thesis
+    "train_batch_size": 8,   # as in the paper
+    "aio": {
+        "queue_depth" : 2, /* why? */
+        "single_submit": false  // last
+    },
+    "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3,}},
+}
+"""
+
+
+def test_values_change_in_their_places_and_new_keys_follow(tmp_path: Path) -> None:
+    wanted = COMMENTED.replace('"queue_depth" : 2', '"queue_depth" : 8').replace(
+        '"single_submit": false  // last\n', '"single_submit": false,  // last\n        "block_size": 4096\n'
+    )
+    assert set_in_block(COMMENTED, "aio", AIO) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("{}\n", '{\n  "aio": {\n    "block_size": 4096,\n    "queue_depth": 8\n  }\n}\n'),
+        ('{"a": 1}', '{"a": 1, "aio": {"block_size": 4096, "queue_depth": 8}}'),
+        ('{"a": 1,}', '{"a": 1, "aio": {"block_size": 4096, "queue_depth": 8}}'),
+        ('{"a": 1 // one\n}', '{"a": 1, "aio": {"block_size": 4096, "queue_depth": 8} // one\n}'),
+        ('{"aio": null}', '{"aio": {"block_size": 4096, "queue_depth": 8}}'),
+        ('{\n\t"a": 1\n}', '{\n\t"a": 1,\n\t"aio": {\n\t\t"block_size": 4096,\n\t\t"queue_depth": 8\n\t}\n}'),
+        ('{\n "aio": {\n }\n}', '{\n "aio": {\n   "block_size": 4096,\n   "queue_depth": 8\n }\n}'),
+        (
+            '\ufeff{\r\n "aio": {"queue_depth": 1}\r\n}',
+            '\ufeff{\r\n "aio": {"queue_depth": 8, "block_size": 4096}\r\n}',
+        ),
+    ],
+)
+def test_what_is_new_has_the_style_of_the_file(text: str, wanted: str) -> None:
+    assert set_in_block(text, "aio", AIO) == wanted
+
+
+def test_an_older_name_of_a_key_is_replaced_by_the_newer_one() -> None:
+    text = '{"aio": {"thread_count": 4, "block_size": 1}}'
+    wanted = '{"aio": {"intra_op_parallelism": 1, "block_size": 1}}'
+    assert set_in_block(text, "aio", {"intra_op_parallelism": 1}, OLDER) == wanted
+
+
+def test_what_looks_like_a_key_or_a_comment_in_a_string_is_none() -> None:
+    text = r'{"note": "\"aio\": {} // }", "url": "http://x", "aio": {"queue_depth": 1}}'
+    assert set_in_block(text, "aio", {"queue_depth": 8}) == text.replace("1}}", "8}}")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_file_then_contains_what_it_did_and_the_keys(seed: int, tmp_path: Path) -> None:
+    """Over files of random style: each is read as its content with the new values, in the order that it had."""
+    chance = random.Random(seed)
+    for number in range(20):
+        path = tmp_path / f"{number}.json"
+        path.write_text(written(content(chance), chance), encoding="utf-8", newline="")
+        before = read_json(path)
+        wanted = {**before, "aio": {**(before.get("aio") or {}), **AIO}}
+        text = path.read_bytes().decode()
+        path.write_text(set_in_block(text, "aio", AIO), encoding="utf-8", newline="")
+        after = read_json(path)
+        assert after == wanted and list(after) == list(wanted), text
+        assert list(after["aio"])[: len(before.get("aio") or {})] == list(before.get("aio") or {}), text
+
+
+def content(chance: random.Random) -> dict[str, Any]:
+    """Returns the content of a file, with or without the block."""
+    blocks: list[tuple[str, Any]] = [("a", 1), ("b", [1, {"aio": 2}]), ("ü", "x, } // y"), ("c", {}), ("d", None)]
+    if chance.random() < 0.8:
+        keys = [("queue_depth", 1), ("single_submit", False), ("block_size", 1e6)]
+        blocks.append(("aio", chance.choice([None, dict(chance.sample(keys, chance.randrange(4)))])))
+    chance.shuffle(blocks)
+    return dict(blocks[: chance.randrange(1, len(blocks) + 1)])
+
+
+def written(value: Any, chance: random.Random, depth: int = 1) -> str:
+    """Returns `value` as JSON with the liberties that a config has: comments, commas, spaces, lines."""
+
+    def gap(lines: bool) -> str:
+        comments = ["/* , } */", "// it, }\n", "# {\n"] if chance.random() < 0.3 else [""]
+        return f"{chance.choice(['', ' '])}{chance.choice(comments)}" + ("\n" + "  " * depth if lines else "")
+
+    if not isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=chance.random() < 0.5)
+    lines = chance.random() < 0.6
+    items = [
+        f"{json.dumps(key)}{gap(False)}:{gap(False)}{written(each, chance, depth + 1)}" for key, each in value.items()
+    ]
+    text = gap(lines).join(f"{item}{',' if number + 1 < len(items) else ''}" for number, item in enumerate(items))
+    last = "," if items and chance.random() < 0.3 else ""
+    return f"{{{gap(lines)}{text}{last}{gap(lines)}}}"
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+    first, rest = [*model[0].parameters()], [*model[1:].parameters()]
+    groups = [{"params": first, "lr": 1e-3}, {"params": rest, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1)
+
+
+def trained(**options: Any) -> list[float]:
+    model, optimizer = made()
+    engine = offload.initialize(model, optimizer=optimizer, **options).engine
+    batches = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(4):
+        loss = 100 * engine(torch.randn(8, 16, generator=batches).to(engine.device)).square().mean()
+        losses.append(float(loss.detach()))
+        engine.backward(loss)
+        engine.step()
+    found = [(group["lr"], group["betas"], group["weight_decay"]) for group in engine.optimizer.param_groups]
+    assert found == [(1e-3, (0.8, 0.9), 0.1), (1e-2, (0.8, 0.9), 0.0)]
+    engine.destroy(remove=True)
+    return losses
+
+
+@pytest.mark.cpu_only("the keywords choose the device by themselves")
+def test_the_keywords_train_as_the_config_that_says_the_same(tmp_path: Path) -> None:
+    config = {
+        "gradient_clipping": 0,
+        "zero_optimization": {"offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
+        "offload": {"nvme_path": str(tmp_path), "host_memory": "64MiB", "device": engine_device()},
+    }
+    keywords: dict[str, Any] = {"weights": "nvme", "states": "nvme", "path": tmp_path, "host_memory": "64MiB"}
+    expected = trained(config=config)
+    assert trained(**keywords) == expected
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert trained(**keywords, config=str(file)) == expected
+
+
+def test_keywords_that_contradict_the_config_are_an_error_that_names_both(tmp_path: Path) -> None:
+    model, optimizer = made()
+    config = {"zero_optimization": {"offload_param": {"device": "cpu"}}, "bf16": {"enabled": True}}
+    before = json.dumps(config)
+    with pytest.raises(ConfigError, match=r"got weights='nvme' and .* zero_optimization.offload_param.device is 'cpu'"):
+        offload.initialize(model, optimizer=optimizer, config=config, weights="nvme", path=tmp_path)
+    with pytest.raises(ConfigError, match=r"got dtype='fp32' and a config in which bf16.enabled is True"):
+        offload.initialize(model, optimizer=optimizer, config=config, dtype=torch.float32)
+    assert json.dumps(config) == before
+    with pytest.raises(ConfigError, match='dtype must be "bf16", "fp16" or "fp32"'):
+        offload.initialize(model, optimizer=optimizer, dtype="int8")
+    with pytest.raises(ConfigError, match=r'dtype must be "bf16", "fp16" or "fp32", got torch\.float64'):
+        offload.initialize(model, optimizer=optimizer, dtype=torch.float64)
+    for tiers in ({"weights": "disk"}, {"states": "disk"}):
+        with pytest.raises(ConfigError, match=f"""{next(iter(tiers))} must be "none", "cpu" or "nvme", got 'disk'"""):
+            offload.initialize(model, optimizer=optimizer, **tiers)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r'states="nvme" needs path='):
+        offload.initialize(model, optimizer=optimizer, states="nvme")
+    with pytest.raises(UsageError, match="got the keyword 'weight', expected some of weights, states, path"):
+        offload.initialize(model, optimizer=optimizer, weight="cpu")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"expected one of config.*or keywords such as states"):
+        offload.initialize(model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_dtype_is_the_models_and_nothing_is_clipped(dtype: torch.dtype) -> None:
+    model, _ = made()
+    model.to(dtype)
+    engine = offload.initialize(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), weights="cpu", gradient_accumulation_steps=2
+    ).engine
+    assert engine.bfloat16_enabled() is (dtype is torch.bfloat16)
+    assert engine.config["gradient_clipping"] == 0 and engine.gradient_accumulation_steps() == 2
+    engine.destroy(remove=True)
+
+
+def test_a_parameter_says_after_destroy_what_to_call() -> None:
+    model, optimizer = made()
+    offload.initialize(model, optimizer=optimizer, weights="cpu").engine.destroy(remove=True)
+    for use in (lambda: model[0].weight.sum(), lambda: model(torch.ones(16)), lambda: model[0].weight.detach().numpy()):
+        with pytest.raises(
+            UsageError, match=r"engine was destroyed: call state_dict\(\) before destroy\(\), or resume"
+        ):
+            use()

@@ -1,18 +1,25 @@
-"""`import deepspeed` means `offload.deepspeed` once it is installed, and libraries find it; not before, nor beside it.
-
-The scripts are unmodified scripts of DeepSpeed, each in a process of its own, which `offload run` starts.
-"""
+"""Under `offload run` the name deepspeed is this package: scripts of DeepSpeed and of trainers run unmodified."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import subprocess
 import sys
+import textwrap
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
+import torch
+import transformers
+from torch import nn
 
 from tests import ROOT
+from tests.support import rounding_bounds
 from tests.support.processes import warm_process
 
 pytest.importorskip("accelerate")
@@ -183,3 +190,129 @@ def test_libraries_train_save_and_resume_as_without_deepspeed(tmp_path: Path) ->
     command = [sys.executable, "-m", "offload.deepspeed", "-m", "tests.deepspeed.scripts", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0 and done.stdout.endswith("right\n"), done.stdout[-2000:] + done.stderr[-6000:]
+
+
+FOLDER = ROOT / "tests" / "deepspeed" / "scripts"
+BY_DEEPSPEED = [4.847640037536621, 4.875646114349365, 4.736739158630371]
+BY_DEEPSPEED += [4.761690139770508, 4.690145492553711, 4.739435195922852]
+"""Losses of DeepSpeed 0.19.8: `DS_ACCELERATOR=cpu torchrun hello_deepspeed.py --checkpoint_dir OUT`, one rank."""
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy")
+
+
+def printed(script: str, *arguments: str, by: str = "offload run", cwd: Path) -> Any:
+    """Returns what a script has printed as JSON in its last line."""
+    tools = Path(sys.executable).parent
+    command = [str(tools / "offload"), "run"] if by == "offload run" else [sys.executable]
+    done = subprocess.run(
+        [*command, str(FOLDER / script), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def placed(folder: Path, **content: Any) -> dict[str, Any]:
+    """Returns a config in which all is on NVMe."""
+    place = {"device": "nvme", "nvme_path": str(folder / "drive")}
+    (folder / "drive").mkdir(exist_ok=True)
+    return {**content, "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place}}
+
+
+# -- transformers -------------------------------------------------------------------------------------
+
+
+def begun(folder: Path, kind: Any) -> tuple[Path, nn.Module]:
+    """Writes a model and a tokenizer of letters. The model has its head: a new one would come of another draw."""
+    torch.manual_seed(0)
+    words = {"[PAD]": 0, "[EOS]": 1, **{chr(code): code for code in range(2, 127)}}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[PAD]"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="[PAD]", eos_token="[EOS]")
+    sizes = {"vocab_size": 127, "n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 2, "pad_token_id": 0}
+    config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    model = kind(config)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder / "model", model
+
+
+def sentences(folder: Path) -> list[str]:
+    """Writes what is a comment and what is code, and returns the options of the files."""
+    names = {}
+    lines = [line.strip() for line in inspect.getsource(textwrap).splitlines() if line.strip()]
+    for name, some in (("train", lines[:-20]), ("validation", lines[-20:])):
+        rows = [{"sentence1": line, "label": int(line.startswith("#"))} for line in some]
+        names[name] = folder / f"{name}.json"
+        names[name].write_text("\n".join(map(json.dumps, rows)))
+    return [text for name, path in names.items() for text in (f"--{name}_file", str(path))]
+
+
+@pytest.mark.slow  # processes that import torch and transformers
+@pytest.mark.works("Trainers", "scripts in the form of `run_clm.py` and `run_glue.py`, in `offload run`", "right")
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [("run_clm.py", transformers.GPT2LMHeadModel), ("run_glue.py", transformers.GPT2ForSequenceClassification)],
+)
+def test_a_script_of_the_trainer_gives_what_it_gives_without_the_option(script: str, kind: Any, tmp_path: Path) -> None:
+    """Losses, norms, rates and metrics; and with DeepSpeed's option it goes on from the middle as if unbroken."""
+    folder, model = begun(tmp_path, kind)
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    (tmp_path / "ds.json").write_text(json.dumps(placed(tmp_path, **dict.fromkeys(keys, "auto"))))
+    texts = Path(tmp_path / "text.py")
+    texts.write_text(inspect.getsource(types))
+    data = ["--train_files", str(texts), "--max_samples", "60"] if script == "run_clm.py" else sentences(tmp_path)
+    usual = "--do_train --do_eval --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --learning_rate 1e-3"
+    steps = "--max_steps 4 --logging_steps 1 --save_steps 2 --warmup_steps 1 --report_to none --use_cpu"
+    common = ["--model_name_or_path", str(folder), *data, *usual.split(), *steps.split()]
+
+    def logs(out: str, *more: str, by: str = "offload run") -> list[dict[str, float]]:
+        rows = printed(script, *common, "--output_dir", str(tmp_path / out), *more, by=by, cwd=tmp_path)
+        return [{key: row[key] for key in LOGGED if key in row} for row in rows if "loss" in row or "eval_loss" in row]
+
+    plain, paged = logs("plain", by="python"), logs("paged", "--deepspeed", str(tmp_path / "ds.json"))
+    error = 4 * rounding_bounds.sum_error(rounding_bounds.roundings(model))
+    assert len(plain) == len(paged) == 5 and plain[0]["grad_norm"] > 0.1 and "eval_loss" in plain[-1]
+    for one, other in zip(paged, plain, strict=True):
+        assert one == pytest.approx(other, rel=error, abs=error)
+    middle = ["--resume_from_checkpoint", str(tmp_path / "paged" / "checkpoint-2")]
+    assert logs("paged", "--deepspeed", str(tmp_path / "ds.json"), *middle) == paged
+
+
+# -- DeepSpeed ----------------------------------------------------------------------------------------
+
+
+OPTIONS = {
+    "cifar10.py": ((), ("--stage", "3", "--nvme", "drive")),
+    "hello_deepspeed.py": (("--checkpoint_dir", "saved"), ("--stage", "3", "--offload", "nvme")),
+    "bert_classification.py": (("--deepspeed", "--deepspeed_config", "ds.json"), ()),  # the file changes
+}
+"""Of each script: its options, and those that it takes in addition to have all on NVMe."""
+
+
+@pytest.mark.slow  # processes that import torch and transformers
+@pytest.mark.works("Trainers", "scripts of DeepSpeed: images, a masked language model, BERT fine-tuned", "right")
+@pytest.mark.parametrize("script", OPTIONS)
+def test_a_script_of_deepspeed_prints_the_same_with_all_on_nvme(script: str, tmp_path: Path) -> None:
+    """Losses, and what else it prints, bit for bit."""
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0}
+    usual, more = OPTIONS[script]
+    (tmp_path / "ds.json").write_text(json.dumps({**config, "zero_optimization": {"stage": 2}}))
+    memory = printed(script, *usual, cwd=tmp_path)
+    (tmp_path / "ds.json").write_text(json.dumps(placed(tmp_path, **config)))
+    assert printed(script, *usual, *more, cwd=tmp_path) == memory
+    if script == "hello_deepspeed.py":
+        rounding_bounds.same_numbers(memory["losses"], BY_DEEPSPEED, 1e-6)
+
+
+@pytest.mark.slow  # processes that import torch and transformers
+def test_a_script_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """Of DeepSpeed's call: `load_checkpoint` and its client state."""
+    arguments = ("--stage", "3", "--offload", "nvme", "--checkpoint_dir", "saved")
+    whole = printed("hello_deepspeed.py", *arguments, cwd=tmp_path)["losses"]
+    resumed = printed("hello_deepspeed.py", *arguments, "--load_checkpoint_dir", "saved", cwd=tmp_path)["losses"]
+    assert len(resumed) == 3 and resumed == whole[3:]

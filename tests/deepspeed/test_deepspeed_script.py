@@ -1,423 +1,393 @@
-"""A script with DeepSpeed's names trains, inspects and saves as one with this library's."""
+"""Scripts written for DeepSpeed run unchanged, point by point as there."""
 
 from __future__ import annotations
 
-import argparse
-import copy
-import io
-import pickle
+import functools
+import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
 
 import offload
 import offload.deepspeed as deepspeed
-from offload import testing
-from offload.errors import ConfigError, UsageError
+from offload.errors import NumericsError, UsageError
+from tests.support import models
+from tests.support.oracle import Job, assert_same_tensors, config
+from tests.support.processes.device_process import engine_device
 
-DATA = [(torch.randn(4, generator=torch.Generator().manual_seed(row)), torch.ones(1)) for row in range(4)]
-
-
-@pytest.fixture(autouse=True)
-def _no_group_is_left() -> Iterator[None]:
-    """A group of ranks is the process's, and the tests of other files begin without one."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+JOB = models.GPT2._replace(accumulation=2, clip=0.0)
 
 
-def config(folder: Path | None = None, **blocks: Any) -> dict[str, Any]:
-    tier = {"device": "none"} if folder is None else {"device": "nvme", "nvme_path": str(folder / "drive")}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 3, "offload_param": tier, "offload_optimizer": tier},
-        "offload": {"device": "cpu"},
-        **blocks,
-    }
-
-
-def net() -> nn.Sequential:
+def begin(job: Job, folder: Path, **options: Any) -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    return deepspeed.initialize(model=job.model(), config=config(job, ("nvme", "nvme"), folder, **options))[0]
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+def parts(engine: Any, micro: int) -> Any:
+    ids = torch.randint(128, (2, 8), generator=torch.Generator().manual_seed(micro))
+    return engine(input_ids=ids, labels=ids)
 
 
-def trained(initialize: Callable[..., Any], folder: Path, make: Callable[[nn.Module], Any] = adamw) -> Any:
-    """The weights after two steps."""
-    model = net()
-    engine, *_ = initialize(model=model, optimizer=make(model), config=config(folder))
-    for x, y in DATA:
-        engine.backward(nn.functional.mse_loss(engine(x), y))
+def by_engine(engine: Any, micro: int) -> None:
+    output = parts(engine, micro)
+    engine.backward(output.loss + output.logits.square().mean())
+
+
+def plainly(engine: Any, micro: int) -> None:
+    """The loss comes from the logits, which are an output too: each way in is divided once."""
+    output = parts(engine, micro)
+    (output["loss"] + output[1].square().mean()).backward()
+
+
+def by_turns(engine: Any, micro: int) -> None:
+    (plainly if micro % 2 else by_engine)(engine, micro)
+
+
+def undivided(engine: Any, micro: int) -> None:
+    output = parts(engine, micro)
+    engine.backward((output.loss + output.logits.square().mean()) / 2, scale_wrt_gas=False)
+
+
+def weights_after(backward: Callable[[Any, int], None], folder: Path) -> dict[str, torch.Tensor]:
+    engine = begin(JOB, folder)
+    for micro in range(4):
+        backward(engine, micro)
         engine.step()
-    weights = engine.state_dict()
-    engine.destroy()
+    weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy(remove=True)
     return weights
 
 
-MAKE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any] | dict[str, Any]]] = {
-    "FusedAdam": (
-        lambda params: deepspeed.ops.adam.FusedAdam(params, lr=1e-2, weight_decay=0.1),
-        {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-    ),
-    "DeepSpeedCPUAdam": (
-        lambda params: deepspeed.ops.adam.DeepSpeedCPUAdam(params, lr=1e-2, weight_decay=0.1, adamw_mode=False),
-        {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}},
-    ),
-    "FusedLamb": (
-        lambda params: deepspeed.ops.lamb.FusedLamb(params, lr=1e-2),
-        {"type": "Lamb", "params": {"lr": 1e-2}},
-    ),
-    "FusedLion": (
-        lambda params: deepspeed.ops.lion.FusedLion(params, lr=1e-2),
-        {"type": "Lion", "params": {"lr": 1e-2, "betas": [0.9, 0.999]}},
-    ),
-    "DeepSpeedCPULion": (
-        lambda params: deepspeed.ops.lion.DeepSpeedCPULion([{"params": list(params)}], lr=1e-2),
-        {"type": "Lion", "params": {"lr": 1e-2, "betas": [0.9, 0.999]}},
-    ),
-    "DeepSpeedCPUAdagrad": (
-        lambda params: deepspeed.ops.adagrad.DeepSpeedCPUAdagrad(params, lr=1e-2),
-        {"type": "Adagrad", "params": {"lr": 1e-2}},
-    ),
-}
+@pytest.mark.works("Graphs", "the same with an engine of `deepspeed.initialize`: divided, as DeepSpeed does", "right")
+@pytest.mark.parametrize("backward", [plainly, by_turns, undivided])
+def test_a_plain_backward_is_divided_by_the_accumulation(backward: Callable[[Any, int], None], tmp_path: Path) -> None:
+    assert_same_tensors(weights_after(backward, tmp_path / "a"), weights_after(by_engine, tmp_path / "b"))
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def net() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
 
 
-def test_a_run_has_the_bits_of_offload_initialize(tmp_path: Path) -> None:
-    assert same(trained(deepspeed.initialize, tmp_path / "there"), trained(offload.initialize, tmp_path / "here"))
-    # Nothing is committed: the script saves checkpoints.
-    assert not any(path.is_file() for path in (tmp_path / "there" / "drive").rglob("*"))
+def small(accumulation: int) -> Any:
+    content = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    return deepspeed.initialize(model=net(), config=content)[0]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", MAKE)
-def test_an_optimizer_of_deepspeed_has_the_bits_of_the_configs(kind: str, tmp_path: Path) -> None:
-    make, block = MAKE[kind]
-    mine = trained(deepspeed.initialize, tmp_path / "mine", lambda model: make(model.parameters()))
-
-    def by_config(model: nn.Module, optimizer: None, config: dict[str, Any]) -> Any:
-        return offload.initialize(model=model, config={**config, "optimizer": block})
-
-    assert same(mine, trained(by_config, tmp_path / "theirs", lambda model: None))
+def energy(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().sum()
 
 
-def test_the_cpu_adam_steps_alone_and_the_others_refuse() -> None:
-    alone, other = net(), net()
-    mine = deepspeed.ops.adam.DeepSpeedCPUAdam(alone.parameters(), lr=1e-2, weight_decay=0.1)
-    theirs = offload.kernels.CPUAdamW(other.parameters(), lr=1e-2, weight_decay=0.1)
-    for model, optimizer in ((alone, mine), (other, theirs)):
-        for x, y in DATA:
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-    assert same(alone.state_dict(), other.state_dict())
-    assert mine.state_dict()["state"][0].keys() == theirs.state_dict()["state"][0].keys()
-    with pytest.raises(UsageError, match="no engine yet"):
-        deepspeed.ops.adam.FusedAdam(net().parameters()).step()
-    with pytest.raises(ConfigError, match="FusedAdam: this value of amsgrad"):
-        deepspeed.ops.adam.FusedAdam(net().parameters(), amsgrad=True)
-    # As a script would that knows offload.initialize, whose first argument may be the model.
-    with pytest.raises(ConfigError, match=r"expects model, a torch\.nn\.Module, got dict"):
-        deepspeed.initialize(net(), config(), config=config())
+def by_grad(model: Any, x: torch.Tensor, create_graph: bool = False) -> torch.Tensor:
+    point = x.clone().requires_grad_()
+    return torch.autograd.grad(energy(model, point), point, create_graph=create_graph)[0]
 
 
-def test_zero_init_takes_values_in_gathered_parameters(tmp_path: Path) -> None:
-    """As a script loads a model, module by module; what it does not load is initialized."""
-    given = net().state_dict()
-    with deepspeed.zero.Init(config_dict_or_path=config(tmp_path), remote_device="nvme", pin_memory=True):
-        model = net()
-    first, last = model[0], model[2]
-    number = first.weight.ds_id
-    assert first.weight.is_meta and deepspeed.comm.get_world_size() == 1
-    with deepspeed.zero.GatheredParameters(list(first.parameters()), modifier_rank=0):
-        first._load_from_state_dict(given, "0.", {}, True, [], [], [])
-    with deepspeed.zero.GatheredParameters(last.bias, modifier_rank=0):
-        last.bias.data.fill_(3.0)
-    assert first.weight.ds_id == number and first.weight.ds_status is not last.weight.ds_status
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config(tmp_path))
-    weights = engine.state_dict()
-    assert torch.equal(weights["0.weight"], given["0.weight"]) and torch.equal(weights["0.bias"], given["0.bias"])
-    assert weights["2.bias"].item() == 3.0 and not weights["2.weight"].isnan().any()
-    engine.destroy()
-    for refused in ({"mpu": object()}, {"param_swapper": object()}, {"remote_device": "disk"}):
-        with pytest.raises(UsageError, match=next(iter(refused))):
-            deepspeed.zero.Init(**refused)
-    with pytest.raises(ConfigError, match=r"dtype=torch\.float16, and the config asks for torch\.float32"):
-        deepspeed.zero.Init(config_dict_or_path=config(), dtype=torch.float16)
+def of_output(model: Any, x: torch.Tensor) -> torch.Tensor:
+    point = x.clone().requires_grad_()
+    output = model(point)
+    return torch.cat(torch.autograd.grad(output.square().sum(), (output, point)))
 
 
-def test_the_dtype_of_zero_init_without_a_config_is_compared_with_that_of_initialize(tmp_path: Path) -> None:
-    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
-    with deepspeed.zero.Init(dtype=torch.bfloat16):
-        model = net()
-    with pytest.raises(ConfigError, match=r"dtype=torch\.bfloat16, and the config asks for torch\.float32"):
-        deepspeed.initialize(model=model, config=config(tmp_path, optimizer=adam))
-    engine, *_ = deepspeed.initialize(model=model, config=config(tmp_path, optimizer=adam, bf16={"enabled": True}))
+def of_output_alone(model: Any, x: torch.Tensor) -> torch.Tensor:
+    output = model(x)
+    return torch.autograd.grad(output.square().sum(), output)[0]
+
+
+def of_weights(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(energy(model, x), list(getattr(model, "module", model).parameters()))[0]
+
+
+@pytest.mark.works("Graphs", "`torch.autograd.grad` and torch.func through it: not divided", "right")
+@pytest.mark.parametrize(
+    "taken",
+    [
+        by_grad,
+        of_output,
+        of_output_alone,
+        of_weights,
+        lambda model, x: torch.func.grad(functools.partial(energy, model))(x),
+        lambda model, x: torch.func.vjp(model, x)[1](torch.ones(2))[0],
+        lambda model, x: torch.func.jacrev(model)(x),
+    ],
+)
+def test_a_gradient_that_is_returned_is_that_of_the_function(taken: Any) -> None:
+    engine, x = small(3), torch.linspace(-1, 1, 6)
+    torch.testing.assert_close(taken(engine, x), taken(net(), x), rtol=1e-5, atol=1e-7)
     engine.destroy()
 
 
-def test_parameters_are_gathered_between_steps_and_are_there_in_a_forward(tmp_path: Path) -> None:
-    available = deepspeed.zero.ZeroParamStatus.AVAILABLE
-
-    class Shared(nn.Module):
-        """The second layer computes with the weight of the first, as in DeepSpeed's documentation."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.one(x)
-            with deepspeed.zero.GatheredParameters(self.one.weight, fwd_module=self):
-                assert self.one.weight.ds_status is available
-                return self.two(x) @ self.one.weight
-
-    model = Shared()
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config(tmp_path))
-    weight = model.one.weight
-    with deepspeed.zero.GatheredParameters([weight, weight], modifier_rank=0):
-        assert weight.ds_status is available
-        weight.data.fill_(0.5)
-    with deepspeed.zero.GatheredParameters(weight, enabled=False):
-        assert weight.ds_status is not available
-    engine.backward(engine(torch.ones(2, 4)).square().mean())
-    assert deepspeed.utils.safe_get_full_grad(weight).abs().sum() > 0
-    deepspeed.utils.safe_update_full_grad_vectorized([weight], lambda gradient, _: gradient * 0 + 2)
-    assert bool((deepspeed.utils.safe_get_full_grad(weight) == 2).all())
-    with (
-        pytest.raises(UsageError, match=r"was changed inside of gathered.*modifier_rank=0"),
-        deepspeed.zero.GatheredParameters(weight),
-    ):
-        weight.data.zero_()
-    assert bool((engine.state_dict()["one.weight"] == 0.5).all())
-    engine.destroy()
+def penalized(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return by_grad(model, x, create_graph=True).square().sum() + energy(model, x)
 
 
-def test_weights_that_a_backward_has_saved_are_available(tmp_path: Path) -> None:
-    """As trl's head asks; and the keys with a dot that trl adds to a config have no effect."""
-    available = deepspeed.zero.ZeroParamStatus.AVAILABLE
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x, weight)
-            return x @ weight.t()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            x, weight = ctx.saved_tensors
-            assert weight.ds_status is available
-            return gradients[0] @ weight, gradients[0].t() @ x
-
-    class Layer(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return Product.apply(input, self.weight)  # type: ignore[no-any-return]
-
-    model = nn.Sequential(Layer(4, 4, bias=False), Layer(4, 4, bias=False))
-    dotted = {"zero_optimization.reduce_bucket_size": 16}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config(tmp_path, **dotted))
-    engine.backward(engine(torch.ones(2, 4)).square().mean())
-    assert deepspeed.utils.safe_get_full_grad(model[0].weight).abs().sum() > 0
-    engine.destroy()
-
-
-def test_parameters_have_deepspeeds_attributes_and_copies_have_none(tmp_path: Path) -> None:
-    model, other = net(), net()
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config(tmp_path))
-    first = model[0].weight
-    assert (first.ds_shape, first.ds_numel, first.ds_persist) == (torch.Size([8, 4]), 32, False)
-    assert len({parameter.ds_id for parameter in model.parameters()}) == 4
-    assert first.ds_status is deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE
-    assert torch.equal(first.ds_tensor, engine.state_dict()["0.weight"].flatten())
-    assert deepspeed.runtime.zero.partition_parameters.is_zero_param(first)
-    loaded = torch.load(io.BytesIO(_saved(first)), weights_only=True)
-    for plain in (other[0].weight, copy.deepcopy(first), loaded, pickle.loads(pickle.dumps(first))):
-        assert not hasattr(plain, "ds_id") and not hasattr(plain, "ds_tensor")
-        assert torch.equal(plain, engine.state_dict()["0.weight"])
-    engine.destroy()
-    assert not hasattr(first, "ds_tensor") and hasattr(first, "ds_id")
-
-
-def _saved(value: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
-
-
-def test_a_checkpoint_becomes_fp32_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = net()
-    model[2].bias.requires_grad_(False)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=adamw(model), config=config(tmp_path, bf16={"enabled": True})
-    )
-    engine.backward(engine(torch.ones(1, 4)).sum())
-    engine.step()
-    engine.save_checkpoint(tmp_path / "saved", tag="one")
-    wanted = {name: deepspeed.utils.safe_get_full_fp32_param(each) for name, each in model.named_parameters()}
-    tools = deepspeed.utils.zero_to_fp32
-    assert same(tools.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved"), wanted)
-    assert "2.bias" not in tools.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved", "one", True)
-    assert same(tools.load_state_dict_from_zero_checkpoint(net(), tmp_path / "saved").state_dict(), wanted)
-    tools.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "files", max_shard_size=64)
-    parts = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "files").glob("*.bin"))]
-    assert len(parts) > 1 and same({name: value for part in parts for name, value in part.items()}, wanted)
-    tools.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "safe", safe_serialization=True)
-    assert (tmp_path / "safe" / "model.safetensors").is_file()
-    with pytest.raises(offload.StoreError, match="contains no checkpoint of an engine"):
-        tools.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-    # As a program, with the arguments of DeepSpeed's.
-    tools.main([str(tmp_path / "saved"), str(tmp_path / "program"), "-t", "one", "-d"])
-    assert same(torch.load(tmp_path / "program" / "pytorch_model.bin", weights_only=True), wanted)
-    assert capsys.readouterr().out == f"the fp32 weights of {tmp_path / 'saved'} are in {tmp_path / 'program'}\n"
-    with pytest.raises(SystemExit, match="1"):
-        tools.main([str(tmp_path), str(tmp_path / "program")])
-    assert "error: " in capsys.readouterr().err
-    assert engine.save_16bit_model(tmp_path / "files")
-    assert same(torch.load(tmp_path / "files" / "pytorch_model.bin", weights_only=True), engine.state_dict())
-    engine.destroy()
-
-
-def test_a_model_without_an_optimizer_evaluates(tmp_path: Path) -> None:
-    model = net()
-    engine, optimizer, _, schedule = deepspeed.initialize(
-        argparse.Namespace(deepspeed_config=config(tmp_path, scheduler={"type": "WarmupLR"})), model
-    )
-    assert optimizer is None and schedule is None and not any(p.requires_grad for p in model.parameters())
-    assert engine(DATA[0][0]).shape == (1,)
-    engine.destroy()
-
-
-def test_two_engines_of_a_process_have_swap_files_beside_each_other(tmp_path: Path) -> None:
-    first, *_ = deepspeed.initialize(model=net(), config=config(tmp_path))
-    second, *_ = deepspeed.initialize(model=net(), config=config(tmp_path))
-    assert torch.equal(first(DATA[0][0]), second(DATA[0][0]))
-    first.destroy()
-    second.destroy()
-
-
-def test_an_evaluation_is_of_as_many_micro_batches_as_a_step() -> None:
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.dropout = net(), nn.Dropout(0.5)
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return nn.functional.mse_loss(self.dropout(self.net(x)), y)
-
-    model = WithLoss()
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config())
-    rows = iter(DATA)
-    wanted = torch.stack([nn.functional.mse_loss(net()(x), y) for x, y in DATA[:2]]).mean()
-    assert torch.allclose(engine.eval_batch(rows), wanted) and len(list(rows)) == 2 and model.training
-    assert engine.get_batch_info() == (2, 1, 2) and engine.gradient_clipping() == 1.0
-    engine.destroy()
-
-
-def test_leaf_modules_are_units(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Sequential(net(), net()), nn.Linear(1, 4), net())
-    utils = deepspeed.utils
-    assert utils.set_z3_leaf_modules(model[0], [nn.Linear]) and len(utils.get_z3_leaf_modules(model)) == 4
-    utils.unset_z3_leaf_modules(model, ["Linear"])
-    assert utils.get_z3_leaf_modules(model) == []
-    assert utils.set_z3_leaf_modules_by_name(model, ["0.1", "7"], raise_if_not_found=False) == ([model[0][1]], ["7"])
-    with pytest.raises(ValueError, match="no module of Sequential"):
-        utils.set_z3_leaf_modules(model, [nn.Conv2d])
-    engine, *_ = deepspeed.initialize(model=model, config=config(tmp_path))
-    assert "0.1" in [layout.name for layout in testing.inspect(engine).layouts]
-    engine.destroy()
-
-
-def test_options_of_schedules_become_a_block_of_the_config() -> None:
-    schedules = deepspeed.runtime.lr_schedules
-    parser = deepspeed.add_config_arguments(schedules.add_tuning_arguments(argparse.ArgumentParser()))
-    args = parser.parse_args(["--deepspeed", "--lr_schedule", "WarmupLR", "--warmup_num_steps", "3"])
-    block, reason = schedules.get_config_from_args(args)
-    assert args.deepspeed and block["params"]["warmup_num_steps"] == 3 and reason is None
-    assert schedules.get_lr_from_config(block) == (0.001, "")
-    engine, _, _, schedule = deepspeed.initialize(
-        model=(model := net()), optimizer=adamw(model), config=config(scheduler=block)
-    )
-    assert type(schedule).__name__ in schedules.VALID_LR_SCHEDULES
-    engine.destroy()
-    args = parser.parse_args(["--lr_schedule", "OneCycle"])
-    assert offload.config.load_config({"scheduler": schedules.get_config_from_args(args)[0]}).scheduler is not None
-    assert schedules.get_config_from_args(parser.parse_args([]))[0] is None
-
-
-def test_a_backward_without_an_optimizer_says_that_the_model_is_frozen() -> None:
-    engine, optimizer, *_ = deepspeed.initialize(model=net(), config=config())
-    x, y = DATA[0]
-    with pytest.raises(
-        UsageError, match=r"none of this model trains\. Give an optimizer, by the config or as optimizer="
-    ):
-        engine.backward(nn.functional.mse_loss(engine(x), y))
-    assert optimizer is None
-    engine.destroy()
-
-
-def test_calls_of_the_log_of_collectives_warn_and_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    deepspeed.comm.configure(enabled=False)
-    assert not caplog.messages
-    deepspeed.comm.configure(enabled=True, prof_all=True)
-    deepspeed.comm.log_summary(show_straggler=True)
-    assert [line.partition(" has no effect: single collectives")[0] for line in caplog.messages] == [
-        "deepspeed.comm.configure",
-        "deepspeed.comm.log_summary",
-    ]
-
-
-# --------------------------------------------------------------------------------------------------
-# `deepspeed.init_inference` computes what the model does; what it cannot do is refused before the model changes.
-
-
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "bf16", None], ids=str)
-def test_outputs_are_those_of_the_model_in_that_dtype(dtype: Any) -> None:
-    model = _model()
-    plain = copy.deepcopy(model).to(torch.float32 if dtype in (None, torch.float32) else torch.bfloat16)
-    batch = torch.randn(3, 8, dtype=next(plain.parameters()).dtype)
-    keys = {} if dtype is None else {"dtype": dtype}
-    with deepspeed.init_inference(model, {"zero": {"stage": 3}}, **keys, mp_size=1) as engine:
-        assert isinstance(engine, deepspeed.InferenceEngine)
-        assert torch.equal(engine(batch), plain(batch))
-
-
-def test_a_key_about_deepspeeds_layers_is_named_as_without_effect(caplog: pytest.LogCaptureFixture) -> None:
-    with deepspeed.init_inference(_model(), {"replace_with_kernel_inject": True, "max_out_tokens": 64}):
-        assert "without effect: replace_with_kernel_inject, max_out_tokens" in caplog.text
+def named(engine: Any, loss: torch.Tensor) -> None:
+    loss.backward(inputs=list(engine.module.parameters()))
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"tensor_parallel": {"tp_size": 2}}, "tensor_parallel is 2"),
-        ({"mp_size": 4}, "mp_size is 4"),
-        ({"dtype": torch.int8}, "got torch.int8"),
-        ({"enable_cuda_graph": True}, "CUDA graphs"),
-        ({"dtyp": "fp16"}, "has no key 'dtyp'"),
-        ({"checkpoint": "files.json"}, "the folder of the model"),
-        ({"config": {"dtype": "fp16"}, "dtype": "bf16"}, "'fp16' in config and 'bf16' as a keyword"),
-    ],
-    ids=str,
+    ("loss_of", "backward"), [(penalized, lambda engine, loss: engine.backward(loss)), (energy, named)]
 )
-def test_what_it_cannot_do_is_an_error_and_the_model_is_as_it_was(keys: dict[str, Any], message: str) -> None:
-    model = _model()
-    with pytest.raises(UsageError, match=message):
-        deepspeed.init_inference(model, **keys)
-    assert all(parameter.requires_grad and parameter.device.type == "cpu" for parameter in model.parameters())
+def test_a_step_goes_by_the_mean_of_losses_with_gradients_in_them(loss_of: Any, backward: Any) -> None:
+    engine, plain = small(3), net()
+    for x in torch.randn(3, 6, generator=torch.Generator().manual_seed(2)):
+        backward(engine, loss_of(engine, x))
+        (loss_of(plain, x) / 3).backward()
+        engine.step()
+    for mine, theirs, before in zip(engine.module.parameters(), plain.parameters(), net().parameters(), strict=True):
+        torch.testing.assert_close(before - mine, theirs.grad, rtol=1e-5, atol=1e-6)
+    engine.destroy()
+
+
+def test_a_plain_backward_of_a_gradient_is_refused_where_it_would_be_divided_in_part() -> None:
+    engine, x = small(3), torch.ones(6)
+    with pytest.raises(UsageError, match=r"undivided by the 3 .* call engine.backward\(loss\)"):
+        penalized(engine, x).backward()
+    engine.destroy()
+    engine = small(1)
+    penalized(engine, x).backward()
+    engine.step()
+    engine.destroy()
+
+
+def test_without_accumulation_the_output_is_the_models_own(tmp_path: Path) -> None:
+    engine = begin(JOB._replace(accumulation=1), tmp_path)
+    given: list[Any] = []
+    engine.module.register_forward_hook(lambda _, inputs, output: given.append(output))
+    assert parts(engine, 0) is given[0]
+    engine.destroy(remove=True)
+
+
+def test_an_output_may_be_changed_in_place(tmp_path: Path) -> None:
+    engine = begin(JOB, tmp_path)
+    logits = parts(engine, 0).logits
+    logits *= 2
+    logits.square().mean().backward()
+    engine.step()
+    with torch.no_grad():
+        assert not parts(engine, 1).logits.requires_grad
+    engine.destroy(remove=True)
+
+
+def test_answers_of_the_config_and_a_name_that_is_not_there(tmp_path: Path) -> None:
+    content = {**config(JOB, ("cpu", "cpu"), tmp_path), "steps_per_print": 7, "wall_clock_breakdown": True}
+    engine, optimizer, *_ = deepspeed.initialize(model=JOB.model(), config=content)
+    assert (engine.steps_per_print(), engine.wall_clock_breakdown(), engine.zero_cpu_offload()) == (7, True, True)
+    assert engine.dp_world_size == 1 and optimizer.cur_scale == optimizer.loss_scale == 1
+    with pytest.raises(AttributeError, match=r"no attribute 'client_optimizer'.*reference/deepspeed-names"):
+        _ = engine.client_optimizer
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_step_of_nan_is_skipped(dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = begin(JOB._replace(accumulation=1, dtype=dtype), tmp_path)
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.backward(parts(engine, 0).loss * math.nan)
+    with caplog.at_level(logging.WARNING, "offload"):
+        engine.step()
+    assert engine.skipped_steps == 1 and not engine.was_step_applied() and "step 1 skipped" in caplog.text
+    assert_same_tensors(engine.module.state_dict(), before)
+    engine.backward(parts(engine, 0).loss)
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy(remove=True)
+
+
+def test_the_config_may_ask_for_an_error(tmp_path: Path) -> None:
+    engine = begin(JOB._replace(accumulation=1), tmp_path, on_nonfinite="raise")
+    engine.backward(parts(engine, 0).loss * math.nan)
+    with pytest.raises(NumericsError):
+        engine.step()
+    engine.destroy(remove=True)
+
+
+PARITY_JOB = models.MIXTURE
+LRS = [0.25, 0.25, 0.375, 0.5]
+"""Of a linear WarmupLR of two steps from 0.25 to 0.5, after so many steps: its first step is that of iteration 0."""
+
+
+class Point(NamedTuple):
+    """What is asked at each point."""
+
+    boundary: bool
+    micro_steps: int
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    applied: bool
+    normed: bool
+    """Whether there is a norm."""
+    lr: list[float]
+
+
+def asked(engine: offload.Engine) -> Point:
+    return Point(
+        engine.is_gradient_accumulation_boundary(),
+        engine.micro_steps,
+        engine.global_steps,
+        engine.global_samples,
+        engine.skipped_steps,
+        engine.was_step_applied(),
+        engine.get_global_grad_norm() is not None,
+        engine.get_lr(),
+    )
+
+
+def points(engine: offload.Engine, job: Job, steps: int) -> Iterator[Point]:
+    """Four for each micro-batch."""
+    for micro in range(steps * job.accumulation):
+        yield asked(engine)
+        loss = job.loss(engine, *divmod(micro, job.accumulation))
+        yield asked(engine)
+        engine.backward(loss)
+        yield asked(engine)
+        engine.step()
+        yield asked(engine)
+
+
+def begin_parity(job: Job, folder: Path, samples: int = 1, **more: Any) -> offload.Engine:
+    torch.manual_seed(0)
+    content = config(job, ("none", "none"), folder) | {"train_micro_batch_size_per_gpu": samples} | more
+    return offload.initialize(model=job.model(), config=content)[0]
+
+
+SCHEDULER = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": 0.25, "warmup_max_lr": 0.5, "warmup_num_steps": 2, "warmup_type": "linear"},
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_at_each_point_of_three_steps(accumulation: int, tmp_path: Path) -> None:
+    """`micro_steps` grows at the end of each `step()`, and the boundary is the micro-batch that completes a step."""
+    engine = begin_parity(PARITY_JOB._replace(accumulation=accumulation), tmp_path, samples=3, scheduler=SCHEDULER)
+    expected, was_boundary = [], False
+    for micro in range(3 * accumulation):
+        for done, was in ((micro, was_boundary), (micro + 1, (micro + 1) % accumulation == 0)):
+            steps = done // accumulation
+            point = Point(
+                (done + 1) % accumulation == 0, done, steps, 3 * accumulation * steps, 0, was, steps > 0, [LRS[steps]]
+            )
+            expected += [point] * (3 if done == micro else 1)
+            was_boundary = was
+    assert list(points(engine, PARITY_JOB._replace(accumulation=accumulation), 3)) == expected
+    engine.destroy()
+
+
+def test_without_accumulation_every_point_is_at_a_boundary(tmp_path: Path) -> None:
+    engine = begin_parity(PARITY_JOB._replace(accumulation=1), tmp_path)
+    assert all(point.boundary for point in points(engine, PARITY_JOB._replace(accumulation=1), 3))
+    for _ in range(2):
+        engine.backward(PARITY_JOB.loss(engine, 0, 0))  # two backwards are one micro-batch
+    engine.step()
+    assert engine.is_gradient_accumulation_boundary() and engine.micro_steps == 4
+    engine.destroy()
+
+
+@pytest.mark.parametrize("word", [True, False])
+def test_a_boundary_that_is_set_by_hand_holds_until_it_is_reset(word: bool, tmp_path: Path) -> None:
+    engine = begin_parity(PARITY_JOB, tmp_path)
+    engine.set_gradient_accumulation_boundary(word)
+    found = list(points(engine, PARITY_JOB, 1))
+    assert {point.boundary for point in found} == {word}
+    assert found[-1].micro_steps == 2 and found[-1].global_steps == (2 if word else 0)
+    engine.set_gradient_accumulation_boundary(None)
+    assert engine.is_gradient_accumulation_boundary() == (not word), "two of two have run, or a new step begins"
+    engine.destroy()
+
+
+def test_micro_batches_without_a_step_are_counted_by_the_next(tmp_path: Path) -> None:
+    """Otherwise than DeepSpeed, which counts calls: a resumed run skips as many batches."""
+    engine = begin_parity(PARITY_JOB._replace(accumulation=4), tmp_path)
+    for is_boundary in (False, False, False, True):
+        engine.set_gradient_accumulation_boundary(is_boundary)
+        engine.backward(PARITY_JOB.loss(engine, 0, 0))
+    assert engine.micro_steps == 0
+    engine.step()
+    assert engine.micro_steps == 4 and engine.was_step_applied()
+    engine.destroy()
+
+
+def test_a_skipped_step_counts(tmp_path: Path) -> None:
+    """In fp16, by the loss scale: global_steps and samples grow, the schedule stays."""
+    fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "hysteresis": 1}
+    job = PARITY_JOB._replace(accumulation=1, dtype="fp16")
+    engine = begin_parity(job, tmp_path, fp16=fp16, scheduler=SCHEDULER)
+    assert float(engine.scale(torch.ones(()))) == engine.loss_scale == 256
+    engine.backward(job.loss(engine, 0, 0) * math.inf)
+    engine.step()
+    found = asked(engine)._replace(normed=True)
+    assert found == Point(True, 1, 1, 1, 1, False, True, [0.25])
+    assert engine.loss_scale == 128 and engine.fp16_enabled() and not engine.bfloat16_enabled()
+    engine.destroy()
+
+
+def test_what_a_commit_holds_is_up_to_the_boundary(tmp_path: Path) -> None:
+    """Gradients of the micro-batches behind it are made again, so their batches are not to be skipped."""
+    content = config(PARITY_JOB, ("nvme", "nvme"), tmp_path, resume="auto")
+    engine = offload.initialize(model=PARITY_JOB.model(), config=content)[0]
+    for micro in range(3):
+        engine.backward(PARITY_JOB.loss(engine, micro // 2, micro % 2))
+        engine.step()
+    assert engine.micro_steps == 3
+    with torch.no_grad():
+        engine.module.scale.mul_(2)  # an edit: the commit at the end is taken anew
+    engine.destroy(remove=False)
+    again = offload.initialize(model=PARITY_JOB.model(), config=content)[0]
+    assert (again.micro_steps, again.global_steps) == (2, 1)
+    assert not again.is_gradient_accumulation_boundary() and not again.was_step_applied()
+    again.destroy(remove=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_does_not_change_in_a_loop(dtype: str, tmp_path: Path) -> None:
+    job = PARITY_JOB._replace(dtype=dtype)
+    engine = begin_parity(job, tmp_path, samples=3, data_types={"grad_accum_dtype": "fp32"})
+    for _ in points(engine, job, 1):
+        sizes = (
+            engine.train_batch_size(),
+            engine.train_micro_batch_size_per_gpu(),
+            engine.gradient_accumulation_steps(),
+        )
+        assert sizes == (6, 3, 2) and engine.zero_optimization_stage() == 3
+        assert engine.bfloat16_enabled() == (dtype == "bf16") and not engine.fp16_enabled()
+        assert engine.get_mom() == [(0.9, 0.999)]
+        assert (engine.global_rank, engine.local_rank, engine.world_size) == (0, 0, 1)
+        assert engine.device.type == engine_device()
+        assert float(engine.scale(torch.ones(()))) == 1 and engine.training
+    engine.set_train_batch_size(9)
+    assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (9, 3)
+    assert engine.eval().training is False and engine.train().training is True
+    engine.destroy()
+
+
+def test_backward_gives_the_loss_over_the_accumulation(tmp_path: Path) -> None:
+    engine = begin_parity(PARITY_JOB, tmp_path)
+    loss = PARITY_JOB.loss(engine, 0, 0)
+    assert engine.backward(loss, retain_graph=True) == loss / 2
+    assert engine.backward(loss, scale_wrt_gas=False) == loss
+    engine.destroy()
+
+
+def test_the_norm_is_that_before_the_clip_and_stays_until_the_next_step(tmp_path: Path) -> None:
+    norms = []
+    for clip in (0.0, 1e-3):
+        engine = begin_parity(PARITY_JOB._replace(clip=clip), tmp_path)
+        for _ in points(engine, PARITY_JOB, 1):
+            pass
+        norms.append(engine.get_global_grad_norm())
+        engine.backward(PARITY_JOB.loss(engine, 1, 0))
+        engine.step()
+        assert engine.get_global_grad_norm() == norms[-1] and norms[-1] > 1e-3
+        engine.destroy()
+    assert norms[0] == norms[1]

@@ -1,27 +1,91 @@
-"""Experts that transformers stacks in one parameter are units of their own, and give the same numbers."""
+"""Experts that transformers stacks in one parameter are units of their own, in any form, on any ranks."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import torch
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 import offload
-from tests.experts.stacked_experts import CPU, DISK, MEMORY, SIXTEEN, device_nbytes
-from tests.support import models
-from tests.support.modules.mixtures import FAMILIES, mixtral, stacks_of
+from offload import testing
+from offload.config import load_config
+from offload.errors import StoreError, UsageError
+from offload.layout.experts import find_stacks
+from offload.layout.memory_plan import Division, division_of
+from offload.planner.activations import Load
+from offload.planner.hardware import described, parse_drive
+from offload.planner.memory import settings
+from offload.planner.model_shape import drawn, from_name, from_training
+from offload.planner.output import heading
+from offload.planner.recommend import Planned, plan
+from offload.states import State
+from tests.support import models, rounding_bounds
+from tests.support.modules import mixtures
+from tests.support.modules.mixtures import FAMILIES, few_tokens, mixtral, qwen, stacks_of, visits
 from tests.support.oracle import (
     Job,
+    Result,
     accumulated_step,
     assert_same,
     assert_same_tensors,
+    config,
     kill_and_resume,
     run,
     same_bits,
     start,
+    train_step,
+    weights_of,
 )
+from tests.support.ranks.rank_jobs import my_rows
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, train
+from tests.support.ranks.rank_pool import start as start_ranks
+from tests.support.trainer_runs import Texts, assert_close, offloaded, seeded, stock
+from tests.support.trainer_runs import config as config_parameters
+
+DISK, CPU, MEMORY = ("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")
+SIXTEEN = Job(partial(qwen, 16), few_tokens, steps=4)
+"""Four tokens visit at most eight of sixteen experts in a layer."""
+
+
+def device_nbytes(engine: offload.Engine, title: str) -> int:
+    """Returns the bytes on the device of the units whose names contain `title`."""
+    layouts = testing.inspect(engine).layouts
+    return sum(4 * layout.device_numel for layout in layouts if title in layout.name)
+
+
+def moved(engine: offload.Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[str, State]]]:
+    """Returns lists that receive (unit's name, state) of each read and write of the store from now on."""
+    inspected = testing.inspect(engine)
+    found: dict[str, list[tuple[str, State]]] = {"read": [], "write": []}
+
+    def told(real: Any, calls: list[tuple[str, State]]) -> Any:
+        def call(unit: int, state: State, *args: Any, **kwargs: Any) -> Any:
+            calls.append((inspected.layouts[unit].name, state))
+            return real(unit, state, *args, **kwargs)
+
+        return call
+
+    for way, calls in found.items():
+        monkeypatch.setattr(inspected.store, way, told(getattr(inspected.store, way), calls))
+    return found
+
+
+def of_experts(calls: list[tuple[str, State]], *states: State) -> set[str]:
+    """Returns the experts of which one of `states` has moved."""
+    return {name for name, state in calls if name.endswith("]") and (not states or state in states)}
+
+
+def adapted(**options: Any) -> nn.Module:
+    import peft
+
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
+    return peft.get_peft_model(qwen(16), adapters)
 
 
 @pytest.mark.works("Modules", "stacked experts of Mixtral, Qwen3-MoE, gpt-oss, each a unit of its own", "right")
@@ -94,3 +158,539 @@ def test_a_killed_run_resumes(experts: str, tmp_path: Path) -> None:
     unbroken = run(job, MEMORY, tmp_path / "unbroken", experts=experts)
     (tmp_path / "killed").mkdir()
     assert_same(kill_and_resume(job, DISK, tmp_path / "killed", kills=2, experts=experts), unbroken)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("experts", ["each", "visited"])
+def test_only_visited_experts_are_read(experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(SIXTEEN, DISK, tmp_path, device_memory="150KB", experts=experts)
+    worker = testing.inspect(engine).update_worker
+    assert worker is not None
+    every = {layout.name for layout in testing.inspect(engine).layouts if layout.name.endswith("]")}
+    calls, before = moved(engine, monkeypatch), set[str]()
+    for step in range(SIXTEEN.steps):
+        worker.finish(commit=False)
+        for each in calls.values():
+            each.clear()
+        with visits(engine.module) as seen:
+            train_step(engine, SIXTEEN, step)
+        worker.finish(commit=False)
+        assert seen < every
+        # The experts of the step before are what is read ahead of the router's choice.
+        assert of_experts(calls["read"], State.WEIGHT) >= seen
+        stepped = every if experts == "each" else seen
+        assert of_experts(calls["read"], State.EXP_AVG) == stepped
+        assert of_experts(calls["write"]) == stepped
+        if experts == "visited":
+            assert of_experts(calls["read"], State.WEIGHT) <= seen | before
+        before = seen
+    engine.destroy(remove=True)
+
+
+def test_a_generation_reads_as_many_bytes_as_it_visits_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(SIXTEEN, DISK, tmp_path, device_memory="150KB", host_memory="1100KB")
+    read = {}
+    for tokens in (1, 64):
+        ids = torch.arange(tokens)[None] % 128
+        with torch.no_grad():
+            engine(input_ids=ids)  # the next one is foreseen
+            calls = moved(engine, monkeypatch)
+            with visits(engine.module) as seen:
+                engine(input_ids=ids)
+        assert of_experts(calls["read"]) <= seen
+        read[tokens] = len(seen)
+        monkeypatch.undo()
+    assert read[1] == 4 and read[64] > 24  # two experts of each of two layers; nearly all of sixteen
+    engine.destroy(remove=True)
+
+
+def test_what_nobody_visits_keeps_its_bits_if_asked(tmp_path: Path) -> None:
+    engine = start(SIXTEEN._replace(lr=1e-2), CPU, tmp_path, experts="visited")
+    before, every = weights_of(engine), set[str]()
+    for step in range(SIXTEEN.steps):
+        with visits(engine.module) as seen:
+            train_step(engine, SIXTEEN, step)
+        every |= seen
+    after = weights_of(engine)
+    for name in stacks_of(engine.module):
+        for own in ("gate_up_proj", "down_proj"):
+            moment = offload.safe_get_full_optimizer_state(engine.module.get_parameter(f"{name}.{own}"), "exp_avg")
+            assert moment is not None
+            for expert in range(16):
+                same = torch.equal(before[f"{name}.{own}"][expert], after[f"{name}.{own}"][expert])
+                assert same == (f"{name}[{expert}]" not in every)
+                # The last token has no loss, so what it alone visits in the last layer has a gradient of zeros.
+                assert not same or not bool(moment[expert].any())
+    assert len(every) < 32
+    engine.destroy(remove=True)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_divides_as_the_run_does(family: str, tmp_path: Path) -> None:
+    """Also for a model whose own implementation goes by the router's choice, which a plan does not know."""
+    for options, experts in (({}, True), ({"experts": "whole"}, False)):
+        job = Job(FAMILIES[family], models.language_loss, steps=1)
+        content = config(job, DISK, tmp_path, **options)
+        shape = from_training(FAMILIES[family](), 16, torch.float32, division_of(load_config(content)), {})
+        engine = start(job, DISK, tmp_path, **options)
+        assert shape.layouts == testing.inspect(engine).layouts
+        train_step(engine, job, 0)
+        used = [unit for unit in testing.inspect(engine).pager.end_step()]
+        engine.destroy(remove=True)
+        planned = [use.unit for use in drawn(shape, 10_000, 0).uses]
+        assert len(planned) == len(set(planned)), "each unit is used once in a forward"
+        assert set(used) <= set(planned)
+        assert any(shape.layouts[unit].name.endswith("]") for unit in planned) == experts
+
+
+def test_a_plan_of_experts_needs_less_device_memory(tmp_path: Path) -> None:
+    qwen(16).save_pretrained(tmp_path / "model")
+    whole, each = (
+        from_name(str(tmp_path / "model"), 16, torch.float32, Division(experts=x)) for x in ("whole", "each")
+    )
+    assert whole.parameters == each.parameters
+    assert sum(use.flops for use in whole.uses) == pytest.approx(sum(use.flops for use in each.uses))
+    assert sum(use.saved for use in whole.uses) == sum(use.saved for use in each.uses)
+    assert (
+        max(layout.device_numel for layout in each.layouts) < max(layout.device_numel for layout in whole.layouts) / 4
+    )
+
+
+def test_a_plan_counts_the_experts_that_so_many_tokens_visit() -> None:
+    """By expectation, with a router that prefers none; states of the others do not move if a step skips them."""
+    shape = from_training(qwen(16), 4, torch.bfloat16, Division(), {})
+    of_one = 16 * (1 - (1 - 2 / 16) ** 4)
+    assert shape.visited(1) == 4 and shape.visited(4) == pytest.approx(2 * of_one)
+    few, others, all_of_them = drawn(shape, 4, 0), drawn(shape, 4, 1), drawn(shape, 10_000, 0)
+    units = [{use.unit for use in each.uses} for each in (few, others, all_of_them)]
+    experts = [use for use in few.uses if use.choice.units]
+    assert [use.unit for use in experts] == [use.choice.units[0] for use in experts] and len(experts) == 2
+    assert len(units[0]) == len(units[1]) == len(units[2]) - 2 * (16 - round(of_one)) and units[0] != units[1]
+    assert sum(use.flops for use in few.uses) == pytest.approx(sum(use.flops for use in shape.uses))
+    assert sum(use.saved for use in few.uses) == sum(use.saved for use in shape.uses)
+    machine = described("24GB", 1 << 34, [parse_drive("7GB/s,5GB/s")])
+    moved: dict[str, Planned] = {}
+    for kind in ("each", "visited"):
+        content = settings("nvme", "nvme", batch=1)
+        content["offload"]["experts"] = kind
+        moved[kind] = plan(shape, machine, Load(1, speculate=False), content)
+    numel = [layout.trainable_stop for layout in shape.layouts]
+    share = sum(numel[unit] for unit in units[0]) / sum(numel)
+    written = [each.timing.moved.written for each in moved.values()]
+    assert written[1] / written[0] == pytest.approx(share, rel=0.02)
+    assert moved["visited"].timing.moved.read < moved["each"].timing.moved.read
+    assert "experts: a micro-batch visits 13.24 of 32, by expectation" in " ".join(heading(moved["visited"]))
+
+
+@pytest.mark.works("Training", "LoRA beside stacked experts that are frozen: only visited ones are read", "right")
+def test_adapters_train_beside_frozen_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = SIXTEEN._replace(model=adapted)
+    assert_same(run(job, DISK, tmp_path / "disk", device_memory="150KB"), run(job, MEMORY, tmp_path / "memory"))
+    engine = start(job, DISK, tmp_path / "read", device_memory="150KB")
+    calls = moved(engine, monkeypatch)
+    with visits(engine.module) as seen:
+        train_step(engine, job, 0)
+    assert of_experts(calls["read"]) == seen and not of_experts(calls["write"])
+    engine.destroy(remove=True)
+
+
+def large() -> nn.Module:
+    """Returns a model whose experts are large enough to be stored as blocks of codes, and an adapter."""
+    import peft
+    import transformers
+
+    widths = mixtures.DECODER | {"hidden_size": 64, "intermediate_size": 64}
+    config = transformers.MixtralConfig(**widths, num_local_experts=8)
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    return peft.get_peft_model(transformers.MixtralForCausalLM(config), adapters)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_frozen_experts_in_blocks_are_those_of_whole_stacks(form: str, tmp_path: Path) -> None:
+    job = Job(large, few_tokens, steps=3, clip=0.0)
+    whole = run(job, MEMORY, tmp_path / "whole", experts="whole", frozen=form)
+    each = same_bits(job, tmp_path, (MEMORY, DISK), frozen=form)
+    assert each.losses == whole.losses
+    assert_same_tensors(each.weights, whole.weights)
+
+
+def test_the_parameters_are_those_of_the_model(tmp_path: Path) -> None:
+    engine = start(SIXTEEN, DISK, tmp_path)
+    reference = qwen(16)
+    assert [(n, p.shape) for n, p in engine.module.named_parameters()] == [
+        (n, p.shape) for n, p in reference.named_parameters()
+    ]
+    assert engine.module.state_dict().keys() == reference.state_dict().keys()
+    engine.module.load_state_dict(reference.state_dict())
+    assert_same_tensors(weights_of(engine), reference.state_dict())
+    engine.destroy(remove=True)
+
+
+def test_values_are_read_and_set_as_those_of_any_parameter(tmp_path: Path) -> None:
+    engine = start(SIXTEEN, DISK, tmp_path)
+    stack = engine.module.get_parameter("model.layers.0.mlp.experts.down_proj")
+    engine.backward(few_tokens(engine, 0, 0))
+    gradient = offload.safe_get_full_grad(stack)
+    assert gradient is not None and gradient.shape == stack.shape
+    offload.safe_set_full_grad(stack, gradient * 2)
+    twice = offload.safe_get_full_grad(stack)
+    assert twice is not None and torch.equal(twice, gradient * 2)
+    engine.step()
+    values = torch.randn(stack.shape)
+    offload.safe_set_full_fp32_param(stack, values)
+    offload.safe_set_full_optimizer_state(stack, values.abs(), "exp_avg_sq")
+    for found, expected in (
+        (offload.safe_get_full_fp32_param(stack), values),
+        (offload.safe_get_local_fp32_param(stack), values.view(-1)),
+        (offload.safe_get_full_optimizer_state(stack, "exp_avg_sq"), values.abs()),
+        (stack.clone().detach(), values),
+        (stack.sum(0).detach(), values.sum(0)),
+    ):
+        assert found is not None and torch.equal(found.cpu(), expected)
+    with offload.gathered(stack, modify=True):
+        stack.data[3] = 7.0
+    found = offload.safe_get_full_fp32_param(stack)
+    assert found is not None and bool((found[3] == 7).all()) and torch.equal(found[4:].cpu(), values[4:])
+    with torch.no_grad():
+        stack.mul_(2)
+    assert torch.equal(stack.detach().clone(), found * 2)
+    with pytest.raises(UsageError, match="gathered"), offload.gathered(stack):
+        train_step(engine, SIXTEEN, 1)
+    engine.destroy(remove=True)
+
+
+def test_optimizer_states_have_the_shape_of_the_stack(tmp_path: Path) -> None:
+    engine = start(SIXTEEN, DISK, tmp_path)
+    train_step(engine, SIXTEEN, 0)
+    state = engine.optimizer.state_dict()
+    shapes = {tuple(each["exp_avg"].shape) for each in state["state"].values()}
+    assert (16, 32, 48) in shapes
+    engine.optimizer.load_state_dict(state)
+    again = engine.optimizer.state_dict()
+    for number, each in state["state"].items():
+        assert_same_tensors(each, again["state"][number])
+    engine.destroy(remove=True)
+
+
+def test_a_saved_model_is_one_of_transformers(tmp_path: Path) -> None:
+    import transformers
+
+    engine = start(SIXTEEN, DISK, tmp_path / "run")
+    train_step(engine, SIXTEEN, 0)
+    engine.save_pretrained(tmp_path / "saved")
+    expected = weights_of(engine)
+    engine.destroy(remove=True)
+    loaded = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "saved")
+    assert_same_tensors(loaded.state_dict(), expected)
+    with offload.init():
+        model = qwen(16)
+    offload.load_pretrained(model, tmp_path / "saved")
+    engine = start(SIXTEEN._replace(model=lambda: model), DISK, tmp_path / "second")
+    assert_same_tensors(weights_of(engine), expected)
+    engine.destroy(remove=True)
+
+
+def test_a_model_of_transformers_that_saves_experts_one_by_one_is_loaded(tmp_path: Path) -> None:
+    source = qwen(16)
+    source.save_pretrained(tmp_path / "saved")
+    with offload.init():
+        model = qwen(16)
+    offload.load_pretrained(model, tmp_path / "saved")
+    engine = start(SIXTEEN._replace(model=lambda: model), DISK, tmp_path / "run")
+    assert_same_tensors(weights_of(engine), source.state_dict())
+    engine.destroy(remove=True)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("first", "second"), [("each", "whole"), ("whole", "each"), ("each", "each")])
+def test_a_checkpoint_loads_whether_stacks_are_whole_or_not(first: str, second: str, tmp_path: Path) -> None:
+    job = SIXTEEN._replace(dtype="bf16", clip=0.0)
+    unbroken = run(job, MEMORY, tmp_path / "unbroken", experts=first)
+    engine = start(job, DISK, tmp_path / "first", experts=first)
+    for step in range(2):
+        train_step(engine, job, step)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.destroy(remove=True)
+    engine = start(job._replace(seed=5), DISK, tmp_path / "second", experts=second)
+    engine.load_checkpoint(tmp_path / "saved")
+    losses = [train_step(engine, job, step) for step in range(2, job.steps)]
+    assert losses == unbroken.losses[2:]
+    assert_same_tensors(weights_of(engine), unbroken.weights)
+    engine.destroy(remove=True)
+
+
+RANKS_DISK, HOST = ("nvme", "nvme"), ("cpu", "cpu")
+STACK = "model.layers.0.mlp.experts.down_proj"
+
+
+def rows_of_few_tokens(model: Any, step: int, micro: int) -> torch.Tensor:
+    """The loss of this rank's row of two: two tokens, which visit at most four of sixteen experts in a layer."""
+    ids = my_rows(torch.randint(128, (2, 2), generator=torch.Generator().manual_seed(100 * step + micro)))
+    return model(input_ids=ids, labels=ids).loss
+
+
+JOB = Job(partial(qwen, 16), rows_of_few_tokens, steps=2, lr=3e-4, params=(("eps", 1e-6),))
+"""Queries of two tokens have gradients that are differences of near terms: a small eps would step along noise."""
+
+
+# -- the numbers --------------------------------------------------------------------------------------
+
+
+def in_both_ways(job: Job, folder: Path) -> tuple[Result, Result]:
+    """Whole stacks in host memory, and experts on disk with little room on the device and in host memory."""
+    whole = train(job, HOST, folder / "whole", experts="whole")
+    on_disk = train(job, RANKS_DISK, folder / "disk", device_memory="300KB")
+    assert_same(on_disk, train(job, HOST, folder / "host"), "placements")
+    return whole, on_disk
+
+
+@pytest.mark.numeric
+@pytest.mark.works("Several ranks", "stacked experts, of which each rank visits others, one by one", "right")
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_numbers_are_those_of_whole_stacks(accumulation: int, ranks: RankPool, tmp_path: Path) -> None:
+    """Bit for bit with one micro-batch. Of more, gradients of two ranks are added in an order of the paths."""
+    job = JOB._replace(accumulation=accumulation, clip=0.0)
+    (whole, one), (_, other) = ranks.run(in_both_ways, job, tmp_path)
+    assert_same(one, other, "ranks")
+    if accumulation == 1:
+        assert one.losses == whole.losses
+        assert_same_tensors(one.weights, whole.weights)
+    rounding_bounds.same_weights(one.weights, whole.weights, job, reordered=True)
+
+
+def visited_and_moved(job: Job, folder: Path) -> tuple[Result, set[str], set[str], set[str]]:
+    """The result, the experts that this rank has visited, and those of which it has read and written states."""
+    engine = start_ranks(job, RANKS_DISK, folder, device_memory="300KB", experts="visited")
+    inspected, moved = testing.inspect(engine), {"read": set[str](), "write": set[str]()}
+    store = inspected.store
+    assert store is not None
+    losses: list[float] = []
+    with pytest.MonkeyPatch.context() as patch, visits(engine.module) as seen:
+        for way, names in moved.items():
+            real = getattr(store, way)
+
+            def told(unit: int, state: State, *args: Any, _real: Any = real, _names: Any = names, **more: Any) -> Any:
+                _names.add(inspected.layouts[unit].name)
+                return _real(unit, state, *args, **more)
+
+            patch.setattr(store, way, told)
+        for step in range(job.steps):
+            loss = job.loss(engine, step, 0)
+            engine.backward(loss)
+            losses.append(engine.mean(float(loss.detach())))
+            engine.step()
+        testing.settle(engine, commit=False)
+    result = Result(losses, [], weights_of(engine))
+    engine.destroy(remove=True)
+    return result, seen, *({name for name in names if name.endswith("]")} for names in moved.values())
+
+
+@pytest.mark.numeric
+def test_ranks_read_and_update_what_any_of_them_visits(ranks: RankPool, tmp_path: Path) -> None:
+    """And no other expert, whose weights keep their bits; one rank with both rows has the same numbers."""
+    found = ranks.run(visited_and_moved, JOB, tmp_path / "two")
+    (one, seen, read, written), (other, more, *moved) = found
+    assert seen != more, "both ranks visit the same"
+    assert read == written == seen | more == moved[0] == moved[1]
+    assert_same_tensors(one.weights, other.weights, "ranks")
+    torch.manual_seed(JOB.seed)
+    first = JOB.model().state_dict()[STACK]
+    for expert in range(16):
+        same = torch.equal(one.weights[STACK][expert], first[expert])
+        assert same == (f"{STACK.rpartition('.')[0]}[{expert}]" not in seen | more)
+    alone = train(JOB, RANKS_DISK, tmp_path / "one", experts="visited")
+    rounding_bounds.same_losses(one.losses, alone.losses, JOB)
+    rounding_bounds.same_weights(one.weights, alone.weights, JOB, reordered=True)
+
+
+# -- values and files ---------------------------------------------------------------------------------
+
+
+def read_and_set(folder: Path) -> None:
+    """Each rank reads and sets the whole stack, and its partitions of the rows."""
+    engine = start_ranks(JOB, RANKS_DISK, folder)
+    stack = engine.module.get_parameter(STACK)
+    engine.backward(JOB.loss(engine, 0, 0))
+    gradient = offload.safe_get_full_grad(stack)
+    assert gradient is not None and bool(gradient.any())
+    offload.safe_set_full_grad(stack, gradient * 2)
+    twice = offload.safe_get_full_grad(stack)
+    assert twice is not None and torch.equal(twice, gradient * 2)
+    engine.step()
+    values = torch.randn(stack.shape, generator=torch.Generator().manual_seed(1))
+    offload.safe_set_full_fp32_param(stack, values)
+    local = offload.safe_get_local_fp32_param(stack)
+    assert local is not None and 0 < local.numel() < stack.numel()
+    offload.safe_set_local_fp32_param(stack, local + 1)
+    found = offload.safe_get_full_fp32_param(stack)
+    assert found is not None and torch.equal(found.cpu(), values + 1)
+    with pytest.raises(offload.errors.OffloadError):  # on one rank alone; the other has the shape that it should
+        offload.safe_set_local_fp32_param(stack, local if rank_and_size()[0] else local[1:])
+    with offload.gathered(stack, modify=True):
+        stack.data[3] = 7.0
+    assert bool((stack.detach().clone()[3] == 7).all())
+    with offload.gathered(stack, modify=True):
+        if rank_and_size()[0] == 0:
+            stack.data[5] = 8.0
+    assert bool((stack.detach().clone()[5] == 8).all())
+    engine.destroy(remove=True)
+
+
+@pytest.mark.slow
+def test_values_are_read_and_set_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(read_and_set, tmp_path)
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    engine = start_ranks(JOB, RANKS_DISK, folder / "run")
+    for step in range(2):
+        engine.backward(JOB.loss(engine, step, 0))
+        engine.step()
+    engine.save_checkpoint(folder / "saved")
+    engine.destroy()
+    engine = start_ranks(JOB, RANKS_DISK, folder / "run", resume="must")
+    weights = weights_of(engine)
+    engine.load_checkpoint(folder / "saved")
+    assert engine.global_steps == 2
+    assert_same_tensors(weights_of(engine), weights)
+    engine.destroy(remove=True)
+    return weights
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("experts", ["each", "whole"])
+def test_a_checkpoint_of_two_ranks_loads_on_one(experts: str, ranks: RankPool, tmp_path: Path) -> None:
+    weights = ranks.run(saved, tmp_path)[0]
+    engine = start_ranks(JOB._replace(seed=5), HOST, tmp_path / "one", experts=experts)
+    engine.load_checkpoint(tmp_path / "saved")
+    assert_same_tensors(weights_of(engine), weights)
+    engine.destroy(remove=True)
+
+
+def test_the_loop_takes_the_place_of_an_implementation_that_needs_all(tmp_path: Path) -> None:
+    """Until the engine ends, and of no other model with the same config."""
+    model = mixtral()
+    model.set_experts_implementation("grouped_mm")
+    engine = start(Job(lambda: model, models.language_loss), DISK, tmp_path)
+    assert any('16 experts are units of their own, in a loop in place of "grouped_mm"' in n for n in engine.notices)
+    stacks = stacks_of(model).values()
+    assert {stack.config._experts_implementation for stack in stacks} == {"eager"}
+    assert model.config._experts_implementation == "grouped_mm"
+    engine.destroy(remove=True)
+    assert all(stack.config is model.config for stack in stacks)
+
+
+def halved(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """An implementation of the user's that computes something else."""
+    return grouped_mm_experts_forward(module, *args, **kwargs) / 2
+
+
+def test_an_implementation_of_the_users_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one of transformers' by a loop of the user's. The stacks stay whole, and a line says why."""
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "halved", halved)
+    losses = []
+    for name in ("grouped_mm", "halved"):
+        model = seeded(mixtral)
+        model.set_experts_implementation(name)
+        plain = models.language_loss(model, 0, 0).item()
+        engine = start(Job(lambda model=model: model, models.language_loss), DISK, tmp_path / name)
+        losses.append(models.language_loss(engine, 0, 0).item())
+        assert losses[-1] == pytest.approx(plain, rel=1e-6)
+        whole = not any(layout.name.endswith("]") for layout in testing.inspect(engine).layouts)
+        assert whole is (name == "halved")
+        assert any('"halved" is halved' in notice for notice in engine.notices) is whole
+        engine.destroy(remove=True)
+    assert losses[0] != losses[1]
+
+
+class Centred(nn.Module):
+    """An activation that reads all its tokens at once: those of one expert in a loop, of all experts without one."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(hidden - hidden.mean(0, keepdim=True))
+
+
+@pytest.mark.parametrize("change", ["activation", "gate", "hook"])
+def test_what_mixes_the_tokens_of_experts_is_not_put_into_a_loop(change: str, tmp_path: Path) -> None:
+    model = seeded(mixtral)
+    model.set_experts_implementation("grouped_mm")
+    stacks = stacks_of(model).values()
+    before = models.language_loss(model, 0, 0).item()
+    for stack in stacks:
+        if change == "activation":
+            stack.act_fn = Centred()
+        elif change == "gate":
+            stack._apply_gate = lambda hidden: Centred()(hidden.chunk(2, -1)[0])
+        else:
+            stack.act_fn.register_forward_hook(lambda _, args, output: output - output.mean(0))
+    plain = models.language_loss(model, 0, 0).item()
+    assert plain != pytest.approx(before, rel=1e-6)
+    engine = start(Job(lambda: model, models.language_loss), DISK, tmp_path)
+    assert models.language_loss(engine, 0, 0).item() == pytest.approx(plain, rel=1e-6)
+    assert any("which a loop over the experts may not replace" in notice for notice in engine.notices)
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("rule", ["LAMB", "Muon"])
+def test_stacks_stay_whole_for_an_optimizer_that_looks_at_whole_parameters(rule: str, tmp_path: Path) -> None:
+    engine = start(Job(mixtral, models.language_loss, optimizer=rule), DISK, tmp_path)
+    assert any("the optimizer's rule looks at whole parameters" in notice for notice in engine.notices)
+    assert not any(layout.name.endswith("]") for layout in testing.inspect(engine).layouts)
+    engine.destroy(remove=True)
+
+
+def test_a_module_that_is_one_unit_by_name_contains_its_experts(tmp_path: Path) -> None:
+    engine = start(Job(mixtral, models.language_loss), DISK, tmp_path, units=["MixtralDecoderLayer"])
+    assert not any(layout.name.endswith("]") for layout in testing.inspect(engine).layouts)
+    engine.destroy(remove=True)
+
+
+def test_a_run_resumes_with_the_experts_that_it_had(tmp_path: Path) -> None:
+    """Experts that are skipped, and that are not, have the same swap files."""
+    start(SIXTEEN, DISK, tmp_path).destroy()
+    with pytest.raises(StoreError, match='resume with the "units" and "experts" that the run had'):
+        start(SIXTEEN, DISK, tmp_path, resume="must", experts="whole")
+    start(SIXTEEN, DISK, tmp_path, resume="must", experts="visited").destroy(remove=True)
+
+
+def test_a_stack_with_an_adapter_of_its_own_stays_whole() -> None:
+    """peft adds the adapter's product to the whole parameter."""
+    assert len(find_stacks(adapted())) == 2
+    assert find_stacks(adapted(target_parameters=["mlp.experts.down_proj"])) == ()
+
+
+def adapted_parameters() -> Any:
+    """Adapters of attention, and of both stacks of each layer, one around the other."""
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return peft.get_peft_model(mixtral(4), peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=stacks))
+
+
+@pytest.mark.usefixtures("engines_end")
+@pytest.mark.works("Training", "LoRA on stacked experts themselves (peft's `target_parameters`)", "right")
+@pytest.mark.numeric
+def test_adapters_of_stacks_train_as_in_the_stock_trainer(tmp_path: Path) -> None:
+    assert_close(
+        offloaded(tmp_path / "mine", model=adapted_parameters),
+        stock(tmp_path / "stock", model=adapted_parameters),
+        adapted_parameters,
+    )
+
+
+@pytest.mark.usefixtures("engines_end")
+def test_a_stack_that_is_changed_while_its_experts_run_is_still_refused(tmp_path: Path) -> None:
+    model = seeded(adapted_parameters)
+    blocks = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "train_micro_batch_size_per_gpu": 2}
+    engine, *_ = offload.initialize(model=model, config=config_parameters(tmp_path, MEMORY[0], **blocks))
+    experts = next(module for name, module in model.named_modules() if type(module).__name__ == "MixtralExperts")
+
+    def change(module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            module.parametrizations.down_proj.original.add_(1)
+
+    experts.register_forward_hook(change)
+    ids = Texts()[0]["input_ids"][None]
+    with pytest.raises(UsageError, match="down_proj was changed in place while its module ran"):
+        engine(input_ids=ids, labels=ids)
+    engine.destroy(remove=True)

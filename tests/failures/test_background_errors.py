@@ -1,23 +1,35 @@
-"""An error on a background thread is raised once, with its cause; no commit is lost."""
+"""An error of a thread or of the user's code is raised once, with its cause, and nothing is left behind."""
 
 from __future__ import annotations
 
 import errno
+import shlex
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
+import offload
 from offload import testing
 from offload.aio import File
 from offload.aio.protocols import Future
-from offload.errors import EngineFailed, IoError
+from offload.aio.shared_queue import SharedQueue
+from offload.config import Config
+from offload.engine import assembly, setup
+from offload.engine import engine as core
+from offload.errors import BudgetError, ConfigError, EngineFailed, IoError, StoreError
+from offload.swapper.memory.host_arena import process_memory
 from offload.swapper.store import Store
+from tests.failures.test_processes import start_processes as start_status
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, use_queue
-from tests.support.oracle import run, start, train_step
+from tests.support.oracle import assert_same_tensors, config, run, start, train_step, weights_of
+from tests.support.processes import warm_process
 
 DISK = ("nvme", "nvme")
 
@@ -165,3 +177,196 @@ def test_an_interrupt_in_the_middle_of_a_boundary(tmp_path: Path, monkeypatch: p
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("of the test")
+
+
+def workers() -> int:
+    return sum(thread.name == "offload-update" for thread in threading.enumerate())
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        *(
+            (assembly, "compute_spans"),
+            (assembly, "KeptInputs"),
+            (assembly, "ModuleHooks"),
+            (assembly, "WeightEdits"),
+            (assembly, "UpdateWorker"),
+        ),
+        *((assembly, "_meter"), (core, "OptimizerStep"), (setup, "Engine")),
+    ],
+)
+def test_a_start_that_fails_late_leaves_nothing(
+    where: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[nn.Module] = []
+    job = models.GPT2._replace(model=lambda: made.append(models.GPT2.model()) or made[-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, fails)
+        with pytest.raises(RuntimeError, match="of the test"):
+            start(job, DISK, tmp_path, activations="nvme")
+    assert not workers() and not list(tmp_path.rglob("states"))
+    assert not any(m._forward_pre_hooks or m._forward_hooks or m._state_dict_hooks for m in made[0].modules())
+    start(job, DISK, tmp_path).destroy(remove=True)
+
+
+def _without_json(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    made = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    made.history = torch.zeros(3)  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("reason", ["the schedule's state", "memory", "room"])
+def test_a_start_that_is_refused_late_keeps_the_run_that_it_would_replace(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A closed run, which a start with "resume": "never" replaces."""
+    job = models.GPT2
+    engine = start(job, DISK, tmp_path)
+    train_step(engine, job, 0)
+    before = weights_of(engine)
+    engine.destroy()
+    content = config(job, DISK, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises((ConfigError, BudgetError, StoreError)):
+        if reason == "memory":
+            testing.replace(patch, "device.arena", mock.Mock(side_effect=BudgetError("of the test")))
+        if reason == "room":
+            testing.replace(patch, "drives.free", lambda paths: [(0, 0) for _ in paths])
+        schedule = _without_json if reason == "the schedule's state" else None
+        model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)) if reason == "room" else job.model()
+        offload.initialize(model=model, lr_scheduler=schedule, config=content)
+    again = start(job, DISK, tmp_path, resume="must")
+    assert again.global_steps == 1
+    assert_same_tensors(weights_of(again), before)
+    again.destroy(remove=True)
+
+
+@pytest.mark.parametrize("name", ["_written", "_meter", "Store"])
+def test_a_start_that_fails_early_leaves_no_queue_open(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: set[SharedQueue] = set()
+    make, close = assembly._queue, SharedQueue.close
+
+    def made(config: Config) -> SharedQueue:
+        opened.add(queue := make(config))
+        return queue
+
+    testing.replace(monkeypatch, "io.open_queue", made)
+    testing.replace(monkeypatch, "io.close_queue", lambda queue: (close(queue), opened.discard(queue)))
+    monkeypatch.setattr(assembly, name, fails)
+    with pytest.raises(RuntimeError, match="of the test"):
+        start(models.GPT2, DISK, tmp_path)
+    assert not opened
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("part", ["update_worker", "gradients", "pager", "queue"])
+def test_a_component_that_cannot_be_closed_keeps_nothing_open(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(models.GPT2, DISK, tmp_path)
+    it = getattr(testing.inspect(engine), part)
+    closed = it.close
+    monkeypatch.setattr(it, "close", lambda: (closed(), fails()))
+    with pytest.raises(RuntimeError, match="of the test"):
+        engine.destroy()
+    assert not workers() and testing.inspect(engine).host_arena not in process_memory().arenas
+    again = start(models.GPT2, DISK, tmp_path, resume="must")  # the lock is free
+    again.destroy(remove=True)
+
+
+def message_of(folder: Path, error: BaseException, rewritten: bool = False, **options: object) -> str:
+    engine = start(models.GPT2, DISK, folder, **options)
+    train_step(engine, models.GPT2, 0)
+    testing.inspect(engine).pager.mark_rewritten(rewritten)
+    testing.fail(engine, error)
+    with pytest.raises(EngineFailed) as caught:
+        train_step(engine, models.GPT2, 1)
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("durability", ["step", "none"])
+def test_a_run_that_is_not_removed_after_an_error_is_reported(
+    durability: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The command is one for a shell, whatever the path."""
+    tmp_path /= "a drive's runs"
+    tmp_path.mkdir()
+    engine = start(models.GPT2, DISK, tmp_path, durability=durability)
+    train_step(engine, models.GPT2, 0)
+    testing.settle(engine, commit=False)
+    testing.fail(engine, IoError("states", 0, 1, errno.EIO, "read"))
+    for _ in range(2):  # reported once
+        engine.destroy(remove=True)
+    messages = [each.getMessage() for each in caplog.records if "is kept" in each.getMessage()]
+    folder = tmp_path / "default"
+    delete = f"offload rm {shlex.quote(str(folder))}"
+    kept = f"an error has stopped the engine, so the run in {folder} is kept: `{delete}` deletes it"
+    assert messages == ([kept] if durability == "step" else []) and folder.exists() == bool(messages)
+
+
+def test_the_last_commit_is_called_intact_only_where_it_is(tmp_path: Path) -> None:
+    fault, damage = IoError("states", 0, 1, errno.EIO, "read"), IoError("states", 0, 1, errno.EBADMSG, "use a weight")
+    assert message_of(tmp_path / "fault", fault).endswith("the last committed step is intact")
+    message = message_of(tmp_path / "damage", damage)
+    assert "intact" not in message and '"resume": "auto"' in message and "checkpoint" in message
+    message = message_of(tmp_path / "none", fault, durability="none")
+    assert "intact" not in message and "nothing was committed" in message
+    message = message_of(tmp_path / "load", fault, rewritten=True)
+    assert "intact" not in message and "replacing frozen weights" in message
+
+
+SCRIPT = """
+import sys, threading
+from pathlib import Path
+from tests.failures.test_background_errors import start, train
+engine = start(Path({folder!r}))
+train(engine)
+{ending}
+"""
+FAILS = {
+    "a number": "sys.exit(1)",
+    "words": "sys.exit('no more room')",
+    "a caught error": "try:\n    raise ValueError('a bad batch')\nexcept ValueError:\n    sys.exit(2)",
+}
+DONE = {
+    "nothing": "sys.exit()",
+    "zero": "sys.exit(0)",
+    "a thread's": "thread = threading.Thread(target=sys.exit, args=[1])\nthread.start()\nthread.join()",
+    "caught": "try:\n    sys.exit(1)\nexcept SystemExit:\n    train(engine)",
+}
+
+
+def train(engine: offload.Engine) -> None:
+    engine.backward(engine(torch.ones(4, 8)).square().mean())
+    engine.step()
+
+
+def ended(ending: str, folder: Path) -> tuple[int, str]:
+    """Returns the status and the errors of a script that commits a step and ends as `ending` says."""
+    done = warm_process.python(SCRIPT.format(folder=str(folder), ending=ending))
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("how", FAILS)
+def test_a_failure_keeps_the_run(how: str, tmp_path: Path) -> None:
+    status, told = ended(FAILS[how], tmp_path)
+    assert status == (2 if how == "a caught error" else 1) and ("no more room" in told) == (how == "words")
+    assert "a start without it is refused while the run is there" in told
+    with pytest.raises(StoreError, match="holds a run that did not end"):
+        start_status(tmp_path)
+
+
+@pytest.mark.parametrize("how", DONE)
+def test_another_end_is_an_end_of_the_run(how: str, tmp_path: Path) -> None:
+    status, told = ended(DONE[how], tmp_path)
+    assert status == 0 and "a start without it begins anew" in told
+    start_status(tmp_path).destroy(remove=True)

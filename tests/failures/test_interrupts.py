@@ -1,22 +1,20 @@
-"""Ctrl-C at any moment: training goes on with the right bits, or the engine says that it stopped, and resume is right.
-
-The signal comes wherever CPython has just looked for one, in any frame of ours or of threading's, and CPython handles
-it where it looks next: at a function's begin, after a call, where a loop turns. A trace function that raises the error
-itself will not do: it raises between two instructions, and behind the call of `with lock: return call()` that is no
-longer within the `with`, which leaves the lock taken. CPython raises in the call, which is within.
-"""
+"""Ctrl-C, once or twice, early or at the end, leaves an engine that goes on or a run that resumes."""
 
 from __future__ import annotations
 
 import _thread
 import contextlib
 import dis
+import json
+import os
 import random
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -25,22 +23,127 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import interrupts
+from offload import interrupts, testing
 from offload.errors import EngineFailed
 from offload.interrupts import defer_signals
 from offload.swapper.memory.lock import InterruptibleLock
 from offload.swapper.pager import Pager
-from tests.support.devices.late_device import LateDevice, use_device
-from tests.support.oracle import Job, start, train_step
+from tests.failures.test_background_errors import train
+from tests.failures.test_processes import start_processes as start_end
+from tests.support.devices.late_device import LateDevice, Ticks, use_device
+from tests.support.oracle import Job, room_for, start, train_step
+from tests.support.processes import warm_process
 from tests.support.sampling import examples
 
-STEPS = 5
-_OURS = str(Path(offload.__file__).parent)
+STEPS, UNITS, WIDTH, ROWS = 2, 6, 256, 512
+
+
+class Signals:
+    """The signals to come, and the time of each unit's backward."""
+
+    def __init__(self, moments: list[str]) -> None:
+        self.moments = [(int(step), int(unit), float(delay)) for step, unit, delay in (m.split(":") for m in moments)]
+        self.step = 0
+        self.began: list[float] = []
+        self.sent = 0.0
+        self.waiting = False
+        self.timer = threading.Timer(0, self._send)
+
+    def unit_begins(self, unit: int) -> None:
+        self.began.append(time.monotonic())
+        if self.moments and self.moments[0][:2] == (self.step, unit):
+            self.waiting = True
+            self.timer = threading.Timer(self.moments.pop(0)[2], self._send)
+            self.timer.start()
+        if unit == 0 and self.waiting:  # the machine may be slow to run the timer's thread
+            time.sleep(60)
+
+    def _send(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        self.sent, self.waiting = time.monotonic(), False
+
+    def obeyed(self) -> int:
+        """Returns the number of units that began after the last signal."""
+        self.timer.join()
+        return sum(began > self.sent for began in self.began)
+
+
+class Mark(torch.autograd.Function):
+    """Notices that the backward of a unit begins."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, signals: Signals, unit: int) -> torch.Tensor:
+        ctx.signals, ctx.unit = signals, unit
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.signals.unit_begins(ctx.unit)
+        return gradient.clone(), None, None
 
 
 class Net(nn.Module):
+    signals: Signals
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for unit, block in enumerate(self.blocks):
+            hidden = Mark.apply(block(hidden), self.signals, unit)
+        return hidden
+
+
+def loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    return model(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean()
+
+
+def main(device: str, folder: str, moments: list[str]) -> None:
+    """Trains two steps."""
+    if device == "test":
+        from offload.swapper.memory import device as device_choice
+        from tests import device as test_device
+        from tests.device.host_side import DeviceHostSide
+
+        test_device.load()
+        device_choice.HOST_SIDES[test_device.NAME] = DeviceHostSide
+    before = set(threading.enumerate())
+    room = 4 * 4 * WIDTH * (WIDTH + 64)
+    engine = start(Job(Net, loss), ("nvme", "nvme"), Path(folder), device=device, device_memory=room)
+    signals = engine.module.signals = Signals(moments)
+    interrupted = False
+    while signals.step < STEPS:
+        try:
+            value = loss(engine, signals.step, 0)
+            engine.backward(value)
+            time.sleep(0.02)  # a signal that came in the last unit is taken here, and not in step()
+        except KeyboardInterrupt:
+            print(f"obeyed {signals.obeyed()}", flush=True)
+            if interrupted:
+                raise
+            interrupted = True
+            engine.zero_grad()
+            continue
+        engine.step()
+        print(f"step {signals.step} {float(value.detach())!r} {engine.get_global_grad_norm()!r}", flush=True)
+        signals.step += 1
+    engine.destroy(remove=True)
+    left = sorted(each.name for each in set(threading.enumerate()) - before)
+    print(f"closed {left}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+
+INTERRUPTS_STEPS = 5
+_OURS = str(Path(offload.__file__).parent)
+
+
+class InterruptsNet(nn.Module):
     """Small, with dropout, so that a lost or repeated forward shows in the generator."""
 
     def __init__(self) -> None:
@@ -54,13 +157,13 @@ class Net(nn.Module):
         return self.head(hidden)
 
 
-def loss(model: Any, step: int, micro: int) -> torch.Tensor:
+def loss_interrupts(model: Any, step: int, micro: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     torch.manual_seed(100 + step)  # dropout depends on the step alone, however often it is begun
     return model(torch.randn(2, 32, generator=generator)).pow(2).mean()
 
 
-JOB = Job(Net, loss, steps=STEPS)
+JOB = Job(InterruptsNet, loss_interrupts, steps=INTERRUPTS_STEPS)
 
 
 class _Arrival:
@@ -157,7 +260,7 @@ def _drop(_: object) -> None:
 
 
 def _steps(engine: offload.Engine, job: Job, first: int) -> dict[int, float]:
-    return {step: train_step(engine, job, step) for step in range(first, STEPS)}
+    return {step: train_step(engine, job, step) for step in range(first, INTERRUPTS_STEPS)}
 
 
 def _moments(job: Job, folder: Path, **options: Any) -> int:
@@ -276,3 +379,478 @@ def test_interrupts_beside_a_time_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_many_interrupts(seed: int, tmp_path: Path) -> None:
     _try(seed, 200, tmp_path)
+
+
+BLOCKS = 6
+AT = 3
+"""The block in whose backward Ctrl-C comes; the blocks before it are still to come."""
+
+
+class Watch:
+    """The blocks whose backward began, last first, and the thread of each."""
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.threads: set[int] = set()
+        self.armed = self.in_change = False
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@interrupts.uninterrupted
+def interrupt_a_change() -> None:
+    interrupt()
+
+
+class BackwardMark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, watch: Watch, block: int) -> torch.Tensor:
+        ctx.watch, ctx.block = watch, block
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.watch.blocks.append(ctx.block)
+        ctx.watch.threads.add(threading.get_ident())
+        if ctx.watch.armed and ctx.block == AT:
+            (interrupt_a_change if ctx.watch.in_change else interrupt)()
+        return gradient.clone(), None, None
+
+
+class BackwardNet(nn.Module):
+    def __init__(self, recomputes: bool | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(BLOCKS))
+        self.watch, self._reentrant = Watch(), recomputes
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if self._reentrant is None:
+                hidden = block(hidden)
+            else:
+                hidden = checkpoint(block, hidden, use_reentrant=self._reentrant)
+            hidden = torch.tanh(BackwardMark.apply(hidden, self.watch, index))
+        return hidden
+
+
+class Recomputed(BackwardNet):
+    def __init__(self) -> None:
+        super().__init__(False)
+
+
+class Reentrant(BackwardNet):
+    def __init__(self) -> None:
+        super().__init__(True)
+
+
+def loss_backward(model: Any, step: int, micro: int) -> torch.Tensor:
+    hidden = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+    return model(hidden.requires_grad_()).pow(2).mean()  # a reentrant checkpoint wants an input that does
+
+
+BACKWARD_JOB = Job(BackwardNet, loss_backward, steps=3)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
+    """A device that obeys the caller's wish for one thread, as torch does; the handler is Python's."""
+    device = LateDevice(0, 0.5)
+    use_device(monkeypatch, device, always=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield device
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("model", [BackwardNet, Recomputed, Reentrant])
+def test_ctrl_c_ends_a_backward_within_one_unit(model: type[BackwardNet], device: LateDevice, tmp_path: Path) -> None:
+    job = BACKWARD_JOB._replace(model=model)
+    expected = start(job, ("nvme", "nvme"), tmp_path / "whole")
+    losses = [train_step(expected, job, step) for step in range(job.steps)]
+    expected.destroy(remove=True)
+    engine = start(job, ("nvme", "nvme"), tmp_path / "interrupted")
+    with Ticks(device):
+        assert train_step(engine, job, 0) == losses[0]
+        watch = engine.module.watch
+        watch.blocks.clear()
+        watch.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss_backward(engine, 1, 0))
+        assert watch.blocks[: BLOCKS - AT] == list(range(BLOCKS - 1, AT - 1, -1))
+        assert len(watch.blocks) <= BLOCKS - AT + 1, "the next unit at most"
+        watch.armed = False
+        engine.zero_grad()
+        assert [train_step(engine, job, step) for step in (1, 2)] == losses[1:]
+    assert watch.threads == {threading.get_ident()} and device.broken == []
+    engine.destroy(remove=True)
+
+
+def test_a_ctrl_c_that_had_to_wait_for_a_change_is_obeyed_by_the_next_unit(
+    device: LateDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However soon the next units are done: the signal arrives again only after a moment."""
+    testing.replace(monkeypatch, "clock.interrupts", 0.3)
+    engine = start(BACKWARD_JOB, ("nvme", "nvme"), tmp_path, device_memory=room_for(BACKWARD_JOB, 2))
+    watch = engine.module.watch
+    watch.armed = watch.in_change = True
+    with Ticks(device), pytest.raises(KeyboardInterrupt):
+        engine.backward(loss_backward(engine, 0, 0))
+    assert len(watch.blocks) <= BLOCKS - AT + 1
+    engine.destroy(remove=True)
+
+
+def test_a_backward_of_torch_is_ended_when_it_is_over(device: LateDevice, tmp_path: Path) -> None:
+    """Where the loop calls `loss.backward()`: as in plain PyTorch on a GPU. Training goes on as right."""
+    engine = start(BACKWARD_JOB, ("nvme", "nvme"), tmp_path)
+    watch = engine.module.watch
+    watch.armed = True
+    with Ticks(device):
+        with pytest.raises(KeyboardInterrupt):
+            loss_backward(engine, 0, 0).backward()
+        assert watch.blocks == list(range(BLOCKS - 1, -1, -1)) and threading.get_ident() not in watch.threads
+        watch.armed = False
+        engine.zero_grad()
+        train_step(engine, BACKWARD_JOB, 0)
+    assert device.broken == []
+    engine.destroy(remove=True)
+
+
+def test_the_setting_of_torch_is_the_users_again(tmp_path: Path) -> None:
+    engine: offload.Engine = start(BACKWARD_JOB, ("cpu", "cpu"), tmp_path)
+    engine.backward(loss_backward(engine, 0, 0))
+    assert torch._C._is_multithreading_enabled()
+    engine.destroy(remove=True)
+
+
+def test_a_ctrl_c_as_the_backward_ends_leaves_no_setting_behind(
+    device: LateDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(BACKWARD_JOB, ("cpu", "cpu"), tmp_path)
+    setting = torch.autograd.set_multithreading_enabled
+    leave = setting.__exit__
+
+    def interrupted(self: Any, *error: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        leave(self, *error)
+
+    ended = loss_backward(engine, 0, 0)
+    monkeypatch.setattr(setting, "__exit__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(ended)
+        for _ in range(1000):  # the signal arrives again a moment later
+            time.sleep(0.01)
+    monkeypatch.undo()
+    assert torch._C._is_multithreading_enabled()
+    engine.destroy(remove=True)
+
+
+# -- real processes -------------------------------------------------------------------------------------
+
+
+def process(device: str, folder: Path, *moments: str) -> tuple[list[str], int]:
+    """Runs `slow_backward`; returns its lines and its status. Each Ctrl-C was obeyed within one unit."""
+    arguments = ["-m", "tests.failures.slow_backward", device, str(folder), *moments]
+    done = warm_process.run(arguments, cwd=warm_process.ROOT, timeout=300)
+    lines = done.stdout.splitlines()
+    obeyed = [int(line.split()[1]) for line in lines if line.startswith("obeyed")]
+    assert len(obeyed) == len(moments) and max(obeyed, default=0) <= 1, (moments, lines, done.stderr[-2000:])
+    return [line for line in lines if not line.startswith("obeyed")], done.returncode
+
+
+def assert_obeyed(device: str, folder: Path, moments: list[str]) -> None:
+    """A first Ctrl-C costs the step that is begun again, a second ends the process; nothing else changes."""
+    whole, status = process(device, folder / "whole")
+    assert status == 0 and len(whole) == 3 and whole[-1] == "closed []"
+    for number, moment in enumerate(moments):
+        if number % 2:
+            assert process(device, folder / str(number), moment) == (whole, 0), moment
+        else:
+            lines, status = process(device, folder / str(number), moment, moment)
+            assert lines == whole[: int(moment[0])] and status == -signal.SIGINT, moment
+
+
+def test_a_process_obeys_each_ctrl_c_in_a_backward(tmp_path: Path) -> None:
+    assert_obeyed("cpu", tmp_path, ["1:3:0", "0:4:0"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "test"])
+def test_a_process_obeys_each_ctrl_c_at_random_moments_of_a_backward(device: str, tmp_path: Path) -> None:
+    chance = random.Random(28)
+    moments = [f"{chance.randrange(2)}:{chance.randrange(6)}:{chance.uniform(0.0, 0.02)}" for _ in range(10)]
+    assert_obeyed(device, tmp_path, moments)
+
+
+LONG = 240.0
+"""Seconds that a process may take to begin, or to end: a slow machine that does much else."""
+AT_ONCE = "stopped at once by a second Ctrl-C; steps that were committed are kept"
+FOREVER = """\
+import time
+
+def forever():
+    while True:
+        time.sleep(0.01)
+
+"""
+"""A function that waits for a signal. One long sleep would miss a signal that comes just before its system call."""
+BLOCK = "import ctypes; mutex = ctypes.create_string_buffer(64); lock = ctypes.CDLL(None).pthread_mutex_lock\n"
+BLOCKED = "(lock(mutex), lock(mutex))"
+"""A call of native code that never returns: no handler of Python's runs in it."""
+
+TRAINING = """\
+import sys
+import time
+import deepspeed
+import torch
+
+torch.manual_seed(0)
+tier = {"device": "nvme", "nvme_path": "swap"}
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 3, "offload_optimizer": tier},
+    "offload": {"device": "cpu", "resume": "auto"},
+}
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config)
+for step in range(engine.global_steps, int(sys.argv[1])):
+    loss = (engine(torch.ones(4, 8) * step) - 1).square().mean()
+    engine.backward(loss)
+    engine.step()
+    print(step, loss.item(), flush=True)
+    time.sleep(float(sys.argv[2]))
+engine.destroy()
+"""
+
+
+def begin(folder: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
+    """Begins a script as `offload run` does, in a folder: before accelerate is imported, so in no warm process."""
+    (folder / "train.py").write_text(text)
+    command = [sys.executable, "-m", "offload.deepspeed", "train.py", *arguments]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(process: warm_process.Process | subprocess.Popen[str], word: str) -> list[str]:
+    """Returns the lines of its output until one that begins with `word`."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.strip())
+        if line.startswith(word):
+            return lines
+    raise AssertionError(f"it ended and never said {word!r}: {process.communicate()}")
+
+
+def completed(process: subprocess.Popen[str]) -> list[str]:
+    """Returns the lines of its output, to its end."""
+    output, errors = process.communicate(timeout=LONG)
+    assert process.returncode == 0, errors
+    return output.splitlines()
+
+
+def interrupted(process: warm_process.Process | subprocess.Popen[str]) -> str:
+    """Returns what it says on stderr after a Ctrl-C that ends it."""
+    process.send_signal(signal.SIGINT)
+    try:
+        _, errors = process.communicate(timeout=LONG)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert errors is not None and "Traceback" not in errors
+    return errors
+
+
+# -- offload run --------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(900)  # three processes, one after the other, import everything
+def test_the_first_ends_after_the_last_complete_step_and_the_run_resumes_bit_for_bit(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    # With a pause behind each step, so that a slow machine does not make thousands before the signal comes.
+    process = begin(parts, TRAINING, "1000000", "0.2")
+    seen = wait_for(process, "7 ")
+    errors = interrupted(process)
+    first, kept = errors.strip().splitlines()[-2:]
+    assert first.startswith("stopped by Ctrl-C in train.py, line ") and first.endswith("; Ctrl-C again ends at once")
+    step = re.search(r"the run is kept in \S+/swap/default, at step (\d+): ", kept)
+    assert step is not None and '"resume": "auto" goes on' in kept
+    steps = int(step[1]) + 4
+    unbroken, resumed = (completed(begin(folder, TRAINING, str(steps), "0")) for folder in (whole, parts))
+    assert len(unbroken) == steps and unbroken[:8] == seen
+    assert resumed == unbroken[-4:]
+
+
+ENDINGS = {
+    "in a finally": """\
+try:
+    print("ready", flush=True)
+    forever()
+finally:
+    print("ending", flush=True)
+    forever()
+""",
+    "at exit": """\
+atexit.register(lambda: (print("ending", flush=True), forever()))
+print("ready", flush=True)
+forever()
+""",
+    "beside a thread": """\
+def work():
+    time.sleep(0.1)
+    print("ready", flush=True)
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+    print("ending", flush=True)
+    forever()
+
+threading.Thread(target=work).start()
+forever()
+""",
+}
+"""Scripts that take long to end."""
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_second_ends_it_at_once(ending: str, tmp_path: Path) -> None:
+    process = begin(tmp_path, f"{FOREVER}import atexit, threading\n{ENDINGS[ending]}")
+    wait_for(process, "ready")
+    process.send_signal(signal.SIGINT)
+    wait_for(process, "ending")
+    assert interrupted(process).splitlines()[-1] == AT_ONCE
+
+
+def test_the_second_ends_native_code_that_does_not_return(tmp_path: Path) -> None:
+    text = f"{FOREVER}{BLOCK}import atexit\natexit.register(lambda: (print('ending', flush=True), {BLOCKED}))\n"
+    process = begin(tmp_path, text + "print('ready', flush=True)\nforever()\n")
+    wait_for(process, "ready")
+    process.send_signal(signal.SIGINT)
+    wait_for(process, "ending")
+    assert interrupted(process).splitlines()[-1] == AT_ONCE
+
+
+def test_a_script_that_catches_each_is_never_ended(tmp_path: Path) -> None:
+    text = (
+        f"{FOREVER}"
+        "for number in range(3):\n"
+        "    try:\n"
+        "        print('ready', flush=True)\n"
+        "        forever()\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('caught', number, flush=True)\n"
+    )
+    process = begin(tmp_path, text)
+    for _ in range(3):
+        wait_for(process, "ready")
+        process.send_signal(signal.SIGINT)
+        wait_for(process, "caught")
+    _, errors = process.communicate(timeout=LONG)
+    assert process.returncode == 0 and not errors, errors
+
+
+def test_offload_run_itself(tmp_path: Path) -> None:
+    """The real command, from its start: also while it imports."""
+    text = "import time\nprint('ready', flush=True); [time.sleep(0.01) for _ in range(100_000)]\n"
+    (tmp_path / "train.py").write_text(text)
+    command = [sys.executable, "-m", "offload", "run", "train.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(process, "ready")
+    assert interrupted(process) == "stopped by Ctrl-C in train.py, line 2; Ctrl-C again ends at once\n"
+
+
+def test_while_the_imports_of_offload_run_take_their_time(tmp_path: Path) -> None:
+    from offload.cli.commands.launch import _START
+
+    blocked = _START.replace("from offload", f"print('ready', flush=True)\n{FOREVER}forever()\nfrom offload")
+    process = subprocess.Popen(
+        [sys.executable, "-c", blocked, "train.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(process, "ready")
+    assert interrupted(process) == "stopped before the script began\n"
+
+
+# -- offload train ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("work", ["forever()", BLOCKED], ids=["sleep", "native"])
+def test_the_second_ends_a_training_that_saves_its_model(work: str, tmp_path: Path) -> None:
+    process = warm_process.begin(
+        [
+            "-c",
+            f"{FOREVER}{BLOCK}import signal\n"
+            "from offload.cli.commands.train_run import Signals\n"
+            "with Signals() as signals, signals.hold():\n"
+            "    print('ready', flush=True)\n"
+            "    while signal.getsignal(signal.SIGINT) == signals._stop:\n"
+            "        time.sleep(0.01)\n"
+            f"    print('held', flush=True)\n    {work}\n",
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    wait_for(process, "ready")
+    process.send_signal(signal.SIGINT)
+    wait_for(process, "held")
+    assert interrupted(process) == "stopped at once by a second signal; steps that were committed are kept\n"
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.02])
+def test_two_in_a_row_lose_no_committed_step_of_offload_train(pause: float, tmp_path: Path) -> None:
+    (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
+    command = ["-m", "offload", "train", "--text", "text.py", "--batch-size", "2", "--seq-len", "32", "--log", "log"]
+    train = [*command, "--device", "cpu", "--resume", "auto", "--steps"]
+    process = warm_process.begin(
+        [*train, "100000"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, whole_end=True
+    )
+    while process.poll() is None and not ((tmp_path / "log").exists() and (tmp_path / "log").stat().st_size):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    time.sleep(pause)  # where the second arrives is left to chance: each moment must do
+    errors = interrupted(process)
+    assert "stopped" in errors
+    logged = [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()]
+    done = warm_process.begin(
+        [*train, str(logged[-1] + 2)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    output, errors = done.communicate()
+    assert done.returncode == 0 and output is not None, errors
+    # The step that was being committed may be made again, as after a kill.
+    assert any(
+        f"resuming after step {step} of the run" in output for step in (logged[-1] - 1, logged[-1], logged[-1] + 1)
+    )
+
+
+SCRIPT = """
+import os, signal
+from offload import testing
+from pathlib import Path
+from tests.failures.test_background_errors import train
+from tests.failures.test_processes import start
+engine = start(Path({folder!r}), durability={{"every": 2}})
+for _ in range(3):
+    train(engine)
+testing.inspect(engine).update_worker.come_to_rest = lambda: os.kill(os.getpid(), signal.SIGINT)
+{ending}
+"""
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "ending", ["", "engine.destroy()", "engine.destroy(remove=True)"], ids=["at exit", "destroy", "remove"]
+)
+def test_the_run_is_kept_and_told(ending: str, tmp_path: Path) -> None:
+    done = warm_process.python(SCRIPT.format(folder=str(tmp_path), ending=ending))
+    assert done.stderr.count("the run is kept in") == 1, done.stderr
+    assert "at step 2, the last committed one of 3" in done.stderr
+    assert "is refused while the run is there" in done.stderr
+    if not ending:
+        assert "at exit: stopped by Ctrl-C" in done.stderr and "Traceback" not in done.stderr
+    assert (done.returncode == 0) == (not ending), "Python's status, whatever a handler at exit meets"
+    engine = start_end(tmp_path, durability={"every": 2}, resume="must")
+    assert engine.global_steps == 2
+    train(engine)
+    engine.destroy(remove=True)

@@ -25,9 +25,9 @@ from offload.kernels import (
 )
 from offload.kernels.update import BLOCK, ROOTS, RULES, blocks_of
 from tests.kernels.test_kernels_formulas import STEPS, formula, master_of, partition
+from tests.kernels.test_kernels_masters import clone_codes as clone
+from tests.kernels.test_kernels_masters import coded, decoded, mixed, random_bits, stored
 from tests.kernels.test_kernels_sums import EDGES, NANS, from_bits
-from tests.kernels.test_moment_codes import clone, coded, decoded, stored
-from tests.kernels.test_stochastic_rounding import mixed, random_bits
 from tests.support.kernel_inputs import ISAS, default_settings, normal
 from tests.support.sampling import examples
 

@@ -1,9 +1,23 @@
-"""The CUDA kernel has the bits of the CPU's: compiled as C++ where there is no GPU, itself where there is one."""
+"""The kernels of CUDA are compiled, launched and have the CPU's bits, on a stand-in for the driver."""
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import itertools
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +26,70 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import kernels
+from offload.errors import ConfigError
 from offload.kernels import AdamWStep, Noise, Partition, Segment, cuda
-from offload.kernels.cuda.kernels import GRADS, WEIGHTS, Kernels
+from offload.kernels.cuda import driver
+from offload.kernels.cuda import driver as nvrtc
+from offload.kernels.cuda import kernels as compiled
+from offload.kernels.cuda import kernels as launches
+from offload.kernels.cuda import kernels as operations
+from offload.kernels.cuda.driver import ADDRESS, FLOAT, INT, Arguments, Signature
+from offload.kernels.cuda.kernels import _OPTIONS, BF24, GRADS, MOMENTS, WEIGHTS, Kernels, source
 from offload.kernels.update import encode_moments
-from tests.kernels.fake_cuda import COMPILER, fake_cuda
 from tests.support.sampling import examples
+
+SOURCES = Path(__file__).parents[1] / "fake_cuda"
+COMPILER = shutil.which("g++") or shutil.which("c++")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeCuda:
+    libcuda: Path
+    libnvrtc: Path
+
+    def kernels(self, *, device: int = 0, capability: tuple[int, int] = (9, 0)) -> Kernels:
+        """The kernels of a device, through the real ctypes layer."""
+        context = driver.load(str(self.libcuda)).primary_context(device)
+        return Kernels(context=context, compiler=self.compiler(), capability=capability)
+
+    def compiler(self) -> nvrtc.Compiler:
+        return nvrtc.Compiler(ctypes.CDLL(str(self.libnvrtc)))
+
+    def calls(self) -> list[str]:
+        """The calls of the driver since the last time."""
+        recorded = ctypes.CDLL(str(self.libcuda)).fake_calls
+        recorded.restype = ctypes.c_char_p
+        return recorded().decode().splitlines()
+
+    def launches(self) -> list[tuple[int, int, int]]:
+        """Blocks, threads and stream of each launch since the last time."""
+        rows = (line.split()[1:] for line in self.calls() if line.startswith("cuLaunchKernel"))
+        return [(int(blocks), int(threads), int(stream, 16)) for blocks, threads, stream in rows]
+
+    def refuse(self, name: str, result: int) -> None:
+        """Lets a function of the driver fail from now on; none, with an empty name."""
+        ctypes.CDLL(str(self.libcuda)).fake_refuse(name.encode(), result)
+
+    def compilations(self) -> list[str]:
+        """The options of each compilation of this process."""
+        recorded = ctypes.CDLL(str(self.libnvrtc)).fake_compilations
+        recorded.restype = ctypes.c_char_p
+        return recorded().decode().splitlines()
+
+
+@cache
+def fake_cuda() -> FakeCuda:
+    """The two libraries, of a CUDA 99, so that they are never taken for real ones."""
+    assert COMPILER is not None
+    folder = Path(tempfile.mkdtemp(prefix="fake-cuda-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    found = FakeCuda(libcuda=folder / "libcuda.so.99", libnvrtc=folder / "libnvrtc.so.99")
+    defines = f'-DCOMPILER="{COMPILER}"', f'-DHEADER="{SOURCES / "emulated.h"}"'
+    for source_here, library in (("libcuda.cpp", found.libcuda), ("libnvrtc.cpp", found.libnvrtc)):
+        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+        subprocess.run([COMPILER, *flags, *defines, str(SOURCES / source_here), "-o", str(library), "-ldl"], check=True)
+    return found
+
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -258,3 +331,509 @@ def test_wrong_tensors_on_a_gpu() -> None:
 def test_without_a_gpu_the_error_names_the_need() -> None:
     with pytest.raises(ValueError, match="a CUDA device"):
         cuda.update(arrays(8, torch.float32, torch.float32), [])
+
+
+STREAM = 0x7FED_CBA9_8765_4320
+STEP = AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.1, 7, 0.37)
+CHUNK = 8192
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    found = fake_cuda()
+    found.calls()
+    yield found
+    found.refuse("", 0)
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of compiled kernels, of a user who has none yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "offload" / "kernels"
+
+
+def partition(numel: int, seed: int = 0) -> Partition:
+    generator = torch.Generator().manual_seed(seed)
+    weight, grad, mean, square = torch.randn(4, numel, generator=generator).unbind()
+    return Partition(weight.clone(), grad.clone(), (mean.clone(), square.square()))
+
+
+def stepped(numel: int, segments: list[Segment], seed: int = 0) -> Partition:
+    """What the CPU's kernel makes of the same partition."""
+    expected = partition(numel, seed)
+    kernels.update(expected, segments)
+    return expected
+
+
+def same_launch(one: Partition, other: Partition) -> bool:
+    pairs = zip((one.weight, *one.moments), (other.weight, *other.moments), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def squares(values: torch.Tensor) -> torch.Tensor:
+    """What the CPU's kernel makes of the same values."""
+    return torch.tensor([kernels.sum_squares(part) for part in values.split(CHUNK)], dtype=torch.float64)
+
+
+# ---------------------------------------------------------------- launches
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_launch_has_a_thread_for_each_element_and_the_whole_handle_of_the_stream(fake: FakeCuda) -> None:
+    segments = [Segment(0, 1, STEP), Segment(3, 259, STEP), Segment(259, 259, STEP), Segment(300, 900, STEP)]
+    mine = partition(1000)
+    fake.kernels().update(mine, segments, STREAM)
+    assert fake.launches() == [(1, 256, STREAM), (1, 256, STREAM), (3, 256, STREAM)]
+    assert same_launch(mine, stepped(1000, segments))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_sums_have_16_threads_for_each_block_and_a_warp_for_each_chunk(fake: FakeCuda) -> None:
+    values = torch.randn(100_000)
+    assert torch.equal(fake.kernels().sum_squares(values, CHUNK, STREAM), squares(values))
+    # 13 chunks of two blocks of 4096: 26 * 16 threads, then 13 * 32.
+    assert fake.launches() == [(2, 256, STREAM), (2, 256, STREAM)]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_sums_of_one_block_need_no_second_launch(fake: FakeCuda) -> None:
+    values = torch.randn(4096)
+    assert torch.equal(fake.kernels().sum_squares(values, CHUNK, STREAM), squares(values))
+    assert fake.launches() == [(1, 256, STREAM)]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_of_no_elements_nothing_is_launched(fake: FakeCuda) -> None:
+    assert fake.kernels().sum_squares(torch.zeros(0), CHUNK, STREAM).shape == (0,)
+    fake.kernels().update(partition(8), [Segment(4, 4, STEP)], STREAM)
+    assert fake.launches() == []
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_grid_with_fewer_threads_than_there_is_work_does_all_of_it(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches, "_MOST_BLOCKS", 2)
+    mine, segments, values = partition(2000), [Segment(0, 2000, STEP)], torch.randn(300_000)
+    fake.kernels().update(mine, segments, STREAM)
+    assert same_launch(mine, stepped(2000, segments))
+    assert torch.equal(fake.kernels().sum_squares(values, CHUNK, STREAM), squares(values))
+    assert [blocks for blocks, _, _ in fake.launches()] == [2, 2, 2]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_segments_with_steps_of_their_own_get_their_own_numbers(fake: FakeCuda) -> None:
+    steps = [STEP, STEP._replace(lr=0.5), STEP._replace(lr=0.5), STEP._replace(beta1=0.3, step=1), STEP]
+    segments = [Segment(at * 100, at * 100 + 90, step) for at, step in enumerate(steps)]
+    mine = partition(500)
+    fake.kernels().update(mine, segments, STREAM)
+    assert same_launch(mine, stepped(500, segments))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_launches_are_made_in_the_context_of_their_device_on_any_thread(fake: FakeCuda) -> None:
+    """A thread that torch has started has no current context."""
+    on_one = fake.kernels(device=1)
+    mine, segments = partition(10), [Segment(0, 10, STEP)]
+    thread = threading.Thread(target=on_one.update, args=(mine, segments, STREAM))
+    thread.start()
+    thread.join()
+    assert same_launch(mine, stepped(10, segments))
+    calls = fake.calls()
+    assert "cuDevicePrimaryCtxRetain 41" in calls
+    assert calls[-3:] == ["cuCtxPushCurrent 1", f"cuLaunchKernel 1 256 {STREAM:x}", "cuCtxPopCurrent 1"]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_threads_that_launch_at_once_do_not_mix_their_arguments(fake: FakeCuda) -> None:
+    shared, segments = fake.kernels(), [Segment(at, at + 1, STEP) for at in range(50)]
+    mine = [partition(50, seed) for seed in range(4)]
+    threads = [threading.Thread(target=shared.update, args=(each, segments, STREAM)) for each in mine]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same_launch(each, stepped(50, segments, seed)) for seed, each in enumerate(mine))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_arguments_lie_in_memory_as_the_kernel_declares_them() -> None:
+    arguments = Arguments(Signature(ADDRESS, FLOAT, INT))
+    arguments.set(0xFEDC_BA98_7654_3210, 0.1, -3)
+    at = [pointer for pointer in arguments.pointers if pointer is not None]
+    assert ctypes.c_uint64.from_address(at[0]).value == 0xFEDC_BA98_7654_3210
+    assert ctypes.c_float.from_address(at[1]).value == torch.tensor(0.1).item()
+    assert ctypes.c_int32.from_address(at[2]).value == -3
+    for wrong in ((1, 0.5, 1.5), (-1, 0.5, 1), (1, 0.5, 1 << 31), (1, 0.5)):
+        with pytest.raises(struct.error):
+            arguments.set(*wrong)
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_refused_launch_is_an_error_with_cudas_words_and_leaves_no_context(fake: FakeCuda) -> None:
+    used = fake.kernels()
+    fake.refuse("cuLaunchKernel", 719)
+    words = r"cuLaunchKernel: CUDA error 719 \(CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure\)"
+    with pytest.raises(RuntimeError, match=words):
+        used.update(partition(10), [Segment(0, 10, STEP)], STREAM)
+    assert fake.calls()[-1] == "cuCtxPopCurrent 0"
+    fake.refuse("cuLaunchKernel", 12345)
+    with pytest.raises(RuntimeError, match=r"CUDA error 12345 \(without a name\)"):
+        used.sum_squares(torch.ones(8), CHUNK, STREAM)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_device_that_is_not_there_is_an_error(fake: FakeCuda) -> None:
+    with pytest.raises(RuntimeError, match="cuDeviceGet: CUDA error 101"):
+        fake.kernels(device=2)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_program_that_the_driver_does_not_know_is_an_error(fake: FakeCuda) -> None:
+    context = driver.load(str(fake.libcuda)).primary_context(0)
+    with pytest.raises(RuntimeError, match=r"cuModuleLoadData: CUDA error 200 \(CUDA_ERROR_INVALID_IMAGE\)"):
+        context.load(b"no machine code")
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_the_log_of_a_failed_compilation_is_in_the_error(fake: FakeCuda) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)NVRTC 99\.1 does not compile the kernel wrong .*nowhere"):
+        fake.compiler().compile("wrong", "void f() { nowhere(); }", ["--gpu-architecture=sm_90"])
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("mask", "lane"), [("0xFFFFu", "threadIdx.x % 32"), ("0xFFFFFFFFu", "16")])
+def test_a_shuffle_that_would_hang_or_read_anything_is_found(fake: FakeCuda, mask: str, lane: str) -> None:
+    """So the tests of sums would see a wrong mask: threads outside of it, or of which some are gone."""
+    source = f"""extern "C" __global__ void wrong(double* out) {{
+        if (threadIdx.x < 24) out[0] = __shfl_sync({mask}, 1.0, {lane}, 32);
+    }}"""
+    image = fake.compiler().compile("wrong", source, ["--gpu-architecture=sm_90"])
+    context = driver.load(str(fake.libcuda)).primary_context(0)
+    function, arguments, out = (
+        context.load(image).function("wrong"),
+        Arguments(Signature(ADDRESS)),
+        torch.zeros(1).double(),
+    )
+    arguments.set(out.data_ptr())
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_LAUNCH_FAILED"), context:
+        function.launch(blocks=1, threads=32, stream=0, arguments=arguments)
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def compile_sums(fake: FakeCuda) -> tuple[int, bool]:
+    """How often a process that begins now compiles for a first sum, and whether the sum is right."""
+    before, values = len(fake.compilations()), torch.randn(5000)
+    right = torch.equal(fake.kernels().sum_squares(values, CHUNK, STREAM), squares(values))
+    return len(fake.compilations()) - before, right
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_program_is_compiled_once_and_then_taken_from_the_cache(fake: FakeCuda, empty_cache: Path) -> None:
+    assert compile_sums(fake) == (1, True)
+    assert [file.name[:5] for file in empty_cache.iterdir()] == ["sums-"]
+    assert compile_sums(fake) == (0, True)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("damage", ["cut", "bit", "other json", "no json", "no base64", "empty"])
+def test_a_damaged_file_of_the_cache_is_compiled_again(fake: FakeCuda, empty_cache: Path, damage: str) -> None:
+    compile_sums(fake)
+    (file,) = empty_cache.iterdir()
+    content = json.loads(file.read_text())
+    image = content["image"]
+    flipped = image[:400] + ("A" if image[400] != "A" else "B") + image[401:]
+    texts = {
+        "cut": file.read_text()[:-100],
+        "bit": json.dumps(content | {"image": flipped}),
+        "other json": "[]",
+        "no json": "{",
+        "no base64": json.dumps(content | {"image": "%"}),
+        "empty": "",
+    }
+    file.write_text(texts[damage])
+    assert compile_sums(fake) == (1, True)
+    assert json.loads(file.read_text()) == content
+    assert compile_sums(fake) == (0, True)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_folder_that_cannot_be_written_costs_a_compilation_only(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert compile_sums(fake) == (1, True)
+    assert compile_sums(fake) == (1, True)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_another_nvrtc_is_another_program(fake: FakeCuda, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_sums(fake)
+    monkeypatch.setenv("FAKE_NVRTC_VERSION", "99.2")
+    assert compile_sums(fake) == (1, True)
+    assert len(list(empty_cache.iterdir())) == 2
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_source_and_options_name_the_file() -> None:
+    paths = {
+        compiled.cache_path(version, "sums", source, options)
+        for version in ("12.8", "12.9")
+        for source in ("a", "b")
+        for options in (["-DGRAD=0"], ["-DGRAD=1"], ["-DGRAD=0", "-DWEIGHT=0"])
+    }
+    assert len(paths) == 12
+
+
+# ---------------------------------------------------------------- what is compiled for
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((9, 0), "sm_90"), ((8, 0), "sm_80"), ((8, 9), "compute_80"), ((12, 0), "compute_90"), ((7, 5), "sm_75")],
+)
+def test_an_unknown_architecture_gets_the_nearest_below_for_the_driver_to_translate(
+    capability: tuple[int, int], expected: str
+) -> None:
+    assert nvrtc.target(capability, (75, 80, 90)) == expected
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_an_architecture_older_than_all_that_nvrtc_knows_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"compute capability 7\.0, .* 7\.5 or later"):
+        nvrtc.target((7, 0), (75, 80, 90))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_both_kinds_of_programs_run(fake: FakeCuda, empty_cache: Path) -> None:
+    values = torch.randn(5000)
+    for capability, kind in (((8, 9), "PTX"), ((9, 0), "cubin")):
+        used = fake.kernels(capability=capability)
+        assert torch.equal(used.sum_squares(values, CHUNK, STREAM), squares(values))
+        assert f"cuModuleLoadData {kind}" in fake.calls()
+
+
+# ---------------------------------------------------------------- libraries
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_nvrtc_is_found_in_the_packages_that_torch_brings(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """CUDA 13 has one folder for all of its packages; up to 12 each package has its own; some wheels contain it."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert torch.__spec__ is not None
+    monkeypatch.setattr(torch.__spec__, "submodule_search_locations", [str(tmp_path / "torch")])
+    for major, folder in (("98", "nvidia/cuda_nvrtc/lib"), ("97", "nvidia/cu97/lib"), ("96", "torch/lib")):
+        with pytest.raises(
+            ConfigError, match=rf"need libnvrtc\.so\.{major}, .*pip install 'nvidia-cuda-nvrtc>={major},<"
+        ):
+            nvrtc.load_nvrtc(f"{major}.4")
+        place = tmp_path / folder
+        place.mkdir(parents=True)
+        shutil.copy(fake.libnvrtc, place / f"libnvrtc.so.{major}")
+        assert nvrtc.load_nvrtc(f"{major}.4").version == "99.1"
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_nvrtc_that_is_loaded_already_is_found_by_its_name(fake: FakeCuda) -> None:
+    fake.compiler()
+    assert nvrtc.load_nvrtc("99.1").architectures == (75, 80, 90)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_missing_nvrtc_names_the_package_of_cuda_12() -> None:
+    with pytest.raises(ConfigError, match=r"need libnvrtc\.so\.7, .*pip install nvidia-cuda-nvrtc-cu7"):
+        nvrtc.load_nvrtc("7.5")
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_library_without_a_function_of_nvrtc_is_refused(fake: FakeCuda) -> None:
+    with pytest.raises(ConfigError, match="has no nvrtcVersion: kernels on the GPU need NVRTC"):
+        nvrtc.Compiler(ctypes.CDLL(str(fake.libcuda)))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_missing_driver_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="the library of NVIDIA's driver: libcuda-that-is-not-there"):
+        driver.load("libcuda-that-is-not-there.so.1")
+
+
+# ---------------------------------------------------------------- tensors of torch
+
+
+class OnCuda(torch.Tensor):
+    """A tensor in memory of the CPU that says it is on the second GPU."""
+
+    is_cuda = True
+    device = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def second_gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """torch as it is with two GPUs, of which the second one's current stream is `STREAM`."""
+    streams = {torch.device("cuda", 1): SimpleNamespace(cuda_stream=STREAM)}
+    load = driver.load
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {1: (9, 0)}.__getitem__)
+    monkeypatch.setattr(torch.version, "cuda", "99.1")
+    monkeypatch.setattr(operations.driver, "load", lambda: load(str(fake.libcuda)))
+    monkeypatch.setattr(
+        torch, "full", lambda shape, value, dtype, device: torch.tensor([value]).repeat(shape).as_subclass(OnCuda)
+    )
+    fake.compiler()
+    operations._kernels.cache_clear()
+    yield fake
+    operations._kernels.cache_clear()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_an_update_of_torchs_tensors_goes_to_torchs_current_stream(second_gpu: FakeCuda) -> None:
+    mine, segments = partition(1000), [Segment(0, 1000, STEP)]
+    moments = tuple(moment.as_subclass(OnCuda) for moment in mine.moments)
+    cuda.update(Partition(mine.weight.as_subclass(OnCuda), mine.grad.as_subclass(OnCuda), moments), segments)
+    assert second_gpu.calls()[-3:] == ["cuCtxPushCurrent 1", f"cuLaunchKernel 4 256 {STREAM:x}", "cuCtxPopCurrent 1"]
+    assert same_launch(mine, stepped(1000, segments))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_trial_that_succeeds_gives_no_reason(second_gpu: FakeCuda) -> None:
+    assert cuda.why_not(torch.device("cuda", 1)) is None
+    assert len(second_gpu.launches()) == 2  # both kernels
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_trial_that_fails_gives_its_reason(second_gpu: FakeCuda) -> None:
+    second_gpu.refuse("cuLaunchKernel", 719)
+    assert "CUDA_ERROR_LAUNCH_FAILED" in (cuda.why_not(torch.device("cuda", 1)) or "")
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_trial_with_a_wrong_sum_gives_that_as_the_reason(
+    second_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "sum_squares", lambda values, chunk: torch.zeros(1))
+    assert cuda.why_not(torch.device("cuda", 1)) == "a trial of the kernels gave 0.0 in place of 36873.0"
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_rocm_has_no_kernels_and_says_so(second_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "torch is built for ROCm" in (cuda.why_not(torch.device("cuda", 1)) or "")
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_other_accelerators_have_no_kernels() -> None:
+    assert cuda.why_not(torch.device("xpu", 0)) == "there are no kernels for xpu"
+
+
+ARCHITECTURES = (75, 80, 90, 120)
+EXPECTED = {
+    "adamw": {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"},
+    "sums": {"add.rn.f64", "fma.rn.f64"},
+}
+ENTRIES = {"adamw": {"adamw"}, "sums": {"block_sums", "chunk_sums"}}
+NVRTC_ROUNDED = re.compile(r"(add|sub|mul|div|sqrt)\.rn\.f(32|64)")
+# A square of a float is exact in double, so it may be fused with an addition in double, which then rounds alone.
+EXACT = {"adamw": set(), "sums": {"fma.rn.f64"}}
+READ = re.compile(r"ld\.global\.nc\.\w+\s+%\w+, \[%\w+(?:\+(-?\d+))?\]")
+CONTRACTED = 'extern "C" __global__ void f(float *a) { a[0] = a[0] * a[1] + a[2]; }'
+
+
+def find_nvrtc() -> driver.Compiler | None:
+    """That of the wheel that the tests install."""
+    try:
+        return driver.load_nvrtc("12")
+    except ConfigError:
+        return None
+
+
+NVRTC = find_nvrtc()
+
+
+def compiled_nvrtc(source: str, *options: str) -> bytes:
+    """What the driver would load; a `ConfigError` with the compiler's words where it takes none."""
+    assert NVRTC is not None, "nvidia-cuda-nvrtc-cu12 is of the tests' packages: run make again"
+    return NVRTC.compile("kernel", source, options)
+
+
+def ptx(source: str, *options: str) -> str:
+    """The assembly of `source`."""
+    return compiled_nvrtc(source, *options).rstrip(b"\0").decode()
+
+
+def arithmetic(assembly: str) -> set[str]:
+    """The operations on floats that may round: "fma.rn.f32"."""
+    return set(re.findall(r"\b((?:fma|mad|mul|add|sub|div|sqrt|rsqrt|rcp|ex2|lg2)\.[a-z.]*f(?:16|32|64))\b", assembly))
+
+
+def variants(program: str) -> Iterator[tuple[str, ...]]:
+    """Of a step each weight with each form of the moments, and any two of a weight, a gradient and moments meet."""
+    types = [(0, grad, 0) for grad in GRADS.values()]
+    if program == "adamw":
+        states = itertools.product((*WEIGHTS.values(), BF24), MOMENTS.values())
+        types = [(weight, (weight + moment) % len(GRADS), moment) for weight, moment in states]
+    for weight, grad, moment in types:
+        yield (*_OPTIONS, f"-DWEIGHT={weight}", f"-DGRAD={grad}", f"-DMOMENT={moment}")
+
+
+@pytest.mark.skipif(NVRTC is None and sys.platform != "linux", reason="NVRTC is there for Linux alone")
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("program", EXPECTED)
+def test_it_compiles_and_rounds_each_operation_once(program: str, architecture: int) -> None:
+    for options in variants(program):
+        assembly = ptx(source(program), *options, f"--gpu-architecture=compute_{architecture}")
+        assert set(re.findall(r"\.entry (\w+)\(", assembly)) == ENTRIES[program]
+        found = arithmetic(assembly)
+        assert found >= EXPECTED[program]
+        assert all(NVRTC_ROUNDED.fullmatch(operation) for operation in found - EXACT[program])
+
+
+@pytest.mark.skipif(NVRTC is None and sys.platform != "linux", reason="NVRTC is there for Linux alone")
+@pytest.mark.parametrize("program", EXPECTED)
+def test_for_an_architecture_that_it_knows_it_gives_machine_code(program: str) -> None:
+    assert NVRTC is not None
+    options = *next(variants(program)), f"--gpu-architecture={driver.target((9, 0), NVRTC.architectures)}"
+    image = compiled_nvrtc(source(program), *options)
+    assert image.startswith(b"\x7fELF")
+    assert all(f".text.{entry}".encode() in image for entry in ENTRIES[program])
+
+
+@pytest.mark.skipif(NVRTC is None and sys.platform != "linux", reason="NVRTC is there for Linux alone")
+def test_a_thread_may_have_eight_reads_under_way_each_of_its_own_lane() -> None:
+    """Reads of a thread are 16 elements apart, so that 16 threads read neighbours.
+
+    No branch stands between eight of them, so all may be under way before the first addition.
+    """
+    sizes = {GRADS[torch.float32]: 4, GRADS[torch.bfloat16]: 2, GRADS[torch.float16]: 2}
+    for options, size in zip(variants("sums"), sizes.values(), strict=True):
+        assembly = ptx(source("sums"), *options, "--gpu-architecture=compute_90")
+        body = assembly.partition(".entry block_sums(")[2].partition(".entry ")[0]
+        blocks = re.split(r"\bbra\b|^\$L.*:$", body, flags=re.MULTILINE)
+        first = sorted(
+            int(offset or 0) for offset in READ.findall(next(block for block in blocks if READ.search(block)))
+        )
+        assert [offset - first[0] for offset in first] == [row * 16 * size for row in range(8)]
+
+
+@pytest.mark.skipif(NVRTC is None and sys.platform != "linux", reason="NVRTC is there for Linux alone")
+def test_the_words_of_the_compiler_are_in_the_error() -> None:
+    with pytest.raises(ConfigError, match=r"does not compile the kernel kernel \(--fmad=false.*\n.*undefined"):
+        compiled_nvrtc('extern "C" __global__ void f(float *a) { a[0] = nowhere; }', "--fmad=false")
+
+
+@pytest.mark.skipif(NVRTC is None and sys.platform != "linux", reason="NVRTC is there for Linux alone")
+def test_what_it_looks_for_would_be_found() -> None:
+    assert "fma.rn.f32" in arithmetic(ptx(CONTRACTED, "--gpu-architecture=compute_90"))
+    assert "fma.rn.f32" not in arithmetic(ptx(CONTRACTED, *_OPTIONS, "--gpu-architecture=compute_90"))

@@ -17,7 +17,7 @@ MUTANTS = (
         "offload.layout.frozen",
         "            values = torch.cat((rest.to(values.dtype), values))\n",
         "            pass\n",
-        "tests/kernels/test_kernels_blocks.py",
+        "tests/kernels/test_kernels_adamw.py",
     ),
     Mutant(
         "convert blocks of a checkpoint as numbers",

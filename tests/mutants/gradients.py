@@ -17,7 +17,7 @@ MUTANTS = (
         "offload.engine.step",
         "extension.add_gradients(stats.present)",
         "extension.add_gradients([gradients.present(unit) for unit, _ in enumerate(components.layouts)])",
-        "tests/experts/test_stacked_experts_ranks.py",
+        "tests/experts/test_stacked_experts.py",
     ),
     Mutant(
         "the row of the first expert for all of them",
@@ -31,14 +31,14 @@ MUTANTS = (
         "offload.engine.fill",
         "self.segment.parameter), self.segment.first",
         "self.segment.parameter), 0",
-        "tests/experts/test_stacked_experts_names.py",
+        "tests/experts/test_stacked_experts.py",
     ),
     Mutant(
         "hold every expert of a forward",
         "offload.engine.hooks",
         "if candidate in others]:",
         "if candidate not in others]:",
-        "tests/experts/test_stacked_experts_bytes.py",
+        "tests/experts/test_stacked_experts.py",
     ),
     Mutant(
         "add a gradient that is set to the one of before",

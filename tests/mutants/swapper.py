@@ -158,7 +158,7 @@ MUTANTS = (
         "offload.engine.unit_views",
         "[pin for pin in self._requested if pin.dispensable]",
         "[]",
-        "tests/activations/test_checkpointed_prefetch.py",
+        "tests/activations/test_checkpointed_blocks.py",
     ),
     Mutant(
         "upload ahead while a thread needs the room",

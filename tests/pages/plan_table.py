@@ -22,7 +22,7 @@ from offload.planner.model_shape import Shape, from_count
 from offload.planner.recommend import Planned
 from offload.sizes import GIB, format_size, format_time
 
-# tests/planner/test_plan_table.py generates rows anew and compares them with the pages: write these after any change.
+# tests/planner/test_plan.py generates rows anew and compares them with the pages: write these after any change.
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "plan-table.md"
 
 MODELS = ((13, 40), (30, 60), (70, 80))

@@ -1,34 +1,39 @@
-"""`offload plan` turns descriptions of a model and a machine into bytes, advice and a config, and names wrong ones."""
+"""`offload plan` for a described machine: the report, its verdict, defaults and advice."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import transformers
 from typer.testing import CliRunner
 
-import offload
+from offload.cli.console import parse_count
 from offload.cli.main import app
-from offload.errors import BudgetError
-from offload.finetune.options import Options, merge, schedule
-from offload.planner import memory, recommend, request
+from offload.errors import BudgetError, ConfigError
+from offload.planner import activations, memory, recommend
 from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
-from offload.planner.output import Asked, lines
-from offload.sizes import GIB, format_size
-from tests.planner.plan_command import found, run
-
-MACHINE = ("--gpu", "24GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
-COUNT = ("--parameters", "13B", "--layers", "10")
+from offload.planner.output import Asked, cautions, verdict
+from offload.planner.request import Described, hardware
+from offload.sizes import GIB, MIB, format_count, format_time
+from tests.pages import plan_table as table
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def run(*arguments: str) -> Any:
+    """Returns what `offload plan` did with these arguments."""
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def found(*arguments: str) -> dict[str, Any]:
+    """Returns the object that `offload plan --json` prints for these arguments."""
+    done = run(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -40,168 +45,162 @@ def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> recomme
     return recommend.plan(shape, machine, load, memory.settings(**options))
 
 
-def test_a_described_machine_needs_no_measurement() -> None:
-    report = found(*COUNT, *MACHINE, "--tokens", "1B", "--tbw", "1200TB")
-    *rows, total = report["tiers"]
-    for tier in ("device", "host", "disk"):
-        assert sum(row[tier] for row in rows) == total[tier]
-    assert (total["host"], total["device"], total["disk"]) == (
-        report["host_memory"],
-        report["device_memory"],
-        report["disk"],
-    )
-    assert report["model"]["parameters"] == 13 * 10**9
-    assert report["disk"] == pytest.approx(24 * 13e9, rel=0.001), "two slots"
-    assert report["least_host_memory"] < report["host_memory"] < 64 * GIB
-    step = report["step"]
-    assert step["limit"] == "NVMe" and step["seconds"] > step["compute_seconds"]
-    assert step["written_bytes"] == pytest.approx(12 * 13e9, rel=0.001)
-    assert report["run_seconds"] == pytest.approx(1e9 / step["tokens_per_second"], rel=0.001)
-    steps = 1200e12 / step["written_bytes"]
-    assert report["drive_years"] * 365.25 * 86400 == pytest.approx(steps * step["seconds"], rel=1e-3)
-    assert any("RTX 3090" in message for message in report["machine"]["assumed"])
-    assert report["changes"] == sorted(report["changes"], key=lambda change: -change["gain"])
+def test_the_first_line_is_the_verdict(shape: Shape) -> None:
+    planned = plan(shape, described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")]), Load(1))
+    best = recommend.Change("more of something", 1.0, 2.0, "--more 2")
+    line = verdict(planned, recommend.Advice((best, best._replace(words="another", gain=1.5)), 0), Asked())
+    daily = format_count(planned.timing.tokens_per_second * 86400)
+    assert line.startswith(f"it fits; {daily} tokens a day; NVMe limits (")
+    assert line.endswith("; first change: more of something (--more 2): 2.00 times the tokens a second")
+    none = verdict(planned, recommend.Advice((), 0), Asked())
+    assert none.endswith("; no change that was tried is more than 5 % faster")
 
 
-@pytest.mark.parametrize(
-    ("host_memory", "why"),
-    [(None, 'without "host_memory" a budget is at most 80%'), (8 * GIB, '"host_memory" of the config is 8.0 GiB')],
-)
-def test_ram_that_stays_free_beside_gradients_on_disk_has_a_reason(host_memory: int | None, why: str) -> None:
-    machine = described("RTX 4090", 16 * GIB, [parse_drive("7GB/s,4GB/s")])
-    planned = plan(from_count(13 * 10**9, 10, 128), machine, Load(1), host_memory=host_memory)
-    spare = f"{format_size(machine.ram - planned.host_peak)} of RAM stay free beside "
-    (line,) = [each for each in lines(planned, recommend.Advice((), 0), Asked()) if spare in each]
-    assert f"{format_size(planned.memory.spilled)} of gradients on disk: {why}" in line
+def test_the_first_line_names_a_drive_that_is_soon_worn_out(shape: Shape) -> None:
+    planned = plan(shape, described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")] * 2), Load(1))
+    rate = planned.timing.moved.written / planned.timing.seconds
+    days = 86400 * rate
+
+    def named(asked: Asked) -> list[str]:
+        return [each for each in cautions(planned, asked) if "worn out" in each]
+
+    # Two drives without a rating are taken as two of a usual one.
+    (typical,) = named(Asked())
+    assert typical == f"a drive rated for 1200 TB would be worn out in {format_time(2 * 1200e12 / rate)} of training"
+    (given,) = named(Asked(endurance=int(9.9 * days)))
+    assert given == "the drives would be worn out in 9.9 days of training"
+    assert given in verdict(planned, recommend.Advice((), 0), Asked(endurance=int(9.9 * days)))
+    assert not named(Asked(endurance=int(10.1 * days)))
+    # A run of known length is named if it takes more than a tenth of their life.
+    day = round(86400 * planned.timing.tokens_per_second)
+    assert not named(Asked(tokens=day // 2, endurance=int(9 * days)))
+    (long,) = named(Asked(tokens=day, endurance=int(9 * days)))
+    assert long.endswith(", and this run takes 11% of its life")
 
 
-def test_drives_too_small_for_the_swap_files_are_named(shape: Shape) -> None:
-    # One slot of 145.3 GiB, and 100 GB are 93.1.
-    small = described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s,100GB")])
-    with pytest.raises(BudgetError, match=r"the swap files take 52\.2 GiB more than is free on the drives"):
-        plan(shape, small, Load(1))
+def test_the_first_line_says_that_a_run_cannot_be_resumed(shape: Shape) -> None:
+    machine = described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")])
+    words = "no resume after a kill (durability none)"
+    assert words in cautions(plan(shape, machine, Load(1), durability="none"), Asked())
+    assert words not in cautions(plan(shape, machine, Load(1)), Asked())
 
 
-def test_hardware_descriptions_are_parsed() -> None:
-    done = run(*COUNT, *MACHINE, "--tokens", "1B", "--tbw", "1200TB")
-    assert done.exit_code == 0, done.output
-    for message in (
-        "weights on",
-        "buffers of the optimizer",
-        "low bits of masters",
-        "minimum",
-        "NVMe limits",
-        "what to change first",
-    ):
-        assert message in done.stdout
-    assert "assumed:" in done.stdout and "1B tokens take" in done.stdout and "rated 1200 TB" in done.stdout
+def test_the_first_line_says_that_the_probe_was_disturbed(shape: Shape) -> None:
+    doubts = ("memory: 2 GB/s at the beginning of the probe", "other processes took 60% of the cores during the probe")
+    machine = replace(described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")]), doubts=doubts)
+    assert cautions(plan(shape, machine, Load(1)), Asked())[0] == doubts[-1]
 
 
-def test_help_has_an_example() -> None:
-    for command in ("plan", "probe"):
-        done = CliRunner().invoke(app, [command, "--help"])
-        assert done.exit_code == 0 and f"Example: offload {command}" in done.stdout
+def test_advice_is_a_prediction_of_its_own(shape: Shape) -> None:
+    machine = described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")])
+    planned = recommend.choose(shape, machine, Load(1), None)
+    found = {change.words: change for change in recommend.advise(planned).changes}
+    many = planned.load._replace(accumulation=4)
+    again = recommend.plan(shape, machine, many, planned.content)
+    assert found["4 micro-batches a step"].seconds == again.timing.seconds
+    assert all(change.gain >= 1.05 for change in found.values())
 
 
-@pytest.mark.sample(12)
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "not probed"),
-        (MACHINE, "expected a model"),
-        ((*MACHINE, "--parameters", "13B"), "--parameters needs --layers"),
-        ((*MACHINE, *COUNT, "--model", "llama-1b"), "not both"),
-        ((*MACHINE, "--model", "lama-1b"), "did you mean llama-1b"),
-        ((*MACHINE, "--model", "owner/name-8B"), "hf download owner/name-8B config.json --local-dir name-8B"),
-        ((*COUNT, "--gpu", "9000XT"), "there is no GPU"),
-        ((*COUNT, "--gpu", "24GB", "--drive", "fast"), "expected a drive"),
-        ((*COUNT, "--gpu", "24GB", "--drive", "7,4"), "expected a drive"),
-        ((*COUNT, "--gpu", "24GB", "--drive", "7Gb/s,4Gb/s"), "bits a second"),
-        ((*COUNT, "--gpu", "24GB", "--drive", "2TB"), "'2TB' is a size, not a rate; write 2TB/s if it is a rate"),
-        ((*COUNT, "--gpu", "24GB", "--drive", "7GB/s,4GB/s,2"), "expected a size with its unit, got '2'"),
-        ((*COUNT, "--gpu", "24GB", "--drive", " "), "expected a drive"),
-        ((*COUNT, "--gpu", "24GB", "--drive", ""), "an argument is empty, that of --drive"),
-        ((*COUNT, "--gpu", "24GB", "--pcie", "25"), "expected a rate"),
-        ((*COUNT, "--gpu", "0GB"), "there is no GPU"),
-        ((*COUNT, *MACHINE, "--tbw", "0"), "such as 1200TB"),
-        ((*MACHINE, "--model", " "), "unknown model"),
-        ((*MACHINE, "--model", ""), "an argument is empty, that of --model"),
-        ((*MACHINE, "--model", "gpt2-tiny", "--seq-len", "2000"), "1024 positions"),
-        ((*MACHINE, "--parameters", "1", "--layers", "1"), "too few"),
-        ((*MACHINE, "--parameters", "100", "--layers", "40"), "too few"),
-        ((*MACHINE, "--parameters", "0.1", "--layers", "1"), "1.5B or 2T"),
-        ((*MACHINE, "--parameters", "1e30", "--layers", "4"), "at most 1e15"),
-        ((*MACHINE, "--parameters", "13B", "--layers", "1000000"), "at most 1e15"),
-        ((*COUNT, "--gpu", "24GB", "--nvme-path", "/x"), "describe drives by --drive"),
-        ((*COUNT, *MACHINE, "--batch-size", "0"), "at least 1"),
-        ((*COUNT, *MACHINE, "--batch-size", "4096"), "--batch-size"),
-        ((*COUNT, *MACHINE, "--accumulation", "9999999999999999"), "at most 4096 micro-batches a step, got 9999999"),
-        ((*COUNT, *MACHINE, "--dtype", "int4"), "there is no dtype"),
-        ((*COUNT, *MACHINE, "--moments", "int4"), "expected --moments of fp32, bf16, int8"),
-        ((*COUNT, *MACHINE, "--master", "bf16"), "expected --master of fp32, bf24"),
-        ((*COUNT, *MACHINE, "--config", "/none/such.json"), "cannot read the config"),
-        ((*COUNT, *MACHINE, "--write", "/none/such/file.json"), "there is no folder"),
-    ],
-)
-def test_wrong_descriptions_are_named(arguments: tuple[str, ...], message: str) -> None:
-    done = run(*arguments)
-    assert done.exit_code == 2 and message in done.output, done.output
+def test_the_recommended_host_budget_is_what_pays(shape: Shape) -> None:
+    machine = described("RTX 4090", 512 * GIB, [parse_drive("7GB/s,4GB/s")])
+    by_default, tight = (plan(shape, machine, Load(1, 1, True), host_memory=n) for n in (None, 30 * GIB))
+    advised = recommend.recommended_host(by_default)
+    assert advised == recommend.recommended_host(tight) > by_default.memory.host
+    assert plan(shape, machine, Load(1, 1, True), host_memory=advised).timing.seconds < by_default.timing.seconds / 1.03
+    slow = plan(shape, replace(machine, matmul=1e12), Load(1, 1, True))
+    assert recommend.recommended_host(slow) == by_default.memory.host, "compute hides it all"
 
 
-def test_the_written_config_contains_the_plan(tmp_path: Path) -> None:
-    folder, target = tmp_path / "model", tmp_path / "ds_config.json"
-    shape = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=512
-    )
-    shape.save_pretrained(folder)
-    report = found("--model", str(folder), *MACHINE, "--seq-len", "64", "--write", str(target))
-    content = json.loads(target.read_text())
-    assert run("--model", str(folder), *MACHINE, "--write", str(target)).exit_code == 2, "it is not written over"
-    mine, theirs = (schedule(merge(file, Options())[0], Options(), 100)[0] for file in (content, None))
-    assert all(mine[key] == theirs[key] for key in ("optimizer", "gradient_clipping", "scheduler")), "as train does"
-    content["offload"] |= {"nvme_path": str(tmp_path), "device": "cpu"}
-    with offload.init(content):
-        model = transformers.LlamaForCausalLM(shape)
-    engine = offload.initialize(model=model, config=content)[0]
-    try:
-        assert engine.parameter_count == report["model"]["parameters"]
-        assert "device_memory" not in content["offload"], "of a GPU it is measured in the first step"
-        assert engine.host_memory <= report["host_memory"], "no staging where the device is the CPU"
-    finally:
-        engine.destroy(remove=True)
+def test_what_fits_in_memory_stays_there() -> None:
+    small = from_count(3 * 10**9, 24, 1024)
+    for gpu, ram, on_disk in (("A100 80GB", 2, False), ("RTX 4090", 64, False), ("RTX 4090", 2, True)):
+        machine = described(gpu, ram * GIB, [parse_drive("7GB/s")])
+        assert recommend.choose(small, machine, Load(1), None).memory.placement.on_disk is on_disk
 
 
-def test_a_config_is_planned_as_it_is(tmp_path: Path) -> None:
-    file = tmp_path / "ds_config.json"
-    content = memory.settings("cpu", "nvme", durability="none", accumulation=3, batch=2)
-    file.write_text(json.dumps(content))
-    report = found(*COUNT, *MACHINE, "--config", str(file), "--seq-len", "512", "--gradient-checkpointing")
-    assert report["slots"] == 1 and report["config"] == content
-    assert report["step"]["tokens"] == 3 * 2 * 512
+def test_a_gpu_has_room_for_more_layers_the_less_activations_take() -> None:
+    """As a run of it does after its first step; half of what they take stays free beside them."""
+    shape = from_count(13 * 10**9, 40, 2048)
+    sizes = []
+    for room in (24 * GIB, 40 * GIB, 80 * GIB):
+        machine = replace(described("A100", 128 * GIB, [parse_drive("7GB/s")]), gpu_memory=room)
+        planned = plan(shape, machine, Load(2, 1, True))
+        beside = activations.beside_weights(planned.memory, shape, planned.load)
+        assert planned.memory.device + beside < room
+        sizes.append(planned.memory.device)
+        if planned.memory.device < planned.memory.placement.device_need.most:
+            assert planned.memory.device + beside + beside // 2 <= room - 255 * MIB
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
 
 
-def test_a_model_that_is_no_language_model_is_one_line(tmp_path: Path) -> None:
-    transformers.T5Config(d_model=64, d_ff=64, num_layers=1, num_heads=2).save_pretrained(tmp_path)
-    done = run("--model", str(tmp_path), *MACHINE)
-    assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1 and "T5Config" in done.stderr
+def test_without_a_drive_no_state_is_placed_there(shape: Shape) -> None:
+    machine = replace(described("RTX 4090", 64 * GIB), drives=())
+    with pytest.raises(BudgetError):
+        recommend.choose(shape, machine, Load(1), None)
+    with pytest.raises(ConfigError, match="no drive"):
+        plan(shape, machine, Load(1, 1, True))
 
 
-def test_a_small_model_is_counted_in_its_own_unit() -> None:
-    assert "3.49 million parameters" in run("--model", "gpt2-tiny", "--seq-len", "64", *MACHINE).stdout
+PAGE = table.PAGE.read_text(encoding="utf-8")
+ROWS = (*table.CASES, *((*other, 1) for other in table.OTHERS))
+"""Of the first model, in the order of the page: by GPU and drives, and of other machines, which have one drive."""
+SMALL = tuple(f"| 13B | {gpu} |" for gpu in table.SMALL)
+CARD_ROWS = [line for line in table.CARD_PAGE.read_text(encoding="utf-8").splitlines() if table.is_of_card(line)]
 
 
-def test_a_config_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "written.json"
-
-    def full(path: Path, *options: Any, **more: Any) -> Any:
-        path.touch()
-        return Path("/dev/full").open("w")
-
-    monkeypatch.setattr(request, "open", full, raising=False)
-    done = run("--model", "gpt2-tiny", "--seq-len", "64", *MACHINE, "--write", str(target))
-    assert done.exit_code == 1 and f"cannot write the config {target}: No space left" in done.stderr
-    assert not target.exists()
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_a_row_of_the_first_model_is_generated(number: int) -> None:
+    """Those of the others take longer."""
+    first = [line for line in PAGE.splitlines() if line.startswith("| 13B") and not line.startswith(SMALL)]
+    assert first[number] == table.row(table.MODELS[0], *ROWS[number]), "run: python -m tests.pages.plan_table"
 
 
-def test_auto_is_the_dtype_that_it_takes_by_itself() -> None:
-    assert found(*COUNT, *MACHINE, "--dtype", "auto") == found(*COUNT, *MACHINE)
+@pytest.mark.slow
+def test_the_page_is_generated() -> None:
+    assert table.document() == PAGE, "run: python -m tests.pages.plan_table"
+
+
+def test_the_tables_have_all_rows() -> None:
+    assert len(CARD_ROWS) == len(table.CARD_CASES) == 6
+    assert sum(line.startswith("| 13B") for line in PAGE.splitlines()) == len(ROWS) + len(table.SMALL)
+
+
+@pytest.mark.parametrize("number", range(len(table.GPUS)))
+def test_the_rates_of_each_gpu_are_on_the_page_with_their_origins(number: int) -> None:
+    gpu = table.GPUS[number]
+    sources = [line.partition(". ")[2] for line in PAGE.splitlines() if line.partition(". ")[0].isdigit()]
+    assert table.rates_row(gpu, sources) in PAGE.splitlines(), "run: python -m tests.pages.plan_table"
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", range(len(table.STEPS)))
+def test_a_prediction_beside_a_step_of_others_is_generated(number: int) -> None:
+    assert table.step_row(table.STEPS[number]) in PAGE.splitlines(), "run: python -m tests.pages.plan_table"
+
+
+@pytest.mark.slow
+def test_the_rows_of_smaller_cards_are_on_the_page() -> None:
+    rows = [table.small_row(table.SMALL_MODELS[0], table.SMALL[0])]
+    assert all(row in PAGE.splitlines() for row in rows), "run: python -m tests.pages.plan_table"
+
+
+def test_the_command_of_the_cards_page_plans_its_first_row() -> None:
+    """A reader who types the command finds the row below it."""
+    text = table.CARD_PAGE.read_text(encoding="utf-8").partition("\noffload plan ")[2].partition("      #")[0]
+    typed = shlex.split(text.replace("\\\n", ""))
+    assert table.CARD_CASES[0][1].chunked_loss, "as without an option"
+    given = dict(zip(typed[::2], typed[1::2], strict=True))
+    ram, load, durability = table.CARD_CASES[0]
+    assert f"{load.batch} {load.accumulation}" == f"{given.pop('--batch-size')} {given.pop('--accumulation')}"
+    shape = from_count(parse_count(given.pop("--parameters")), int(given.pop("--layers")), int(given.pop("--seq-len")))
+    asked = Described(given.pop("--gpu"), given.pop("--ram"), (given.pop("--drive"),), given.pop("--memory-bandwidth"))
+    assert not given and shape == table.card_shape() and durability == "step"
+    assert hardware(asked) == table.card_machine(ram)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("number", range(len(table.CARD_CASES)))
+def test_a_row_of_13b_on_one_card_is_generated(number: int) -> None:
+    assert CARD_ROWS[number] == table.card_row(*table.CARD_CASES[number]), "run: python -m tests.pages.plan_table"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.planner.activation_plans import COUNT, MACHINE, config, llama
-from tests.planner.plan_command import found, run
+from tests.planner.test_plan import found, run
+from tests.planner.test_plan_activations import COUNT, MACHINE, config, llama
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from offload.finetune.model import allows_chunks
 from offload.planner.gpus import GPUS, find_gpu
 from offload.planner.hardware import described, parse_memory
 from offload.sizes import GIB
-from tests.planner.plan_command import found, run
+from tests.planner.test_plan import found, run
 from tests.support import models
 
 MACHINE = ("--gpu", "12GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")

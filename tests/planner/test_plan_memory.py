@@ -1,28 +1,50 @@
-"""The bytes of a plan add up, and are those that a run holds."""
+"""Bytes of a plan are those of the run, in each memory."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import shutil
 import tempfile
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+import transformers
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from typer.testing import CliRunner
 
 import offload
 from offload import testing
+from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
+from offload.finetune.model import make_ready
 from offload.layout.flat_layout import layouts_of
+from offload.layout.frozen import stored_as_blocks
+from offload.layout.tiers import Partitions
 from offload.layout.units import find_units
+from offload.losses import chunk_loss_of
+from offload.planner import memory, recommend
 from offload.planner import memory as planning
+from offload.planner.activations import Load, head_copy, need
+from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import Memory, Room, settle
+from offload.planner.model_shape import Shape, from_name, from_training
+from offload.planner.step_time import predict
 from offload.sizes import GIB, MIB
 from offload.states import State, Tier
 from offload.swapper.memory.limits import free_host_memory
+from offload.torch_internals import TorchDispatchMode, tree_leaves
+from tests.support import models
+from tests.support.frozen_blocks import deep
+from tests.support.model_folders import make_folder
+from tests.support.oracle import config, start
 from tests.support.sampling import examples
 
 
@@ -188,3 +210,269 @@ def test_states_kept_in_memory_have_their_slots_too() -> None:
     assert memory.placement.promoted and rows["exp_avg"].host == 4 * count and rows["exp_avg"].disk == 8 * count
     tiers = memory.placement.tiers[0]
     assert tiers[State.EXP_AVG] is Tier.HOST and memory.host <= 256 * MIB
+
+
+TOKENS, LAYERS = 256, 2
+
+
+class _Alive(TorchDispatchMode):
+    """The peak of all bytes of tensors that were made inside and are alive, weights aside."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._known = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **kwargs or {})
+        self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
+        return out
+
+
+def drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("words", [128, 4096])
+@pytest.mark.parametrize("in_chunks", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_step_holds_the_planned_bytes(tmp_path: Path, words: int, in_chunks: bool, recompute: bool) -> None:
+    """Small tensors, such as the labels, are not counted, and the gradients of the head and of others are a few more.
+
+    Of few words the MLP of a block is the peak, of many the loss.
+    """
+    config = transformers.LlamaConfig(
+        hidden_size=256,
+        intermediate_size=896,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        vocab_size=words,
+        use_cache=False,
+    )
+    config.save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    make_ready(model, recompute)
+    if in_chunks:
+        chunk_loss_of(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(drop)
+    ids = torch.zeros(1, TOKENS, dtype=torch.long)
+    with _Alive(model) as alive:
+        model(input_ids=ids, labels=ids).loss.backward()
+    shape = from_name(str(tmp_path), TOKENS)
+    planned = need(shape, Load(1, 1, recompute, in_chunks)).device
+    largest = 2 * max(layout.numel for layout in shape.layouts)
+    assert 0.98 * alive.peak <= planned + 0.01 * largest
+    # The head's gradient is there twice in the plan of chunks: while it is summed, and while it is scaled.
+    assert planned <= 1.02 * alive.peak + 2 * largest * in_chunks
+
+
+class _Waiting(torch.autograd.Function):
+    """Passes a weight on; its backward counts the gradients of the weight that are alive."""
+
+    made: ClassVar[list[StorageWeakRef]] = []
+    most: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (grad,) = grads
+        _Waiting.made.append(StorageWeakRef(grad.untyped_storage()))
+        _Waiting.most.append(sum(not each.expired() for each in _Waiting.made))
+        return grad
+
+
+class _Head(nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, _Waiting.apply(self.weight))
+
+
+class _Decoder(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(96, 32)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.head = _Head(32, 96, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(ids)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return self.head(hidden).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["layer_major", "micro_batch_major"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_of_a_tied_head_wait_in_a_layer_major_step(
+    schedule: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """autograd keeps the head's gradient until that of the embedding comes, as the plan says."""
+    count = 4
+    content = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": count,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "gradient_clipping": 0,
+        "offload": {"device": "cpu", "schedule": schedule},
+    }
+    monkeypatch.setattr(_Waiting, "made", [])
+    monkeypatch.setattr(_Waiting, "most", [])
+    torch.manual_seed(0)
+    engine = offload.initialize(model=_Decoder(tied), config=content)[0]
+    ids = torch.arange(8)[None]
+    for _ in range(2):  # the micro-batches take turns from the second step on
+        engine.train_batch(itertools.repeat(ids))
+    assert len(_Waiting.made) == 2 * count
+    alive = max(_Waiting.most[count:])
+    engine.destroy()
+    shape = from_name("gpt2-tiny", 16)
+    untied = shape._replace(uses=(shape.uses[0]._replace(unit=1), *shape.uses[1:]))
+    planned = [need(each, Load(1, count, schedule=schedule)).device for each in (shape, untied)]
+    head = shape.layouts[shape.uses[-1].unit].trainable_stop * shape.itemsize
+    assert planned[0] - planned[1] == (count - 1) * head * (schedule == "layer_major")
+    assert alive == (count if tied and schedule == "layer_major" else 1)
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+@pytest.mark.parametrize("name", ["gpt2-small", "llama-1b"])
+def test_the_peak_of_a_plan_that_fits_is_within_the_ram(name: str, in_chunks: bool) -> None:
+    on = replace(described("RTX 4090", 0, [parse_drive("7GB/s,5GB/s,4TB")]), gpu_memory=0)
+    shape, load = from_name(name, 256, torch.bfloat16), Load(1, chunked_loss=in_chunks)
+    content = memory.settings("nvme", "nvme")
+    content["offload"]["device"] = "cpu"
+    fitting = []
+    for ram in range(512 * MIB, 12288 * MIB, 512 * MIB):
+        machine = replace(on, ram=ram)
+        try:
+            planned = recommend.plan(shape, machine, load, content)
+        except BudgetError:
+            continue
+        fitting.append(ram)
+        assert planned.host_peak <= ram
+    assert fitting and fitting[0] > 512 * MIB, "the sizes are on both sides of the least that fits"
+
+
+def test_a_copy_of_the_head_is_gone_before_its_gradients_are_scaled() -> None:
+    """So the loss in chunks takes the larger of both, and all logits at once take the copy too."""
+    shape = from_name("llama-1b", 256, torch.bfloat16)
+    whole = 2 * shape.layouts[shape.uses[-1].unit].numel
+    assert head_copy(shape, Load(1)) == whole
+    # Logits of 256 tokens, in fp32 and bf16, less the piece of a gradient that is scaled in fp32 at a time.
+    logits, piece = 6 * 256 * 128256, 4 << 22
+    assert head_copy(shape, Load(1, chunked_loss=True)) == logits - piece - 2 * 256 * 2048
+
+
+@settings(max_examples=4)
+@given(sizes=st.tuples(st.integers(9, 16), st.integers(9, 16)), sequence=st.sampled_from([256, 512]))
+@example(sizes=(16, 18), sequence=256)
+def test_a_plan_that_fits_a_machine_fits_one_with_more_memory(sizes: tuple[int, int], sequence: int) -> None:
+    """Default budgets take whole units, so those of 4.5 GiB left less to the activations than those of 4 GiB."""
+    less, more = sorted(sizes)
+    assert fits(256 * MIB * less, sequence) <= fits(256 * MIB * more, sequence)
+
+
+@cache
+def fits(ram: int, sequence: int) -> bool:
+    on = replace(described("RTX 4090", 0, [parse_drive("7GB/s,5GB/s,4TB")]), gpu_memory=0, ram=ram)
+    shape, load = from_name("llama-1b", sequence, torch.bfloat16), Load(1, chunked_loss=True)
+    try:
+        planned = recommend.choose(shape, on, load, recompute=False, paths=("/swap",))
+    except BudgetError:
+        return False
+    assert planned.host_peak <= ram, "the plan's own budgets keep it within the RAM"
+    return True
+
+
+DISK = ("nvme", "nvme")
+JOB = models.LORA._replace(dtype="bf16", model=deep)
+ROOM = Room(host=8 << 30, device=0, disk=1 << 40)
+
+
+def shape_of(form: str | None) -> Shape:
+    return from_training(JOB.model(), 16, torch.bfloat16, (), {"use_cache": False}, form)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_bytes_are_those_of_the_run(form: str, tmp_path: Path) -> None:
+    shape = shape_of(form)
+    memory = settle(shape.layouts, config(JOB, DISK, tmp_path, frozen=form), ROOM)
+    engine = start(JOB, DISK, tmp_path, frozen=form)
+    inspected = testing.inspect(engine)
+    assert shape.layouts == inspected.layouts
+    assert inspected.store is not None
+    assert memory.stored == inspected.store.spec.nbytes
+    assert (memory.host, memory.device) == (engine.host_memory, engine.device_memory)
+    assert shape.parameters == engine.parameter_count == sum(p.numel() for p in JOB.model().parameters())
+    engine.destroy(remove=True)
+
+
+def test_a_step_reads_the_codes_alone() -> None:
+    read = {}
+    for form in (None, "int8", "nf4"):
+        shape = shape_of(form)
+        memory = settle(shape.layouts, config(JOB, DISK, Path("swap"), frozen=form, device_memory="4MiB"), ROOM)
+        machine = replace(described("24GB", 64 << 30), gpu_memory=0)
+        read[form] = predict(memory, shape, machine, Load(1)).moved.weights_read
+    assert 1.8 < read[None] / read["int8"] < 2.0 and 3.2 < read[None] / read["nf4"] < 3.8
+
+
+def command(*options: str) -> Any:
+    machine = ("--gpu", "24GB", "--ram", "16GB", "--drive", "7GB/s,4GB/s", "--seq-len", "64")
+    return CliRunner().invoke(app, ["plan", *machine, *options])
+
+
+def test_the_command_plans_adapters_over_codes(tmp_path: Path) -> None:
+    make_folder(tmp_path / "model", weights=False, hidden_size=128, intermediate_size=512)
+    given = ("--model", str(tmp_path / "model"), "--lora", "r=4", "--write", str(tmp_path / "config.json"))
+    done = command(*given, "--load-in-4bit")
+    assert done.exit_code == 0, done.output
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["offload"]["frozen"] == "nf4" and content["optimizer"]["params"]["lr"] == 2e-4
+    stored = {
+        option: json.loads(command(*given[:4], option, "--json").stdout)["model"]["parameters"]
+        for option in ("--load-in-4bit", "--load-in-8bit")
+    }
+    assert len(set(stored.values())) == 1, "parameters are counted, not codes"
+    assert command(*given[:4], "--config", str(tmp_path / "config.json")).exit_code == 0
+
+
+WRONG = {
+    "--model llama-1b --load-in-4bit": "--load-in-4bit or --load-in-8bit goes with --lora",
+    "--model llama-1b --lora r=4 --load-in-4bit --load-in-8bit": "goes with --lora",
+    "--parameters 1B --layers 4 --lora r=4": "--lora needs the layers of a model: give --model",
+    "--model llama-1b --lora r=0": "--lora r must be",
+}
+
+
+@pytest.mark.parametrize("options", WRONG)
+def test_options_of_the_command_that_do_not_fit_are_refused(options: str) -> None:
+    refused = command(*options.split())
+    assert refused.exit_code == 2 and WRONG[options] in refused.output, refused.output
+
+
+def test_a_unit_in_codes_comes_and_goes_on_its_own_device() -> None:
+    """Its partition stays there, and its values are made for each use."""
+    parts = Partitions(
+        nbytes=({State.WEIGHT: 4096}, {State.WEIGHT: 4096}),
+        trainable_numel=(0, 0),
+        unit_nbytes=(4096, 12288),
+        largest_gradient=0,
+        gradient_dtype=torch.bfloat16,
+        alone=True,
+    )
+    assert [parts.device_resident(unit, {State.WEIGHT: Tier.DEVICE}) for unit in (0, 1)] == [True, False]
+    assert stored_as_blocks(JOB.model(), None, torch.bfloat16) == {}

@@ -1,15 +1,10 @@
-"""The simulated pager and update worker: bounds for any run, the real engine's figures, and closed forms of time.
-
-What is equal to the engine and what is only near it: with updates before the next forward (`overlap` off) and a drive
-that has answered when the call returns, nothing in the engine is left to chance, and every figure is equal, step by
-step. With either of them real, threads race for leases: then bytes written are equal, peaks keep the budgets, uses are
-the same, and bytes read lie near.
-"""
+"""The simulated pager has the engine's figures."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -18,13 +13,57 @@ from hypothesis import strategies as st
 from offload.aio import Priority
 from offload.errors import BudgetError
 from offload.planner.simulation.machine import Clock, Moved, SimulatedMachine, SimulatedRates, Waited
-from offload.planner.simulation.simulate import Budgets, Expected, Input, Use, simulate
+from offload.planner.simulation.simulate import Budgets, Expected, Input, Simulation, Use, simulate
 from offload.planner.simulation.updater import UpdateCost
 from offload.states import Tier
 from offload.swapper.policy import Limits
-from tests.planner.simulated_cases import PAGE, Case, cost, unit
+from offload.swapper.table import UnitSize, pieces_of
 from tests.support.oracle import small_pieces
 from tests.support.sampling import examples
+
+PAGE = 4096
+
+
+def unit(pages: int, tier: Tier = Tier.DISK) -> UnitSize:
+    return UnitSize(f"{pages} pages", pages * PAGE, tier, pages * PAGE, pieces_of([range(pages * PAGE)]))
+
+
+def cost(pages: int, tier: Tier = Tier.DISK, spills: bool = False) -> UpdateCost:
+    """Returns the cost of updating a bf16 unit all of whose states are in one tier."""
+    numel, on_disk = pages * PAGE // 2, tier is Tier.DISK
+    sizes = (2 * numel, 10 * numel, 12 * numel) if on_disk else (0, 0, 0)
+    return UpdateCost(numel, *sizes, 2 * numel * spills, revocable=on_disk)
+
+
+# -- any run ------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    uses: list[Use]
+    sizes: list[UnitSize]
+    updates: list[UpdateCost | None]
+    tile_numel: int | None
+    limits: Limits
+
+    @property
+    def moving(self) -> list[int]:
+        """Bytes of the units that are not stored on the device."""
+        return sorted(size.nbytes for size in self.sizes if not size.device_resident) or [0]
+
+    @property
+    def on_disk(self) -> list[int]:
+        return sorted(size.nbytes for size in self.sizes if size.tier is Tier.DISK) or [0]
+
+    def run(self, host: int, device: int, steps: int = 3, **options: Any) -> Simulation:
+        return simulate(
+            [self.uses] * steps,
+            self.sizes,
+            self.updates,
+            Budgets(host, device),
+            self.limits,
+            tile_numel=self.tile_numel,
+            **options,
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from offload.states import State
 from offload.swapper.memory.device import Device
 from offload.swapper.store import spill_file as scratch
 from tests.gradients.test_gradient_spill import least_host_memory
-from tests.planner.simulated_cases import Case
+from tests.planner.test_simulate import Case
 from tests.support import models
 from tests.support.devices.late_device import use_device
 from tests.support.oracle import Job, small_pieces, start, train_step

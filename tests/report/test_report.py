@@ -1,29 +1,104 @@
-"""The page of `offload report` shows the figures of the log, however the file ended, and needs no other file."""
+"""`offload report` is a page of a run that a browser shows by itself."""
 
 from __future__ import annotations
 
+import errno
 import gzip
+import html
+import itertools
 import json
+import logging
+import os
 import re
+import shutil
+import subprocess
 import tempfile
 from html import unescape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as some
+from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+import offload
+from offload import testing
+from offload.cli.main import app
 from offload.errors import ConfigError
+from offload.metrics.meter import StepMeter, Stepped
+from offload.metrics.writers import Reporter
 from offload.report.charts import points, ticks
 from offload.report.figures import figures
+from offload.report.links import BACKWARD, FORWARD, LINKS, Span, both, busy, phases, total, union, updates
 from offload.report.log import read_log
-from offload.report.page import page
+from offload.report.page import BEGIN, page
 from offload.report.phases import ADVICE, PARTS, advice, bound, parts, verdict
 from offload.report.timeline_view import read_window
-from tests.report.report_log import ABOUT, step, trace, written
+from tests.store.test_store import DISK, JOB, begin
+from tests.support.oracle import config, train_step
 from tests.support.sampling import examples
+
+ABOUT = {
+    "run": "mine <b>",
+    "model": "GPT2LMHeadModel",
+    "parameters": 1000,
+    "steps": 20,
+    "samples_a_step": 4,
+    "host_budget_bytes": 2**30,
+    "drive_tbw": 1,
+    "drive_share": 0.1,
+}
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": number,
+        "loss": 10 / number,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens": 100,
+        "seconds": 2.0,
+        "read_bytes": 3 * 2**30,
+        "written_bytes": 2**30,
+        "skipped_steps": 0.0,
+        "host_peak_bytes": 2e9,
+        "forward_seconds": 0.5,
+        "backward_seconds": 0.9,
+        "step_seconds": 0.1,
+        "wait_for_reads_seconds": 0.25,
+        "wait_for_updates_seconds": 0.4,
+        "wait_for_commits_seconds": 0.05,
+        "wait_for_memory_seconds": 0.0,
+        "wait_for_uploads_seconds": 0.0,
+        "update_kernels_seconds": 0.3,
+        "update_copies_seconds": 0.0,
+        "update_waits_for_reads_seconds": 0.2,
+        "update_waits_for_writes_seconds": 0.5,
+        "uploaded_bytes": 2**20,
+        "gradients_bytes": 2**20,
+        "drives": {"/mnt/a": number * 10**9},
+        **more,
+    }
+
+
+def written(path: Path, *lines: dict[str, Any] | str) -> Path:
+    path.write_text("".join(line if isinstance(line, str) else f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def span(row: str, name: str, start: float, took: float, **more: Any) -> dict[str, Any]:
+    return {"ph": "X", "pid": 1, "tid": 1000, "cat": row, "name": name, "ts": start, "dur": took, **more}
+
+
+def trace() -> dict[str, Any]:
+    events = [span("compute", f"step {n}", n * 100, 5) for n in range(1, 5)]
+    events += [span("reads", "h.0 <weight>", n * 100 + 20, 30, args={"bytes": 4096}) for n in range(1, 5)]
+    return {"traceEvents": [{"ph": "M", "pid": 1, "tid": 0, "name": "process_name"}, *events]}
 
 
 @pytest.fixture
@@ -318,3 +393,473 @@ def test_a_file_that_is_no_time_line_is_an_error(content: str, tmp_path: Path) -
     (tmp_path / "trace").write_text(content)
     with pytest.raises(ConfigError, match=r"is not a timeline|contains no span"):
         read_window(tmp_path / "trace")
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+LOOK = """
+<script>
+const wrong = [];
+addEventListener("error", event => wrong.push(event.message));
+addEventListener("load", () => {
+  const beside = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1;
+  const apart = (a, b) => beside(a, b) || a.bottom <= b.top + 1 || b.bottom <= a.top + 1;
+  const overlaps = [], told = [];
+  for (const svg of document.querySelectorAll("svg")) {
+    const texts = [...svg.querySelectorAll("text")].map(each => [each.textContent, each.getBoundingClientRect()]);
+    texts.forEach(([name, box], index) => texts.slice(index + 1).forEach(([other, its]) => {
+      if (!apart(box, its)) overlaps.push(`${svg.getAttribute("aria-label")}: ${name} and ${other}`);
+    }));
+    const box = svg.getBoundingClientRect();
+    for (const [name, its] of texts)
+      if (its.left < box.left - 4 || its.right > box.right + 8) overlaps.push(`${name} leaves its chart`);
+  }
+  for (const figure of document.querySelectorAll("figure[data-chart]")) {
+    const svg = figure.querySelector("svg"), box = svg.getBoundingClientRect();
+    svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width / 2, clientY: box.top + 9}));
+    told.push([figure.querySelector("figcaption").textContent, document.getElementById("tip").textContent]);
+  }
+  const style = getComputedStyle(document.body);
+  document.body.dataset.found = JSON.stringify({wrong, overlaps, told, colors: [style.color, style.backgroundColor],
+    wide: document.documentElement.scrollWidth - innerWidth});
+});
+</script>
+"""
+
+
+def opened(text: str, folder: Path, width: int, *options: str) -> Any:
+    """What a script in the page has found of it, in a window of so many pixels."""
+    path = folder / "page.html"
+    path.write_text(text.replace("<head>", f"<head>{LOOK}"))
+    common = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}", "--dump-dom")
+    command = (str(CHROMIUM), *common, f"--window-size={width},1000", *options, path.as_uri())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    found = re.search(r'data-found="([^"]*)"', done.stdout)
+    assert found, done.stderr[-2000:]
+    return json.loads(html.unescape(found[1]))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="the system has no Chromium")
+@pytest.mark.parametrize(("count", "width"), [(1, 1280), (12, 1280), (12, 500), (5000, 1280)])
+def test_nothing_fails_or_overlaps_and_the_pointer_shows_numbers(count: int, width: int, tmp_path: Path) -> None:
+    path = written(tmp_path / "log", step(1, about=ABOUT), *(step(n, loss=3 + n % 7) for n in range(2, count + 1)))
+    (tmp_path / "trace").write_text(json.dumps(trace()))
+    log = read_log(path)
+    found = opened(page(log, figures(log), read_window(tmp_path / "trace")), tmp_path, width)
+    assert found["wrong"] == [] and found["overlaps"] == [] and found["wide"] <= 0
+    told = dict(found["told"])
+    assert told["Parts of a step, s"].startswith("step") and "waits: reads: 0.33 s" in told["Parts of a step, s"]
+    assert (
+        told["Drives, a step, GiB"].endswith("written: 1 GiB")
+        or "written: 1 (1 to 1) GiB" in told["Drives, a step, GiB"]
+    )
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="the system has no Chromium")
+def test_it_follows_the_colours_of_the_system(tmp_path: Path) -> None:
+    log = read_log(written(tmp_path / "log", step(1), step(2)))
+    text = page(log, figures(log), None)
+    light = opened(text, tmp_path, 1280)["colors"]
+    dark = opened(text, tmp_path, 1280, "--force-dark-mode", "--blink-settings=preferredColorScheme=0")["colors"]
+    assert light == ["rgb(27, 31, 36)", "rgb(250, 250, 250)"]
+    assert dark == ["rgb(232, 234, 237)", "rgb(20, 23, 27)"]
+
+
+def call(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_the_command_writes_a_page_beside_the_log(log: Path) -> None:
+    done = call(log)
+    assert done.exit_code == 0 and "10 steps, 1 to 10" in done.stdout
+    assert log.with_suffix(".html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_the_terminal_says_what_a_step_is_bound_by_and_the_first_change(log: Path) -> None:
+    by = verdict(figures(read_log(log)))
+    lines = call(log).stdout.splitlines()
+    assert lines[1:3] == [f"bound by {by.bound_by}, {by.more}", f"change first: {by.first_change}"]
+    assert by.more in log.with_suffix(".html").read_text(), "the same words as on the page"
+    assert by.first_change == by.advice.split(";")[0] and by.advice == ADVICE[by.bound_by]
+
+
+def test_the_terminal_says_how_phases_are_measured(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"step": 1, "seconds": 1.0, "loss": 2.0}) + "\n")
+    assert call(log).stdout.splitlines()[1] == 'Phases were not measured: set "wall_clock_breakdown" in the config.'
+
+
+def test_json_alone_writes_no_page(log: Path, tmp_path: Path) -> None:
+    done = call(log, "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout) == json.loads(json.dumps(figures(read_log(log))))
+    assert not log.with_suffix(".html").exists()
+    assert call(log, "--json", "-o", tmp_path / "a.html").exit_code == 0 and (tmp_path / "a.html").exists()
+
+
+def test_exit_codes_are_0_1_and_2(log: Path, tmp_path: Path) -> None:
+    before = log.read_text()
+    assert call(tmp_path / "none").exit_code == 2
+    assert call(log, "--trace", log).exit_code == 2
+    assert call(log, "-o", log).exit_code == 2 and log.read_text() == before
+    assert call(log, "-o", tmp_path / "no" / "folder.html").exit_code == 1
+    assert call().exit_code == 2
+
+
+def test_a_time_line_of_another_program_is_an_error(tmp_path: Path, log: Path) -> None:
+    """torch.profiler's has words for processes and threads."""
+    other = tmp_path / "other.json"
+    spans = [
+        {"ph": "X", "pid": "Spans", "tid": "PyTorch Profiler (0)", "ts": 1.0, "dur": 2.0, "name": "PyTorch Profiler"},
+        {"ph": "X", "pid": 7, "tid": 7, "ts": 1.0, "dur": "long", "name": "aten::mm", "cat": "cpu_op"},
+        {"ph": "X", "pid": 7, "tid": 7, "ts": 1.0, "dur": 2.0, "name": "aten::mm", "args": 3},
+    ]
+    other.write_text(json.dumps({"traceEvents": spans}))
+    done = CliRunner().invoke(app, ["report", str(log), "--trace", str(other)])
+    assert done.exit_code == 2 and "contains no span" in done.stderr, done.output
+    zipped = tmp_path / "other.json.gz"
+    packed = bytearray(gzip.compress(json.dumps(list(range(10000))).encode()))
+    packed[40:60] = bytes(20)
+    zipped.write_bytes(packed)
+    done = CliRunner().invoke(app, ["report", str(log), "--trace", str(zipped)])
+    assert done.exit_code == 2 and "is not a timeline" in done.stderr, done.output
+
+
+def test_a_plan_with_numbers_that_are_none_is_an_error(tmp_path: Path, log: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"step": {"seconds": NaN, "tokens": 1, "read_bytes": 1, "written_bytes": 1}}')
+    done = CliRunner().invoke(app, ["report", str(log), "--plan", str(plan)])
+    assert done.exit_code == 2 and "is not a plan" in done.stderr
+
+
+def test_a_folder_is_no_log() -> None:
+    done = CliRunner().invoke(app, ["report", "."])
+    assert done.exit_code == 2 and "cannot read the log" in done.stderr, done.output
+
+
+def test_a_file_that_cannot_be_read_is_not_replaced(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, opens = tmp_path / "page.html", Path.open
+    place.write_text("of somebody else")
+
+    # A mode would not do: root may read every file.
+    def refused(path: Path, *arguments: Any, **keywords: Any) -> Any:
+        if path == place:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opens(path, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refused)
+        done = call(log, "-o", place)
+    assert done.exit_code == 2 and f"{place} exists and cannot be read: Permission denied; give" in done.stderr
+    assert place.read_text() == "of somebody else"
+
+
+def test_a_page_is_replaced_and_another_file_is_not(log: Path, tmp_path: Path) -> None:
+    place = tmp_path / "page.html"
+    for _ in range(2):
+        assert call(log, "-o", place).exit_code == 0
+    place.write_text("<!DOCTYPE html>\n<html>of somebody else")
+    done = call(log, "-o", place)
+    assert done.exit_code == 2 and "exists and is not a page of offload report; give another" in done.stderr, (
+        done.output
+    )
+    assert "of somebody else" in place.read_text()
+    place.rename(log.with_suffix(".html"))
+    assert call(log).exit_code == 2 and call(log, "--json").exit_code == 0, "without a page nothing is replaced"
+    log.rename(tmp_path / "log.html")
+    assert call(tmp_path / "log.html").exit_code == 2 and call(tmp_path / "log.html", "--json").exit_code == 0
+    (tmp_path / "log.html").rename(log)
+    place.write_text("")
+    assert call(log, "-o", place).exit_code == 0
+
+
+def test_a_page_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "page.html"
+    place.write_text(BEGIN + "before")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    done = CliRunner().invoke(app, ["report", str(log), "-o", str(place)])
+    assert done.exit_code == 1 and "cannot write the page" in done.stderr, done.output
+    assert place.read_text() == BEGIN + "before" and len(list(tmp_path.glob(".page*"))) == 0
+
+
+def test_a_plan_of_the_command_is_shown_beside_what_came(tmp_path: Path, log: Path) -> None:
+    plan = {"step": {"seconds": 1.0, "tokens": 100, "read_bytes": 1, "written_bytes": None}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    found = json.loads(call(log, "--plan", tmp_path / "plan.json", "--json").stdout)["predicted"]
+    assert [(each["name"], each["ratio"]) for each in found][:2] == [("seconds", 2.0), ("tokens", 1.0)]
+    assert {each["name"] for each in found} == {"seconds", "tokens", "read_bytes"}
+    assert call(log, "--plan", log).exit_code == 2 and call(log, "--plan", tmp_path / "none").exit_code == 2
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_page_that_nobody_has_named_leads_to_no_other_file(kind: str, log: Path, tmp_path: Path) -> None:
+    """The log may be in a folder of somebody else, who can guess the page's name."""
+    target, elsewhere = log.with_suffix(".html"), tmp_path / "elsewhere"
+    os.mkfifo(target) if kind == "pipe" else target.symlink_to(elsewhere)
+    done = call(log)
+    assert done.exit_code == 2 and "log.html exists and is not a page of offload report" in done.stderr
+    assert not elsewhere.exists()
+    if kind == "link":
+        assert call(log, "-o", target).exit_code == 0 and elsewhere.exists() and target.is_symlink()
+
+
+def span_links(row: str, name: str, start: float, end: float, lane: int = 0) -> Span:
+    return Span(row=row, lane=lane, name=name, start=start, end=end, nbytes=0)
+
+
+STEP = [
+    span_links("compute", "forward h.0", 0, 20),
+    span_links("compute", "forward h.1", 20, 40),
+    span_links("compute", "backward h.1", 40, 60),
+    span_links("compute", "forward h.0", 60, 70),
+    span_links("compute", "backward h.0", 70, 90),
+    span_links("compute", "step 3", 92, 98),
+    span_links("waits", "waits for read of h.1", 30, 35),
+    span_links("reads", "h.1 weight", 10, 35),
+    span_links("reads", "h.0 exp_avg", 30, 50, 1),
+    span_links("updates", "h.0", 5, 25),
+    span_links("updates", "h.1", 60, 100),
+    span_links("update worker", "waits for reads of h.0", 5, 15),
+    span_links("update worker", "kernel of h.0", 15, 25),
+]
+"""A step whose block 0 is computed again in the backward, and whose block 1 is updated under it."""
+
+
+def test_a_link_is_busy_while_any_of_its_spans_is_in_progress() -> None:
+    found = busy(STEP, 0, 100)
+    assert found == pytest.approx({"compute": 0.85, "reads": 0.4, "kernels": 0.1})
+    assert list(found) == [link for link in LINKS if link in found], "in the order in which they are shown"
+
+
+def test_compute_leaves_out_waits_and_the_end_of_a_step() -> None:
+    assert busy([span_links("compute", "forward h.0", 0, 100), span_links("waits", "waits", 0, 100)], 0, 100) == {
+        "compute": 0.0
+    }
+    assert busy([span_links("compute", "step 1", 0, 100), span_links("compute", "synchronize", 0, 50)], 0, 100) == {}
+
+
+def test_what_reaches_beyond_the_step_counts_inside_alone() -> None:
+    assert busy([span_links("writes", "h.0 weight", -50, 25), span_links("writes", "h.1 weight", 75, 500)], 0, 100) == {
+        "writes": 0.5
+    }
+
+
+def test_updates_are_told_apart_by_the_phase_that_hides_them() -> None:
+    assert updates(STEP, 0, 100) == pytest.approx({FORWARD: 0.22, BACKWARD: 0.38})
+    assert updates(STEP[:6], 0, 100) == {}
+
+
+def test_a_forward_inside_of_a_backward_belongs_to_it() -> None:
+    assert phases(STEP, 0, 100) == [(FORWARD, (0, 40)), (BACKWARD, (40, 98)), (FORWARD, (98, 100))]
+
+
+def test_a_further_micro_batch_begins_a_forward() -> None:
+    spans = [
+        span_links("compute", name, 10 * at, 10 * at + 10)
+        for at, name in enumerate(("forward h.0", "forward h.1", "backward h.1", "backward h.0"))
+    ]
+    again = [span_links(s.row, s.name, s.start + 40, s.end + 40) for s in spans]
+    assert phases([*spans, *again], 0, 80) == [
+        (FORWARD, (0, 20)),
+        (BACKWARD, (20, 40)),
+        (FORWARD, (40, 60)),
+        (BACKWARD, (60, 80)),
+    ]
+
+
+def test_a_block_of_several_units_is_computed_again_inside_of_a_backward() -> None:
+    names = (
+        "forward h.1",
+        "backward h.1.mlp",
+        "forward h.0",
+        "forward h.0.mlp",
+        "backward h.0.mlp",
+        "backward h.0.attn",
+    )
+    spans = [span_links("compute", name, 10 * at, 10 * at + 10) for at, name in enumerate(names)]
+    assert phases(spans, 0, 60) == [(FORWARD, (0, 10)), (BACKWARD, (10, 60))]
+
+
+intervals = st.lists(st.tuples(st.integers(-5, 40), st.integers(-5, 40)), max_size=8)
+
+
+@given(intervals, intervals)
+def test_covered_time_is_counted_once(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> None:
+    def covered(given: list[tuple[float, float]]) -> set[int]:
+        return {at for at in range(30) if any(first <= at < last for first, last in given)}
+
+    one, other = union(some, 0, 30), union(others, 0, 30)
+    assert total(one) == len(covered(some))
+    assert total(both(one, other)) == len(covered(some) & covered(others))
+    assert all(before[1] < after[0] for before, after in pairwise(one))
+
+
+def test_the_page_the_json_and_the_command_show_the_shares(tmp_path: Path) -> None:
+    log = written(tmp_path / "log.jsonl", step(1, about=ABOUT), step(2), step(3))
+    events = [
+        {
+            "ph": "X",
+            "pid": 1,
+            "tid": 1000 + s.lane,
+            "cat": s.row,
+            "name": s.name,
+            "ts": s.start + at,
+            "dur": s.end - s.start,
+        }
+        for at in (0, 100, 200, 300)
+        for s in STEP
+    ]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    window = read_window(trace)
+    found = read_log(log)
+    text = page(found, figures(found, window=window), window)
+    assert "reads of the drives" in text and "under the backward" in text and "begun under the backward" in text
+    done = CliRunner().invoke(app, ["report", str(log), "--trace", str(trace), "--json"])
+    shares = json.loads(done.stdout)
+    assert shares["links"] == pytest.approx({"compute": 0.85, "reads": 0.4, "kernels": 0.1})
+    assert shares["updates"][BACKWARD] > shares["updates"][FORWARD] > 0
+    done = CliRunner().invoke(app, ["report", str(log), "--trace", str(trace)])
+    assert "busy: the model's compute 85%, reads of the drives 40%" in done.stdout
+    assert figures(found)["links"] is None and figures(found)["updates"] is None
+
+
+def test_any_loop_writes_a_log_that_goes_on_where_it_was_committed(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    engine = begin(tmp_path, durability={"every": 2}, log=str(path), drive_tbw=5)
+    for step in range(3):
+        train_step(engine, JOB, step)
+    testing.abandon(engine, remove=False)
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')
+    engine = begin(tmp_path, durability={"every": 2}, log=str(path), resume="must", drive_tbw=5)
+    for step in range(2, 4):
+        train_step(engine, JOB, step)
+    engine.destroy(remove=True)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "about" in line] == [1, 3]
+    assert lines[0]["about"]["drive_tbw"] == 5 and lines[3]["drives"][str(tmp_path / "a")] > 0
+    found = figures(read_log(path))
+    assert found["resumed_at"] == [3] and found["torn_lines"] == 0 and found["drives"][0]["rated_bytes"] == 5e12
+
+
+def test_a_log_that_would_take_the_place_of_another_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("my precious notes\n")
+    with pytest.raises(offload.ConfigError, match="not the log of a run"):
+        begin(tmp_path, log=str(tmp_path / "notes"))
+    assert (tmp_path / "notes").read_text() == "my precious notes\n" and not (tmp_path / "a" / "default").exists()
+
+
+def test_numbers_of_the_last_step_can_be_asked_for(tmp_path: Path) -> None:
+    content = config(JOB, DISK, tmp_path / "a") | {"wall_clock_breakdown": True, "steps_per_print": 0}
+    engine = offload.initialize(model=JOB.model(), config=content).engine
+    assert engine.measured == {}
+    loss = train_step(engine, JOB, 0)
+    assert engine.measured["loss"] == loss and engine.measured["forward_seconds"] > 0
+    engine.destroy(remove=True)
+
+
+def test_an_evaluation_is_a_line_behind_its_step(tmp_path: Path) -> None:
+    """A resumed loop trains some steps again, and their evaluations are those of the second time."""
+    path, csv = tmp_path / "log.jsonl", {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "run"}
+
+    def run(steps: range, **more: Any) -> None:
+        content = config(JOB, DISK, tmp_path / "a", durability={"every": 2}, log=str(path), **more)
+        engine = offload.initialize(model=JOB.model(), config=content | {"csv_monitor": csv}).engine
+        for step in steps:
+            train_step(engine, JOB, step)
+            with engine.evaluation() as found:
+                found.loss = torch.tensor(step + len(more) / 2)
+            with engine.evaluation():
+                pass  # without a loss there is nothing to write
+        testing.abandon(engine, remove=False)
+
+    run(range(3))
+    run(range(2, 4), resume="must")
+    log = read_log(path)
+    assert [(line["step"], line["eval_loss"]) for line in log.steps] == [(1, 0.0), (2, 1.0), (3, 2.5), (4, 3.5)]
+    assert all(line["eval_seconds"] >= 0 for line in log.steps) and figures(log)["eval_loss"]["last"] == 3.5
+    assert (tmp_path / "csv" / "run" / "Offload_eval_loss.csv").read_text() == (
+        "step,eval_loss\n1,0.0\n2,1.0\n3,2.5\n4,3.5\n"
+    )
+
+
+def test_an_evaluation_before_the_first_step_is_in_no_file(tmp_path: Path) -> None:
+    """That step cuts the files: what is in them before it belongs to an earlier run."""
+    engine = begin(tmp_path, log=str(tmp_path / "log.jsonl"))
+    with engine.evaluation() as found:
+        found.loss = 1.0
+    train_step(engine, JOB, 0)
+    engine.destroy(remove=True)
+    log = read_log(tmp_path / "log.jsonl")
+    assert len(log.steps) == 1 and "eval_loss" not in log.steps[0] and log.truncated_lines == 0
+
+
+def test_what_an_evaluation_costs_is_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = {"read": 0, "nanoseconds": 0}
+    testing.replace(monkeypatch, "clock.steps", lambda: spent["nanoseconds"])
+
+    def spend(read: int, seconds: int) -> None:
+        spent["read"] += read
+        spent["nanoseconds"] += seconds * 10**9
+
+    reporter = Reporter(None, {})
+    meter = StepMeter(torch.device("cpu"), lambda: (spent["read"], 0), tuple, None, False, reporter)
+    meter.begin()
+    for step in range(1, 3):
+        spend(10, 1)
+        with meter.pause():
+            spend(1000, 60)
+        meter.end_step(Stepped(step, step, 0.1, 1.0, 0))
+        assert meter.measured["read_bytes"] == 10 and meter.measured["seconds"] == 1
+    meter.close()
+
+
+def test_a_start_and_a_resume_are_told_without_any_configuration_of_logging(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = begin(tmp_path)
+    train_step(engine, JOB, 0)
+    engine.destroy()
+    begun = capsys.readouterr().err
+    assert re.search(r"^offload: fp32 on cpu: weights on disk, states on disk; host ", begun, re.MULTILINE)
+    assert "resuming" not in begun
+    engine = begin(tmp_path, resume="auto")
+    assert f"offload: resuming after step 1 of the run in {tmp_path}/a/default\n" in capsys.readouterr().err
+    train_step(engine, JOB, 1)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
+    assert f"offload: loaded {tmp_path}/saved/global_step2: weights alone, as asked\n" in capsys.readouterr().err
+    engine.destroy(remove=True)
+    logging.getLogger("offload").setLevel(logging.ERROR)
+    begin(tmp_path).destroy(remove=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_load_says_where_the_loader_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So that nobody skips in a loop what the loader has skipped already."""
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "offload": {"nvme_path": str(tmp_path), "run": "loader"},
+    }
+    for load in (False, True):
+        model = torch.nn.Linear(3, 1)
+        started = offload.initialize(model=model, config=settings, training_data=list(torch.ones(10, 3)))
+        engine = started.engine
+        if load:
+            engine.load_checkpoint(tmp_path / "saved")
+        else:
+            for rows in itertools.islice(iter(started.loader), 2):
+                engine.backward(engine(rows).sum())
+                engine.step()
+            engine.save_checkpoint(tmp_path / "saved")
+        engine.destroy(remove=True)
+    assert "goes on after step 2, and training_data after sample 4 of pass 0: skip no" in capsys.readouterr().err

@@ -1,30 +1,150 @@
-"""The timeline of a run is right, changes nothing, and costs nothing where it is off."""
+"""The timeline has what each thread did, and traces open in viewers."""
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import logging
+import signal
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from typer.testing import CliRunner
 
+import offload
 from offload import testing
+from offload.cli.main import app
+from offload.engine.engine import IoBytes
+from offload.errors import ConfigError, EngineFailed
 from offload.metrics.meter import Relay
-from offload.timeline import OFF, Phase, Row, Timeline, now
-from tests.report.timeline_reader import DISK, JOB, _content, counters, names, read, row, threads
+from offload.presets import PRESETS
+from offload.timeline import OFF, Phase, Row, Timeline, now, path_of
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, use_device
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import (
     PLACEMENTS,
+    Job,
     assert_same,
+    assert_same_tensors,
+    config,
     run,
     start,
     train_step,
     trained,
 )
+from tests.support.processes import warm_process
+from tests.support.ranks.rank_pool import RankPool
+from tests.support.ranks.rank_pool import start as start_rank
+
+DISK = ("nvme", "nvme")
+
+
+class Net(nn.Module):
+    """A model of blocks, a bias of the root's own, and a block whose forward is recomputed in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.bias = nn.Parameter(torch.zeros(32))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.h[0](hidden + self.bias)
+        hidden = checkpoint(self.h[1], hidden, use_reentrant=False)
+        return self.h[2](hidden)
+
+
+def loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step * 10 + micro)
+    return model(torch.randn(4, 32, generator=generator)).pow(2).mean()
+
+
+JOB = Job(Net, loss, steps=3, accumulation=2)
+
+# -- reading a timeline ------------------------------------------------------------------------------
+
+
+class Slice(NamedTuple):
+    name: str
+    start: int
+    end: int
+    nbytes: int
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Returns the file after a check that it has the trace event format and rows that can be drawn."""
+    data = path.read_bytes()
+    content: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    assert content["displayTimeUnit"] in ("ms", "ns")
+    for event in content["traceEvents"]:
+        assert isinstance(event["name"], str) and isinstance(event["pid"], int)
+        if event["ph"] == "X":
+            assert event["ts"] > 0 and event["dur"] >= 0 and isinstance(event["tid"], int)
+            assert event.get("args", {}).get("bytes", 1) > 0
+        elif event["ph"] == "C":
+            assert event["ts"] > 0 and event["args"]["bytes"] >= 0
+        else:
+            assert event["ph"] in ("M", "i")
+    for spans in threads(content).values():
+        _check_nested(spans)
+    return content
+
+
+def _check_nested(spans: list[Slice]) -> None:
+    """Asserts that any two spans of a thread are disjoint or nested."""
+    open_until: list[int] = []
+    for span in sorted(spans, key=lambda each: (each.start, -each.end)):
+        while open_until and open_until[-1] <= span.start:
+            open_until.pop()
+        assert not open_until or span.end <= open_until[-1], span
+        open_until.append(span.end)
+
+
+def threads(content: dict[str, Any]) -> dict[str, list[Slice]]:
+    """Returns the spans of each thread of the file, by its name."""
+    events = content["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert len(set(names.values())) == len(names)
+    found: dict[str, list[Slice]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            start, nbytes = round(event["ts"] * 1000), event.get("args", {}).get("bytes", 0)
+            found[names[event["tid"]]].append(Slice(event["name"], start, start + round(event["dur"] * 1000), nbytes))
+    return found
+
+
+def row(content: dict[str, Any], row: Row) -> list[Slice]:
+    """Returns the spans of a row, on all of its lanes."""
+    every = threads(content).items()
+    return [span for name, spans in every if name.rstrip(" 0123456789") == row.value for span in spans]
+
+
+def names(content: dict[str, Any], of: Row) -> set[str]:
+    return {span.name for span in row(content, of)}
+
+
+def counters(content: dict[str, Any]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for event in content["traceEvents"]:
+        if event["ph"] == "C":
+            found[event["name"]].append(event["args"]["bytes"])
+    return found
+
+
+# -- what it holds ------------------------------------------------------------------------------------
+
+
+def _content(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> dict[str, Any]:
+    run(job, placement, folder / "swap", trace=str(folder / "trace.json"), **options)
+    return read(folder / "trace.json")
+
 
 # -- what it holds ------------------------------------------------------------------------------------
 
@@ -253,3 +373,170 @@ def test_spans_of_a_row_are_put_below_each_other(tmp_path: Path) -> None:
         "compute": [(1000, 5000), (2000, 3000), (5000, 7000)],
         "compute 2": [(4000, 6000)],
     }
+
+
+# -- however a run ends -------------------------------------------------------------------------------
+
+
+def test_a_failed_write_is_the_last_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 0
+
+    def fails(operation: str, *_: Any) -> bool:
+        nonlocal count
+        count += operation == "write"
+        return operation == "write" and count > 60
+
+    use_queue(monkeypatch, lambda: LateQueue(0, 0.0, fails))
+    engine = start(JOB, DISK, tmp_path / "swap", trace=str(tmp_path / "trace.json"))
+    with pytest.raises(EngineFailed):
+        for step in range(9):
+            train_step(engine, JOB, step)
+    engine.destroy()
+    content = read(tmp_path / "trace.json")
+    assert any("Input/output error" in name for name in names(content, Row.WRITES))
+
+
+_SCRIPT = """
+import sys
+from pathlib import Path
+from tests.support.oracle import start, train_step
+from tests.report.test_timeline import DISK, JOB
+engine = start(JOB, DISK, Path("swap"), trace="trace.json")
+train_step(engine, JOB, 0)
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [("raise ValueError", 1), ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT), ("", 0)],
+    ids=["an exception", "Ctrl-C", "no destroy"],
+)
+def test_it_is_written_at_the_end_of_the_process(ends: str, code: int, tmp_path: Path) -> None:
+    done = warm_process.python(_SCRIPT.format(ends), cwd=tmp_path, timeout=120)
+    assert done.returncode == code, done.stderr
+    content = read(tmp_path / "trace.json")
+    assert "step 1" in names(content, Row.COMPUTE) and "commit of step 1" in names(content, Row.COMMITS)
+
+
+def test_an_interrupted_engine_is_recorded(tmp_path: Path) -> None:
+    """What Ctrl-C has cut short leaves the rows as they can be drawn."""
+    engine = start(JOB, DISK, tmp_path / "swap", trace=str(tmp_path / "trace.json"))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    train_step(engine, JOB, 0)
+    handle = engine.module.h[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train_step(engine, JOB, 1)
+    handle.remove()
+    engine.zero_grad()
+    train_step(engine, JOB, 1)
+    engine.destroy(remove=True)
+    compute = row(read(tmp_path / "trace.json"), Row.COMPUTE)
+    assert sum(span.name == "forward" for span in compute) == 2 * JOB.accumulation
+    assert "step 2" in {span.name for span in compute}
+
+
+def test_a_drive_that_is_full_at_the_end_harms_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full")
+    run(JOB, DISK, tmp_path, trace="/dev/full")
+    assert "cannot write the timeline /dev/full: No space left" in caplog.text
+
+
+# -- where it goes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["missing/trace.json", "folder"])
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_done(where: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    model = Net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ConfigError, match="cannot write the timeline"):
+        offload.initialize(model=model, config=config(JOB, DISK, tmp_path / "swap", trace=str(tmp_path / where)))
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
+    assert_same_tensors(before, model.state_dict())
+
+
+def test_each_rank_has_a_file(tmp_path: Path) -> None:
+    file = str(tmp_path / "trace")
+    assert path_of(f"{file}.json", 0, 1) == Path(f"{file}.json")
+    assert path_of(f"{file}.json", 1, 2) == Path(f"{file}.rank1.json")
+    assert path_of(f"{file}.json.gz", 1, 2) == Path(f"{file}.rank1.json.gz")
+    assert path_of(file, 0, 2) == Path(f"{file}.rank0")
+
+
+def _train_and_count(folder: Path) -> IoBytes:
+    engine = start_rank(JOB, DISK, folder / "swap", trace=str(folder / "trace.json"))
+    before = engine.io_bytes()
+    for step in range(2):
+        train_step(engine, JOB, step)
+    engine.destroy(remove=True)
+    after = engine.io_bytes()
+    return IoBytes(after.read - before.read, after.written - before.written)
+
+
+def test_each_of_two_ranks_writes_its_time_line(ranks: RankPool, tmp_path: Path) -> None:
+    moved = ranks.run(_train_and_count, tmp_path)
+    for rank in range(2):
+        content = read(tmp_path / f"trace.rank{rank}.json")
+        assert {event["pid"] for event in content["traceEvents"]} == {rank + 1} and content["otherData"]["rank"] == rank
+        assert sum(span.nbytes for span in row(content, Row.READS)) == moved[rank].read
+        assert sum(span.nbytes for span in row(content, Row.WRITES)) == moved[rank].written
+        assert {"agree on a step", "agree to gather h.0", "gather"} <= names(content, Row.RANKS)
+    assert sorted(path.name for path in tmp_path.glob("trace*")) == ["trace.rank0.json", "trace.rank1.json"]
+
+
+# -- offload train ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`offload train` on a little text and a default model of 0.2M."""
+    monkeypatch.chdir(tmp_path)
+    tiny = PRESETS["gpt2-tiny"]
+    monkeypatch.setitem(PRESETS, "gpt2-tiny", tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64}))
+    Path("text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
+    small = ("--text", "text.py", "--batch-size", "2", "--seq-len", "32", "--device", "cpu")
+    return lambda *options: CliRunner().invoke(app, ["train", *small, *options])
+
+
+def test_the_command_writes_one(train: Callable[..., Any]) -> None:
+    result = train("--steps", "3", "--trace", "trace.json.gz", "--json")
+    assert result.exit_code == 0, result.output
+    assert "trace.json.gz" in result.stderr and "ui.perfetto.dev" in result.stderr
+    content = read(Path("trace.json.gz"))
+    assert {"step 1", "step 2", "step 3", "forward transformer.h.0"} <= names(content, Row.COMPUTE)
+    facts = json.loads(result.stdout)
+    # The log's bytes are those up to the return of a step; the timeline goes on to the end of its last update.
+    assert sum(span.nbytes for span in row(content, Row.WRITES)) >= sum(facts["written_bytes"])
+
+
+def test_the_command_refuses_a_file_that_cannot_be_written(train: Callable[..., Any]) -> None:
+    result = train("--steps", "1", "--trace", "missing/trace.json")
+    assert result.exit_code == 2 and "error: cannot write the timeline" in result.stderr
+    assert not Path("swap").exists()
+
+
+def test_the_option_overrules_the_config(train: Callable[..., Any]) -> None:
+    Path("ds.json").write_text('{"offload": {"trace": "theirs.json"}}')
+    result = train("--steps", "1", "--config", "ds.json", "--trace", "mine.json")
+    assert result.exit_code == 0, result.output
+    assert "--trace mine.json overrules offload.trace theirs.json" in result.stdout
+    assert Path("mine.json").exists() and not Path("theirs.json").exists()
+
+
+def test_a_command_that_stops_writes_one(train: Callable[..., Any]) -> None:
+    result = train("--steps", "9", "--dtype", "fp32", "--lr", "1e30", "--trace", "trace.json")
+    assert result.exit_code == 1
+    assert names(read(Path("trace.json")), Row.COMPUTE)
+
+
+def test_a_damaged_zipped_file_is_not_taken_for_a_timeline(tmp_path: Path) -> None:
+    """Its header is right and its body is not, which zlib reports by an error of its own."""
+    file = tmp_path / "trace.json.gz"
+    file.write_bytes(gzip.compress(b"x" * 1000)[:10] + b"\xff" * 100)
+    with pytest.raises(ConfigError, match="is not a timeline"):
+        path_of(str(file), 0, 1)

@@ -1,25 +1,42 @@
-"""`OffloadTrainer` trains as the stock Trainer: losses, norms, rates and weights, in any placement."""
+"""transformers' Trainer trains as the stock one, with its checkpoints and errors."""
 
 from __future__ import annotations
 
 import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch.nn import functional
 
+import offload
+from offload import testing
 from offload.config import load_config
-from offload.hf import OffloadTrainer
+from offload.config.script_values import ScriptValue, filled
+from offload.engine.params import handle_of
+from offload.errors import BudgetError, UsageError
+from offload.hf import Accelerator, OffloadMixin, OffloadTrainer
 from offload.hf.trainer import OVERRIDDEN
+from offload.report.figures import figures
+from offload.report.log import read_log
 from tests.support import models, rounding_bounds
+from tests.support.oracle import assert_same_tensors
+from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size
 from tests.support.trainer_runs import (
     CHECKPOINTING,
     DISK,
     FEW,
     MANY,
     MEMORY,
+    Run,
     Texts,
     arguments,
     as_job,
@@ -29,10 +46,12 @@ from tests.support.trainer_runs import (
     ended,
     offloaded,
     result,
+    seeded,
     stock,
     trainer,
     unbroken,
 )
+from tests.trainers.test_trainer_checkpoints import Break
 
 CASES: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -190,3 +209,581 @@ def test_the_file_of_a_config_is_left_alone(tmp_path: Path) -> None:
     with ended(trainer(tmp_path, rows=FEW)) as mine:
         mine.train()
     assert json.loads(path.read_text()) == content and load_config(path).gradient_clipping == 1.0
+
+
+COLUMNS = ("prompt", "chosen", "rejected")
+
+
+class WithReference(transformers.Trainer):
+    """What trl's DPOTrainer does with its reference, in a loss that is short."""
+
+    def __init__(self, *args: Any, ref_model: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ref_model = self.accelerator.prepare_model(ref_model, evaluation_mode=True)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        with torch.no_grad():
+            wanted = self.ref_model(**inputs).logits.float()
+        apart = functional.kl_div(outputs.logits.float().log_softmax(-1), wanted.softmax(-1), reduction="batchmean")
+        loss = (outputs.loss + apart / 100) / self.args.gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
+class OffloadWithReference(OffloadMixin, WithReference):
+    """As a user writes it."""
+
+
+def reference() -> Any:
+    """Of other weights than the model, and frozen by nobody."""
+    torch.manual_seed(1)
+    return models.gpt2().eval()
+
+
+def made(kind: Any, folder: Path, **given: Any) -> Any:
+    rows = Texts(FEW)
+    return kind(
+        model=seeded(), ref_model=reference(), args=arguments(folder), train_dataset=rows, eval_dataset=rows, **given
+    )
+
+
+@contextmanager
+def offloaded_reference(folder: Path, tier: str = "nvme", **block: Any) -> Iterator[Any]:
+    content = config(folder, tier)
+    trainer = made(OffloadWithReference, folder, offload_config=content | {"offload": content["offload"] | block})
+    try:
+        yield trainer
+    finally:
+        for engine in (trainer.engine, *trainer.accelerator.references):
+            if engine is not None:
+                engine.destroy(remove=True)
+
+
+def trained(folder: Path, tier: str, **block: Any) -> Run:
+    with offloaded_reference(folder, tier, **block) as mine:
+        mine.train()
+        return result(mine)
+
+
+@pytest.mark.works("Trainers", "a reference model, as trl's `DPOTrainer` prepares it: paged", "right")
+@pytest.mark.numeric
+def test_training_is_the_stock_trainers(tmp_path: Path) -> None:
+    stock = made(WithReference, tmp_path / "stock")
+    stock.train()
+    on_disk = trained(tmp_path / "disk", "nvme")
+    assert_close(on_disk, result(stock))
+    assert_same(trained(tmp_path / "memory", "none"), on_disk)
+
+
+def test_the_reference_is_in_swap_files_of_its_own_and_does_not_train(tmp_path: Path) -> None:
+    with offloaded_reference(tmp_path, log=str(tmp_path / "log")) as mine:
+        (engine,) = mine.accelerator.references
+        assert mine.ref_model is engine.module and mine.engine is None
+        assert all(handle_of(parameter) is not None for parameter in mine.ref_model.parameters())
+        assert (tmp_path / "swap" / "default-reference" / "rank0" / "manifest.json").is_file()
+        assert testing.inspect(engine).store is not None and testing.inspect(engine).store.run == "default-reference"
+        before = {name: value.clone() for name, value in engine.state_dict().items()}
+        mine.train()
+        assert mine.engine is not engine and mine.model is not mine.ref_model
+        assert mine.accelerator.prepare_model(mine.ref_model, evaluation_mode=True) is mine.ref_model
+        assert len(mine.accelerator.references) == 1
+        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    left = {path.name for path in (tmp_path / "swap").rglob("*") if path.is_file()}
+    assert left <= {"finished.json"}
+
+
+def test_device_memory_is_that_of_both(tmp_path: Path) -> None:
+    with offloaded_reference(tmp_path / "alone") as mine:
+        mine.evaluate()
+        needed = mine.engine.device_memory, mine.accelerator.references[0].device_memory
+    with offloaded_reference(tmp_path / "given", device_memory=sum(needed)) as mine:
+        mine.evaluate()
+        assert mine.engine.device_memory + mine.accelerator.references[0].device_memory <= sum(needed)
+    for left in (0, 4096):
+        with (
+            offloaded_reference(tmp_path / str(left), device_memory=needed[1] + left) as mine,
+            pytest.raises(BudgetError),
+        ):
+            mine.evaluate()
+
+
+@pytest.mark.slow
+def test_host_memory_is_that_of_both(tmp_path: Path) -> None:
+    with offloaded_reference(tmp_path / "alone") as mine:
+        mine.evaluate()
+        needed = mine.engine.host_memory + mine.accelerator.references[0].host_memory
+    with offloaded_reference(tmp_path / "given", host_memory=needed) as mine:
+        mine.train()
+        assert mine.engine.host_memory + mine.accelerator.references[0].host_memory <= needed
+
+
+def test_a_reference_that_comes_later_finds_no_device_memory(tmp_path: Path) -> None:
+    content = config(tmp_path)
+    content["offload"]["device_memory"] = "64MiB"
+    accelerator = Accelerator(cpu=True, offload_config=content)
+    model = models.gpt2()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    with pytest.raises(UsageError, match="before prepare"):
+        accelerator.prepare_model(reference(), evaluation_mode=True)
+    accelerator.engine.destroy(remove=True)
+
+
+@pytest.mark.numeric
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # trl asks for the old name
+def test_dpo_trainer_of_trl(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+
+    class OffloadDPOTrainer(OffloadMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    words = [f"w{word}" for word in range(126)]
+    rows = [
+        {
+            name: "".join(f" {words[(row * 7 + n * 3 + place) % 126]}" for n in range(4))
+            for place, name in enumerate(COLUMNS)
+        }
+        for row in range(FEW)
+    ]
+
+    def made(kind: Any, folder: Path, **more: Any) -> Any:
+        args = arguments(folder, trl.DPOConfig, max_length=12, bf16=False, **{CHECKPOINTING: False})
+        dataset = datasets.Dataset.from_list(rows)
+        return kind(
+            model=seeded(),
+            ref_model=reference(),
+            args=args,
+            train_dataset=dataset,
+            processing_class=tokenizer(words),
+            **more,
+        )
+
+    theirs = made(trl.DPOTrainer, tmp_path / "stock")
+    theirs.train()
+    mine = made(OffloadDPOTrainer, tmp_path / "mine", offload_config=config(tmp_path))
+    mine.train()
+    assert mine.accelerator.references[0].module is mine.ref_model
+    assert_close(result(mine), result(theirs))
+    for engine in (mine.engine, *mine.accelerator.references):
+        engine.destroy(remove=True)
+
+
+def tokenizer(words: list[str]) -> Any:
+    tokenizers = pytest.importorskip("tokenizers")
+    ids = {"[PAD]": 0, "[EOS]": 1} | {word: index + 2 for index, word in enumerate(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="[PAD]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", eos_token="[EOS]")
+
+
+def made_errors(folder: Path, blocks: dict[str, Any] | None = None, **changed: Any) -> OffloadTrainer:
+    return trainer(folder, MEMORY, blocks=blocks, **changed)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "changed", "message"),
+    [
+        (
+            {"train_micro_batch_size_per_gpu": 4},
+            {},
+            "per_gpu is 4 in the config, and per_device_train_.* is 2",
+        ),
+        (
+            {"gradient_accumulation_steps": 8},
+            {},
+            "gradient_accumulation_steps is 8 in the config, and gradient_acc.* is 2",
+        ),
+        ({"train_batch_size": 16}, {}, r"train_batch_size is 16 in the config, and per_device.* \* .*1 rank is 4"),
+        ({"sequence_parallel_size": 2}, {}, "OffloadTrainer gives each rank samples of its own"),
+        ({"gradient_clipping": 1.0}, {}, "gradient_clipping is 1.0 in the config, and max_grad_norm is 0.5"),
+        ({"bf16": {"enabled": True}}, {}, "bf16.enabled is True in the config, and bf16 is False"),
+        ({"bfloat16": {"enabled": True}}, {}, "bf16.enabled is True in the config, and bf16 is False"),
+        ({"fp16": {"enabled": False}}, {"fp16": True}, "fp16.enabled is False in the config, and fp16 is True"),
+        (
+            {"optimizer": {"params": {"lr": 3e-4}}},
+            {},
+            r"optimizer.params.lr is 0.0003 in the config, and learning_rate is 0.001",
+        ),
+        (
+            {"optimizer": {"params": {"betas": [0.9, 0.95]}}},
+            {},
+            r"is \[0.9, 0.95\] in the config, and adam_beta1, .* \[0.9, 0.999",
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"weight_decay": 1}}},
+            {},
+            "decay is 1 in the config, and weight_decay is 0.1",
+        ),
+        (
+            {"offload": {"device": "cuda"}},
+            {},
+            "offload.device is 'cuda' in the config, and the device of the arguments is 'cpu'",
+        ),
+    ],
+    ids=str,
+)
+def test_config_and_arguments_that_differ(
+    blocks: dict[str, Any], changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(offload.ConfigError, match=message):
+        made_errors(tmp_path, blocks, **changed)
+
+
+def test_all_differences_are_reported_at_once() -> None:
+    with pytest.raises(
+        offload.ConfigError,
+        match=r"a\.b is 1 in the config, and one is 2 in the script; c .* 4 .*\. Make them equal",
+    ):
+        filled({"a": {"b": 1}, "c": 3}, [ScriptValue("a.b", 2, "one"), ScriptValue("c", 4, "two")])
+
+
+@pytest.mark.parametrize("blocks", [{"bf16": True}, {"bf16": False}, {"fp16": 1}, {"offload": [1]}, {"offload": "x"}])
+def test_a_value_in_the_place_of_a_block(blocks: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(offload.ConfigError, match=f"{next(iter(blocks))} should be a block"):
+        made_errors(tmp_path, blocks).train()
+    assert filled({"offload": "auto"}, [ScriptValue("offload.device", "cpu", "one")]) == {"offload": {"device": "cpu"}}
+
+
+def test_a_number_in_quotes_is_that_number() -> None:
+    content = {"lr": "1e-3", "betas": ["0.9", 0.99]}
+    assert filled(content, [ScriptValue("lr", 1e-3, "one"), ScriptValue("betas", (0.9, 0.99), "two")]) == content
+    for wrong in (2e-3, "words", True):
+        with pytest.raises(offload.ConfigError, match="lr is '1e-3' in the config"):
+            filled(content, [ScriptValue("lr", wrong, "one")])
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"total_num_steps": 100}, "total_num_steps is 100 in the config, and the steps of the training is 12"),
+        ({"warmup_num_steps": 7}, "warmup_num_steps is 7 in the config, and warmup_steps is 2"),
+        ({"warmup_max_lr": 1.0}, "warmup_max_lr is 1.0 in the config, and learning_rate is 0.001"),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_differs(params: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """The number of steps is known when the training begins, and the engine is made after that."""
+    mine = made_errors(tmp_path, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    with pytest.raises(offload.ConfigError, match=message):
+        mine.train()
+    assert mine.engine is None
+
+
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit", "galore_adamw", "lomo"])
+def test_an_optimizer_that_no_kernel_does(optim: str, tmp_path: Path) -> None:
+    mine = made_errors(tmp_path, optim=optim)
+    with pytest.raises(
+        offload.ConfigError, match=rf'optim="{optim}" is not supported .* expected one of adamw_torch, .*"optimizer"'
+    ):
+        mine.train()
+    assert mine.engine is None
+
+
+SGD = {"optimizer": {"type": "SGD"}}
+ADAMW: dict[str, Any] = {"optimizer": {"params": {"lr": "auto"}}}
+DECAY = {"scheduler": {"type": "WarmupDecayLR"}}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "changed", "message"),
+    [
+        (SGD, {"optim": "adafactor"}, 'optimizer.type is "SGD" in .*optim is "adafactor" .*: take optim out of'),
+        ({"optimizer": {"type": "AdamW"}}, {"optim": "adamw_bnb_8bit"}, 'is "adamw_bnb_8bit" in the script'),
+        (ADAMW, {"optim": "adafactor"}, 'optimizer.type is "AdamW", the default, in .*optim is "adafactor" .*: take'),
+        (
+            {"optimizer": {"type": None}},
+            {"optim": "sgd"},
+            'optimizer.type is "AdamW", the default, in .*optim is "sgd"',
+        ),
+        ({"optimizer": {"type": "auto"}}, {"optim": "rmsprop"}, 'optimizer.type is "AdamW", the default, in'),
+        (ADAMW, {"optim": "adamw_torch_fused"}, None),
+        (DECAY, {"lr_scheduler_type": "cosine"}, 'type is "WarmupDecayLR" .*lr_scheduler_type is "cosine"'),
+        (SGD, {"optim": "sgd"}, None),
+        (SGD, {}, None),
+        ({"scheduler": {"type": "WarmupCosineLR"}}, {"lr_scheduler_type": "cosine"}, None),
+        (DECAY, {}, None),
+    ],
+    ids=str,
+)
+def test_an_optimizer_or_a_schedule_of_another_kind(
+    blocks: dict[str, Any], changed: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    if message is None:
+        assert made_errors(tmp_path, blocks, **changed).engine is None
+        return
+    with pytest.raises(offload.ConfigError, match=message):
+        made_errors(tmp_path, blocks, **changed)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed", "parallelism_config", "auto_find_batch_size", "bf16_full_eval"])
+def test_arguments_of_another_engine(name: str, tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    setattr(args, name, "something")  # some of them need packages, or several processes, to be made
+    with pytest.raises(offload.ConfigError, match=rf"OffloadTrainer cannot be combined with {name}='something': "):
+        OffloadTrainer(model=seeded(), args=args, offload_config=config(tmp_path))
+
+
+def test_two_gpus_and_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
+    with pytest.raises(offload.ConfigError, match=r"sees 2 GPUs .* torchrun"):
+        made_errors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "block", [{"resume": "auto"}, {"resume": "must"}, {"durability": "step"}, {"durability": {"every": 5}}], ids=str
+)
+def test_two_ways_to_go_on(block: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(offload.ConfigError, match=rf"offload.{next(iter(block))} is .*resume_from_checkpoint=True"):
+        made_errors(tmp_path, {"offload": block})
+
+
+def test_an_engine_or_its_model(tmp_path: Path) -> None:
+    of_config = config(tmp_path, MEMORY) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine, *_ = offload.initialize(model=seeded(), config=of_config)
+    try:
+        for model, message in (
+            (engine, "makes the engine itself; give it the model"),
+            (engine.module, "is under an engine"),
+        ):
+            with pytest.raises(offload.ConfigError, match=message):
+                OffloadTrainer(model=model, args=arguments(tmp_path), offload_config=config(tmp_path))
+    finally:
+        engine.destroy()
+
+
+def test_an_optimizer_and_a_schedule_twice(tmp_path: Path) -> None:
+    model = seeded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    for block, pair in (("optimizer", (optimizer, None)), ("scheduler", (None, schedule))):
+        content = config(tmp_path, MEMORY) | {block: {"type": {"optimizer": "AdamW", "scheduler": "WarmupLR"}[block]}}
+        with pytest.raises(offload.ConfigError, match=f'has a block "{block}", and the Trainer was given one'):
+            OffloadTrainer(model=model, args=arguments(tmp_path), offload_config=content, optimizers=pair)
+
+
+def test_an_optimizer_and_a_schedule_that_are_given(tmp_path: Path) -> None:
+    """The schedule holds the groups of the optimizer that was given, and moves them."""
+    model = seeded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=6, gamma=0.1)
+    mine = OffloadTrainer(
+        model=model,
+        args=arguments(tmp_path),
+        train_dataset=Texts(),
+        offload_config=config(tmp_path),
+        optimizers=(optimizer, schedule),
+    )
+    with ended(mine):
+        mine.train()
+        assert mine.engine is not None and mine.engine.get_lr() == pytest.approx([1e-4])
+        rates = [log["learning_rate"] for log in mine.state.log_history if "loss" in log]
+        assert rates == pytest.approx([1e-2] * 6 + [1e-3] * 6)
+
+
+def test_no_folder_to_resume_from(tmp_path: Path) -> None:
+    mine = made_errors(tmp_path)
+    with pytest.raises(offload.StoreError, match="resume_from_checkpoint is nowhere, which is not a folder"):
+        mine.train(resume_from_checkpoint="nowhere")
+    assert mine.engine is None
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+def test_without_the_extra(name: str) -> None:
+    code = f"import sys; sys.modules[{name!r}] = None; import offload.hf"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"ImportError: offload.hf needs {name}: pip install 'offload[hf]'" in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------
+# A Trainer's user reads, without any configuration of logging, where states are, where a run resumes and what is kept.
+
+
+class Fail(transformers.TrainerCallback):
+    """Ends a training by an exception behind a step."""
+
+    def __init__(self, step: int, error: type[BaseException]) -> None:
+        self.step, self.error = step, error
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise self.error
+
+
+def test_a_start_says_where_states_are_and_a_resume_from_which_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = {"save_strategy": "steps", "save_steps": 2, "rows": FEW}
+    with ended(trainer(tmp_path, **saved)) as mine:
+        mine.train()
+    begun = capsys.readouterr().err
+    line = (
+        r"^offload: fp32 on cpu: weights on disk, states on disk; host [\d.]+ [KM]iB, device [\d.]+ [KM]iB, swap files "
+    )
+    assert len(re.findall(line, begun, re.MULTILINE)) == 1 and "loaded" not in begun
+    with ended(trainer(tmp_path, **saved)) as mine:
+        mine.train(resume_from_checkpoint=f"{tmp_path}/out/checkpoint-4")
+    resumed = capsys.readouterr().err
+    folder = tmp_path / "out" / "checkpoint-4" / "global_step4"
+    assert f"offload: loaded {folder}: training goes on after step 4\n" in resumed and re.search(
+        line, resumed, re.MULTILINE
+    )
+    with ended(trainer(tmp_path, learning_rate=1e-5, **saved)) as mine:
+        mine.train(resume_from_checkpoint=f"{tmp_path}/out/checkpoint-4")
+        rates = [line["learning_rate"] for line in mine.state.log_history if "learning_rate" in line]
+    assert "(set by the schedule of the loop); the schedule of the loop makes the learning rates" in caplog.text
+    assert max(rates) > 1e-5, "the schedule goes on"
+    capsys.readouterr()
+    logging.getLogger("offload").setLevel(logging.WARNING)
+    with ended(trainer(tmp_path, **saved)) as mine:
+        mine.train(resume_from_checkpoint=True)
+    assert capsys.readouterr().err == "", "a user who has set a level gets no more than that"
+
+
+def test_an_end_says_what_is_kept_and_how_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def end(step: int, error: type[BaseException], resume: str | None = None, **changed: Any) -> str:
+        caplog.clear()
+        with ended(trainer(tmp_path, rows=FEW, **{"save_strategy": "steps", "save_steps": 2} | changed)) as mine:
+            mine.add_callback(Fail(step, error))
+            with pytest.raises(error):
+                mine.train(resume_from_checkpoint=resume)
+        (found,) = [each.getMessage() for each in caplog.records if "the training ended" in each.getMessage()]
+        return found
+
+    assert end(1, KeyboardInterrupt) == (
+        "offload: the training ended after step 1 by Ctrl-C, before a checkpoint was saved, so nothing is kept: "
+        "save_steps is 2"
+    )
+    assert 'save_strategy is "no"' in end(3, KeyboardInterrupt, save_strategy="no")
+    kept = f"{tmp_path}/out/checkpoint-2"
+    goes_on = f'{kept} is kept: train(resume_from_checkpoint="{kept}") goes on from there'
+    assert end(3, RuntimeError) == f"offload: the training ended after step 3 by RuntimeError; {goes_on}"
+    assert end(3, KeyboardInterrupt, kept).endswith(goes_on), "the checkpoint from which it went on is there still"
+    assert end(1, KeyboardInterrupt).endswith("save_steps is 2"), "a checkpoint of another training is not this one's"
+    # What the line says is so.
+    with ended(trainer(tmp_path, rows=FEW)) as mine:
+        mine.train(resume_from_checkpoint=kept)
+        assert_same(result(mine), unbroken())
+
+
+def test_evaluations_are_in_the_log_and_count_for_no_step(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    blocks = {"wall_clock_breakdown": True, "offload": {"nvme_path": str(tmp_path / "swap"), "log": str(path)}}
+    with ended(trainer(tmp_path, blocks=blocks, rows=FEW, eval_strategy="steps", eval_steps=2)) as mine:
+        mine.train()
+        logged = [log["eval_loss"] for log in mine.state.log_history if "eval_loss" in log]
+        mine.predict(mine.eval_dataset)
+        assert_same(result(mine), unbroken())
+    log = read_log(path)
+    assert [step["eval_loss"] for step in log.steps if "eval_loss" in step] == logged and len(logged) == 3
+    assert [step["step"] for step in log.steps if "eval_loss" in step] == [2, 4, 6]
+    found = figures(log)
+    assert found["eval_loss"]["last"] == logged[-1] and found["torn_lines"] == found["repeated_steps"] == 0
+    assert log.about["model"] == "GPT2LMHeadModel" and log.about["parameters"] == sum(
+        p.numel() for p in mine.model.parameters()
+    )
+    assert log.about["dtype"] == "fp32" and log.about["samples_a_step"] == 4 and log.about["host_budget_bytes"] > 0
+
+
+SAVED = {"save_strategy": "steps", "save_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    with pool(2) as ranks:
+        yield ranks
+
+
+def train(folder: Path, until: int = 0, resume: bool = False, **changed: Any) -> Run:
+    """On this rank; the batch of a step is the same on one process and on two."""
+    rank, size = rank_and_size()
+    transformers.logging.set_verbosity_error()
+    changed |= {"ddp_backend": "gloo"} if size > 1 else {}
+    with ended(trainer(folder, model=models.gpt2, per_device_train_batch_size=4 // size, **SAVED | changed)) as mine:
+        mine.train_dataset = Texts(24)  # no rest: Accelerate would fill a rank's last batch up with rows of the first
+        if until:
+            mine.add_callback(Break(until))
+        mine.train(resume_from_checkpoint=resume or None)
+        assert mine.engine is not None and mine.engine.world_size == size and mine.engine.global_rank == rank
+        return result(mine)
+
+
+@pytest.mark.numeric
+def test_two_ranks_give_what_one_gives(two: RankPool, tmp_path: Path) -> None:
+    one = train(tmp_path / "one", save_strategy="no")
+    mine, other = two.run(train, tmp_path / "two")
+    assert_close(mine, one, reordered=True)
+    assert_same(mine._replace(logs=[]), other._replace(logs=[]))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "out" / "checkpoint-6").state_dict()
+    assert_same_tensors(saved, mine.weights)
+
+
+@pytest.mark.slow
+def test_two_ranks_resume(two: RankPool, tmp_path: Path) -> None:
+    single, _ = two.run(train, tmp_path / "whole")
+    two.run(train, tmp_path / "broken", 4)
+    resumed, _ = two.run(train, tmp_path / "broken", 0, True)
+    assert_same(single, resumed)
+
+
+def draw_on_one_rank(folder: Path) -> list[float]:
+    """Dropout on rank 0 alone: by itself rank 1 would take turns from the third step on."""
+    model = models.gpt2 if rank_and_size()[0] else models.gpt2_dropout
+    changed = {CHECKPOINTING: True, "gradient_accumulation_steps": 2, "max_steps": 4, "ddp_backend": "gloo"}
+    with ended(trainer(folder, model=model, per_device_train_batch_size=1, save_strategy="no", **changed)) as mine:
+        mine.train()
+        assert mine.engine is not None and mine.engine.schedule == "layer_major"
+        return [log["loss"] for log in mine.state.log_history if "loss" in log]
+
+
+def test_ranks_take_one_order_where_the_model_of_one_alone_draws_random_numbers(two: RankPool, tmp_path: Path) -> None:
+    one, other = two.run(draw_on_one_rank, tmp_path)
+    assert len(one) == 4 and one == other
+
+
+def evaluate_and_save_best(folder: Path) -> tuple[list[float], float]:
+    best = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "load_best_model_at_end": True,
+        "greater_is_better": True,
+        "ddp_backend": "gloo",
+    }
+    with ended(trainer(folder, per_device_train_batch_size=2, **SAVED | best)) as mine:
+        mine.train()
+        losses = [log["eval_loss"] for log in mine.state.log_history if "eval_loss" in log]
+        return losses, mine.evaluate()["eval_loss"]
+
+
+def test_two_ranks_evaluate_and_load_the_best(two: RankPool, tmp_path: Path) -> None:
+    for losses, loaded in two.run(evaluate_and_save_best, tmp_path):
+        assert max(losses) > losses[-1] and loaded == max(losses)
+
+
+def accelerated(folder: Path) -> list[float]:
+    _, size = rank_and_size()
+    torch.manual_seed(0)
+    model = models.gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(Texts(24), batch_size=4 // size)
+    accelerator = Accelerator(cpu=True, offload_config=config(folder))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    assert accelerator.engine is not None
+    accelerator.engine.destroy(remove=True)
+    return losses
+
+
+@pytest.mark.numeric
+def test_accelerate_on_two_ranks(two: RankPool, tmp_path: Path) -> None:
+    one = accelerated(tmp_path / "one")
+    mine, other = two.run(accelerated, tmp_path / "two")
+    assert mine == other
+    rounding_bounds.same_losses(mine, one, models.GPT2)

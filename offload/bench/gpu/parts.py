@@ -428,7 +428,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 FILES = (
     "tests/accelerators/test_gpu.py",
     "tests/kernels/test_kernels_cuda.py",
-    "tests/kernels/test_kernels_blocks.py",
+    "tests/kernels/test_kernels_adamw.py",
     "tests/swapper/test_pinning.py",
     "tests/aio/test_deepnvme.py",
 )

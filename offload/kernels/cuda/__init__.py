@@ -5,7 +5,7 @@
 
 The kernels are not yet verified on a GPU. Their arithmetic and all of the code above were run on a CPU, against a
 libcuda and a libnvrtc that run the kernels as C++ (tests/fake_cuda). NVRTC itself compiles them for each architecture
-without an approximate operation (tests/kernels/test_kernels_nvrtc.py).
+without an approximate operation (tests/kernels/test_kernels_cuda.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,156 @@
+"""Blocks that a model recomputes by itself: frozen ones, and what is fetched ahead of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from offload import testing
+from offload.aio import Priority
+from offload.states import State
+from offload.swapper.pager import Pager
+from offload.swapper.store import Store
+from offload.swapper.table import Residency
+from tests.support import models
+from tests.support.modules.mixtures import few_tokens, qwen
+from tests.support.oracle import Job, assert_same, least_host_memory, room_for, run, small_pieces, start, train_step
+
+DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
+
+
+def adapted(model: Any, reentrant: bool | None, **adapters: Any) -> nn.Module:
+    """Returns a model with adapters, which checkpoints its layers unless `reentrant` is None."""
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    wanted: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **adapters}
+    return peft.get_peft_model(model, peft.LoraConfig(**wanted))
+
+
+def llama(reentrant: bool | None, **adapters: Any) -> nn.Module:
+    widths = models.DECODER | {"num_hidden_layers": 5}
+    return adapted(
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**widths, use_cache=False)), reentrant, **adapters
+    )
+
+
+def mixture(reentrant: bool | None) -> nn.Module:
+    return adapted(qwen(16), reentrant, target_modules=["q_proj", "v_proj"])
+
+
+@pytest.mark.sample(1)
+@pytest.mark.works("Training", "LoRA beside `gradient_checkpointing_enable()`, with the default budgets", "right")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("reentrant", "adapters", "options"),
+    [(False, {}, {}), (True, {}, {"frozen": "int8"}), (False, {"use_dora": True}, {"moments": "int8"})],
+)
+def test_adapters_train_within_the_default_budgets(
+    reentrant: bool, adapters: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    job = Job(partial(llama, None, **adapters), models.language_loss, steps=3)
+    plain = run(job, MEMORY, tmp_path / "plain", **options)
+    again = job._replace(model=partial(llama, reentrant, **adapters))
+    assert_same(plain, run(again, DISK, tmp_path / "again", **options))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_frozen_experts_are_taken_one_by_one_in_a_recomputation_too(tmp_path: Path) -> None:
+    job = Job(partial(mixture, None), few_tokens, steps=3)
+    plain = run(job, MEMORY, tmp_path / "plain")
+    again = job._replace(model=partial(mixture, False))
+    assert_same(plain, run(again, DISK, tmp_path / "again", device_memory="150KB"))
+
+
+LAYERS = 8
+
+
+def model() -> nn.Module:
+    """Returns a language model whose embedding, which is its head too, is as large as three blocks and a half."""
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=2200,
+        max_position_embeddings=64,
+        use_cache=False,
+        tie_word_embeddings=True,
+    )
+    made = transformers.LlamaForCausalLM(config)
+    made.activation_checkpointing_enable()
+    return made.train()
+
+
+JOB = Job(model, models.language_loss, dtype="bf16")
+
+
+def in_backward(engine: Any, begin: Callable[[], None]) -> None:
+    """Calls `begin` at the start of the next backward."""
+    real = engine.backward
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        return real(*args, **kwargs)
+
+    engine.backward = backward
+
+
+def test_blocks_are_on_the_device_at_each_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has room for three, whose pins would leave none, were they held until the end of the backward."""
+    engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=room_for(JOB, 1))
+    for step in range(2):
+        train_step(engine, JOB, step)
+    found: list[tuple[str, Residency]] = []
+
+    def watched(acquire: Any, pager: Pager, unit: int, *ahead: bool) -> torch.Tensor:
+        found.append((pager.sizes[unit].name, pager.residency(unit)))
+        return acquire(pager, unit, *ahead)
+
+    testing.intercept(monkeypatch, "pager.acquire", watched)
+    in_backward(engine, found.clear)
+    train_step(engine, JOB, 2)
+    blocks = [residency for name, residency in found if "layers" in name]
+    assert len(blocks) >= LAYERS
+    assert set(blocks[2:]) == {Residency.DEVICE}, "the head needs all of the device until the last block is used"
+    engine.destroy(remove=True)
+
+
+def test_reads_in_place_begin_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_pieces(monkeypatch)
+    budgets = {"host_memory": least_host_memory(JOB, tmp_path), "device_memory": room_for(JOB, 1)}
+    engine = start(JOB, ("nvme", "nvme"), tmp_path, **budgets)
+    for step in range(2):
+        train_step(engine, JOB, step)
+    priorities: list[Priority] = []
+
+    def watched(
+        read: Any,
+        store: Store,
+        unit: int,
+        state: State,
+        slot: int,
+        first: int,
+        buffer: memoryview,
+        *more: Any,
+        **options: Any,
+    ) -> Any:
+        if state is State.WEIGHT:
+            priorities.append(more[0] if more else options["priority"])
+        return read(store, unit, state, slot, first, buffer, *more, **options)
+
+    testing.intercept(monkeypatch, "store.read", watched)
+    in_backward(engine, priorities.clear)
+    train_step(engine, JOB, 2)
+    assert priorities.count(Priority.NORMAL) >= LAYERS
+    assert priorities.count(Priority.URGENT) <= 1, "the embedding, which needs the whole device"
+    engine.destroy(remove=True)

@@ -1,0 +1,356 @@
+"""Commands look at runs and checkpoints, and remove or merge them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import offload
+from offload.cli.main import app
+from offload.fileio import locked_dir
+from offload.runs import inspection
+from offload.sizes import format_size
+from offload.swapper.store import other_runs
+from offload.swapper.store.folder import Lock, holder
+from offload.swapper.store.inspection import allocated_nbytes
+from tests.support import models
+from tests.support.oracle import config, start, train_step
+
+JOB = models.GPT2._replace(dtype="bf16")
+DISK = ("nvme", "nvme")
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["inspect", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
+
+
+def shown(path: Path) -> str:
+    """The words, with one space between them."""
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["inspect", str(path)])
+    assert result.exit_code == 0, result.output
+    return re.sub(r"\s+", " ", result.stdout)
+
+
+def begin(drive: Path, steps: int = 2, **options: Any) -> offload.Engine:
+    engine = start(JOB, DISK, drive, **options)
+    for step in range(steps):
+        train_step(engine, JOB, step)
+    return engine
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two steps that ended without being finished."""
+    begin(tmp_path).destroy()
+    return tmp_path / "default"
+
+
+def test_a_run_is_described(run: Path) -> None:
+    found = inspect(run)
+    assert found["kind"] == "run" and found["path"] == str(run) and found["run"] == "default"
+    assert found["model"] == {"class": "GPT2LMHeadModel", "parameters": 162368, "trainable": 162368, "units": 6}
+    assert (found["mode"], found["world_size"], found["slots"]) == ("bf16", 1, 2)
+    assert found["made_by"] == offload.__version__ and found["drives"] == [str(run.parent)]
+    assert found["finished"] is None and found["leftovers"] == [] and found["missing_ranks"] == []
+    (rank,) = found["ranks"]
+    assert rank["holder"] is None and rank["damaged"] == [] and rank["other_format"] is None
+    assert rank["states"] == ["weight", "residual", "exp_avg", "exp_avg_sq"]
+    assert [(commit["epoch"], commit["blob"]) for commit in rank["commits"]] == [(2, "right"), (1, "right")]
+    assert rank["commits"][0]["serial"] == rank["commits"][1]["serial"] + 1
+    assert 0 <= rank["commits"][0]["age_seconds"] < 600 and rank["commits"][0]["time"].endswith("+00:00")
+    on_disk = sum(path.stat().st_blocks * 512 for path in (run / "rank0").iterdir())
+    assert found["allocated_bytes"] == rank["allocated_bytes"] == on_disk > 24 * 162368
+    words = shown(run)
+    for each in ("GPT2LMHeadModel, 162,368 parameters, 6 units", "used by nobody", "step 2,", "step 1,", "residual"):
+        assert each in words
+
+
+def test_a_single_rank_is_described(run: Path) -> None:
+    found = inspect(run / "rank0")
+    complete = inspect(run)
+    for commit in (*found["ranks"][0]["commits"], *complete["ranks"][0]["commits"]):
+        del commit["age_seconds"]
+    assert found["kind"] == "rank" and found["ranks"] == complete["ranks"]
+
+
+def test_an_nvme_path_lists_its_runs_and_nothing_else(run: Path) -> None:
+    drive = run.parent
+    begin(drive, 1, run="other").destroy()
+    begin(drive, 1, run="done").finish({})
+    (drive / "photos" / "rank1").mkdir(parents=True)
+    (drive / "photos" / "rank1" / "me.jpg").write_text("dear")
+    (drive / "notes").mkdir()
+    (drive / "notes" / "finished.json").write_text('{"title": "a thesis"}')
+    (drive / "default.txt").write_text("dear")
+    found = inspect(drive)
+    assert found["kind"] == "nvme_path" and [each["run"] for each in found["runs"]] == ["default", "done", "other"]
+    assert found["runs"][1]["finished"]["steps"] == 1 and found["runs"][1]["ranks"] == []
+    words = shown(drive)
+    assert "finished at step 1" in words and "photos" not in words and "notes" not in words
+    assert shown(drive / "photos").startswith("there are no runs in")
+    assert "finished.json notes it: --resume auto does not train the run again" in shown(drive / "done")
+
+
+def test_a_narrow_terminal_shows_the_whole_name_of_a_run(run: Path) -> None:
+    name = "a-run-with-a-long-name-moments-int8-master-bf24"
+    run.rename(run.parent / name)
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["inspect", str(run.parent)])
+    rows = [line[: line.find("  ")] for line in result.stdout.splitlines()[1:]]
+    assert name in "".join(row.strip() for row in rows), result.stdout
+
+
+def test_no_folder_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in ("none", "file"):
+        result = CliRunner().invoke(app, ["inspect", str(tmp_path / path)])
+        assert result.exit_code == 2 and "there is no folder" in result.stderr
+
+
+def test_a_run_that_trains_names_its_holder_and_goes_on(tmp_path: Path) -> None:
+    engine = begin(tmp_path)
+    for step in range(2, 5):
+        found = inspect(tmp_path / "default")["ranks"][0]
+        assert f"process {os.getpid()} on" in found["holder"] and found["damaged"] == []
+        assert found["commits"][0]["epoch"] == step - 1, "the last step is durable when the next one ends"
+        train_step(engine, JOB, step)
+    assert f"process {os.getpid()} on" in shown(tmp_path)
+    engine.destroy()
+    assert inspect(tmp_path / "default")["ranks"][0]["commits"][0]["epoch"] == 5
+
+
+def test_looking_changes_nothing(run: Path) -> None:
+    def state() -> dict[Path, tuple[bytes, int]]:
+        return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.rglob("*") if p.is_file()}
+
+    before = state()
+    for path in (run, run / "rank0", run.parent):
+        inspect(path)
+        shown(path)
+    assert state() == before
+
+
+def test_who_starts_at_the_moment_of_a_look_has_the_lock(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`holder` asks by taking it for a moment: a start waits for that."""
+    looking = os.open(run / "rank0" / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(locked_dir, "time", SimpleNamespace(sleep=lambda _: os.close(looking)))
+    with Lock(run / "rank0"):
+        assert holder(run / "rank0") is not None
+
+
+def test_an_old_format_is_reported(run: Path) -> None:
+    path = run / "rank0" / "manifest.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "format": 1, "about": {"offload": "0.0.9"}}))
+    (run / "rank0" / "commit").write_bytes(b"OFFLDREC" + (1).to_bytes(4, "little") + bytes(8180))
+    found = inspect(run)["ranks"][0]
+    assert found["other_format"] == "format 1, made by offload 0.0.9; this version reads format 3"
+    assert found["damaged"] == [] and "format 1" in shown(run) and "format 1" in shown(run.parent)
+    for command in ("verify", "export"):
+        arguments = [command, str(run)] + ([str(run.parent / "out")] if command == "export" else [])
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2 and "format 1, made by offload 0.0.9" in result.stderr
+
+
+def test_what_a_kill_has_left_over(run: Path) -> None:
+    (run / "rank0" / "manifest.tmp").write_text("{")
+    (run / "finished.tmp").write_text("{")
+    shutil.copytree(run / "rank0", run / "rank3", ignore=shutil.ignore_patterns("*.tmp"))
+    assert inspect(run)["leftovers"] == [
+        str(run / "finished.tmp"),
+        str(run / "rank0" / "manifest.tmp"),
+        str(run / "rank3"),
+    ]
+    assert f"left over {run / 'finished.tmp'}" in shown(run)
+
+
+def test_a_run_of_one_slot_has_no_commits(tmp_path: Path) -> None:
+    engine = begin(tmp_path, durability="none")
+    found = inspect(tmp_path / "default")
+    assert found["slots"] == 1 and found["ranks"][0]["commits"] == [] and found["ranks"][0]["damaged"] == []
+    assert "nothing is committed" in shown(tmp_path / "default")
+    engine.destroy()
+
+
+def test_a_later_drive_names_itself(tmp_path: Path) -> None:
+    drives = [str(tmp_path / "a"), str(tmp_path / "b")]
+    begin(tmp_path, nvme_path=drives).destroy()
+    rank = inspect(tmp_path / "b" / "default")["ranks"][0]
+    assert rank["drive"] == 1 and rank["damaged"] == []
+    result = CliRunner().invoke(app, ["rm", str(tmp_path / "b" / "default"), "--yes"])
+    assert result.exit_code == 2 and f"remove the run at {tmp_path / 'a' / 'default'}" in result.stderr
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "b" / "default")])
+    assert result.exit_code == 2 and str(tmp_path / "a") in result.stderr
+    shutil.rmtree(tmp_path / "a")  # then what is left of it can go
+    assert CliRunner().invoke(app, ["rm", str(tmp_path / "b" / "default"), "--yes"]).exit_code == 0
+    assert not (tmp_path / "b" / "default").exists()
+
+
+# -- what a start tells of ----------------------------------------------------------------------------
+
+
+def notices(engine: offload.Engine) -> list[str]:
+    return [notice for notice in engine.notices if "that no process uses" in notice]
+
+
+def test_a_start_tells_of_other_runs_that_nobody_holds(run: Path) -> None:
+    drive = run.parent
+    other = begin(drive, 1, run="second")
+    (message,) = notices(other)
+    taken = format_size(allocated_nbytes([run / "rank0"]))
+    assert message.startswith(f"1 other run that no process uses takes {taken}: ") and str(run) in message
+    assert f"`offload inspect {drive}`" in message and "`offload rm`" in message
+    third = begin(drive, 1, run="third")
+    (message,) = notices(third)
+    assert str(run) in message and "second" not in message, "one that is held is no leftover"
+    other.destroy(remove=True)
+    third.destroy(remove=True)
+    assert run.is_dir(), "nothing is deleted"
+    again = begin(drive, 0, resume="must")
+    assert notices(again) == [], "its own run is no other"
+    again.destroy()
+
+
+def test_a_run_on_two_drives_is_counted_once_and_its_holder_found(tmp_path: Path) -> None:
+    drives = [str(tmp_path / "a"), str(tmp_path / "b")]
+    engine = begin(tmp_path, nvme_path=drives)
+    assert other_runs(drives, "mine") == other_runs(drives[1:], "mine") == []
+    engine.destroy()
+    (found,) = other_runs(drives, "mine")
+    files = [path for drive in drives for path in Path(drive, "default").rglob("*")]
+    assert found.nbytes == sum(p.stat().st_blocks * 512 for p in files if p.parent.name == "rank0")
+    assert len(other_runs(drives[1:], "mine")) == 1 and other_runs(drives, "default") == []
+
+
+def test_a_file_that_is_deleted_meanwhile_has_no_bytes(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_bytes(b"1234")
+    (tmp_path / "folder").mkdir()
+    assert [inspection._size_of(tmp_path / name) for name in ("kept", "folder", "deleted")] == [4, 0, 0]
+
+
+@pytest.fixture
+def drives(tmp_path: Path) -> list[str]:
+    return [str(tmp_path / "first"), str(tmp_path / "second")]
+
+
+def begin_rm(drives: list[str]) -> offload.Engine:
+    engine = offload.initialize(
+        model=models.gpt2(), config=config(models.GPT2, DISK, Path(drives[0]), nvme_path=drives)
+    )[0]
+    train_step(engine, models.GPT2, 0)
+    return engine
+
+
+def test_it_deletes_on_every_drive(drives: list[str]) -> None:
+    begin_rm(drives).destroy()
+    folders = [Path(drive, "default") for drive in drives]
+    assert all(folder.is_dir() for folder in folders)
+    result = CliRunner().invoke(app, ["rm", str(folders[0]), "--yes"])
+    assert result.exit_code == 0, result.output
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_rm_tells_a_script_what_to_pass(drives: list[str]) -> None:
+    begin_rm(drives).destroy()
+    folder = str(Path(drives[0], "default"))
+    refused = CliRunner().invoke(app, ["rm", folder, "--json"])
+    assert refused.exit_code == 2 and "--yes" in refused.stderr and Path(folder).is_dir()
+    done = json.loads(CliRunner().invoke(app, ["rm", folder, "--json", "--yes"]).stdout)
+    assert done["path"] == folder and len(done["folders"]) == 2 and done["nbytes"] > 0 and not done["strangers"]
+    assert not Path(folder).exists()
+
+
+def test_rm_asks_before_it_deletes(drives: list[str]) -> None:
+    begin_rm(drives).destroy()
+    folder = Path(drives[0], "default")
+    for answer in ("n\n", "\n", ""):
+        assert CliRunner().invoke(app, ["rm", str(folder)], input=answer).exit_code == 1
+        assert folder.is_dir()
+    assert CliRunner().invoke(app, ["rm", str(folder)], input="y\n").exit_code == 0
+    assert not folder.exists()
+
+
+def test_a_run_that_is_held_stays(drives: list[str]) -> None:
+    engine = begin_rm(drives)
+    result = CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"])
+    assert result.exit_code == 2 and "in use by process" in result.stderr
+    assert '"run"' not in result.stderr and "wait until it has ended" in result.stderr
+    train_step(engine, models.GPT2, 1)
+    engine.destroy(remove=True)
+
+
+def test_a_finished_run_has_a_note_to_delete(drives: list[str]) -> None:
+    begin_rm(drives).finish({})
+    assert CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"]).exit_code == 0
+    assert not Path(drives[0], "default").exists()
+
+
+def test_what_is_no_run_stays(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one").write_text("dear")
+    for path, words in ((tmp_path / "photos", "not a run folder"), (tmp_path / "none", "there is no folder")):
+        result = CliRunner().invoke(app, ["rm", str(path), "--yes"])
+        assert result.exit_code == 2 and words in result.stderr
+    assert (tmp_path / "photos" / "one").read_text() == "dear"
+
+
+def test_version_and_help_are_printed() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"{offload.__version__}\n"
+    for arguments in ([], ["--help"]):
+        result = CliRunner().invoke(app, arguments)
+        assert "train" in result.output and "rm" in result.output and result.exit_code in (0, 2)
+
+
+def test_it_names_what_goes_and_what_a_kill_has_left(drives: list[str]) -> None:
+    begin_rm(drives).destroy()
+    run = Path(drives[0], "default")
+    (run / "finished.tmp").write_text("{")
+    result = CliRunner().invoke(app, ["rm", str(run)], input="y\n")
+    for drive in drives:
+        assert str(Path(drive, "default", "rank0")) in result.stdout
+    assert f"{run / 'finished.tmp'} (left by a kill)" in result.stdout and "MiB)" in result.stdout
+    assert not run.exists()
+
+
+def test_what_is_not_of_the_run_stays(drives: list[str]) -> None:
+    begin_rm(drives).destroy()
+    run = Path(drives[0], "default")
+    (run / "thesis.txt").write_text("dear")
+    result = CliRunner().invoke(app, ["rm", str(run), "--yes"])
+    assert result.exit_code == 0 and "thesis.txt" in result.stdout
+    assert [path.name for path in run.iterdir()] == ["thesis.txt"] and not Path(drives[1], "default").exists()
+
+
+def test_another_run_that_has_taken_its_place_on_a_drive_stays(drives: list[str]) -> None:
+    """The second drive was mounted elsewhere, and another run of the same name lies there now."""
+    begin_rm(drives).destroy()
+    shutil.rmtree(Path(drives[1], "default"))
+    begin_rm(drives[1:]).destroy()
+    assert CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"]).exit_code == 0
+    assert not Path(drives[0], "default").exists() and Path(drives[1], "default", "rank0", "commit").is_file()
+
+
+def test_a_drive_that_is_not_there_is_said(drives: list[str]) -> None:
+    begin_rm(drives).destroy()
+    Path(drives[1]).rename(f"{drives[1]} elsewhere")
+    result = CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"])
+    assert result.exit_code == 1 and str(Path(drives[1], "default", "rank0")) in result.stderr
+    assert not Path(drives[0], "default").exists()
+
+
+def test_the_drives_are_known_without_the_manifest(drives: list[str]) -> None:
+    begin_rm(drives).destroy()
+    Path(drives[0], "default", "rank0", "manifest.json").unlink()
+    assert CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"]).exit_code == 0
+    assert not any(Path(drive, "default").exists() for drive in drives)
