@@ -57,8 +57,8 @@ class FilledShards(Protocol):
         ...
 
     @property
-    def store(self) -> Store | None:
-        """The swap files; None without any."""
+    def store(self) -> Store:
+        """The swap files."""
         ...
 
     def states(self, unit: int) -> dict[State, int]:
@@ -97,7 +97,7 @@ class LocalShards:
     """Partitions other than weights whose tier is above DISK; the update worker removes those that are `spare`."""
     pager: Pager
     device: Device
-    store: Store | None
+    store: Store
 
     def mode_of(self, unit: int) -> Mode:
         """Returns the mode of a unit, whose weights may stay in fp32."""
@@ -109,7 +109,7 @@ class LocalShards:
 
     def stored(self, unit: int, state: State) -> bool:
         """Returns True if the store keeps this partition."""
-        return self.store is not None and self.store.keeps(unit, state)
+        return self.store.keeps(unit, state)
 
     def resident_of(self, unit: int, state: State) -> ResidentShard | None:
         """Returns the memory of a partition whose tier is above DISK, or None for a partition on DISK."""
@@ -136,7 +136,7 @@ class LocalShards:
             Futures to wait for before `buffer` is read; none if the partition was copied from memory at once.
         """
         # The store comes first, also for a promoted partition: its bytes are compared with their checksums.
-        if self.store is not None and self.store.keeps(unit, state):
+        if self.store.keeps(unit, state):
             return [self.store.read(unit, state, self.store.newest[unit], start, buffer, compare=compare)]
         resident = self.resident_of(unit, state)
         assert resident is not None, "a state that is not on disk has a tier above"
@@ -160,7 +160,6 @@ class LocalShards:
                 resident = self.resident_of(unit, state) if self.stored(unit, state) else None
                 if resident is None:
                     continue
-                assert self.store is not None
                 # Reads go straight to the host arena; a partition on the device needs memory in between.
                 buffer = resident.buffer or aligned_empty(nbytes)
                 self.store.read(unit, state, self.store.newest[unit], 0, buffer[:nbytes]).wait()

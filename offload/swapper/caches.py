@@ -447,8 +447,8 @@ class DeviceCache:
 class HostCache:
     """Host buffers of weights: permanent ones of units whose tier is HOST, and ones that units of tier DISK share."""
 
-    def __init__(self, table: UnitTable, host: HostArena, source: WeightSource | None) -> None:
-        """Allocates the permanent host buffers. `source` is None if no unit's tier is DISK."""
+    def __init__(self, table: UnitTable, host: HostArena, source: WeightSource) -> None:
+        """Allocates the permanent host buffers."""
         self._table = table
         self._host = host
         self._source = source
@@ -618,7 +618,6 @@ class HostCache:
         The returned function needs no lock: no update of the unit begins before its fetch has ended.
         """
         source, unit = self._source, entry.index
-        assert source is not None, "a unit of tier DISK comes with the files that contain it"
         return lambda start, buffer: source.start_read(unit, start, buffer, priority)
 
     # -- shutdown -----------------------------------------------------------------------------------

@@ -596,7 +596,7 @@ class Pager:
         host: HostArena,
         arena: DeviceArena,
         device: Device,
-        source: WeightSource | None,
+        source: WeightSource,
         limits: Limits,
         peers: Peers | None = None,
         *,
@@ -605,7 +605,7 @@ class Pager:
     ) -> None:
         self.table = UnitTable(
             sizes,
-            lambda: source is not None and source.committed,
+            lambda: source.committed,
             timeline=timeline,
             record_memory=MemoryCounters(host, arena, timeline.recorded).record,
         )

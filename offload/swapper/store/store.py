@@ -686,3 +686,22 @@ class Store:
         if self._files.locked:
             self._files.unlink(notes)  # before the locks are released: another process may start this run again at once
         self.close()
+
+
+class NoStore(Store):
+    """The store of a run without swap files. It keeps no state, so nothing is read or written, and has no commit."""
+
+    def __init__(self, units: int) -> None:
+        self.spec, self.folders = StoreSpec(({},) * units, 0, {}), []
+        self.newest, self._places = [0] * units, self.spec.places()
+        self.durable = self._before = None
+        self.notices = []
+
+    def note_end(self, facts: Mapping[str, Any]) -> None:
+        """Writes no note."""
+
+    def remove(self, notes: bool = False) -> None:
+        """Deletes nothing."""
+
+    def close(self) -> None:
+        """Closes nothing."""
