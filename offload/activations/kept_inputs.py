@@ -93,8 +93,7 @@ class DiskSlots:
     def take(self, nbytes: int) -> Slot:
         """Returns a slot of at least `nbytes`; at most half of it stays empty.
 
-        Raises:
-            StoreError: if a drive has no room for one more.
+        Raises `StoreError` if a drive has no room for one more.
         """
         size = align_up(nbytes)
         fitting = [fit for fit, free in self._free.items() if free and size <= fit <= 2 * size]
@@ -107,8 +106,7 @@ class DiskSlots:
     def _grow(self, size: int) -> None:
         """Adds slots of a size, as many as there are already, or fewer where a drive has no room for these.
 
-        Raises:
-            StoreError: if a drive has no room for one more.
+        Raises `StoreError` if a drive has no room for one more.
         """
         count = self._slots.get(size, 0) or _FIRST_SLOTS
         while True:
@@ -195,10 +193,8 @@ class HostBlocks:
     ) -> None:
         """Allocates nothing yet.
 
-        Args:
-            budget: bytes that all engines may take together; None for no limit.
-            room: bytes for blocks; 0 for staging alone; None for what is free.
-            at_once: blocks that the first slab contains; None for slabs that double.
+        All engines together may take `budget` bytes, blocks `room` bytes: 0 for staging alone, None for what is free.
+        The first slab contains `at_once` blocks; None for slabs that double.
         """
         self._device, self._memory, self._budget, self._room = device, memory, budget, room
         self._at_once = at_once
@@ -358,11 +354,8 @@ class KeptInput:
     ) -> None:
         """Keeps `tensor`, detached: the graph must not refer to itself.
 
-        Args:
-            tensor: a dense tensor on the device.
-            position: index of the input in the order of the forward.
-            wanted: sorts inputs in the expected order of the backward's requests.
-            released: receives the memory in the end.
+        `position` is the index in the order of the forward; `wanted` sorts inputs in the expected order of the
+        backward's requests. `released` receives the memory in the end.
         """
         self.memory = InputMemory(tensor=tensor.detach())
         self.version = tensor._version
@@ -484,8 +477,7 @@ class Staging:
     def write_ahead(self, inputs: Sequence[KeptInput]) -> None:
         """Starts writes of the oldest inputs in host memory, so that the next inputs find free blocks.
 
-        Args:
-            inputs: all inputs, oldest first.
+        `inputs` are all inputs, oldest first.
         """
         if self._slots is None:
             return
@@ -506,9 +498,7 @@ class Staging:
     def take_block(self, nbytes: int, inputs: Sequence[KeptInput]) -> InputBlock | None:
         """Returns a block; the oldest of `inputs` goes to DISK if necessary. Returns None if there is no room.
 
-        Raises:
-            IoError: if an input could not be written.
-            StoreError: if a drive has no room for the file.
+        Raises `IoError` or `StoreError` if an input cannot be written.
         """
         while (block := self._blocks.take(nbytes)) is None:
             if self._slots is None or not self._free_a_block(nbytes, inputs):
@@ -537,11 +527,7 @@ class Staging:
         return True
 
     def _write(self, kept_input: KeptInput) -> None:
-        """Starts the write of an input from its block.
-
-        Raises:
-            StoreError: if a drive has no room for the file.
-        """
+        """Starts the write of an input from its block. Raises `StoreError` if a drive has no room for the file."""
         memory = kept_input.memory
         assert self._slots is not None and memory.block is not None and memory.slot is None
         # calling thread: waits until the download has filled the block. Only then may the drive read it.
@@ -584,10 +570,8 @@ class Staging:
     def to_block(self, kept_input: KeptInput, inputs: Sequence[KeptInput]) -> InputBlock:
         """Returns the block of an input after the read of its bytes; for `inputs` see `take_block`.
 
-        Raises:
-            IoError: if the input could not be read, or another one not be written.
-            StoreError: if a drive has no room for the file.
-            BudgetError: if other engines have taken the memory through which the input went to DISK.
+        Raises `IoError` or `StoreError` if the drive fails or is full, and `BudgetError` if other engines have taken
+        the memory through which the input went to DISK.
         """
         memory = kept_input.memory
         if memory.block is None:
@@ -726,9 +710,8 @@ class KeptInputs(UnitCheckpoints):
     ) -> None:
         """Keeps nothing yet.
 
-        Args:
-            blocks: names of the modules that are computed again.
-            device_limit: bytes that inputs but the newest may take on the device, given the bytes that they take.
+        `device_limit` returns the bytes that inputs but the newest may take on the device, given the bytes that they
+        take.
         """
         super().__init__(blocks, config, device)
         self._order = _RequestOrder(schedule)
@@ -772,16 +755,9 @@ class KeptInputs(UnitCheckpoints):
     def keep(self, tensor: torch.Tensor) -> InputView | None:
         """Keeps an input of a checkpointed unit until the graph drops the result; older inputs may leave the device.
 
-        Args:
-            tensor: an activation on the device. It must not change before the backward, as torch demands.
-
-        Returns:
-            The object for the graph; None for a tensor that is not moved, such as a leaf, which somebody else holds.
-
-        Raises:
-            IoError: if an earlier input could not be written.
-            StoreError: if a drive has no room for the file.
-            UsageError: if the engine was closed.
+        An activation must not change before the backward, as torch demands. Returns None for a tensor that is not
+        moved, such as a leaf, which somebody else holds. Raises `IoError` or `StoreError` if an earlier input cannot be
+        written, and `UsageError` if the engine was closed.
         """
         if not may_move(tensor, self._device.torch):
             return None
@@ -873,12 +849,9 @@ class KeptInputs(UnitCheckpoints):
     def fetch(self, view: InputView) -> torch.Tensor:
         """Returns an input on the device, and starts to bring those that the backward needs next.
 
-        Raises:
-            RuntimeError: if the input was changed in place after the forward, as torch raises it.
-            IoError: if the input could not be read, or another one not be written to make room.
-            StoreError: if a drive has no room for the file.
-            BudgetError: if other engines have taken the host memory that the input needs.
-            UsageError: if the engine was closed.
+        Raises torch's `RuntimeError` if the input was changed in place after the forward, `IoError` or `StoreError` if
+        the drive fails or is full, `BudgetError` if other engines have taken the host memory that the input needs, and
+        `UsageError` if the engine was closed.
         """
         kept_input = view.kept
         with self._lock, without_modes():

@@ -92,8 +92,7 @@ class FormerRun:
     def compare(self, rank: int, size: int) -> None:
         """Compares a share of all bytes of the commit with their checksums; `size` ranks compare one share each.
 
-        Raises:
-            IoError: if bytes are damaged or cannot be read.
+        Raises `IoError` if bytes are damaged or cannot be read.
         """
 
         def begin(chunk: tuple[int, int, State, range], buffer: memoryview) -> Sequence[Pending]:
@@ -174,11 +173,7 @@ class Switch(NamedTuple):
 def carry_out(folders: Sequence[Path], change: Switch) -> None:
     """Makes the new folders the run and deletes the former folders. The caller holds the locks of both.
 
-    Args:
-        change: the stores before and after; the new stores are complete and durable.
-
-    Raises:
-        StoreError: if a folder of the new ranks is missing.
+    The new stores are complete and durable. Raises `StoreError` if a folder of the new ranks is missing.
     """
     _check_complete(folders, change)
     write_durably(folders[0] / RESHARDED, change.pack())
@@ -189,8 +184,7 @@ def carry_out(folders: Sequence[Path], change: Switch) -> None:
 def finish(folders: Sequence[Path]) -> None:
     """Finishes a switch that a kill has interrupted, if its note exists. Deletes the folders that are not the run.
 
-    Raises:
-        StoreError: if a process uses the run, or a folder of the new ranks is missing.
+    Raises `StoreError` if a process uses the run, or a folder of the new ranks is missing.
     """
     if _read_note(folders[0]) is None and not any(folders_aside(folder) for folder in folders):
         return
@@ -208,8 +202,7 @@ def finish(folders: Sequence[Path]) -> None:
 def discard(folders: Sequence[Path]) -> None:
     """Deletes the folders next to the run after an error, unless the note says that they are the run.
 
-    Args:
-        folders: the run's folder on each drive, the first drive first. The caller holds the locks of its ranks.
+    `folders` are the run's folders, the first drive first. The caller holds the locks of its ranks.
     """
     if _read_note(folders[0]) is None:
         _delete_aside(folders)
@@ -309,12 +302,9 @@ class _Written(NamedTuple):
 def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> str | None:
     """Divides the states of the run among the ranks of this start, if it had another number or arrangement. Collective.
 
-    Returns:
-        A line for the user; None if the run has as many ranks as this start, in as many replicas.
-
-    Raises:
-        StoreError: if the run does not fit, is damaged, is not on drives that all ranks see, or there is no room. The
-            run is then as it was.
+    Returns a line for the user; None if the run has as many ranks as this start, in as many replicas. Raises
+    `StoreError` if the run does not fit, is damaged, is not on drives that all ranks see, or there is no room. The run
+    is then as it was.
     """
     ranks, began = new.ranks, time.monotonic()
     before, at = _found(new)
@@ -343,9 +333,7 @@ def _found(new: NewRanks) -> tuple[Mesh | None, int | None]:
     """Returns the mesh of the run, None without a run; and in a grid the last commit that all columns have.
 
     Nothing is locked yet. If another process replaces that commit before the locks are taken, `_open` raises an error.
-
-    Raises:
-        StoreError: if the columns are of two runs.
+    Raises `StoreError` if the columns are of two runs.
     """
     run = new.folders[0]
     known: list[int] | None = new.ranks.by_first(lambda: _mesh_of(run))  # a list, as JSON has no tuples
@@ -501,8 +489,7 @@ def _open(
 def _on_drives(rank_files: RankFiles, new: NewRanks) -> RankFiles:
     """Returns the same rank with the paths of this start: the drives may be mounted elsewhere than in the run.
 
-    Raises:
-        StoreError: if the drives of this start are not those of the run.
+    Raises `StoreError` if the drives of this start are not those of the run.
     """
     if rank_files.manifest is None:
         return rank_files  # has no commit either: `StoreSource` reports that

@@ -87,8 +87,7 @@ def _cached_weights(config: Config) -> int | None:
 def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)) -> str:
     """Returns the name of the update rule that the config's optimizer block selects.
 
-    Args:
-        groups: the parameter groups, whose settings override the block's settings.
+    The settings of the parameter `groups` override the block's.
     """
     if block.of_torch:
         return kernel_rule(optimizer_class(block.type), [{**block.settings, **group} for group in groups])
@@ -102,8 +101,7 @@ def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)
 def mode_of(config: Config, optimizer: str) -> Mode:
     """Returns the mode, which fixes the set of states and their dtypes; `optimizer` is the name of the rule.
 
-    Raises:
-        ConfigError: the optimizer or the weights do not allow the configured form of the moments or the master.
+    Raises `ConfigError` if the optimizer or the weights do not allow the configured form of the moments or the master.
     """
     if State.PACKED in RULE_LAYOUTS[optimizer].moments and config.moments != "fp32":
         raise ConfigError(
@@ -272,8 +270,7 @@ class MemoryPlan:
 def place_states(request: MemoryRequest) -> PlacedStates:
     """Returns mode, partitions and placement of one rank.
 
-    Raises:
-        BudgetError: a budget is too small; the message names the smallest that works.
+    Raises `BudgetError` if a budget is too small; the message names the smallest that works.
     """
     config, accumulation = request.config, request.accumulation
     mode = mode_of(config, request.optimizer)
@@ -298,12 +295,8 @@ def place_states(request: MemoryRequest) -> PlacedStates:
 def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -> WantedSlots:
     """Returns the slots that the store of this configuration should have.
 
-    Args:
-        on_disk: True if any rank has states whose tier is DISK.
-        resume: True if the run resumes, so that a durable store exists already.
-
-    Raises:
-        ConfigError: the config asks for a store but names no drive for it.
+    `on_disk` is True if any rank has states whose tier is DISK. A run that resumes has a durable store already. Raises
+    `ConfigError` if the config asks for a store but names no drive for it.
     """
     if placed.request.in_place_layouts:
         return WantedSlots(count=0, must=True)
@@ -325,8 +318,7 @@ def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -
 def plan_memory(placed: PlacedStates, wanted: WantedSlots, no_room: str | None = None) -> MemoryPlan:
     """Returns the complete plan of one rank's memory and store.
 
-    Args:
-        no_room: a notice for the user if the drives have no room for two slots; None if they have.
+    `no_room` is a notice for the user if the drives have no room for two slots.
     """
     placement, slots = placed.placement, wanted.count
     notices = placement.notices
@@ -359,8 +351,7 @@ def unit_sizes(
 ) -> list[UnitSize]:
     """Returns the facts that the pager needs about each unit.
 
-    Args:
-        in_place_layouts: the place of each unit in the model's own files; empty if none is read there.
+    `in_place_layouts` contains the place of each unit in the model's own files; empty if none is read there.
     """
     sizes: list[UnitSize] = []
     for layout, tiers, parts, in_place_layout in zip(
@@ -414,10 +405,8 @@ class DividedModel(NamedTuple):
 def division_of(config: Config | None, rule: str | None = None) -> Division:
     """Returns the division that a config asks for.
 
-    Args:
-        config: the config; None for the default.
-        rule: name of the optimizer's rule; None for the rule of the config's optimizer, or for Adam if the config has
-            none.
+    None is the default config. The optimizer's `rule` is the config's if it is None, or Adam if the config has no
+    optimizer.
     """
     if config is None:
         return Division()
@@ -431,13 +420,9 @@ def division_of(config: Config | None, rule: str | None = None) -> Division:
 def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:
     """Divides the parameters of `model` into units.
 
-    Args:
-        model: the model; its structure must not change afterwards.
-        by: the division; or only names of units, for the default division with these names.
-
-    Raises:
-        ConfigError: a name matches no module and no class of a module, or the config keeps a parameter that stacks
-            experts in fp32.
+    The structure of the model must not change afterwards. Names of units in place of a division stand for the default
+    division with these names. Raises `ConfigError` if a name matches no module and no class of a module, or the config
+    keeps a parameter that stacks experts in fp32.
     """
     division = by if isinstance(by, Division) else Division(by)
     cut = cut_stacks(model, division.experts, division.rule)

@@ -86,10 +86,8 @@ def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
 
     For longer sequences, the growth leaves free half of the bytes that the activations of the first step took. If
     gradient totals would use the memory, it leaves free all of these bytes, because totals help less than weights. A
-    growth by less than the largest unit would not let one more unit stay.
-
-    Args:
-        room: free memory of the device after the first step; `room.kept` counts the bytes that its activations took.
+    growth by less than the largest unit would not let one more unit stay. `room.kept` counts the bytes that the
+    activations of the first step took.
     """
     free = min(need.most - nbytes, room.free - room.kept // 2 - _MARGIN) // PAGE * PAGE
     if nbytes + free > need.weights:
@@ -123,8 +121,7 @@ class ArenaHistory:
     def after_return(self, room: DeviceRoom, short: bool) -> ArenaHistory:
         """Returns the history after the grown memory was given back.
 
-        Args:
-            short: True if the device ran out of memory; False if the user asked.
+        If the memory is `short`, the device ran out of it; otherwise the user asked.
         """
         return ArenaHistory(peak=max(self.peak, room.kept, self.beside if short else 0), wait=_CALM)
 
@@ -132,8 +129,7 @@ class ArenaHistory:
 def next_growth(nbytes: int, need: DeviceNeed, room: DeviceRoom, history: ArenaHistory) -> int:
     """Returns how many bytes the device arena grows by at the end of a step; 0 if it does not.
 
-    Args:
-        history: the steps so far. The growth treats its peak as if activations had needed it in the last step.
+    The growth treats the peak of `history` as if activations had needed it in the last step.
     """
     if history.grown or history.wait != 0:
         return 0
@@ -338,8 +334,7 @@ def tile_growth(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
 def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[int, int, int]:
     """Returns the elements of a tile, the number of tiles and the scratch bytes, for a class of `nbytes`.
 
-    Args:
-        nbytes: bytes of the class; 0 if nothing trains.
+    Without anything that trains, `nbytes` is 0.
     """
     if mode.whole_units:
         scratch = _scratch_nbytes(parts, mode) if nbytes else 0
@@ -566,11 +561,7 @@ class Placement:
         return bool(self.promoted) or any(in_tier)
 
     def overlaps_updates(self, wanted: bool, *, on_cpu: bool, alone: bool, slots: int) -> bool:
-        """Returns True if a step's updates run during the next forward.
-
-        Args:
-            slots: slots of the store; 0 without one.
-        """
+        """Returns True if a step's updates run during the next forward. `slots` is 0 without a store."""
         # With everything in memory, an update waits only for the cores on which the forward computes. Run side by side,
         # both take longer than one after the other.
         return wanted and not (on_cpu and alone and not slots and not self.on_disk and not self.spilled)
@@ -605,8 +596,7 @@ class Placement:
     def stored(self, parts: Partitions, slots: int) -> tuple[Mapping[State, int], ...]:
         """Returns for each unit the bytes of the states that the store keeps; empty if there is no store.
 
-        Args:
-            slots: 2 for a durable store, 1 for a store written in place, 0 for none.
+        A durable store has 2 `slots`, a store written in place 1.
         """
         if not slots:
             return ()
@@ -715,8 +705,7 @@ def _fitting_tiers(
 ) -> TierMap:
     """Returns the first of `configured_tiers` and its demotions that fits into `budget` bytes of host memory.
 
-    Raises:
-        BudgetError: no tier map fits.
+    Raises `BudgetError` if no tier map fits.
     """
     tried: list[tuple[TierMap, HostBudget]] = []
     for tiers in demotions(configured_tiers) if machine.drives else (configured_tiers,):

@@ -52,19 +52,10 @@ def stream(
     """Copies the `pieces` of a partition to their places in `unsharded`, chunk by chunk, and waits for the last copy.
 
     With two host buffers or more, one is filled while another is copied. When this function returns or raises, no read
-    is in flight. After an error, a copy may be in flight.
-
-    Args:
-        host_buffers: host buffers of equal size, owned by the caller and free again on return.
-        unsharded: the unit's device memory, (nbytes,) uint8.
-        after: events that must be done before `unsharded` is written.
-        waiting: returns a context for each wait for a read.
-
-    Returns:
-        The event of the last copy. The copy has ended.
-
-    Raises:
-        OSError: the first error of a read.
+    is in flight. After an error, a copy may be in flight. The `host_buffers` are of one size, belong to the caller and
+    are free again on return. `unsharded`, (nbytes,) uint8, is written after the events `after`. `waiting` returns a
+    context for each wait for a read. The event of the last copy, which is returned, is done. Raises the first error of
+    a read.
     """
     reading: deque[tuple[HostBuffer, int, Future]] = deque()
     copied: dict[int, Event] = {}
@@ -114,8 +105,7 @@ class Gathers(Protocol):
     def gather(self, unit: int, unsharded: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
         """Starts the gather of the other ranks' shards into `unsharded`, and returns the event of its end.
 
-        Args:
-            unsharded: (nbytes,) uint8 on the device, the unit.
+        `unsharded` is the unit on the device, (nbytes,) uint8.
         """
 
 
@@ -180,8 +170,7 @@ class DeviceCache:
     def allocate(self, entry: UnitEntry, beyond: int = -1) -> DeviceBuffer | None:
         """Returns a device buffer for `entry`; None if there is no room. Drops released units to make room.
 
-        Args:
-            beyond: only units whose next use is more than `beyond` uses away may be dropped; -1 for a use on demand.
+        Only units whose next use is more than `beyond` uses away may be dropped; -1 for a use on demand.
         """
         if entry.index in self._reserved:
             return self._reserved.pop(entry.index)
@@ -238,11 +227,8 @@ class DeviceCache:
     def grow(self, nbytes: int, block_sizes: Sequence[int]) -> list[torch.Tensor]:
         """Adds `nbytes` of device memory to the arena, and returns the blocks at its end that belong to the caller.
 
-        Args:
-            block_sizes: bytes of each block that no unit may use; the blocks are (bytes,) uint8 tensors.
-
-        Raises:
-            BudgetError: if fewer than `nbytes` are free on the device.
+        No unit may use these blocks, (bytes,) uint8 tensors of `block_sizes`. Raises `BudgetError` if fewer than
+        `nbytes` are free on the device.
         """
         assert len(self._arena.blocks) == 1, "grown memory is given back before the arena grows again"
         self._first_floor()  # determined while all free memory belongs to the first allocation
@@ -416,8 +402,7 @@ class DeviceCache:
     ) -> None:
         """Fills `device_buffer` from DISK in chunks, each through one of `host_buffers`.
 
-        Args:
-            device_buffer: room for the unit, which owns the buffer from now on.
+        The unit owns `device_buffer` from now on.
         """
         self._table.move(entry, Residency.UPLOADING)
         unsharded, size, timeline = self._arena.view(device_buffer), entry.size, self._table.timeline
@@ -466,9 +451,8 @@ class HostCache:
     def host_buffer(self, nbytes: int, beyond: int = -1, wait: bool = True) -> HostBuffer | None:
         """Returns a host buffer for weights; None if too little memory is free or can be evicted.
 
-        Args:
-            beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for any unit.
-            wait: False to evict nothing whose copy to the device is under way.
+        Only units whose next use is more than `beyond` uses away may be evicted; -1 for any unit. Without `wait`,
+        nothing is evicted whose copy to the device is under way.
         """
 
         def distance(unit: int) -> int:
@@ -579,8 +563,7 @@ class HostCache:
     def read_ahead(self, limits: Limits, started: Callable[[UnitEntry], None], wait: bool) -> None:
         """Starts reads of upcoming units, into host memory that is free or holds only units used later.
 
-        Args:
-            wait: False to take no host buffer whose copy to the device is under way.
+        Without `wait`, takes no host buffer whose copy to the device is under way.
         """
         entries, trace = self._table.entries, self._table.access_order
 

@@ -340,9 +340,8 @@ def _reason(path: Path, error: StoreError) -> str:
 def place_of(folder: Path) -> tuple[str | None, int, Path | None]:
     """Returns the identity that a rank's folder, on any drive, claims in its manifest.
 
-    Returns:
-        The id of the store, the index of the drive, and the rank's folder on the first drive. Without a readable
-        manifest: None, 0 and None.
+    These are the id of the store, the index of the drive, and the rank's folder on the first drive; None, 0 and None
+    without a readable manifest.
     """
     return place_in(_bytes(folder / "manifest.json") or b"", folder)
 

@@ -121,8 +121,7 @@ class Removal(NamedTuple):
 def find_removal(path: Path) -> Removal:
     """Returns everything that belongs to the run at `path`, on each drive that its manifests name.
 
-    Raises:
-        StoreError: if `path` is not a run folder, or is a later drive of a run whose first drive is present.
+    Raises `StoreError` if `path` is not a run folder, or is a later drive of a run whose first drive is present.
     """
     # Resolved: a path such as "." lacks the run's name, which is a part of its folders' paths on other drives.
     path = Path(os.path.abspath(path))
@@ -185,8 +184,7 @@ def _aside(run: Path, ranks: Sequence[Path]) -> tuple[Path, ...]:
 def remove_run(path: Path) -> Removal:
     """Deletes the run at `path` on all of its drives, and returns what was deleted. Files of others stay.
 
-    Raises:
-        StoreError: if `path` is not a run folder, or while a process uses the run.
+    Raises `StoreError` if `path` is not a run folder, or while a process uses the run.
     """
     path = Path(os.path.abspath(path))
     _check_run(path)
