@@ -10,7 +10,7 @@ communicates with other ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -224,13 +224,18 @@ class MemoryRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedStates:
-    """First half of the plan: every state has its tier, and the caller can now look at the disks."""
+class MemoryPlan:
+    """Plan of one rank's memory and store. The last three fields have values after `plan_memory`."""
 
     request: MemoryRequest
     mode: Mode
     parts: Partitions
     placement: Placement
+    slots: int = 0
+    """Slots of each partition in the store: 2 durable, 1 written in place, 0 if there is no store."""
+    commit_every: int = 0
+    """Steps between commits; 0 if nothing is committed."""
+    notices: tuple[str, ...] = ()
 
     @property
     def two_slots_nbytes(self) -> int:
@@ -238,37 +243,8 @@ class PlacedStates:
         return self.placement.store(self.parts, 2).nbytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WantedSlots:
-    """Number of slots that the store of this configuration should have."""
-
-    count: int
-    """2 if steps are durable, 1 if the store is written in place, 0 if there is no store."""
-    must: bool
-    """True if the store must have `count` slots. Otherwise it falls back to one slot on drives without room for two."""
-
-    @property
-    def depends_on_room(self) -> bool:
-        """True if the number of slots depends on the free space of the drives."""
-        return self.count == 2 and not self.must
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPlan:
-    """Complete plan of one rank's memory and store."""
-
-    mode: Mode
-    parts: Partitions
-    placement: Placement
-    slots: int
-    """Slots of each partition in the store: 2 durable, 1 written in place, 0 if there is no store."""
-    commit_every: int
-    """Steps between commits; 0 if nothing is committed."""
-    notices: tuple[str, ...]
-
-
-def place_states(request: MemoryRequest) -> PlacedStates:
-    """Returns mode, partitions and placement of one rank.
+def place_states(request: MemoryRequest) -> MemoryPlan:
+    """Returns the plan of one rank as far as it is known before the caller looks at the disks.
 
     Raises `BudgetError` if a budget is too small; the message names the smallest that works.
     """
@@ -289,49 +265,45 @@ def place_states(request: MemoryRequest) -> PlacedStates:
         node=node_shards_of(config, request.layouts, mode, request.world_size),
     )
     placement = place(parts, mode, placement_request(config, accumulation), request.machine)
-    return PlacedStates(request=request, mode=mode, parts=parts, placement=placement)
+    return MemoryPlan(request=request, mode=mode, parts=parts, placement=placement)
 
 
-def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -> WantedSlots:
-    """Returns the slots that the store of this configuration should have.
+def wanted_slots(placed: MemoryPlan, *, on_disk: bool, resume: bool = False) -> tuple[int, bool]:
+    """Returns the slots that the store should have, and True if two become one on drives without room for two.
 
     `on_disk` is True if any rank has states whose tier is DISK. A run that resumes has a durable store already. Raises
     `ConfigError` if the config asks for a store but names no drive for it.
     """
     if placed.request.in_place_layouts:
-        return WantedSlots(count=0, must=True)
+        return 0, False
     config, trains = placed.request.config, any(placed.parts.trainable_numel)
     # Without durability, or if nothing trains, a store exists only for partitions whose tier is DISK.
     if config.offload.durability == "none" or not trains:
-        return WantedSlots(count=1 if on_disk else 0, must=True)
-    if config.offload.wants_store:
-        if not config.drives:
-            raise ConfigError('"durability" needs a store, but no "nvme_path" is given; set one in the "offload" block')
-        return WantedSlots(count=2, must=True)
+        return 1 if on_disk else 0, False
+    if config.offload.wants_store and not config.drives:
+        raise ConfigError('"durability" needs a store, but no "nvme_path" is given; set one in the "offload" block')
     # The store of a resumed run is durable, and must not become a store that is written in place.
-    if resume:
-        return WantedSlots(count=2, must=True)
+    if config.offload.wants_store or resume:
+        return 2, False
     # The user has not asked for durability, so a drive without room for two slots is no error.
-    return WantedSlots(count=2, must=False) if on_disk else WantedSlots(count=0, must=True)
+    return (2, True) if on_disk else (0, False)
 
 
-def plan_memory(placed: PlacedStates, wanted: WantedSlots, no_room: str | None = None) -> MemoryPlan:
+def plan_memory(placed: MemoryPlan, slots: int, no_room: str | None = None) -> MemoryPlan:
     """Returns the complete plan of one rank's memory and store.
 
-    `no_room` is a notice for the user if the drives have no room for two slots.
+    `no_room` is a notice for the user if the drives have no room for two slots, so that the store has one.
     """
-    placement, slots = placed.placement, wanted.count
-    notices = placement.notices
-    if wanted.depends_on_room and no_room is not None:
+    placement, notices = placed.placement, placed.placement.notices
+    if no_room is not None:
         slots, notices = 1, (*notices, no_room)
     # Without two slots, promoted partitions have no copy on disk, so their memory cannot be given to another engine.
     if slots < 2:
         placement = placement.settled(placed.parts)
         slots = slots if placement.on_disk else 0
     # Only two slots leave the last commit intact while the next one is written.
-    return MemoryPlan(
-        mode=placed.mode,
-        parts=placed.parts,
+    return replace(
+        placed,
         placement=placement,
         slots=slots,
         commit_every=placed.request.config.offload.commit_every if slots == 2 else 0,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -435,18 +435,11 @@ _WINDOW_NBYTES = 32 * MIB
 """Bytes of the largest host buffer of a gradient that spills."""
 
 
-class HostNeed(NamedTuple):
-    """Bytes of each class of host buffers for given tiers: the smallest that work, and the largest useful ones."""
-
-    least: HostBudget
-    most: HostBudget
-
-
 def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory) -> HostBudget:
     """Returns the smallest classes of host buffers that work: after any demotions, with large units read in chunks."""
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
     ways = demotions(configured_tiers) if machine.drives else iter((configured_tiers,))
-    return min((host_needs(parts, mode, request, machine, tiers).least for tiers in ways), key=sum)
+    return min((host_needs(parts, mode, request, machine, tiers)[0] for tiers in ways), key=sum)
 
 
 def default_budget(
@@ -467,31 +460,36 @@ def default_budget(
         host = [(unit, state) for unit, row in enumerate(configured_tiers) for state in row if row[state] is Tier.HOST]
         states = [(unit, state) for unit, state in host if state is not State.GRAD]
         ways = [with_tier(configured_tiers, moved, Tier.DISK) for moved in (host, states)]
-    least = min(sum(host_needs(parts, mode, request, machine, tiers).least) for tiers in ways)
+    least = min(sum(host_needs(parts, mode, request, machine, tiers)[0]) for tiers in ways)
     return min(most, max(rest, least))
 
 
 def host_needs(
     parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, tiers: TierMap
-) -> HostNeed:
-    """Returns the bytes of each class of host buffers under `tiers`."""
+) -> tuple[HostBudget, HostBudget]:
+    """Returns the bytes of each class of host buffers under `tiers`: the least that work, and the most that help."""
     small, large = pipeline(parts, mode, request, tiers)
     largest = max((n for _, n in _disk_weights(parts, tiers)), default=0)
     buffer = 0 if machine.host_addressable else min(CHUNK * 4, align_up(2 * parts.largest_gradient))
     gradients = WINDOWS * align_up(window_nbytes(parts, tiers))
     resident, staging = tier_nbytes(parts, tiers, Tier.HOST), STAGING_BUFFERS * buffer
     # Two buffers of weights: one is uploaded while the next is read.
-    return HostNeed(
+    return (
         HostBudget(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, resident, staging),
         HostBudget(large, 2 * align_up(largest), gradients, resident, staging),
     )
 
 
 def divide_host(
-    parts: Partitions, request: PlacementRequest, mode: Mode, tiers: TierMap, need: HostNeed, budget: int
+    parts: Partitions,
+    mode: Mode,
+    request: PlacementRequest,
+    machine: MachineMemory,
+    tiers: TierMap,
+    budget: int,
 ) -> HostBudget:
-    """Returns the classes of host buffers within `budget`, which must hold at least `need.least`."""
-    least, most = need
+    """Returns the classes of host buffers within `budget`, which must hold the least that works."""
+    least, most = host_needs(parts, mode, request, machine, tiers)
     # Spare memory goes first to weights, up to two buffers of the largest unit, then to tiles, then to the cache.
     room = budget - sum(least)
     weights = min(most.weights, (least.weights + room) // (2 * PAGE) * (2 * PAGE))
@@ -652,8 +650,7 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
         notices.append(
             f"host memory of {format_size(budget)} has no room for all states configured for it; moved: {moved}"
         )
-    need = host_needs(parts, mode, request, machine, tiers)
-    classes = divide_host(parts, request, mode, tiers, need, budget)
+    classes = divide_host(parts, mode, request, machine, tiers, budget)
     promoted: tuple[tuple[int, State], ...] = ()
     if request.host_memory is not None:
         # Without an explicit budget a run takes only the memory that it needs, so nothing is promoted.
@@ -709,10 +706,10 @@ def _fitting_tiers(
     """
     tried: list[tuple[TierMap, HostBudget]] = []
     for tiers in demotions(configured_tiers) if machine.drives else (configured_tiers,):
-        need = host_needs(parts, mode, request, machine, tiers)
-        if sum(need.least._replace(weights=need.most.weights)) <= budget:
+        least, most = host_needs(parts, mode, request, machine, tiers)
+        if sum(least._replace(weights=most.weights)) <= budget:
             return tiers
-        tried.append((tiers, need.least))
+        tried.append((tiers, least))
     # Reading the largest unit in chunks is slow, so it is the last resort, after all moves to DISK.
     for tiers, least in tried:
         if sum(least) <= budget:
