@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import stat
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -320,10 +318,9 @@ def cut_short(path: Path, nbytes: int) -> None:
     """Shortens a file to `nbytes`, if it is longer. Raises `IoError`."""
     descriptor = _open_for_writing(path)
     try:
-        if os.fstat(descriptor).st_size > nbytes:
-            os.ftruncate(descriptor, nbytes)
-    except OSError as error:
-        raise IoError(str(path), 0, 0, error.errno or errno.EIO, "cut") from error
+        with _named(path, "cut"):
+            if os.fstat(descriptor).st_size > nbytes:
+                os.ftruncate(descriptor, nbytes)
     finally:
         os.close(descriptor)
 
@@ -352,13 +349,13 @@ def writing_in_place(path: Path) -> Iterator[Callable[[bytes | memoryview, int],
     def write(data: bytes | memoryview, offset: int) -> None:
         nonlocal last
         last = (offset, len(data))
-        with _named(path, *last):
+        with _named(path, "write", *last):
             write_all(descriptor, offset, data)
 
     try:
         yield write
         # Synced by the descriptor that wrote: the system may not report an earlier write error to another descriptor.
-        with _named(path, *last):
+        with _named(path, "write", *last):
             sync(descriptor, path)
     finally:
         os.close(descriptor)
@@ -368,19 +365,18 @@ def writing_in_place(path: Path) -> Iterator[Callable[[bytes | memoryview, int],
 
 
 @contextlib.contextmanager
-def _named(path: Path, offset: int, nbytes: int) -> Iterator[None]:
+def _named(path: Path, operation: str, offset: int = 0, nbytes: int = 0) -> Iterator[None]:
+    """Turns an `OSError` of the body into an `IoError` that names the file and the operation."""
     try:
         yield
     except OSError as error:
-        raise IoError(str(path), offset, nbytes, error.errno or errno.EIO, "write") from error
+        raise IoError(str(path), offset, nbytes, error.errno or errno.EIO, operation) from error
 
 
 def _open_for_writing(path: Path) -> int:
     """Returns the descriptor of a file that is created if it does not exist. Raises `IoError`, also for a link."""
-    try:
+    with _named(path, "open"):
         return open_inner(path, _depth(path), os.O_WRONLY | os.O_CREAT, ours=True)
-    except OSError as error:
-        raise IoError(str(path), 0, 0, error.errno or errno.EIO, "open") from error
 
 
 def reserve(path: Path, nbytes: int) -> None:
@@ -390,11 +386,9 @@ def reserve(path: Path, nbytes: int) -> None:
     """
     descriptor = _open_for_writing(path)
     try:
-        with aloud(lambda: f"reservation of {nbytes} bytes for {path}"):
+        with _named(path, "reserve", 0, nbytes), aloud(lambda: f"reservation of {nbytes} bytes for {path}"):
             os.posix_fallocate(descriptor, 0, nbytes)
             os.fsync(descriptor)
-    except OSError as error:
-        raise IoError(str(path), 0, nbytes, error.errno or errno.EIO, "reserve") from error
     finally:
         os.close(descriptor)
 
@@ -502,41 +496,22 @@ class RunNotes:
 
     def __init__(self, folder: Path) -> None:
         """`folder` is the rank's folder on the first drive."""
-        self._finished = folder.parent / FINISHED
-        self._closed = folder.parent / CLOSED
+        self.finished, self.closed = folder.parent / FINISHED, folder.parent / CLOSED
         self._suspect = folder / "suspect"
-
-    # -- the end of a run -----------------------------------------------------------------------------
-
-    def write_finished(self, facts: Mapping[str, Any]) -> None:
-        """Writes `finished.json` durably: `facts` and the date."""
-        note = dict(facts, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
-        write_durably(self._finished, json.dumps(note).encode())
-
-    def write_closed(self, facts: Mapping[str, Any]) -> None:
-        """Writes `closed.json` durably: `facts`."""
-        write_durably(self._closed, json.dumps(facts).encode())
 
     def forget_end(self) -> None:
         """Deletes the notes of an earlier end durably. Afterwards the swap files count as a run that did not end.
 
         Raises `StoreError` if a folder has the name of a note.
         """
-        notes = [note for note in (self._finished, self._closed) if is_there(note)]
+        notes = [note for note in (self.finished, self.closed) if is_there(note)]
         for note in notes:
             if note.is_dir():
                 raise StoreError(f"{note} is a folder, expected a note of the run or nothing: remove or rename it")
         for note in notes:
             unlink(note)
         if notes:
-            sync_folder(self._finished.parent)
-
-    def unlink_end(self) -> None:
-        """Deletes the notes of an end with the run. The deletion is not synced."""
-        for note in (self._finished, self._closed):
-            unlink(note)
-
-    # -- damage ---------------------------------------------------------------------------------------
+            sync_folder(self.finished.parent)
 
     @property
     def suspect(self) -> bool:

@@ -352,7 +352,7 @@ class StoreManifest:
             raise StoreError(
                 f"{where} has store format {content.get('format')}; this version of offload reads format "
                 f"{FORMAT_VERSION}: resume with the version that made the run "
-                f"({_made_by(content)}), or choose another run name"
+                f"({made_by(content)}), or choose another run name"
             )
         try:
             _MANIFEST(content, "")
@@ -391,7 +391,8 @@ class StoreManifest:
             raise StoreError(f"cannot read {where}: {error}") from error
 
 
-def _made_by(content: Mapping[str, Any]) -> str:
+def made_by(content: Mapping[str, Any]) -> str:
+    """Returns the version of offload that a manifest names."""
     about = content.get("about")
     return str(about.get("offload", "unknown")) if isinstance(about, dict) else "unknown"
 
@@ -613,8 +614,6 @@ def _short(value: Any) -> str:
 
 SUMS, MANIFEST, WRITTEN = "store.sums", "store.manifest", "store.written"
 """Names of the tensors that the store adds to the engine's: checksums, manifest and write counts."""
-_ROW_NBYTES = 5 * 8
-"""Bytes of a row of the table of checksums; see `pack_checksums`."""
 _LENGTH_NBYTES = 8
 """A safetensors file begins with its header's length, in this many bytes."""
 
@@ -640,8 +639,8 @@ class Blob:
             start, end = self._header[name]["data_offsets"]
             if not start <= end <= len(data) - self._start:
                 raise ValueError(f"{name} is at bytes {start} to {end} of {len(data) - self._start}")
-        if len(self.sums) % _ROW_NBYTES:
-            raise ValueError(f"the table of checksums has {len(self.sums)} bytes, expected rows of {_ROW_NBYTES}")
+        if len(self.sums) % ROW_NBYTES:
+            raise ValueError(f"the table of checksums has {len(self.sums)} bytes, expected rows of {ROW_NBYTES}")
 
     @property
     def sums(self) -> bytes:

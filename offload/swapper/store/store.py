@@ -17,9 +17,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -248,7 +250,8 @@ class SwapFiles:
             with contextlib.suppress(OSError):
                 remove_files(folder)
                 if notes and folder == self.folders[0] and not any(folder.parent.glob("rank*")):
-                    self.notes.unlink_end()
+                    unlink(self.notes.finished)
+                    unlink(self.notes.closed)
                 folder.parent.rmdir()  # fails while folders of other ranks are in it
 
 
@@ -622,12 +625,13 @@ class Store:
         self._files.close()
 
     def note_end(self, facts: Mapping[str, Any]) -> None:
-        """Writes `finished.json` with `facts`. From then on the files next to `finished.json` are remainders."""
-        self._notes.write_finished(facts)
+        """Writes `finished.json`, durably. From then on the files next to it are remainders."""
+        note = dict(facts, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+        write_durably(self._notes.finished, json.dumps(note).encode())
 
     def note_closed(self, facts: Mapping[str, Any]) -> None:
-        """Writes `closed.json` with `facts`. The run can be resumed, and a new start may replace it."""
-        self._notes.write_closed(facts)
+        """Writes `closed.json` with `facts`, durably. The run can be resumed, and a new start may replace it."""
+        write_durably(self._notes.closed, json.dumps(facts).encode())
 
     def remove(self, notes: bool = False) -> None:
         """Deletes the files and closes the store; does nothing if the store is closed.
