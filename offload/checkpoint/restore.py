@@ -16,7 +16,7 @@ import torch
 from offload.aio.protocols import Future, Pending, Queue
 from offload.checkpoint.load import FoundStates, LoadOptions, SavedMoments, convert
 from offload.checkpoint.resharding import Run, overlaps, packed_runs, runs, scale_runs
-from offload.engine.shards import FilledShards
+from offload.engine.shards import StoredShards
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout import optimizer_states
 from offload.layout.flat_layout import WORD
@@ -46,7 +46,7 @@ class CheckpointRestorer:
     """Second pass of a load: fills this rank's partitions from a checkpoint, between `begin_load` and `end_load`."""
 
     def __init__(
-        self, source: FoundStates, shards: FilledShards, options: LoadOptions, queue: Queue, rank: int
+        self, source: FoundStates, shards: StoredShards, options: LoadOptions, queue: Queue, rank: int
     ) -> None:
         self._source, self._shards, self._states = source, shards, options.states
         self._runs = [runs(layout, source.saved) for layout in shards.layouts]

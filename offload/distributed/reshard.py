@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.aio.protocols import Future, Pending, Queue
+from offload.aio.protocols import Pending, Queue
 from offload.checkpoint.load import EVERYTHING, SavedStates
 from offload.checkpoint.resharding import places
 from offload.checkpoint.restore import CheckpointRestorer
 from offload.distributed.agreement import AllOrNothing
 from offload.distributed.process_group import Mesh
+from offload.engine.shards import StoredShards
 from offload.engine.snapshot import Snapshot
 from offload.errors import IoError, StoreError
 from offload.fileio import inner_folder, sync_folder
@@ -59,7 +60,7 @@ from offload.swapper.store.recovery import check_drives, check_one_run, check_st
 
 # -- found run -----------------------------------------------------------------------------------------
 #
-# The last commit of a run as a source of states for other ranks, and this rank's partitions that they fill.
+# The last commit of a run as a source of states for other ranks.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,38 +114,6 @@ class FormerRun:
         for index, unit, state, nbytes in partitions[rank::size]:
             for start in range(0, nbytes, BUFFER_NBYTES):
                 yield index, unit, state, range(start, min(start + BUFFER_NBYTES, nbytes))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredShards:
-    """This rank's partitions in a store without a commit, before an engine has any memory; see `FilledShards`."""
-
-    mode: Mode
-    layouts: tuple[UnitLayout, ...]
-    shares: Sequence[tuple[range, range]]
-    store: Store
-
-    def mode_of(self, unit: int) -> Mode:
-        """Returns the mode of a unit, whose weights may stay in fp32."""
-        return self.layouts[unit].mode_in(self.mode)
-
-    def states(self, unit: int) -> dict[State, int]:
-        """Returns the bytes of each partition of `unit`."""
-        return dict(self.store.spec.partitions[unit])
-
-    def stored(self, unit: int, state: State) -> bool:
-        """Returns True if the store keeps this partition."""
-        return self.store.keeps(unit, state)
-
-    def read(self, unit: int, state: State, start: int, buffer: memoryview) -> list[Future]:
-        """Begins to fill `buffer` with the newest bytes of a partition."""
-        return [self.store.read(unit, state, self.store.newest[unit], start, buffer)]
-
-    def put(self, unit: int, state: State, start: int, buffer: memoryview) -> None:
-        """Does nothing: no partition is in memory."""
-
-    def mark_rewritten(self) -> None:
-        """Does nothing: there is no commit whose bytes could be overwritten."""
 
 
 # -- switch --------------------------------------------------------------------------------------------
