@@ -221,13 +221,13 @@ def mesh_of(shard_size: int, ranks: int, which: str = "") -> Mesh:
     return Mesh(ranks // shard_size, shard_size)
 
 
-def check_same(shards: Sequence[int]) -> None:
-    """Raises `ConfigError` if shard sizes differ: the ranks would create different groups and wait for each other."""
-    for rank, row in enumerate(shards):
-        if row != shards[0]:
+def check_same(setting: str, values: Sequence[int]) -> None:
+    """Raises `ConfigError` if ranks differ in a setting: they would create different groups and wait for each other."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
             raise ConfigError(
-                f"the mics_shard_size of rank {rank} and of rank 0 differ: {row}, not {shards[0]}; "
-                "give every rank the same model and config"
+                f"the {setting} of rank {rank} and of rank 0 differ: {value}, not {values[0]}; give every rank the "
+                "same model and config"
             )
 
 
@@ -941,7 +941,8 @@ class ProcessGroup(Ranks):
             self._pulse.meet()
             # Only after `meet`: new_group blocks in C++ until every rank has called it.
             self._control = make_control([self.members])
-            check_same([row[0] for row in self._collect([self.mesh.shards], "start", Kind.MESSAGES)])
+            rows = self._collect([self.mesh.shards], "start", Kind.MESSAGES)
+            check_same("mics_shard_size", [row[0] for row in rows])
             self._groups = self._device_groups([self.members])
         except BaseException as error:
             self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this rank

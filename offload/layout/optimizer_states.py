@@ -25,6 +25,7 @@ from offload.errors import ConfigError
 from offload.kernels.update import decode_moments, encode_moments
 from offload.layout.flat_layout import (
     ParameterSegment,
+    SegmentShard,
     StateField,
     UnitLayout,
     arrange,
@@ -55,14 +56,6 @@ class WholeSizes(NamedTuple):
 NO_WHOLE_SIZES = WholeSizes()
 
 
-class ParameterShard(NamedTuple):
-    """Elements [position, position + numel) of a parameter, which are on one rank."""
-
-    rank: int
-    position: int
-    numel: int
-
-
 class DividedParameter(NamedTuple):
     """A parameter that several ranks divide, and that is stepped as a whole."""
 
@@ -70,7 +63,7 @@ class DividedParameter(NamedTuple):
     """Index of the parameter in its unit."""
     home: int
     """Rank that steps it."""
-    parts: tuple[ParameterShard, ...]
+    parts: tuple[SegmentShard, ...]
     """The parts, one for each rank that holds some of the parameter, in order."""
 
 
@@ -78,7 +71,7 @@ def divided(layout: UnitLayout, mode: Mode, world_size: int) -> tuple[DividedPar
     """Returns the parameters of a unit that are stepped as a whole and that several ranks divide, in order."""
     parameters = []
     for index, segment in _stepped_whole(layout, mode):
-        parts = tuple(ParameterShard(s.rank, s.position, s.numel) for s in segment_shards(layout, world_size, segment))
+        parts = tuple(segment_shards(layout, world_size, segment))
         if len(parts) > 1:
             parameters.append(DividedParameter(index, home(layout, world_size, segment), parts))
     return tuple(parameters)

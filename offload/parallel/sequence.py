@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from offload.config import Config
-from offload.distributed.process_group import Kind, Ranks
+from offload.distributed.process_group import Kind, Ranks, check_same
 from offload.distributed.world import World
 from offload.engine.callbacks import Extension
 from offload.errors import ConfigError, UsageError
@@ -145,13 +145,7 @@ def form_groups(world: World, size: int) -> Ranks:
     ranks = world.everyone.size
     # All ranks compare their sizes first, also ranks that share no sequence: groups of different sizes would wait for
     # each other.
-    sizes = world.everyone.share(size, "compare their sequence parallelism")
-    for rank, rank_size in enumerate(sizes):
-        if rank_size != sizes[0]:
-            raise ConfigError(
-                f"the sequence_parallel_size of rank {rank} and of rank 0 differ: {rank_size}, not {sizes[0]}; "
-                "give every rank the same config"
-            )
+    check_same("sequence_parallel_size", world.everyone.share(size, "compare their sequence parallelism"))
     if size == 1:
         return Ranks()
     if ranks % size:

@@ -59,7 +59,7 @@ def stream(
     """
     reading: deque[tuple[HostBuffer, int, Future]] = deque()
     copied: dict[int, Event] = {}
-    last: Event | None = None
+    last = DONE
     start = 0
     try:
         while start < total or reading:
@@ -81,7 +81,6 @@ def stream(
                 copied[host_buffer.offset] = last
     finally:
         wait_for_all(future for _, _, future in reading)
-    assert last is not None, "an empty partition needs no host buffer"
     last.wait()  # the caller reuses the host buffers
     return last
 
@@ -117,12 +116,11 @@ class DeviceCache:
     """Device buffers of weights: permanent buffers for tier DEVICE, and buffers for units that come and go."""
 
     def __init__(
-        self, table: UnitTable, arena: DeviceArena, device: Device, peers: Gathers | None, expand: Expand | None = None
+        self, table: UnitTable, arena: DeviceArena, device: Device, peers: Gathers | None, expand: Expand
     ) -> None:
         """Allocates the permanent device buffers.
 
-        `peers` is None for one rank. `expand` computes the bytes of a unit that are in no partition; None if all bytes
-        are in partitions.
+        `peers` is None for one rank. `expand` computes the bytes of a unit that are in no partition.
         """
         self._table = table
         self._expand_unit = expand
@@ -373,10 +371,8 @@ class DeviceCache:
 
     def _expand(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
         """Starts the computation of the unit's expanded bytes, ordered after the upload."""
-        expand = self._expand_unit
         if not entry.size.expanded_nbytes:
             return
-        assert expand is not None, "units with expanded bytes come with the function that makes them"
         unsharded = self._arena.view(device_buffer)
 
         def work() -> Event:
@@ -384,7 +380,7 @@ class DeviceCache:
             # another stream, so this stream waits for its event.
             with self._device.uploading():
                 self._device.wait_event(entry.uploaded)
-                expand(entry.index, unsharded)
+                self._expand_unit(entry.index, unsharded)
                 return self._device.uploaded()
 
         # calling thread: it does the work on a CPU, and a gather may wait for other ranks. So the lock is released.

@@ -220,7 +220,10 @@ class CommonUses(Fetcher):
                 if entry.residency is not Residency.DEVICE:
                     return UnitState(unit=False, all=False, ahead=-1, series=series)
                 next_one = self._prefetcher.next_with_room() if ahead else -1
-                return UnitState(unit=True, all=self._has_all(), ahead=next_one, series=series)
+                # Under a limit of reuse a unit may leave at its release, so no rank relies on it.
+                stay = self._limits.reuse is None
+                has_all = stay and all(other.residency is Residency.DEVICE for other in self._table.entries)
+                return UnitState(unit=True, all=has_all, ahead=next_one, series=series)
 
         if ahead and entry.residency is Residency.DEVICE:
             self._prefetcher.read()
@@ -249,9 +252,6 @@ class CommonUses(Fetcher):
         if self.settled and entry.index not in self._settled:
             self._end_series()
         self._gather(entry)
-
-    def _has_all(self) -> bool:
-        return self._limits.reuse is None and all(entry.residency is Residency.DEVICE for entry in self._table.entries)
 
     # -- series -------------------------------------------------------------------------------------
 
@@ -593,7 +593,7 @@ class Pager:
         limits: Limits,
         peers: Peers | None = None,
         *,
-        expand: Expand | None = None,
+        expand: Expand = lambda unit, memory: None,
         timeline: Timeline = OFF,
     ) -> None:
         self.table = UnitTable(

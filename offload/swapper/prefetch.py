@@ -190,7 +190,8 @@ class Prefetcher:
             self._finish_if_done(entry)
             in_host = self._is_in_host(entry)
             # The order is kept: a unit that is used later would take the room of this one.
-            if not in_host and not self._may_read_in_place(entry):
+            on_disk = entry.residency is Residency.DISK and not entry.updating
+            if not in_host and not (on_disk and self.reads_in_place(entry)):
                 return
             buffer = self._device_cache.allocate(entry, self._table.access_order.distance(unit))
             if buffer is None:  # the units in the way are in use, or used sooner
@@ -218,9 +219,6 @@ class Prefetcher:
     @staticmethod
     def _is_in_host(entry: UnitEntry) -> bool:
         return entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
-
-    def _may_read_in_place(self, entry: UnitEntry) -> bool:
-        return entry.residency is Residency.DISK and not entry.updating and self.reads_in_place(entry)
 
     def reads_in_place(self, entry: UnitEntry) -> bool:
         """Returns True if reads of `entry` fill its device buffer.
