@@ -135,7 +135,6 @@ class Inspection:
     def state_place(self, unit: int, state: State, byte: int = 0) -> tuple[Path, int]:
         """Returns the swap file and the offset in it of a byte of the newest slot of a partition."""
         store = self._parts.store
-        assert store is not None, "nothing is on DISK"
         return store.folders[0] / "states", store._places[unit][state][store.newest[unit]].offset(byte)
 
     # The layers below the engine.
@@ -143,7 +142,7 @@ class Inspection:
     @property
     def store(self) -> Store | None:
         """The swap files; None if nothing is on DISK."""
-        return self._parts.store
+        return self._parts.store if self._parts.store.folders else None
 
     @property
     def queue(self) -> SharedQueue | None:

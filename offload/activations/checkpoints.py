@@ -101,11 +101,7 @@ class UnitCheckpoints(ActivationPolicy):
     """The hooks of checkpointing on the blocks of one model, whose inputs stay where the forward computes them."""
 
     def __init__(self, blocks: Sequence[str], config: Config, device: Device) -> None:
-        """Installs nothing yet.
-
-        Args:
-            blocks: names of the modules that are computed again.
-        """
+        """Installs nothing yet. `blocks` are the names of the modules that are computed again."""
         self.notices = notices(config, len(blocks), device.host_addressable)
         self._blocks, self._device = blocks, device
         self._synchronize = config.activation_checkpointing.synchronize_checkpoint_boundary
@@ -247,10 +243,6 @@ def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> tuple[str, ...]:
     They are the children of a `ModuleList` that have parameters and are not inside of another block. In a model without
     a `ModuleList` they are those of a `Sequential`. Modules that the user has named as units take the place of those
     around them.
-
-    Args:
-        model: the model.
-        named: names or classes of modules.
     """
     modules = dict(model.named_modules())
     for kind in (nn.ModuleList, nn.Sequential):
@@ -352,9 +344,8 @@ _HEADROOM = 2
 def leaves_device(sizes: Sequence[int], limit: float) -> int:
     """Returns how many of the inputs on the device leave it, oldest first.
 
-    Args:
-        sizes: bytes of each input on the device, oldest first. The newest does not count and does not leave.
-        limit: bytes that the others may take together.
+    `sizes` are the bytes of each input on the device, oldest first. The newest does not count and does not leave. The
+    others may take `limit` bytes together.
     """
     nbytes = sum(sizes[:-1])
     count = 0
@@ -367,10 +358,8 @@ def leaves_device(sizes: Sequence[int], limit: float) -> int:
 def writes(unwritten: int, room: int, nbytes: int) -> bool:
     """Returns True if the oldest input in host memory is to be written to DISK now, to keep buffers free.
 
-    Args:
-        unwritten: inputs in host buffers whose bytes are not on DISK, nor on their way there.
-        room: bytes of host memory for inputs.
-        nbytes: bytes of an input.
+    `unwritten` inputs of `nbytes` are in host buffers, and their bytes are neither on DISK nor on their way there;
+    `room` are the bytes of host memory for inputs.
     """
     buffers = max(room // max(nbytes, 1), STAGED_INPUTS)
     return unwritten > buffers - _HEADROOM
@@ -388,9 +377,7 @@ def check_tier(tier: str | None, drives: bool) -> None:
 def notices(config: Config, blocks: int, host_addressable: bool) -> tuple[str, ...]:
     """Returns the lines for the user on the blocks that are computed again, and on keys without an effect.
 
-    Args:
-        blocks: number of blocks that are computed again.
-        host_addressable: True if device memory is host memory.
+    `blocks` are computed again; with `host_addressable`, device memory is host memory.
     """
     checkpointing_config, tier = config.activation_checkpointing, config.activation_tier
     if not blocks:

@@ -62,12 +62,14 @@ _FIRST_SLOTS = 8
 """Slots of the first file of a size; each further file has as many as there are already."""
 
 
-class Slot(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Slot:
     """Room for one input."""
 
     file: SpillFile
     key: int
-    size: int
+    free: list[Slot]
+    """The free slots of its size."""
 
     def read(self, buffer: memoryview) -> Future:
         """Starts to fill `buffer` with the bytes of the slot."""
@@ -76,6 +78,10 @@ class Slot(NamedTuple):
     def write(self, buffer: memoryview) -> Future:
         """Starts to write `buffer` to the slot; it must not change until the future is done."""
         return self.file.write(self.key, 0, buffer)
+
+    def release(self) -> None:
+        """Frees the slot, whose reads and writes are done."""
+        self.free.append(self)
 
 
 class DiskSlots:
@@ -93,8 +99,7 @@ class DiskSlots:
     def take(self, nbytes: int) -> Slot:
         """Returns a slot of at least `nbytes`; at most half of it stays empty.
 
-        Raises:
-            StoreError: if a drive has no room for one more.
+        Raises `StoreError` if a drive has no room for one more.
         """
         size = align_up(nbytes)
         fitting = [fit for fit, free in self._free.items() if free and size <= fit <= 2 * size]
@@ -107,8 +112,7 @@ class DiskSlots:
     def _grow(self, size: int) -> None:
         """Adds slots of a size, as many as there are already, or fewer where a drive has no room for these.
 
-        Raises:
-            StoreError: if a drive has no room for one more.
+        Raises `StoreError` if a drive has no room for one more.
         """
         count = self._slots.get(size, 0) or _FIRST_SLOTS
         while True:
@@ -125,22 +129,19 @@ class DiskSlots:
                 count //= 2
         self._files[file] = size, count
         self._slots[size] = self._slots.get(size, 0) + count
-        self._free.setdefault(size, []).extend(Slot(file, key, size) for key in reversed(range(count)))
+        free = self._free.setdefault(size, [])
+        free += [Slot(file, key, free) for key in reversed(range(count))]
 
     def _close_idle(self) -> None:
         """Closes the files without a slot in use, and so frees their room."""
         unused = Counter(slot.file for free in self._free.values() for slot in free)
         for file in [idle for idle, (_, count) in self._files.items() if unused[idle] == count]:
             size, count = self._files.pop(file)
-            self._free[size] = [slot for slot in self._free[size] if slot.file is not file]
+            self._free[size][:] = [slot for slot in self._free[size] if slot.file is not file]
             self._slots[size] -= count
             if not self._slots[size]:
                 del self._slots[size], self._free[size]
             file.close()
-
-    def give(self, slot: Slot) -> None:
-        """Returns a slot whose reads and writes are done."""
-        self._free[slot.size].append(slot)
 
     @property
     def nbytes(self) -> int:
@@ -174,6 +175,11 @@ class InputBlock:
         """Returns the first `nbytes` bytes, (nbytes,) uint8: the block's own memory."""
         return self.buffer.tensor(torch.uint8)[:nbytes]
 
+    def release(self) -> None:
+        """Frees the block. Its next owner waits for `after`."""
+        self.after = tuple(event for event in self.after if not event.done())
+        self.slab.free.append(self)
+
 
 class _Slab:
     """Blocks of one size, in one arena."""
@@ -195,10 +201,8 @@ class HostBlocks:
     ) -> None:
         """Allocates nothing yet.
 
-        Args:
-            budget: bytes that all engines may take together; None for no limit.
-            room: bytes for blocks; 0 for staging alone; None for what is free.
-            at_once: blocks that the first slab contains; None for slabs that double.
+        All engines together may take `budget` bytes, blocks `room` bytes: 0 for staging alone, None for what is free.
+        The first slab contains `at_once` blocks; None for slabs that double.
         """
         self._device, self._memory, self._budget, self._room = device, memory, budget, room
         self._at_once = at_once
@@ -232,20 +236,16 @@ class HostBlocks:
         self._close_idle(size)
         return self._grow(size)
 
-    def give(self, block: InputBlock) -> None:
-        """Returns a block. Its next owner waits for `block.after`."""
-        block.after = tuple(event for event in block.after if not event.done())
-        block.slab.free.append(block)
-
     def _grow(self, size: int) -> InputBlock | None:
         """Adds a slab and returns one of its blocks; None if there is no room for a single block."""
         slabs = self._slabs.setdefault(size, [])
         have = sum(slab.count for slab in slabs)
-        wanted = (self._at_once or 1) if not have else have
-        for count in _halved(min(wanted, max((self.room(size) - self.nbytes) // size, 0))):
+        count = min(have or self._at_once or 1, (self.room(size) - self.nbytes) // size)
+        while count > 0:
             if (slab := self._slab(size, count)) is not None:
                 slabs.append(slab)
                 return slab.free.pop()
+            count //= 2
         return None
 
     def _slab(self, size: int, count: int) -> _Slab | None:
@@ -277,15 +277,6 @@ class HostBlocks:
             _, slabs = self._slabs.popitem()
             for slab in slabs:
                 _close(slab)
-
-
-def _halved(count: int) -> Sequence[int]:
-    """Returns `count`, its half and so on down to 1; nothing if it is 0."""
-    counts = []
-    while count:
-        counts.append(count)
-        count //= 2
-    return counts
 
 
 def _close(slab: _Slab) -> None:
@@ -336,6 +327,18 @@ class InputMemory:
         """True if no read or write is in flight."""
         return all(transfer is None or transfer.done() for transfer in (self.writing, self.reading))
 
+    def give_block(self) -> None:
+        """Frees the block, if there is one."""
+        if self.block is not None:
+            self.block.release()
+        self.block = None
+
+    def give_slot(self) -> None:
+        """Frees the slot, if there is one."""
+        if self.slot is not None:
+            self.slot.release()
+        self.slot = None
+
     def settle(self) -> None:
         """Waits for a read or write in flight, whose error no longer matters."""
         for transfer in (self.writing, self.reading):
@@ -358,11 +361,8 @@ class KeptInput:
     ) -> None:
         """Keeps `tensor`, detached: the graph must not refer to itself.
 
-        Args:
-            tensor: a dense tensor on the device.
-            position: index of the input in the order of the forward.
-            wanted: sorts inputs in the expected order of the backward's requests.
-            released: receives the memory in the end.
+        `position` is the index in the order of the forward; `wanted` sorts inputs in the expected order of the
+        backward's requests. `released` receives the memory in the end.
         """
         self.memory = InputMemory(tensor=tensor.detach())
         self.version = tensor._version
@@ -377,16 +377,9 @@ class KeptInput:
     @uninterrupted  # Python drops what is raised in here, a Ctrl-C too
     def __del__(self) -> None:
         # any thread: a graph may die at any time, also on a thread that holds the lock, so this takes none.
-        memory = self.memory
-        if memory.downloaded is DONE:  # no copy reads the tensor
-            memory.tensor = None
-        if (
-            memory.tensor is not None
-            or memory.arriving is not None
-            or memory.block is not None
-            or memory.slot is not None
-        ):
-            self.released.append(memory)
+        if self.memory.downloaded is DONE:  # no copy reads the tensor
+            self.memory.tensor = None
+        self.released.append(self.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,8 +477,7 @@ class Staging:
     def write_ahead(self, inputs: Sequence[KeptInput]) -> None:
         """Starts writes of the oldest inputs in host memory, so that the next inputs find free blocks.
 
-        Args:
-            inputs: all inputs, oldest first.
+        `inputs` are all inputs, oldest first.
         """
         if self._slots is None:
             return
@@ -506,9 +498,7 @@ class Staging:
     def take_block(self, nbytes: int, inputs: Sequence[KeptInput]) -> InputBlock | None:
         """Returns a block; the oldest of `inputs` goes to DISK if necessary. Returns None if there is no room.
 
-        Raises:
-            IoError: if an input could not be written.
-            StoreError: if a drive has no room for the file.
+        Raises `IoError` or `StoreError` if an input cannot be written.
         """
         while (block := self._blocks.take(nbytes)) is None:
             if self._slots is None or not self._free_a_block(nbytes, inputs):
@@ -521,27 +511,32 @@ class Staging:
             self.give_back(self._ending[0])
             self._ending.pop(0)
             return True
-        candidates = [kept_input for kept_input in inputs if _has_block(kept_input.memory)]
+
+        def cost(kept_input: KeptInput) -> tuple[bool, bool]:
+            memory = kept_input.memory
+            assert memory.block is not None
+            return memory.block.buffer.nbytes < nbytes, memory.arriving is not None or memory.reading is not None
+
+        # A tensor that has not left the device yet is still being copied into its block.
+        candidates = [
+            kept_input
+            for kept_input in inputs
+            if kept_input.memory.block is not None and kept_input.memory.tensor is None
+        ]
         if not candidates:
             return False
         # Smaller blocks make room too, when all of a slab are free. `min` returns the first of equals, the oldest.
-        oldest = min(candidates, key=lambda kept_input: _cost_of_block(kept_input.memory, nbytes))
+        oldest = min(candidates, key=cost)
         memory = oldest.memory
         self._end_read(memory)
         if memory.slot is None:
             self._write(oldest)
         self._end_write(memory)
-        block, memory.block = memory.block, None
-        assert block is not None
-        self._blocks.give(block)
+        memory.give_block()
         return True
 
     def _write(self, kept_input: KeptInput) -> None:
-        """Starts the write of an input from its block.
-
-        Raises:
-            StoreError: if a drive has no room for the file.
-        """
+        """Starts the write of an input from its block. Raises `StoreError` if a drive has no room for the file."""
         memory = kept_input.memory
         assert self._slots is not None and memory.block is not None and memory.slot is None
         # calling thread: waits until the download has filled the block. Only then may the drive read it.
@@ -550,7 +545,7 @@ class Staging:
         try:
             memory.writing = slot.write(memory.block.buffer.buffer[: kept_input.nbytes])
         except BaseException:
-            self._slots.give(slot)
+            slot.release()
             raise
         memory.slot = slot
 
@@ -562,9 +557,8 @@ class Staging:
             with self._timeline.span(Row.WAITS, "waits for the write of an input"):
                 memory.writing.wait()
         except IoError:  # no other error: after a Ctrl-C the drive still reads the block
-            slot, memory.slot, memory.writing = memory.slot, None, None
-            if slot is not None and self._slots is not None:
-                self._slots.give(slot)
+            memory.writing = None
+            memory.give_slot()
             raise
         self.check_open()
         memory.writing = None
@@ -584,10 +578,8 @@ class Staging:
     def to_block(self, kept_input: KeptInput, inputs: Sequence[KeptInput]) -> InputBlock:
         """Returns the block of an input after the read of its bytes; for `inputs` see `take_block`.
 
-        Raises:
-            IoError: if the input could not be read, or another one not be written.
-            StoreError: if a drive has no room for the file.
-            BudgetError: if other engines have taken the memory through which the input went to DISK.
+        Raises `IoError` or `StoreError` if the drive fails or is full, and `BudgetError` if other engines have taken
+        the memory through which the input went to DISK.
         """
         memory = kept_input.memory
         if memory.block is None:
@@ -611,7 +603,7 @@ class Staging:
                 event.wait()
             memory.reading = memory.slot.read(block.buffer.buffer[: kept_input.nbytes])
         except BaseException:
-            self._blocks.give(block)
+            block.release()
             raise
         memory.block = block
 
@@ -623,9 +615,8 @@ class Staging:
             with self._timeline.span(Row.WAITS, "waits for the read of an input"):
                 memory.reading.wait()
         except IoError:  # no other error: after a Ctrl-C the drive still writes to the block
-            block, memory.block, memory.reading = memory.block, None, None
-            if block is not None:
-                self._blocks.give(block)
+            memory.reading = None
+            memory.give_block()
             raise
         self.check_open()
         memory.reading = None
@@ -643,11 +634,8 @@ class Staging:
         """Waits for the transfer of a dropped input, whose error no longer matters, and frees block and slot."""
         memory.settle()
         self.check_open()
-        if memory.slot is not None and self._slots is not None:
-            self._slots.give(memory.slot)
-        if memory.block is not None:
-            self._blocks.give(memory.block)
-        memory.slot = memory.block = None
+        memory.give_slot()
+        memory.give_block()
 
     def close(self, memories: Sequence[InputMemory]) -> None:
         """Waits for the transfers of `memories` and of dropped inputs, and frees host memory and files. Idempotent."""
@@ -662,17 +650,6 @@ class Staging:
         """Raises `UsageError` after `close`, which the handler of a signal may call during a wait in here."""
         if self.closed:
             raise UsageError("this engine was destroyed, and with it the activations of its graphs")
-
-
-def _has_block(memory: InputMemory) -> bool:
-    """Returns True if an input has a block that it could give: its tensor has left the device."""
-    return memory.block is not None and memory.tensor is None
-
-
-def _cost_of_block(memory: InputMemory, nbytes: int) -> tuple[bool, bool]:
-    """Returns a key that orders blocks which a request for `nbytes` may take: the least one first."""
-    assert memory.block is not None
-    return memory.block.buffer.nbytes < nbytes, memory.arriving is not None or memory.reading is not None
 
 
 # -- kept inputs ---------------------------------------------------------------------------------------
@@ -726,9 +703,8 @@ class KeptInputs(UnitCheckpoints):
     ) -> None:
         """Keeps nothing yet.
 
-        Args:
-            blocks: names of the modules that are computed again.
-            device_limit: bytes that inputs but the newest may take on the device, given the bytes that they take.
+        `device_limit` returns the bytes that inputs but the newest may take on the device, given the bytes that they
+        take.
         """
         super().__init__(blocks, config, device)
         self._order = _RequestOrder(schedule)
@@ -772,16 +748,9 @@ class KeptInputs(UnitCheckpoints):
     def keep(self, tensor: torch.Tensor) -> InputView | None:
         """Keeps an input of a checkpointed unit until the graph drops the result; older inputs may leave the device.
 
-        Args:
-            tensor: an activation on the device. It must not change before the backward, as torch demands.
-
-        Returns:
-            The object for the graph; None for a tensor that is not moved, such as a leaf, which somebody else holds.
-
-        Raises:
-            IoError: if an earlier input could not be written.
-            StoreError: if a drive has no room for the file.
-            UsageError: if the engine was closed.
+        An activation must not change before the backward, as torch demands. Returns None for a tensor that is not
+        moved, such as a leaf, which somebody else holds. Raises `IoError` or `StoreError` if an earlier input cannot be
+        written, and `UsageError` if the engine was closed.
         """
         if not may_move(tensor, self._device.torch):
             return None
@@ -873,12 +842,9 @@ class KeptInputs(UnitCheckpoints):
     def fetch(self, view: InputView) -> torch.Tensor:
         """Returns an input on the device, and starts to bring those that the backward needs next.
 
-        Raises:
-            RuntimeError: if the input was changed in place after the forward, as torch raises it.
-            IoError: if the input could not be read, or another one not be written to make room.
-            StoreError: if a drive has no room for the file.
-            BudgetError: if other engines have taken the host memory that the input needs.
-            UsageError: if the engine was closed.
+        Raises torch's `RuntimeError` if the input was changed in place after the forward, `IoError` or `StoreError` if
+        the drive fails or is full, `BudgetError` if other engines have taken the host memory that the input needs, and
+        `UsageError` if the engine was closed.
         """
         kept_input = view.kept
         with self._lock, without_modes():

@@ -374,7 +374,7 @@ class Checkpoints:
                 )
             for notice in notices if self._components.world.ranks.rank == 0 else ():
                 logger.warning("offload: %s", notice)
-        if components.store is not None and self._state.commits:
+        if self._state.commits:
             snapshot = self._state.take()
             # `restore` sets the saved generators only at the next call of the engine, so the
             # snapshot contains this process's present generators. The commit must contain the checkpoint's.

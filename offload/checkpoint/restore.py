@@ -16,7 +16,7 @@ import torch
 from offload.aio.protocols import Future, Pending, Queue
 from offload.checkpoint.load import FoundStates, LoadOptions, SavedMoments, convert
 from offload.checkpoint.resharding import Run, overlaps, packed_runs, runs, scale_runs
-from offload.engine.shards import FilledShards
+from offload.engine.shards import StoredShards
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout import optimizer_states
 from offload.layout.flat_layout import WORD
@@ -46,7 +46,7 @@ class CheckpointRestorer:
     """Second pass of a load: fills this rank's partitions from a checkpoint, between `begin_load` and `end_load`."""
 
     def __init__(
-        self, source: FoundStates, shards: FilledShards, options: LoadOptions, queue: Queue, rank: int
+        self, source: FoundStates, shards: StoredShards, options: LoadOptions, queue: Queue, rank: int
     ) -> None:
         self._source, self._shards, self._states = source, shards, options.states
         self._runs = [runs(layout, source.saved) for layout in shards.layouts]
@@ -55,7 +55,7 @@ class CheckpointRestorer:
         saved_units = ([run.saved.unit for run in unit_runs if run.saved is not None] for unit_runs in self._runs)
         self._saved_modes = [source.mode_of(units[0]) if units else source.mode for units in saved_units]
         """For each unit the mode of its parameters in the checkpoint. `check_fits` allows one mode per unit."""
-        self._keeps_commit = shards.store is not None and shards.store.durable is not None
+        self._keeps_commit = shards.store.durable is not None
         """True if the store has made a commit, which must stay intact. States that train have a second slot."""
         self._buffers = flow_buffers()
         self._saved = source.open(queue)
@@ -78,8 +78,8 @@ class CheckpointRestorer:
             self._saved.close()
         for unit, writes in enumerate(written):
             # All writes were awaited by `flow`, so the slot is complete and may become the newest.
-            if writes and self._shards.store is not None:
-                self._shards.store.wrote(unit, self._slot(unit), writes)
+            if writes:
+                self._shards.store.wrote(unit, self._shards.store.target(unit), writes)
 
     def _compare_kept(self) -> None:
         """Raises `IoError` if the swap files are damaged in a unit with a parameter that keeps its values.
@@ -106,9 +106,6 @@ class CheckpointRestorer:
             return self._read_now(chunk, chunk.targets[0], buffer[:nbytes], 0, None)
 
         flow(self._buffers, work, begin, lambda *_: ())
-
-    def _slot(self, unit: int) -> int:
-        return 0 if self._shards.store is None else self._shards.store.target(unit)
 
     def _converts(self, unit: int) -> bool:
         """Returns True if weights of a unit are converted: both modes differ, or the engine's mode has masters."""
@@ -142,7 +139,7 @@ class CheckpointRestorer:
         Args:
             written: Receives the writes of each unit and state, each with its first byte in the partition.
         """
-        shards, store, slot = self._shards, self._shards.store, self._slot(chunk.unit)
+        shards, store = self._shards, self._shards.store
         self._convert(chunk, buffer)
         trainable = len(shards.shares[chunk.unit][0])
         futures: list[Future] = []
@@ -151,13 +148,13 @@ class CheckpointRestorer:
             start = self._part(chunk, state, chunk.start, chunk.stop).start * itemsize
             if not chunk.kept:
                 shards.put(chunk.unit, state, start, memory)
-            if store is None or not store.keeps(chunk.unit, state):
+            if not store.keeps(chunk.unit, state):
                 continue
             if self._keeps_commit and state is State.WEIGHT and trainable <= chunk.start:
                 # Frozen weights have no second slot: this write changes bytes that the last commit names, which
                 # is recorded until the load is committed.
                 shards.mark_rewritten()
-            futures.append(store.write(chunk.unit, state, slot, start, memory))
+            futures.append(store.write(chunk.unit, state, store.target(chunk.unit), start, memory))
             written[chunk.unit].setdefault(state, []).append((start, futures[-1]))
         return futures
 
@@ -167,7 +164,7 @@ class CheckpointRestorer:
         States that are not loaded are included if they must move to another slot.
         """
         store = self._shards.store
-        moves = store is not None and self._slot(unit) != store.newest[unit]
+        moves = store.target(unit) != store.newest[unit]
         mode, saved_mode = self._shards.mode_of(unit), self._saved_modes[unit]
         weights = mode.weights
         for state, nbytes in self._shards.states(unit).items() if share else ():

@@ -295,7 +295,7 @@ def _write_states(
                     expected = _expected(shards, unit, state, nbytes)
                     # A shared partition is not read at all: the store's checksum is saved as the tensor's. Without a
                     # checksum the file could not be verified later, so the partition is copied and summed.
-                    if store is not None and expected is not None:
+                    if expected is not None:
                         offset = writer.places[name].offset
                         if store.clone(unit, state, nbytes, writer.descriptor, offset):
                             sums[name] = expected
@@ -312,9 +312,7 @@ def _write_states(
 
 def _expected(shards: LocalShards, unit: int, state: State, nbytes: int) -> int | None:
     """Returns the CRC-32C of the store's write of a partition; None if the store has no checksum."""
-    if shards.store is None or not shards.store.keeps(unit, state):
-        return None
-    return shards.store.sum_of(unit, state, nbytes)
+    return shards.store.sum_of(unit, state, nbytes) if shards.store.keeps(unit, state) else None
 
 
 def _compare(shards: LocalShards, chunk: _PartitionChunk, crc: int, path: Path) -> None:

@@ -59,11 +59,8 @@ _MUST_AGREE = (
 def add_up_step(rows: Sequence[bytes], shards: int) -> GradientStats:
     """Returns the statistics of all ranks.
 
-    Args:
-        shards: number of ranks of a replica, which come first.
-
-    Raises:
-        UsageError: if ranks differ in a number that all must share.
+    The ranks of a replica, `shards` of them, come first. Raises `UsageError` if ranks differ in a number that all must
+    share.
     """
     facts = [STEP_FACTS.unpack_from(row) for row in rows]
     for what, column, advice in _MUST_AGREE:
@@ -212,11 +209,8 @@ class Agreement:
     ) -> GradientStats:
         """Returns the statistics of a step, summed over shards. By then each rank has ended its previous updates.
 
-        Args:
-            known: called when every rank has arrived, since gradients of other ranks may come in until then.
-
-        Raises:
-            UsageError: on all ranks, if they differ in any of the three numbers.
+        `known` is called when every rank has arrived, since gradients of other ranks may come in until then. Raises
+        `UsageError` on all ranks, if they differ in any of the three numbers.
         """
         return known()
 
@@ -244,8 +238,7 @@ class Agreement:
     def end(self, remove: bool) -> None:
         """Returns when every rank is about to close its engine. Until then this rank serves gathers of its weights.
 
-        Raises:
-            RankError: on all ranks, if only some are about to delete their stores (`remove`).
+        Raises `RankError` on all ranks, if only some are about to delete their stores (`remove`).
         """
 
 
@@ -367,9 +360,8 @@ class Rounds(Agreement):
     def reduce(self, unit: int, expected: Sequence[int] = ()) -> None:
         """Reduces the gradients of `unit` with those of all ranks that have some.
 
-        Args:
-            expected: all units that this backward is expected to reduce, in their order, from `unit` on. If all ranks
-                expect the same, and use units without rounds, those after `unit` need none either.
+        `expected` are all units that this backward is expected to reduce, in their order, from `unit` on. If all ranks
+        expect the same, and use units without rounds, those after `unit` need none either.
         """
         with self._timeline.span(Row.RANKS, self._reduce_titles[unit]), self.lock:
             if self._reductions and self._reductions[0] == unit:
@@ -497,13 +489,8 @@ class Rounds(Agreement):
     ) -> list[RankIntent]:
         """Serves other ranks until this rank's announcement is chosen, or is a USE and all uses are ready.
 
-        Args:
-            unit: the unit of the announcement, or -1.
-            ready: its field `ready`; for USE, a function called in each round.
-            series: its field `series`; for USE, that function returns it.
-
-        Returns:
-            The last announcements.
+        For a USE, `ready` is a function that is called in each round, and returns the series too. Returns the last
+        announcements.
         """
         with self.lock:
             self._end_series()
@@ -583,11 +570,8 @@ class AllOrNothing:
     def settle(self, action: Callable[[], Any]) -> list[Any]:
         """Runs `action` on every rank, and returns the results of all ranks; several ranks exchange them as JSON.
 
-        If `action` raises an `Exception` on one rank, this method raises on all ranks.
-
-        Raises:
-            Exception: the error of `action`, on a rank where it failed.
-            StoreError: on ranks where it succeeded; names the first rank that failed.
+        If `action` raises an `Exception` on one rank, this method raises on all ranks. The exception is the error of
+        `action` on a rank where it failed, and a `StoreError` that names the first rank that failed on all others.
         """
         if self.size == 1:
             return [action()]
@@ -626,9 +610,7 @@ class AllOrNothing:
 def all_or_nothing(agreement: Agreement, kind: Collective, what: str) -> Iterator[AllOrNothing]:
     """Waits until every rank is about to do this work, and yields this rank's side of the work.
 
-    Yields:
-        The object through which the ranks settle each action. Any exception that leaves the body must come from this
-        object, so that all ranks raise.
+    Any exception that leaves the body must come from the yielded object, so that all ranks raise.
     """
     with agreement.meeting(kind):
         yield AllOrNothing(agreement.ranks, what)

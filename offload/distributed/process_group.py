@@ -206,12 +206,9 @@ class Mesh(NamedTuple):
 def mesh_of(shard_size: int, ranks: int, which: str = "") -> Mesh:
     """Returns the arrangement of `ranks` ranks.
 
-    Args:
-        shard_size: the config's "mics_shard_size"; 0 or less for one replica.
-        which: words that describe the ranks in the error, after their number; empty for all ranks of the run.
-
-    Raises:
-        ConfigError: if the ranks cannot be divided into replicas of this size.
+    `shard_size` is the config's "mics_shard_size"; 0 or less for one replica. `which` describes the ranks in the error,
+    after their number; empty for all ranks of the run. Raises `ConfigError` if the ranks cannot be divided into
+    replicas of this size.
     """
     if shard_size <= 0:
         return Mesh(shards=ranks)
@@ -224,13 +221,13 @@ def mesh_of(shard_size: int, ranks: int, which: str = "") -> Mesh:
     return Mesh(ranks // shard_size, shard_size)
 
 
-def check_same(shards: Sequence[int]) -> None:
-    """Raises `ConfigError` if shard sizes differ: the ranks would create different groups and wait for each other."""
-    for rank, row in enumerate(shards):
-        if row != shards[0]:
+def check_same(setting: str, values: Sequence[int]) -> None:
+    """Raises `ConfigError` if ranks differ in a setting: they would create different groups and wait for each other."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
             raise ConfigError(
-                f"the mics_shard_size of rank {rank} and of rank 0 differ: {row}, not {shards[0]}; "
-                "give every rank the same model and config"
+                f"the {setting} of rank {rank} and of rank 0 differ: {value}, not {values[0]}; give every rank the "
+                "same model and config"
             )
 
 
@@ -331,8 +328,7 @@ class BoundedStore:
     def get(self, key: str) -> str | None:
         """Returns the value of `key`, or None if there is none.
 
-        Raises:
-            RuntimeError: the store cannot be reached, or has not answered in time.
+        Raises `RuntimeError` if the store cannot be reached, or has not answered in time.
         """
 
         def read() -> str | None:
@@ -425,9 +421,8 @@ def stay_away(reason: str) -> None:
 def join_launcher() -> None:
     """Sets torchrun's environment variables if srun or mpirun has started this process as one of several.
 
-    Raises:
-        ConfigError: if MPI's ranks are on several machines and the address of rank 0 is unknown, or if a variable has a
-            value that srun and mpirun do not set.
+    Raises `ConfigError` if MPI's ranks are on several machines and the address of rank 0 is unknown, or if a variable
+    has a value that srun and mpirun do not set.
     """
     os.environ.update(ranks_environment(os.environ))
 
@@ -435,8 +430,7 @@ def join_launcher() -> None:
 def meet_others() -> None:
     """Creates torch's default process group if a launcher has started several ranks and there is none yet.
 
-    Raises:
-        ConfigError: if the group cannot be created, for example because the port of rank 0 is in use.
+    Raises `ConfigError` if the group cannot be created, for example because the port of rank 0 is in use.
     """
     if not dist.is_available() or dist.is_initialized():
         return
@@ -506,13 +500,8 @@ def device_backend(device_type: str) -> str:
 def as_the_first(decide: Callable[[], Any], to: str) -> Any:
     """Returns rank 0's result of `decide` on every rank, sent as JSON; a process that trains alone returns its own.
 
-    Collective. For decisions that machines of different kinds would make differently.
-
-    Args:
-        decide: called on rank 0 only.
-
-    Raises:
-        RankError: if rank 0 has ended before its decision.
+    Collective. For decisions that machines of different kinds would make differently. Raises `RankError` if rank 0 has
+    ended before its decision.
     """
     meet_others()
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -594,10 +583,8 @@ class Heartbeat:
     def meet(self) -> None:
         """Waits until every rank has published its machine and process.
 
-        Creating a process group waits in C++ for all ranks, and would wait for ever for one that has ended.
-
-        Raises:
-            RankError: if a rank has ended before it arrived.
+        Creating a process group waits in C++ for all ranks, and would wait for ever for one that has ended. Raises
+        `RankError` if a rank has ended before it arrived.
         """
         waiting = self.others
         began = noticed = time.monotonic()
@@ -803,14 +790,10 @@ class Ranks:
     def divided(self, divisions: Sequence[Sequence[int]], shard_size: int | None = None) -> Ranks:
         """Returns this process's group of ranks. Collective.
 
-        The group has a mesh of its own, and watches all processes as these ranks do.
-
-        Args:
-            divisions: groups of equal size that together contain all processes; the same list on every process.
-            shard_size: ranks of a replica in the mesh; None for "mics_shard_size", -1 for all.
-
-        Raises:
-            ConfigError: on every process, if "mics_shard_size" does not fit the size of the groups.
+        The group has a mesh of its own, and watches all processes as these ranks do. `divisions` are groups of equal
+        size that together contain all processes; the same list on every process. `shard_size` are the ranks of a
+        replica in the mesh; None for "mics_shard_size", -1 for all. Raises `ConfigError` on every process, if
+        "mics_shard_size" does not fit the size of the groups.
         """
         return Ranks(self.members[0])
 
@@ -839,11 +822,8 @@ class Ranks:
     ) -> None:
         """Sends elements to each rank of this replica, and receives elements from each.
 
-        The tensors are on the CPU, of one dtype.
-
-        Args:
-            received: (n,), filled with the elements that each shard's rank sends to this rank, in the order of shards.
-            sent: (m,), the elements that this rank sends, in the same order.
+        The tensors are on the CPU, of one dtype. `received`, (n,), is filled with the elements that each shard's rank
+        sends to this rank, in the order of shards; `sent`, (m,), has those that this rank sends, in the same order.
         """
         received.copy_(sent)
 
@@ -852,14 +832,10 @@ class Ranks:
     def gather(self, unsharded: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
         """Fills `unsharded` with the partition of every rank of this replica.
 
-        Args:
-            unsharded: (nbytes,) uint8 on the device; the caller keeps it allocated until the returned event is done.
-            shard_ranges: this rank's byte ranges. Around each of them the ranges of all shards are equally long and
-                adjacent, in the order of the shards.
-            uploaded: event after which this rank's ranges are filled, by copies on the upload stream.
-
-        Returns:
-            An event that is done when all of `unsharded` is filled.
+        `unsharded` is (nbytes,) uint8 on the device; the caller keeps it allocated until the returned event is done.
+        Around each of this rank's byte ranges, the ranges of all shards are equally long and adjacent, in the order of
+        the shards. Copies on the upload stream have filled this rank's ranges after the event `uploaded`. The returned
+        event is done when all of `unsharded` is filled.
         """
         return uploaded
 
@@ -893,10 +869,8 @@ class Ranks:
         """Starts the sum of `values` over the ranks that hold the same shard.
 
         All of these ranks receive the same bits: the backend sums each element on one rank and sends the sum to the
-        others. The replicas of DistributedDataParallel rely on this too.
-
-        Args:
-            values: (n,) on the device, replaced by the sum; filled by compute that the calling thread has started.
+        others. The replicas of DistributedDataParallel rely on this too. `values`, (n,) on the device, were filled by
+        compute that the calling thread has started; the sum replaces them.
         """
         return CollectiveWork(self)
 
@@ -950,8 +924,7 @@ class ProcessGroup(Ranks):
     def __init__(self, device: Device, shard_size: int) -> None:
         """Waits for all processes, and creates the process groups. Every process calls this.
 
-        Raises:
-            ConfigError: if `shard_size` does not fit the number of ranks, or differs between ranks.
+        Raises `ConfigError` if `shard_size` does not fit the number of ranks, or differs between ranks.
         """
         super().__init__()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -968,7 +941,8 @@ class ProcessGroup(Ranks):
             self._pulse.meet()
             # Only after `meet`: new_group blocks in C++ until every rank has called it.
             self._control = make_control([self.members])
-            check_same([row[0] for row in self._collect([self.mesh.shards], "start", Kind.MESSAGES)])
+            rows = self._collect([self.mesh.shards], "start", Kind.MESSAGES)
+            check_same("mics_shard_size", [row[0] for row in rows])
             self._groups = self._device_groups([self.members])
         except BaseException as error:
             self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this rank

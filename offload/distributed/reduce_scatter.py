@@ -86,8 +86,7 @@ class ExchangeMemory:
     ) -> None:
         """Takes the memory, a tensor for each exchange that may be under way.
 
-        Args:
-            rounded: memory into which values are rounded before they are sent; none if they are sent as they are.
+        Values are rounded into the memory `rounded` before they are sent; none if they are sent as they are.
         """
         self.form, nbytes = reduction.form, reduction.sent_nbytes(largest)
         # Gradients of any dtype become codes.
@@ -137,11 +136,9 @@ def values_of(row: torch.Tensor, first: int, stop: int) -> torch.Tensor:
 def mean_of(received: torch.Tensor, first: int, stop: int, ranks: int, in_place: bool) -> torch.Tensor:
     """Returns the fp32 mean over `ranks` ranks of elements [first, stop) of the rows that some of them sent.
 
-    The rows are added up in the order of the ranks, so that every run of the same ranks gives the same bits.
-
-    Args:
-        in_place: True if the mean may overwrite the first row's values where these are fp32, since new memory costs
-            more than the arithmetic. False for a mean in new memory.
+    The rows are added up in the order of the ranks, so that every run of the same ranks gives the same bits. With
+    `in_place`, the mean may overwrite the first row's values where these are fp32, since new memory costs more than the
+    arithmetic.
     """
     # Each operation is a pass over memory, so nothing is copied before it is added or divided.
     row, *rest = [values_of(row, first, stop) for row in received]
@@ -202,9 +199,7 @@ class ReplicaSums:
     def begin_in_place(self, rows: torch.Tensor | None, numel: int) -> ReplicaSum:
         """Starts the sum over the replicas in the gradients' own memory. Each rank is a replica.
 
-        Args:
-            rows: (1, numel), in fp32; None if this rank has no gradient. No earlier sum of such a rank may be under
-                way.
+        `rows` is (1, numel) in fp32; None if this rank has no gradient. No earlier sum of such a rank may be under way.
         """
         if rows is None:
             rows = self._memory[0][:numel].zero_().view(1, -1)
@@ -213,11 +208,9 @@ class ReplicaSums:
     def begin(self, received: torch.Tensor, numel: int) -> ReplicaSum:
         """Adds up the rows of `received` in their order, and starts the sum over the replicas.
 
-        Every rank calls this, also if no rank of its replica has a gradient.
-
-        Args:
-            received: (ranks of this replica that have gradients, ...), values or codes. Compute that is ordered after
-                the calling thread's compute may overwrite them.
+        Every rank calls this, also if no rank of its replica has a gradient. `received` contains a row for each rank of
+        this replica that has gradients, values or codes. Compute that is ordered after the calling thread's compute may
+        overwrite them.
         """
         total = self._memory[0][:numel]
         self._memory.rotate(-1)
@@ -256,8 +249,7 @@ class ReductionOrder:
     def expected(self, unit: int, in_turn: bool) -> tuple[int, ...]:
         """Records a reduction. Returns the reductions expected from it on if it is a backward's first, otherwise ().
 
-        Args:
-            in_turn: True if micro-batches take turns: each reduces other units.
+        Where micro-batches take turns (`in_turn`), each reduces other units.
         """
         self._now.append(unit)
         first = self._predicts and not in_turn and len(self._now) == 1
@@ -519,8 +511,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
     def _add_received(self, left: int = 0) -> None:
         """Waits for the oldest exchanges, and stores their sums for the updates.
 
-        Args:
-            left: number of the newest exchanges that stay under way.
+        The newest `left` exchanges stay under way.
         """
         # Most callers have the lock already, as they serve a reduction. Two of autograd's threads may meet here.
         with self._rounds.lock:

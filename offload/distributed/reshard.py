@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.aio.protocols import Future, Pending, Queue
+from offload.aio.protocols import Pending, Queue
 from offload.checkpoint.load import EVERYTHING, SavedStates
 from offload.checkpoint.resharding import places
 from offload.checkpoint.restore import CheckpointRestorer
 from offload.distributed.agreement import AllOrNothing
 from offload.distributed.process_group import Mesh
+from offload.engine.shards import StoredShards
 from offload.engine.snapshot import Snapshot
 from offload.errors import IoError, StoreError
 from offload.fileio import inner_folder, sync_folder
@@ -59,7 +60,7 @@ from offload.swapper.store.recovery import check_drives, check_one_run, check_st
 
 # -- found run -----------------------------------------------------------------------------------------
 #
-# The last commit of a run as a source of states for other ranks, and this rank's partitions that they fill.
+# The last commit of a run as a source of states for other ranks.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,8 +93,7 @@ class FormerRun:
     def compare(self, rank: int, size: int) -> None:
         """Compares a share of all bytes of the commit with their checksums; `size` ranks compare one share each.
 
-        Raises:
-            IoError: if bytes are damaged or cannot be read.
+        Raises `IoError` if bytes are damaged or cannot be read.
         """
 
         def begin(chunk: tuple[int, int, State, range], buffer: memoryview) -> Sequence[Pending]:
@@ -114,38 +114,6 @@ class FormerRun:
         for index, unit, state, nbytes in partitions[rank::size]:
             for start in range(0, nbytes, BUFFER_NBYTES):
                 yield index, unit, state, range(start, min(start + BUFFER_NBYTES, nbytes))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredShards:
-    """This rank's partitions in a store without a commit, before an engine has any memory; see `FilledShards`."""
-
-    mode: Mode
-    layouts: tuple[UnitLayout, ...]
-    shares: Sequence[tuple[range, range]]
-    store: Store
-
-    def mode_of(self, unit: int) -> Mode:
-        """Returns the mode of a unit, whose weights may stay in fp32."""
-        return self.layouts[unit].mode_in(self.mode)
-
-    def states(self, unit: int) -> dict[State, int]:
-        """Returns the bytes of each partition of `unit`."""
-        return dict(self.store.spec.partitions[unit])
-
-    def stored(self, unit: int, state: State) -> bool:
-        """Returns True if the store keeps this partition."""
-        return self.store.keeps(unit, state)
-
-    def read(self, unit: int, state: State, start: int, buffer: memoryview) -> list[Future]:
-        """Begins to fill `buffer` with the newest bytes of a partition."""
-        return [self.store.read(unit, state, self.store.newest[unit], start, buffer)]
-
-    def put(self, unit: int, state: State, start: int, buffer: memoryview) -> None:
-        """Does nothing: no partition is in memory."""
-
-    def mark_rewritten(self) -> None:
-        """Does nothing: there is no commit whose bytes could be overwritten."""
 
 
 # -- switch --------------------------------------------------------------------------------------------
@@ -174,11 +142,7 @@ class Switch(NamedTuple):
 def carry_out(folders: Sequence[Path], change: Switch) -> None:
     """Makes the new folders the run and deletes the former folders. The caller holds the locks of both.
 
-    Args:
-        change: the stores before and after; the new stores are complete and durable.
-
-    Raises:
-        StoreError: if a folder of the new ranks is missing.
+    The new stores are complete and durable. Raises `StoreError` if a folder of the new ranks is missing.
     """
     _check_complete(folders, change)
     write_durably(folders[0] / RESHARDED, change.pack())
@@ -189,8 +153,7 @@ def carry_out(folders: Sequence[Path], change: Switch) -> None:
 def finish(folders: Sequence[Path]) -> None:
     """Finishes a switch that a kill has interrupted, if its note exists. Deletes the folders that are not the run.
 
-    Raises:
-        StoreError: if a process uses the run, or a folder of the new ranks is missing.
+    Raises `StoreError` if a process uses the run, or a folder of the new ranks is missing.
     """
     if _read_note(folders[0]) is None and not any(folders_aside(folder) for folder in folders):
         return
@@ -208,8 +171,7 @@ def finish(folders: Sequence[Path]) -> None:
 def discard(folders: Sequence[Path]) -> None:
     """Deletes the folders next to the run after an error, unless the note says that they are the run.
 
-    Args:
-        folders: the run's folder on each drive, the first drive first. The caller holds the locks of its ranks.
+    `folders` are the run's folders, the first drive first. The caller holds the locks of its ranks.
     """
     if _read_note(folders[0]) is None:
         _delete_aside(folders)
@@ -309,12 +271,9 @@ class _Written(NamedTuple):
 def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> str | None:
     """Divides the states of the run among the ranks of this start, if it had another number or arrangement. Collective.
 
-    Returns:
-        A line for the user; None if the run has as many ranks as this start, in as many replicas.
-
-    Raises:
-        StoreError: if the run does not fit, is damaged, is not on drives that all ranks see, or there is no room. The
-            run is then as it was.
+    Returns a line for the user; None if the run has as many ranks as this start, in as many replicas. Raises
+    `StoreError` if the run does not fit, is damaged, is not on drives that all ranks see, or there is no room. The run
+    is then as it was.
     """
     ranks, began = new.ranks, time.monotonic()
     before, at = _found(new)
@@ -343,9 +302,7 @@ def _found(new: NewRanks) -> tuple[Mesh | None, int | None]:
     """Returns the mesh of the run, None without a run; and in a grid the last commit that all columns have.
 
     Nothing is locked yet. If another process replaces that commit before the locks are taken, `_open` raises an error.
-
-    Raises:
-        StoreError: if the columns are of two runs.
+    Raises `StoreError` if the columns are of two runs.
     """
     run = new.folders[0]
     known: list[int] | None = new.ranks.by_first(lambda: _mesh_of(run))  # a list, as JSON has no tuples
@@ -501,8 +458,7 @@ def _open(
 def _on_drives(rank_files: RankFiles, new: NewRanks) -> RankFiles:
     """Returns the same rank with the paths of this start: the drives may be mounted elsewhere than in the run.
 
-    Raises:
-        StoreError: if the drives of this start are not those of the run.
+    Raises `StoreError` if the drives of this start are not those of the run.
     """
     if rank_files.manifest is None:
         return rank_files  # has no commit either: `StoreSource` reports that

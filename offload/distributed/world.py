@@ -176,11 +176,8 @@ class World:
     def step(self, known: GradientStats, micro_batches: int, global_steps: int, settings: int) -> GradientStats:
         """Returns the statistics of a step with the sum of squares of a row. Collective of all processes.
 
-        Args:
-            known: statistics of this process's column, without the parameters that are counted elsewhere.
-
-        Raises:
-            UsageError: on all processes, if they differ in any of the three numbers.
+        `known` are the statistics of this process's column, without the parameters that are counted elsewhere. Raises
+        `UsageError` on all processes, if they differ in any of the three numbers.
         """
         if not self.row:
             return known
@@ -206,8 +203,7 @@ class World:
     def end(self, remove: bool) -> None:
         """Returns when every process of the grid is about to close its engine. Collective of all processes.
 
-        Raises:
-            RankError: on all processes, if only some are about to delete their swap files (`remove`).
+        Raises `RankError` on all processes, if only some are about to delete their swap files (`remove`).
         """
         everyone = self.everyone.share(remove, "close its engine")
         if len(set(everyone)) > 1:

@@ -86,7 +86,7 @@ from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory
 from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.pager import Pager
-from offload.swapper.store import DriveByteCounter, Rating, Store, StoreSpec
+from offload.swapper.store import DriveByteCounter, NoStore, Rating, Store, StoreSpec
 from offload.swapper.store.format import last_of_all, was_committed
 from offload.swapper.store.inspection import look
 from offload.swapper.store.recovery import check_one_run
@@ -161,7 +161,7 @@ def assemble(
             The components store the callbacks of the engine, which is not complete yet, and call them only later. If a
             step fails, the steps before it are undone, except for files.
             """
-            source: WeightSource | None = swap_files.store
+            source: WeightSource = swap_files.store
             if queue is not None and open_source is not None:
                 source = open_source(queue, spans, sources)
             # The order matters: memory first, then the pager, the partitions and their values. Hooks come after the
@@ -306,7 +306,7 @@ def _notices(plan: Plan, core: EngineCore) -> tuple[str, ...]:
         *plan.notices,
         *_io_notices(components.queue, plan.config.aio),
         summary(plan),
-        *(components.store.notices if components.store is not None else ()),
+        *components.store.notices,
         *components.timeline.notices,
         *components.activations.notices,
         *core.state.notices(),
@@ -322,7 +322,7 @@ def _begin(plan: Plan, core: EngineCore, progress: Snapshot | None) -> tuple[str
         folder = os.path.join(plan.config.drives[0], plan.config.offload.run)
         data = core.state.where_data_goes_on()
         notices = (Headline(f"resuming after step {core.state.global_steps} of the run in {folder}{data}"), *notices)
-    elif store is not None and plan.commit_every:
+    elif plan.commit_every:
         # Step 0: a kill during the first step then resumes from the initial weights.
         store.commit(0, core.state.take().pack())
     core.components.meter.begin()
@@ -475,8 +475,8 @@ class NewStore:
 
     def __init__(self, plan: Plan, lr_scheduler: object) -> None:
         self._plan, self._lr_scheduler = plan, lr_scheduler
-        self.store: Store | None = None
-        """The swap files, locked; None without any."""
+        self.store: Store = NoStore(len(plan.layouts))
+        """The swap files, locked."""
         self.resumed = False
         """True if the files are open at a commit."""
         self._made = False
@@ -488,23 +488,21 @@ class NewStore:
             ConfigError: If no commit can contain the state of the schedule.
             StoreError: If there is no room.
         """
-        plan, store = self._plan, self.store
-        if store is None or self.resumed:
+        plan = self._plan
+        if self.resumed or not plan.slots:
             return
         if plan.commit_every:
             scheduler_state(self._lr_scheduler)
         # All ranks take the first rank's id, which marks their folders as parts of one run.
         run_id = plan.world.everyone.share(uuid.uuid4().hex, "check its start")[0]
         self._made = True
-        store.create(over=plan.resume or plan.replace, run_id=run_id)
+        self.store.create(over=plan.resume or plan.replace, run_id=run_id)
         # A rank commits only after this exchange: no commit exists together with files of an earlier run.
         plan.world.everyone.share(None, "create its store")
 
     def undo(self) -> None:
         """Closes the files after an error. An earlier run keeps its files, and a new one leaves none."""
-        if self.store is None:
-            return
-        if not self._plan.resume and (self._made or not was_committed(self.store.folders[0])):
+        if self.store.folders and not self._plan.resume and (self._made or not was_committed(self.store.folders[0])):
             self.store.remove()
         self.store.close()
 
@@ -571,7 +569,7 @@ def _pager(
     plan: Plan,
     host: HostArena,
     arena: DeviceArena,
-    source: WeightSource | None,
+    source: WeightSource,
     agreement: Agreement,
     timeline: Timeline,
 ) -> Pager:
@@ -595,7 +593,7 @@ def _pager(
 # -- weights ------------------------------------------------------------------------------------------
 
 
-def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: Store | None) -> LocalShards:
+def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: Store) -> LocalShards:
     """Allocates this rank's partitions in their tiers."""
     residents = make_resident_shards(plan.parts, plan.modes, plan.placement, host, arena)
     # torch may still have kernels in flight that fill this memory, or that use the tensors to which it belonged before.

@@ -43,7 +43,7 @@ class EngineComponents:
     """All processes that train together, and this one's place among them."""
     agreement: Agreement
     """The agreement of the ranks among which ZeRO partitions states."""
-    store: Store | None
+    store: Store
     queue: SharedQueue | None
     arena: HostArena
     layouts: tuple[UnitLayout, ...]

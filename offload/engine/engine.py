@@ -356,7 +356,7 @@ class EngineCore(EngineCallbacks):
         try:
             # Other ranks of a grid do not take part, and may still have to resume from the step whose slot is
             # overwritten now.
-            if components.world.divides_model and components.store is not None:
+            if components.world.divides_model:
                 components.store.set_aside(unit)
             # If this is interrupted, a part of the edit may be scheduled already: nothing may be committed after it.
             components.update_worker.schedule([UnitUpdate(unit=unit, numel=len(part), edits=cut(edits, part))], None)

@@ -328,7 +328,7 @@ def fill_tiers(
                         for flat in flats.values():
                             world.replicated.broadcast(flat[first - chunk.start : stop - chunk.start], 0)
             _put(shards, index, chunk, flats, buffers, writes)
-        if shards.store is not None and writes:
+        if writes:
             shards.store.wrote(index, 0, writes)
         for form in ending:
             form.empty(model)
@@ -369,7 +369,7 @@ def _put(
                         resident.tensor.view(torch.uint8)[start : start + last - first],
                         flat.view(torch.uint8)[first:last],
                     )
-                if shards.store is not None and shards.store.keeps(unit, state):
+                if shards.store.keeps(unit, state):
                     write = shards.store.write(unit, state, 0, start, buffers[state][first:last])
                     writes.setdefault(state, []).append((start, write))
                     begun.append(write)

@@ -42,7 +42,6 @@ from offload.layout.frozen import frozen_notices, is_of_bitsandbytes, is_packed,
 from offload.layout.memory_plan import (
     MemoryPlan,
     MemoryRequest,
-    PlacedStates,
     buffer_dtype,
     divide,
     division_of,
@@ -217,8 +216,8 @@ def decide(
     resumes_here, replaced = _resume(config, on_disk)
     resume = any(everyone.share(resumes_here))
     # Room is measured only if it can change the result.
-    wanted = wanted_slots(placed, on_disk=on_disk, resume=resume)
-    memory = plan_memory(placed, wanted, _no_room(placed, everyone) if wanted.depends_on_room else None)
+    slots, may_fall_back = wanted_slots(placed, on_disk=on_disk, resume=resume)
+    memory = plan_memory(placed, slots, _no_room(placed, everyone) if may_fall_back else None)
 
     schedule, schedule_notices = _schedule(config, batch, model, memory, machine, everyone)
     notices = (*config.notices, *memory.notices, *why_not)
@@ -738,7 +737,7 @@ def _size(end: str) -> str:
     return f"a pipeline of {pipeline} and {tensors}" if pipeline else tensors
 
 
-def _no_room(placed: PlacedStates, ranks: Ranks) -> str | None:
+def _no_room(placed: MemoryPlan, ranks: Ranks) -> str | None:
     """Returns a notice if the drives of any rank have no room for two slots, else None. Collective."""
     drives = placed.request.config.drives
     shortages = ranks.share(find_shortage(drives, placed.two_slots_nbytes * ranks.here))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -34,70 +33,15 @@ class ResidentShard:
     """The host buffer of a partition that is also stored on DISK; the buffer may be freed between steps."""
 
 
-class FilledShards(Protocol):
-    """All partitions of this rank, as a restore of saved states reads and fills them."""
-
-    @property
-    def mode(self) -> Mode:
-        """The states and their dtypes."""
-        ...
-
-    @property
-    def layouts(self) -> tuple[UnitLayout, ...]:
-        """The layout of each unit."""
-        ...
-
-    def mode_of(self, unit: int) -> Mode:
-        """Returns the mode of a unit, whose weights may stay in fp32."""
-        ...
-
-    @property
-    def shares(self) -> Sequence[tuple[range, range]]:
-        """This rank's trainable and frozen elements of each unit."""
-        ...
-
-    @property
-    def store(self) -> Store | None:
-        """The swap files; None without any."""
-        ...
-
-    def states(self, unit: int) -> dict[State, int]:
-        """Returns the bytes of each partition of `unit` that outlives a step."""
-        ...
-
-    def stored(self, unit: int, state: State) -> bool:
-        """Returns True if the store keeps this partition."""
-        ...
-
-    def read(self, unit: int, state: State, start: int, buffer: memoryview) -> list[Future]:
-        """Begins to fill `buffer` with the newest bytes of a partition; see `LocalShards.read`."""
-        ...
-
-    def put(self, unit: int, state: State, start: int, buffer: memoryview) -> None:
-        """Copies `buffer` to byte `start` of the partition, if its tier is above DISK."""
-        ...
-
-    def mark_rewritten(self) -> None:
-        """Records that bytes of the last commit are about to be overwritten, until the next commit."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalShards:
-    """All partitions of this rank. Valid while no update is under way."""
+class StoredShards:
+    """This rank's partitions in a store, before an engine has any memory. `LocalShards` adds the tiers above DISK."""
 
     mode: Mode
     layouts: tuple[UnitLayout, ...]
     shares: Sequence[tuple[range, range]]
     """This rank's trainable and frozen elements of each unit."""
-    nbytes: Sequence[Mapping[State, int]]
-    """Bytes of each partition, including gradients, by unit and state."""
-    sizes: Sequence[UnitSize]
-    residents: dict[tuple[int, State], ResidentShard]
-    """Partitions other than weights whose tier is above DISK; the update worker removes those that are `spare`."""
-    pager: Pager
-    device: Device
-    store: Store | None
+    store: Store
 
     def mode_of(self, unit: int) -> Mode:
         """Returns the mode of a unit, whose weights may stay in fp32."""
@@ -105,11 +49,38 @@ class LocalShards:
 
     def states(self, unit: int) -> dict[State, int]:
         """Returns the bytes of each partition of `unit` that outlives a step."""
-        return {state: nbytes for state, nbytes in self.nbytes[unit].items() if state is not State.GRAD}
+        return dict(self.store.spec.partitions[unit])
 
     def stored(self, unit: int, state: State) -> bool:
         """Returns True if the store keeps this partition."""
-        return self.store is not None and self.store.keeps(unit, state)
+        return self.store.keeps(unit, state)
+
+    def read(self, unit: int, state: State, start: int, buffer: memoryview) -> list[Future]:
+        """Begins to fill `buffer` with the newest bytes of a partition."""
+        return [self.store.read(unit, state, self.store.newest[unit], start, buffer)]
+
+    def put(self, unit: int, state: State, start: int, buffer: memoryview) -> None:
+        """Copies `buffer` to byte `start` of the partition, if its tier is above DISK."""
+
+    def mark_rewritten(self) -> None:
+        """Records that bytes of the last commit, if there is one, are about to be overwritten."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalShards(StoredShards):
+    """All partitions of this rank. Valid while no update is under way."""
+
+    nbytes: Sequence[Mapping[State, int]]
+    """Bytes of each partition, including gradients, by unit and state."""
+    sizes: Sequence[UnitSize]
+    residents: dict[tuple[int, State], ResidentShard]
+    """Partitions other than weights whose tier is above DISK; the update worker removes those that are `spare`."""
+    pager: Pager
+    device: Device
+
+    def states(self, unit: int) -> dict[State, int]:
+        """Returns the bytes of each partition of `unit` that outlives a step."""
+        return {state: nbytes for state, nbytes in self.nbytes[unit].items() if state is not State.GRAD}
 
     def resident_of(self, unit: int, state: State) -> ResidentShard | None:
         """Returns the memory of a partition whose tier is above DISK, or None for a partition on DISK."""
@@ -123,20 +94,13 @@ class LocalShards:
         return None
 
     def read(self, unit: int, state: State, start: int, buffer: memoryview, compare: bool = True) -> list[Future]:
-        """Fills `buffer` with the newest bytes of a partition.
+        """Fills `buffer`, on the host, with the newest bytes of a partition from byte `start` on.
 
-        Args:
-            unit: index of the unit.
-            state: state whose partition is read.
-            start: first byte within the partition.
-            buffer: destination, on the host.
-            compare: False if the caller compares the bytes itself; see `Store.read`.
-
-        Returns:
-            Futures to wait for before `buffer` is read; none if the partition was copied from memory at once.
+        Without `compare` the caller compares the bytes itself; see `Store.read`. Returns futures to wait for before
+        `buffer` is read; none if the partition was copied from memory at once.
         """
         # The store comes first, also for a promoted partition: its bytes are compared with their checksums.
-        if self.store is not None and self.store.keeps(unit, state):
+        if self.stored(unit, state):
             return [self.store.read(unit, state, self.store.newest[unit], start, buffer, compare=compare)]
         resident = self.resident_of(unit, state)
         assert resident is not None, "a state that is not on disk has a tier above"
@@ -160,7 +124,6 @@ class LocalShards:
                 resident = self.resident_of(unit, state) if self.stored(unit, state) else None
                 if resident is None:
                     continue
-                assert self.store is not None
                 # Reads go straight to the host arena; a partition on the device needs memory in between.
                 buffer = resident.buffer or aligned_empty(nbytes)
                 self.store.read(unit, state, self.store.newest[unit], 0, buffer[:nbytes]).wait()

@@ -113,8 +113,7 @@ class Shutdown:
     @property
     def resumable(self) -> str | None:
         """The run folder that a later process can resume from, or None."""
-        store = self._components.store
-        return None if store is None or not self._state.commits else str(store.folders[0].parent)
+        return str(self._components.store.folders[0].parent) if self._state.commits else None
 
     # -- ways to end --------------------------------------------------------------------------------
 
@@ -225,7 +224,7 @@ class Shutdown:
                         if remove:
                             # The note marks stores as leftovers, so it exists before any is deleted.
                             self._noted = True
-                            if components.store is not None and world.ranks.rank == 0:
+                            if world.ranks.rank == 0:
                                 components.store.note_end({"steps": self._state.global_steps, **(facts or {})})
                             world.ranks.share(None, "delete its store")
                     else:
@@ -242,7 +241,7 @@ class Shutdown:
     def _commit(self, edits: bool) -> None:
         """Commits steps that the durability setting left uncommitted and, with `edits`, edits since the last step."""
         store, state = self._components.store, self._state
-        if store is None or store.durable is None:
+        if store.durable is None:
             return
         if store.durable.step != state.global_steps or (edits and state.edited):
             store.commit(state.global_steps, state.for_commit().pack())
@@ -256,7 +255,7 @@ class Shutdown:
         store = self._components.store
         if self._components.world.ranks.rank != 0:
             self._reported = True
-        if store is None or store.durable is None or self._components.world.ranks.rank != 0 or not self.resumable:
+        if store.durable is None or self._components.world.ranks.rank != 0 or not self.resumable:
             return
         if not keep:
             try:
@@ -270,7 +269,7 @@ class Shutdown:
         """Reports the run folder and what the next start does with it; nothing if the run cannot be resumed."""
         self._reported = True
         store, folder, steps = self._components.store, self.resumable, self._state.global_steps
-        if store is None or folder is None:
+        if folder is None:
             return
         if store.durable is None:
             announce(f"no step was committed in {folder}; `{shell_command('rm', folder)}` deletes it")
@@ -304,10 +303,9 @@ class Shutdown:
             words = f"its engine was closed at step {steps}{self._after}"
             closing.append(lambda: components.world.everyone.close(words))
             store = components.store
-            if store is not None:
-                # Without commits the store contains nothing to resume from.
-                removes = remove or not self._state.commits
-                closing.append(lambda: store.remove(notes and remove) if removes else store.close())
+            # Without commits the store contains nothing to resume from.
+            removes = remove or not self._state.commits
+            closing.append(lambda: store.remove(notes and remove) if removes else store.close())
             try:
                 close_all(*closing)
             except Exception:

@@ -40,7 +40,7 @@ import torch
 from offload.aio import Priority
 from offload.aio.protocols import Future, wait_for_all
 from offload.engine.gradients import GradientAccumulator
-from offload.engine.shards import LocalShards, ResidentShard
+from offload.engine.shards import LocalShards
 from offload.engine.update_strategy import EditSteps, TileContent, UnitSteps, UnitUpdate, UpdateStrategy
 from offload.sizes import align_up
 from offload.states import State, Tier
@@ -275,9 +275,9 @@ class TilePipeline:
             bytes_in_tile = buffer.tensor(torch.uint8)[room.start : room.stop]
             return bytes_in_tile.view(dtype), buffer.buffer[room.start : room.stop]
 
-        resident = self._resident(job, state)
+        resident = shards.resident_of(unit, state)
         if resident is not None:
-            values, stored = resident.tensor[part.start : part.stop], shards.stored(unit, state)
+            values, stored = resident.tensor.view(dtype)[part.start : part.stop], shards.stored(unit, state)
             if passed < job.steps.passes - 1 and state in job.steps.drafts:
                 # The pass works on a copy, which is never copied back.
                 return StateTile(first=first, work=own()[0], away=values)
@@ -306,7 +306,6 @@ class TilePipeline:
                 and self._weights.speculative.copy(unit, first, work.view(torch.uint8))
             )
         if not there:
-            assert shards.store is not None
             # I/O queue: during a backward nobody waits for this update, but autograd waits for weights.
             priority = Priority.NORMAL if job.status is UpdateStatus.CONFIRMED else Priority.BACKGROUND
             reads.append(shards.store.read(unit, state, shards.store.newest[unit], first, memory, priority))
@@ -314,7 +313,7 @@ class TilePipeline:
 
     def _takes_room(self, job: UnitJob, state: State) -> bool:
         """Returns True if a tile's buffer holds a state, read from DISK or copied from the state's tier."""
-        resident = self._resident(job, state)
+        resident = self._shards.resident_of(job.unit, state)
         if resident is None:
             return state is not State.WEIGHT or job.host_buffer is None
         if state in job.steps.drafts and job.steps.passes > 1:
@@ -325,19 +324,6 @@ class TilePipeline:
         """Returns True if the kernel works on a state in its own device memory, and the store has no slot for it."""
         in_place = self._shards.device.host_addressable or job.steps.in_place
         return in_place and not self._shards.stored(job.unit, state)
-
-    def _resident(self, job: UnitJob, state: State) -> ResidentShard | None:
-        """Returns the memory of a partition whose tier is above DISK, or None."""
-        shards, unit = self._shards, job.unit
-        if state is not State.WEIGHT:
-            return shards.residents.get((unit, state))
-        dtype = shards.mode_of(unit).weight_dtype
-        if shards.sizes[unit].tier is Tier.DEVICE:
-            return ResidentShard(self._weights.device_tier(unit).view(dtype), None)
-        if shards.sizes[unit].tier is Tier.HOST:
-            assert job.host_buffer is not None
-            return ResidentShard(job.host_buffer.tensor(dtype), job.host_buffer.buffer)
-        return None
 
     def _read_frozen(self, job: UnitJob, reads: list[Future]) -> None:
         """Reads the frozen elements, which follow the trainable ones and are in no tile, into the host buffer."""
@@ -350,7 +336,6 @@ class TilePipeline:
             and not job.speculative
             and not self._weights.holds_weights(unit)
         ):
-            assert shards.store is not None
             memory = job.host_buffer.buffer[first:]
             reads.append(shards.store.read(unit, State.WEIGHT, shards.store.newest[unit], first, memory))
 
@@ -387,7 +372,6 @@ class TilePipeline:
             if state_tile.away is not None:
                 self._copy(state_tile.away, state_tile.work)
             if state_tile.buffer is not None:
-                assert store is not None, "the state has a slot"
                 target, first = store.target(job.unit), state_tile.first
                 tile.writes[state] = first, store.write(job.unit, state, target, first, state_tile.buffer)
         # update thread: appended before it is removed. A tile is in a queue at any time, so that `drain` finds its
@@ -882,7 +866,7 @@ class UpdateWorker(Updates):
 
     def _publish_written(self, job: UnitJob) -> None:
         """Makes the slot of a completely written update the newest one."""
-        if self._store is not None and self._is_stored(job.unit):
+        if self._is_stored(job.unit):
             self._store.wrote(job.unit, self._store.target(job.unit), job.writes)
         # Without a host buffer the weights can be read only from here on.
         if not job.delivered:
@@ -943,7 +927,6 @@ class UpdateWorker(Updates):
             return None
         while (update := self.offers.take()) is not None:
             unit, shards, store = update.unit, self._shards, self._store
-            assert store is not None, "`run_may_speculate` asks for swap files"
             allowed = unit_may_begin(
                 on_disk=shards.sizes[unit].tier is Tier.DISK
                 and all(
@@ -995,7 +978,6 @@ class UpdateWorker(Updates):
             if self._queue or self.offers.unsettled or self._commit_step is None or self._blob is None:
                 return False
             step, blob = self._commit_step, self._blob
-        assert self._store is not None
         # update thread: commits outside the lock. A commit waits for the drives, and threads that only read weights
         # must not wait with it.
         self._store.commit(step, blob)

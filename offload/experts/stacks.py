@@ -34,9 +34,7 @@ class StackedRows(StorageForm):
     def __init__(self, rows: Sequence[ParamHandle], experts: Collection[int]) -> None:
         """Joins rows.
 
-        Args:
-            rows: the handle of each expert's row.
-            experts: the units of all experts of the model. In a module the unit of one expert makes room for the next.
+        `experts` are the units of all experts of the model. In a module the unit of one expert makes room for the next.
         """
         self._rows, self._experts = tuple(rows), experts
 
@@ -55,9 +53,7 @@ class StackedRows(StorageForm):
     def item(self, handle: ParamHandle, index: Any) -> torch.Tensor | None:
         """Returns one row, on the device until the next row is requested; None unless a module or a backward runs.
 
-        Args:
-            handle: the handle of the stack.
-            index: the index in the brackets. For all but an integer the result is None.
+        For an index that is no integer the result is None.
         """
         if isinstance(index, torch.Tensor):
             if index.ndim or index.is_floating_point() or index.dtype is torch.bool:
@@ -80,8 +76,7 @@ class StackedRows(StorageForm):
     def here(self, handle: ParamHandle) -> torch.Tensor | None:
         """Returns all rows as one tensor with their graph, if a module or a backward runs; None otherwise.
 
-        Raises:
-            BudgetError: if they do not fit on the device together.
+        Raises `BudgetError` if they do not fit on the device together.
         """
         tensors = [values for row in self._rows if (values := row.here()) is not None]
         if len(tensors) < len(self._rows):
@@ -102,8 +97,7 @@ class StackedRows(StorageForm):
     def fetch(self, handle: ParamHandle, stays: bool) -> bool:
         """Returns False if neither a module nor a backward runs. A stack has no memory that could be fetched.
 
-        Raises:
-            UsageError: if a module or a backward runs.
+        Raises `UsageError` if a module or a backward runs.
         """
         if handle.engine.runs_now():
             raise UsageError(
@@ -119,8 +113,7 @@ class StackedRows(StorageForm):
     def edit(self, handle: ParamHandle, values: torch.Tensor) -> None:
         """Replaces the weights of all rows by `values`, which must have the parameter's shape.
 
-        Raises:
-            UsageError: if a module or a backward runs.
+        Raises `UsageError` if a module or a backward runs.
         """
         handle.fetch()
         for row, row_values in zip(self._rows, values, strict=True):
@@ -142,11 +135,7 @@ def stack_handles(
 ) -> list[ParamHandle]:
     """Returns a handle for each parameter whose rows are units, and makes it a placeholder.
 
-    Args:
-        model: the model.
-        layouts: the segments of each unit.
-        handles: the parameters of each unit.
-        experts: units of each module whose experts are units.
+    `experts` contains the units of each module whose experts are units.
     """
     units = frozenset(unit for of_module in experts.values() for unit in of_module)
     rows: dict[str, list[ParamHandle]] = {}
@@ -190,14 +179,7 @@ class ZeroGradients:
         gradients: GradientAccumulator,
         device: torch.device,
     ) -> None:
-        """Finds the rows.
-
-        Args:
-            layouts: the segments of each unit.
-            trainable: the elements of each unit that this rank updates.
-            gradients: the gradients of all units.
-            device: device that gradients arrive on.
-        """
+        """Finds the rows. This rank updates the elements `trainable` of each unit; gradients arrive on `device`."""
         self._layouts, self._trainable, self._gradients, self._device = layouts, trainable, gradients, device
         self._rows: dict[str, list[tuple[int, int]]] = {}
         """Unit and position of each row of a parameter, by the parameter's name."""
@@ -239,13 +221,8 @@ class ZeroGradients:
 def take_one_by_one(module: nn.Module) -> Callable[[], None]:
     """Makes the forward of a module of stacked experts use one expert after the other, instead of all at once.
 
-    The module gets a config of its own, since other models may share its present config.
-
-    Args:
-        module: the module.
-
-    Returns:
-        A function that gives the module its config back.
+    The module gets a config of its own, since other models may share its present config. The returned function gives
+    the module its config back.
     """
     theirs: Any = getattr(module, "config", None)
     if getattr(theirs, "_experts_implementation", LOOP) == LOOP:
@@ -273,11 +250,8 @@ class StackedExperts(Extension):
     ) -> None:
         """Hooks the modules, which are sites of the engine already, and makes their forwards loops over experts.
 
-        Args:
-            model: the model.
-            experts: units of each module whose experts are units, expert by expert.
-            pager: fetches units.
-            zeros: gradients of experts without a token; None if these are not updated.
+        `experts` contains the units of each module whose experts are units, expert by expert. `zeros` makes gradients
+        of experts without a token; None if these are not updated.
         """
         self._pager, self._zeros = pager, zeros
         self._undo: list[Callable[[], None]] = []

@@ -98,9 +98,8 @@ def _fields(fields: Sequence[StateField]) -> list[list[Any]]:
 def described_layouts(description: Mapping[str, Any], part: bool = False) -> tuple[UnitLayout, ...]:
     """Returns the layouts from which `describe` made `description`.
 
-    Raises:
-        StoreError: if the layouts describe shards of tensor parallelism or stages of a pipeline; or if no engine makes
-            such layouts, as in a manifest from somebody else.
+    Raises `StoreError` if the layouts describe shards of tensor parallelism or stages of a pipeline; or if no engine
+    makes such layouts, as in a manifest from somebody else.
     """
     mode = described_mode(description)
     grid = None if part else description.get("tensor_parallel")

@@ -78,8 +78,7 @@ class StateField(NamedTuple):
 def describe_state(state: Mapping[str, Any]) -> tuple[StateField, ...]:
     """Returns a description of each entry of an optimizer's `state` of one parameter, ordered by name.
 
-    Raises:
-        TypeError: an entry has no fixed layout, such as a sparse tensor or a list.
+    Raises `TypeError` if an entry has no fixed layout, such as a sparse tensor or a list.
     """
     fields: list[StateField] = []
     for name in sorted(state):
@@ -117,11 +116,8 @@ def unpack(kept: Sequence[StateField], memory: torch.Tensor) -> dict[str, Any]:
 def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Tensor) -> None:
     """Writes a state into `memory`; its tensors may be the views that `unpack` returned, which need no copy.
 
-    Args:
-        memory: (nbytes,) uint8, owned by the caller.
-
-    Raises:
-        TypeError: the state contains an entry that the dry run did not find, or one of another kind or shape.
+    `memory` is (nbytes,) uint8, owned by the caller. Raises `TypeError` if the state contains an entry that the dry run
+    did not find, or one of another kind or shape.
     """
     # All fields are checked before the first byte is written.
     expected = {field.name: field for field in kept}
@@ -420,8 +416,7 @@ def arrange(
 def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]], world_size: int = 1) -> UnitLayout:
     """Returns `layout` with the states that an optimizer of torch keeps for each parameter, packed one after the other.
 
-    Args:
-        kept: the states by parameter name; a missing parameter keeps no states.
+    A parameter without an entry keeps no states.
     """
     segments: list[ParameterSegment] = []
     ends = [0] * world_size
@@ -469,9 +464,7 @@ def segment_shards(
 ) -> Iterator[SegmentShard]:
     """Yields the parts of elements [start, stop) of a parameter in order; one rank holds each part.
 
-    Args:
-        start: first element, counted in the parameter.
-        stop: end of the elements; None stands for the parameter's end.
+    Elements are counted in the parameter; a `stop` of None is the parameter's end.
     """
     region = range(layout.trainable_stop) if segment.trainable else range(layout.trainable_stop, layout.numel)
     shard_numel = len(region) // world_size

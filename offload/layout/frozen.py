@@ -100,9 +100,7 @@ def is_packed(parameter: nn.Parameter) -> bool:
 def inner_tensors_of(parameter: nn.Parameter, owner: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the inner tensors of an opaque parameter, by the paths of their attributes; some may be one tensor.
 
-    Args:
-        owner: the module that owns the parameter. After a forward, the owner of `Int8Params` keeps tensors of the
-            parameter.
+    After a forward, the owner of `Int8Params` keeps tensors of the parameter.
     """
     if inner_tensors(parameter) is not None:
         return dict(_flattened(parameter, ""))
@@ -201,11 +199,8 @@ def stored_weights(
 ) -> dict[str, FrozenStorage]:
     """Returns the storage of each frozen parameter that is not stored as values: as blocks, or as a library's bytes.
 
-    Args:
-        in_fp32: names of parameters that stay in fp32, and therefore are never stored as blocks.
-
-    Raises:
-        ConfigError: a parameter of `in_fp32` is stored as another library's bytes.
+    Parameters that stay in fp32 are never stored as blocks. Raises `ConfigError` if a parameter of `in_fp32` is stored
+    as another library's bytes.
     """
     blocks = {
         name: storage for name, storage in stored_as_blocks(model, form, dtype, rows).items() if name not in in_fp32
@@ -224,11 +219,9 @@ def stored_as_blocks(
 ) -> dict[str, FrozenStorage]:
     """Returns the storage of each parameter that is stored as blocks, by its first name.
 
-    Args:
-        form: name of the block format; None for no parameter.
-        dtype: dtype of the weights. A unit is laid out in elements of this dtype.
-        rows: number of experts of each stack that is cut, by the parameter's name; the result then describes one
-            expert's row.
+    A `form` of None stores no parameter as blocks. A unit is laid out in elements of `dtype`, the dtype of the weights.
+    `rows` is the number of experts of each stack that is cut, by the parameter's name; the result then describes one
+    expert's row.
     """
     if form is None:
         return {}
@@ -320,9 +313,7 @@ def expander(layouts: Sequence[UnitLayout], dtype: torch.dtype) -> Callable[[int
 def values_of(segment: ParameterSegment, memory: torch.Tensor, values: torch.Tensor) -> None:
     """Writes the values of a parameter into `values`.
 
-    Args:
-        memory: uint8 that begins with the parameter's blocks.
-        values: (value_numel,) in the dtype of the weights, on the same device.
+    `memory`, uint8, begins with the parameter's blocks; `values` is (value_numel,) in the dtype of the weights.
     """
     form = BLOCK_FORMATS[segment.form]
     dequantize(form, memory[: form.stored_nbytes(segment.value_numel)], values)
@@ -336,10 +327,8 @@ def values_of(segment: ParameterSegment, memory: torch.Tensor, values: torch.Ten
 def write_blocks(form: str, pieces: Iterable[torch.Tensor], memory: torch.Tensor) -> None:
     """Writes the blocks of one parameter.
 
-    Args:
-        form: name of the block format.
-        pieces: its values in order, (n,) at a time of any length and floating dtype, on the CPU.
-        memory: uint8 that begins with the parameter's blocks; this function writes it, the caller owns it.
+    `pieces` are its values in order, (n,) at a time of any length and floating dtype, on the CPU. `memory`, uint8 of
+    the caller, begins with the parameter's blocks.
     """
     block_format, at, rest = BLOCK_FORMATS[form], 0, torch.empty(0)
 

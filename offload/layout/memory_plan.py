@@ -10,7 +10,7 @@ communicates with other ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -87,8 +87,7 @@ def _cached_weights(config: Config) -> int | None:
 def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)) -> str:
     """Returns the name of the update rule that the config's optimizer block selects.
 
-    Args:
-        groups: the parameter groups, whose settings override the block's settings.
+    The settings of the parameter `groups` override the block's.
     """
     if block.of_torch:
         return kernel_rule(optimizer_class(block.type), [{**block.settings, **group} for group in groups])
@@ -102,8 +101,7 @@ def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)
 def mode_of(config: Config, optimizer: str) -> Mode:
     """Returns the mode, which fixes the set of states and their dtypes; `optimizer` is the name of the rule.
 
-    Raises:
-        ConfigError: the optimizer or the weights do not allow the configured form of the moments or the master.
+    Raises `ConfigError` if the optimizer or the weights do not allow the configured form of the moments or the master.
     """
     if State.PACKED in RULE_LAYOUTS[optimizer].moments and config.moments != "fp32":
         raise ConfigError(
@@ -226,13 +224,18 @@ class MemoryRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedStates:
-    """First half of the plan: every state has its tier, and the caller can now look at the disks."""
+class MemoryPlan:
+    """Plan of one rank's memory and store. The last three fields have values after `plan_memory`."""
 
     request: MemoryRequest
     mode: Mode
     parts: Partitions
     placement: Placement
+    slots: int = 0
+    """Slots of each partition in the store: 2 durable, 1 written in place, 0 if there is no store."""
+    commit_every: int = 0
+    """Steps between commits; 0 if nothing is committed."""
+    notices: tuple[str, ...] = ()
 
     @property
     def two_slots_nbytes(self) -> int:
@@ -240,40 +243,10 @@ class PlacedStates:
         return self.placement.store(self.parts, 2).nbytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WantedSlots:
-    """Number of slots that the store of this configuration should have."""
+def place_states(request: MemoryRequest) -> MemoryPlan:
+    """Returns the plan of one rank as far as it is known before the caller looks at the disks.
 
-    count: int
-    """2 if steps are durable, 1 if the store is written in place, 0 if there is no store."""
-    must: bool
-    """True if the store must have `count` slots. Otherwise it falls back to one slot on drives without room for two."""
-
-    @property
-    def depends_on_room(self) -> bool:
-        """True if the number of slots depends on the free space of the drives."""
-        return self.count == 2 and not self.must
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPlan:
-    """Complete plan of one rank's memory and store."""
-
-    mode: Mode
-    parts: Partitions
-    placement: Placement
-    slots: int
-    """Slots of each partition in the store: 2 durable, 1 written in place, 0 if there is no store."""
-    commit_every: int
-    """Steps between commits; 0 if nothing is committed."""
-    notices: tuple[str, ...]
-
-
-def place_states(request: MemoryRequest) -> PlacedStates:
-    """Returns mode, partitions and placement of one rank.
-
-    Raises:
-        BudgetError: a budget is too small; the message names the smallest that works.
+    Raises `BudgetError` if a budget is too small; the message names the smallest that works.
     """
     config, accumulation = request.config, request.accumulation
     mode = mode_of(config, request.optimizer)
@@ -292,54 +265,45 @@ def place_states(request: MemoryRequest) -> PlacedStates:
         node=node_shards_of(config, request.layouts, mode, request.world_size),
     )
     placement = place(parts, mode, placement_request(config, accumulation), request.machine)
-    return PlacedStates(request=request, mode=mode, parts=parts, placement=placement)
+    return MemoryPlan(request=request, mode=mode, parts=parts, placement=placement)
 
 
-def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -> WantedSlots:
-    """Returns the slots that the store of this configuration should have.
+def wanted_slots(placed: MemoryPlan, *, on_disk: bool, resume: bool = False) -> tuple[int, bool]:
+    """Returns the slots that the store should have, and True if two become one on drives without room for two.
 
-    Args:
-        on_disk: True if any rank has states whose tier is DISK.
-        resume: True if the run resumes, so that a durable store exists already.
-
-    Raises:
-        ConfigError: the config asks for a store but names no drive for it.
+    `on_disk` is True if any rank has states whose tier is DISK. A run that resumes has a durable store already. Raises
+    `ConfigError` if the config asks for a store but names no drive for it.
     """
     if placed.request.in_place_layouts:
-        return WantedSlots(count=0, must=True)
+        return 0, False
     config, trains = placed.request.config, any(placed.parts.trainable_numel)
     # Without durability, or if nothing trains, a store exists only for partitions whose tier is DISK.
     if config.offload.durability == "none" or not trains:
-        return WantedSlots(count=1 if on_disk else 0, must=True)
-    if config.offload.wants_store:
-        if not config.drives:
-            raise ConfigError('"durability" needs a store, but no "nvme_path" is given; set one in the "offload" block')
-        return WantedSlots(count=2, must=True)
+        return 1 if on_disk else 0, False
+    if config.offload.wants_store and not config.drives:
+        raise ConfigError('"durability" needs a store, but no "nvme_path" is given; set one in the "offload" block')
     # The store of a resumed run is durable, and must not become a store that is written in place.
-    if resume:
-        return WantedSlots(count=2, must=True)
+    if config.offload.wants_store or resume:
+        return 2, False
     # The user has not asked for durability, so a drive without room for two slots is no error.
-    return WantedSlots(count=2, must=False) if on_disk else WantedSlots(count=0, must=True)
+    return (2, True) if on_disk else (0, False)
 
 
-def plan_memory(placed: PlacedStates, wanted: WantedSlots, no_room: str | None = None) -> MemoryPlan:
+def plan_memory(placed: MemoryPlan, slots: int, no_room: str | None = None) -> MemoryPlan:
     """Returns the complete plan of one rank's memory and store.
 
-    Args:
-        no_room: a notice for the user if the drives have no room for two slots; None if they have.
+    `no_room` is a notice for the user if the drives have no room for two slots, so that the store has one.
     """
-    placement, slots = placed.placement, wanted.count
-    notices = placement.notices
-    if wanted.depends_on_room and no_room is not None:
+    placement, notices = placed.placement, placed.placement.notices
+    if no_room is not None:
         slots, notices = 1, (*notices, no_room)
     # Without two slots, promoted partitions have no copy on disk, so their memory cannot be given to another engine.
     if slots < 2:
         placement = placement.settled(placed.parts)
         slots = slots if placement.on_disk else 0
     # Only two slots leave the last commit intact while the next one is written.
-    return MemoryPlan(
-        mode=placed.mode,
-        parts=placed.parts,
+    return replace(
+        placed,
         placement=placement,
         slots=slots,
         commit_every=placed.request.config.offload.commit_every if slots == 2 else 0,
@@ -359,8 +323,7 @@ def unit_sizes(
 ) -> list[UnitSize]:
     """Returns the facts that the pager needs about each unit.
 
-    Args:
-        in_place_layouts: the place of each unit in the model's own files; empty if none is read there.
+    `in_place_layouts` contains the place of each unit in the model's own files; empty if none is read there.
     """
     sizes: list[UnitSize] = []
     for layout, tiers, parts, in_place_layout in zip(
@@ -414,10 +377,8 @@ class DividedModel(NamedTuple):
 def division_of(config: Config | None, rule: str | None = None) -> Division:
     """Returns the division that a config asks for.
 
-    Args:
-        config: the config; None for the default.
-        rule: name of the optimizer's rule; None for the rule of the config's optimizer, or for Adam if the config has
-            none.
+    None is the default config. The optimizer's `rule` is the config's if it is None, or Adam if the config has no
+    optimizer.
     """
     if config is None:
         return Division()
@@ -431,13 +392,9 @@ def division_of(config: Config | None, rule: str | None = None) -> Division:
 def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:
     """Divides the parameters of `model` into units.
 
-    Args:
-        model: the model; its structure must not change afterwards.
-        by: the division; or only names of units, for the default division with these names.
-
-    Raises:
-        ConfigError: a name matches no module and no class of a module, or the config keeps a parameter that stacks
-            experts in fp32.
+    The structure of the model must not change afterwards. Names of units in place of a division stand for the default
+    division with these names. Raises `ConfigError` if a name matches no module and no class of a module, or the config
+    keeps a parameter that stacks experts in fp32.
     """
     division = by if isinstance(by, Division) else Division(by)
     cut = cut_stacks(model, division.experts, division.rule)

@@ -90,8 +90,7 @@ class Mode(NamedTuple):
     def part(self, state: State, start: int, stop: int) -> range:
         """Returns the values of a state that belong to elements [start, stop) of a partition.
 
-        Args:
-            start: first element; for SCALES, the first element of a block.
+        For SCALES, `start` is the first element of a block.
         """
         if state is not State.SCALES:
             return range(start, stop)
@@ -225,9 +224,8 @@ _STEP = 2048
 def make_mode(precision: str, optimizer: str, moments: str = "fp32", master: str = "fp32") -> Mode:
     """Returns a mode.
 
-    Args:
-        moments: one of `MOMENT_DTYPES`; without effect if the optimizer has no moments, or its own code keeps them.
-        master: one of `MASTERS`; without effect if the weights are not bf16.
+    `moments`, one of `MOMENT_DTYPES`, has no effect if the optimizer has no moments, or its own code keeps them.
+    `master`, one of `MASTERS`, has no effect if the weights are not bf16.
     """
     states = RULE_LAYOUTS[optimizer].moments
     dtype = MOMENT_DTYPES[moments] if states and State.PACKED not in states else torch.float32

@@ -25,6 +25,7 @@ from offload.errors import ConfigError
 from offload.kernels.update import decode_moments, encode_moments
 from offload.layout.flat_layout import (
     ParameterSegment,
+    SegmentShard,
     StateField,
     UnitLayout,
     arrange,
@@ -55,14 +56,6 @@ class WholeSizes(NamedTuple):
 NO_WHOLE_SIZES = WholeSizes()
 
 
-class ParameterShard(NamedTuple):
-    """Elements [position, position + numel) of a parameter, which are on one rank."""
-
-    rank: int
-    position: int
-    numel: int
-
-
 class DividedParameter(NamedTuple):
     """A parameter that several ranks divide, and that is stepped as a whole."""
 
@@ -70,7 +63,7 @@ class DividedParameter(NamedTuple):
     """Index of the parameter in its unit."""
     home: int
     """Rank that steps it."""
-    parts: tuple[ParameterShard, ...]
+    parts: tuple[SegmentShard, ...]
     """The parts, one for each rank that holds some of the parameter, in order."""
 
 
@@ -78,7 +71,7 @@ def divided(layout: UnitLayout, mode: Mode, world_size: int) -> tuple[DividedPar
     """Returns the parameters of a unit that are stepped as a whole and that several ranks divide, in order."""
     parameters = []
     for index, segment in _stepped_whole(layout, mode):
-        parts = tuple(ParameterShard(s.rank, s.position, s.numel) for s in segment_shards(layout, world_size, segment))
+        parts = tuple(segment_shards(layout, world_size, segment))
         if len(parts) > 1:
             parameters.append(DividedParameter(index, home(layout, world_size, segment), parts))
     return tuple(parameters)
@@ -88,10 +81,8 @@ def cuts(layout: UnitLayout, mode: Mode, part: range, alone: bool, tile_numel: i
     """Returns the elements of each tile of a unit's update, counted in the rank's partition, in order.
 
     Elements outside of matrices are in tiles of any size. Another tile contains a matrix, or several small ones. With
-    several ranks, one tile contains all of a rank's parts of matrices, since ranks exchange these parts at once.
-
-    Args:
-        tile_numel: largest number of elements of a tile, unless a whole matrix needs more.
+    several ranks, one tile contains all of a rank's parts of matrices, since ranks exchange these parts at once. A tile
+    has at most `tile_numel` elements, unless a whole matrix needs more.
     """
     rest = max(0, min(layout.rest_stop, part.stop) - part.start)
     ranges = [range(start, min(start + tile_numel, rest)) for start in range(0, rest, tile_numel)]
@@ -168,10 +159,8 @@ KEPT = (State.WEIGHT, State.MASTER_LOW_BITS, State.MASTER)
 def split(values: torch.Tensor, states: Mapping[State, torch.Tensor], noise: kernels.Noise | None = None) -> None:
     """Writes masters into the states that hold them.
 
-    Args:
-        values: (n,) of any floating dtype.
-        states: the states that a mode has, (n,) each.
-        noise: rounds masters of fewer bits than fp32 stochastically; None rounds them to nearest.
+    `values`, (n,), may have any floating dtype; the states of the mode are (n,) each. `noise` rounds masters of fewer
+    bits than fp32 stochastically; without it they are rounded to nearest.
     """
     weight = states[State.WEIGHT]
     if State.MASTER_LOW_BITS in states:
@@ -183,11 +172,7 @@ def split(values: torch.Tensor, states: Mapping[State, torch.Tensor], noise: ker
 
 
 def weights_of(masters: torch.Tensor, kept: Mapping[State, torch.dtype]) -> torch.Tensor:
-    """Returns the weights that `split` stores for `masters`.
-
-    Args:
-        masters: (n,) fp32 on the CPU.
-    """
+    """Returns the weights that `split` stores for `masters`. `masters` are (n,) fp32 on the CPU."""
     states = {state: torch.empty(len(masters), dtype=dtype, device="cpu") for state, dtype in kept.items()}
     split(masters, states)
     return states[State.WEIGHT]
@@ -201,9 +186,8 @@ def master_sources(weights: Collection[State]) -> tuple[State, ...]:
 def join(states: Mapping[State, torch.Tensor], room: torch.Tensor | None = None) -> torch.Tensor:
     """Returns the master that `split` wrote, (n,) fp32; without a copy if one of the states is the master itself.
 
-    Args:
-        states: the states that a mode has, (n,) each.
-        room: memory for the result, (n,) fp32, if weight and low bits must be joined; None allocates it.
+    The states of the mode are (n,) each. `room` is memory for the result, (n,) fp32, if weight and low bits must be
+    joined; None allocates it.
     """
     if State.MASTER in states:
         return states[State.MASTER]
@@ -251,10 +235,8 @@ def matrices_of(model: nn.Module) -> frozenset[str]:
 
     A parameter is one of them if it has two dimensions, each above 1, and is no embedding and no head: no
     `nn.Embedding` contains it, the model does not name it as its output embeddings, and neither "embed" nor "lm_head"
-    is in its name. The attribute `use_muon` of a parameter overrides this rule.
-
-    Raises:
-        ConfigError: a marked parameter does not have two dimensions.
+    is in its name. The attribute `use_muon` of a parameter overrides this rule. Raises `ConfigError` if a marked
+    parameter does not have two dimensions.
     """
     ends = _embeddings(model)
     names = set()
@@ -274,8 +256,7 @@ def matrices_of(model: nn.Module) -> frozenset[str]:
 def checked_mark(mark: Any, name: str, shape: Sequence[int]) -> bool:
     """Returns a mark as a bool.
 
-    Raises:
-        ConfigError: the mark is true, and the parameter does not have two dimensions.
+    Raises `ConfigError` if the mark is true, and the parameter does not have two dimensions.
     """
     if mark and len(shape) != 2:
         raise ConfigError(
@@ -344,9 +325,7 @@ def _embeddings(model: nn.Module) -> set[int]:
 def scales_of(mode: Mode, scales: torch.Tensor, numel: int, offset: int = 0) -> torch.Tensor:
     """Returns the scales of the blocks of `numel` elements as the kernels take them, (blocks, moments).
 
-    Args:
-        scales: (n,) the scales from the first of these blocks on.
-        offset: number of the first element in its block.
+    `scales`, (n,), begin with the first of these blocks. `offset` is the number of the first element in its block.
     """
     return scales[: len(mode.part(State.SCALES, 0, offset + numel))].view(-1, len(mode.moments))
 
@@ -359,9 +338,8 @@ def moment_sources(mode: Mode, state: State) -> tuple[State, ...]:
 def read(mode: Mode, states: Mapping[State, torch.Tensor], state: State, offset: int = 0) -> torch.Tensor:
     """Returns the values of a moment, without a copy if it is fp32 or bf16.
 
-    Args:
-        states: (n,) of the moment on the CPU; for moments in 8 bits also the scales, from the moment's first block on.
-        offset: number of the first element in its block.
+    `states` are (n,) of the moment on the CPU, and for moments in 8 bits also the scales from the moment's first block
+    on. `offset` is the number of the first element in its block.
     """
     stored = states[state]
     if not mode.in_blocks:
@@ -375,12 +353,9 @@ def read(mode: Mode, states: Mapping[State, torch.Tensor], state: State, offset:
 def write(mode: Mode, states: Mapping[State, torch.Tensor], state: State, start: int, values: torch.Tensor) -> None:
     """Replaces elements of a moment, rounded to nearest where it is not fp32.
 
-    The values end with a block, or with their parameter: the rest of the last block is padding.
-
-    Args:
-        states: the moment and the scales of its blocks on the CPU, each from the first element of a block on.
-        start: first element that is replaced, the first one of a block.
-        values: (n,) of any floating dtype.
+    The values end with a block, or with their parameter: the rest of the last block is padding. `states` are the moment
+    and the scales of its blocks on the CPU, each from the first element of a block on. `start` is the first element of
+    a block. `values`, (n,), may have any floating dtype.
     """
     stop = start + len(values)
     if not mode.in_blocks:
@@ -410,8 +385,7 @@ _REFUSED = {
 def kernel_rule(kind: type, groups: Iterable[Mapping[str, Any]]) -> str:
     """Returns the name of the rule whose kernel computes what an optimizer does; TORCH if none does.
 
-    Args:
-        kind: the optimizer's class. A subclass may override `step`, so the exact class counts.
+    A subclass may override `step`, so the exact class counts.
     """
     options = list(groups)
     # If a single group sets such an option, torch's own code updates all groups.
@@ -430,8 +404,7 @@ def kernel_rule(kind: type, groups: Iterable[Mapping[str, Any]]) -> str:
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """Returns a class of `torch.optim` by a name such as "torch.optim.NAdam".
 
-    Raises:
-        ConfigError: there is no such class, or an engine cannot run it.
+    Raises `ConfigError` if there is no such class, or an engine cannot run it.
     """
     known = {
         class_name: value
@@ -450,8 +423,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def make(name: str, params: Sequence[Any], arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Returns a new optimizer of torch.
 
-    Raises:
-        ConfigError: the class does not exist or does not take the arguments.
+    Raises `ConfigError` if the class does not exist or does not take the arguments.
     """
     kind: Any = optimizer_class(name)
     known = [argument for argument in inspect.signature(kind).parameters if argument != "params"]

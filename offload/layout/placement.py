@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -86,10 +86,8 @@ def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
 
     For longer sequences, the growth leaves free half of the bytes that the activations of the first step took. If
     gradient totals would use the memory, it leaves free all of these bytes, because totals help less than weights. A
-    growth by less than the largest unit would not let one more unit stay.
-
-    Args:
-        room: free memory of the device after the first step; `room.kept` counts the bytes that its activations took.
+    growth by less than the largest unit would not let one more unit stay. `room.kept` counts the bytes that the
+    activations of the first step took.
     """
     free = min(need.most - nbytes, room.free - room.kept // 2 - _MARGIN) // PAGE * PAGE
     if nbytes + free > need.weights:
@@ -123,8 +121,7 @@ class ArenaHistory:
     def after_return(self, room: DeviceRoom, short: bool) -> ArenaHistory:
         """Returns the history after the grown memory was given back.
 
-        Args:
-            short: True if the device ran out of memory; False if the user asked.
+        If the memory is `short`, the device ran out of it; otherwise the user asked.
         """
         return ArenaHistory(peak=max(self.peak, room.kept, self.beside if short else 0), wait=_CALM)
 
@@ -132,8 +129,7 @@ class ArenaHistory:
 def next_growth(nbytes: int, need: DeviceNeed, room: DeviceRoom, history: ArenaHistory) -> int:
     """Returns how many bytes the device arena grows by at the end of a step; 0 if it does not.
 
-    Args:
-        history: the steps so far. The growth treats its peak as if activations had needed it in the last step.
+    The growth treats the peak of `history` as if activations had needed it in the last step.
     """
     if history.grown or history.wait != 0:
         return 0
@@ -338,8 +334,7 @@ def tile_growth(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
 def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[int, int, int]:
     """Returns the elements of a tile, the number of tiles and the scratch bytes, for a class of `nbytes`.
 
-    Args:
-        nbytes: bytes of the class; 0 if nothing trains.
+    Without anything that trains, `nbytes` is 0.
     """
     if mode.whole_units:
         scratch = _scratch_nbytes(parts, mode) if nbytes else 0
@@ -440,18 +435,11 @@ _WINDOW_NBYTES = 32 * MIB
 """Bytes of the largest host buffer of a gradient that spills."""
 
 
-class HostNeed(NamedTuple):
-    """Bytes of each class of host buffers for given tiers: the smallest that work, and the largest useful ones."""
-
-    least: HostBudget
-    most: HostBudget
-
-
 def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory) -> HostBudget:
     """Returns the smallest classes of host buffers that work: after any demotions, with large units read in chunks."""
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
     ways = demotions(configured_tiers) if machine.drives else iter((configured_tiers,))
-    return min((host_needs(parts, mode, request, machine, tiers).least for tiers in ways), key=sum)
+    return min((host_needs(parts, mode, request, machine, tiers)[0] for tiers in ways), key=sum)
 
 
 def default_budget(
@@ -472,31 +460,36 @@ def default_budget(
         host = [(unit, state) for unit, row in enumerate(configured_tiers) for state in row if row[state] is Tier.HOST]
         states = [(unit, state) for unit, state in host if state is not State.GRAD]
         ways = [with_tier(configured_tiers, moved, Tier.DISK) for moved in (host, states)]
-    least = min(sum(host_needs(parts, mode, request, machine, tiers).least) for tiers in ways)
+    least = min(sum(host_needs(parts, mode, request, machine, tiers)[0]) for tiers in ways)
     return min(most, max(rest, least))
 
 
 def host_needs(
     parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, tiers: TierMap
-) -> HostNeed:
-    """Returns the bytes of each class of host buffers under `tiers`."""
+) -> tuple[HostBudget, HostBudget]:
+    """Returns the bytes of each class of host buffers under `tiers`: the least that work, and the most that help."""
     small, large = pipeline(parts, mode, request, tiers)
     largest = max((n for _, n in _disk_weights(parts, tiers)), default=0)
     buffer = 0 if machine.host_addressable else min(CHUNK * 4, align_up(2 * parts.largest_gradient))
     gradients = WINDOWS * align_up(window_nbytes(parts, tiers))
     resident, staging = tier_nbytes(parts, tiers, Tier.HOST), STAGING_BUFFERS * buffer
     # Two buffers of weights: one is uploaded while the next is read.
-    return HostNeed(
+    return (
         HostBudget(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, resident, staging),
         HostBudget(large, 2 * align_up(largest), gradients, resident, staging),
     )
 
 
 def divide_host(
-    parts: Partitions, request: PlacementRequest, mode: Mode, tiers: TierMap, need: HostNeed, budget: int
+    parts: Partitions,
+    mode: Mode,
+    request: PlacementRequest,
+    machine: MachineMemory,
+    tiers: TierMap,
+    budget: int,
 ) -> HostBudget:
-    """Returns the classes of host buffers within `budget`, which must hold at least `need.least`."""
-    least, most = need
+    """Returns the classes of host buffers within `budget`, which must hold the least that works."""
+    least, most = host_needs(parts, mode, request, machine, tiers)
     # Spare memory goes first to weights, up to two buffers of the largest unit, then to tiles, then to the cache.
     room = budget - sum(least)
     weights = min(most.weights, (least.weights + room) // (2 * PAGE) * (2 * PAGE))
@@ -566,11 +559,7 @@ class Placement:
         return bool(self.promoted) or any(in_tier)
 
     def overlaps_updates(self, wanted: bool, *, on_cpu: bool, alone: bool, slots: int) -> bool:
-        """Returns True if a step's updates run during the next forward.
-
-        Args:
-            slots: slots of the store; 0 without one.
-        """
+        """Returns True if a step's updates run during the next forward. `slots` is 0 without a store."""
         # With everything in memory, an update waits only for the cores on which the forward computes. Run side by side,
         # both take longer than one after the other.
         return wanted and not (on_cpu and alone and not slots and not self.on_disk and not self.spilled)
@@ -605,8 +594,7 @@ class Placement:
     def stored(self, parts: Partitions, slots: int) -> tuple[Mapping[State, int], ...]:
         """Returns for each unit the bytes of the states that the store keeps; empty if there is no store.
 
-        Args:
-            slots: 2 for a durable store, 1 for a store written in place, 0 for none.
+        A durable store has 2 `slots`, a store written in place 1.
         """
         if not slots:
             return ()
@@ -662,8 +650,7 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
         notices.append(
             f"host memory of {format_size(budget)} has no room for all states configured for it; moved: {moved}"
         )
-    need = host_needs(parts, mode, request, machine, tiers)
-    classes = divide_host(parts, request, mode, tiers, need, budget)
+    classes = divide_host(parts, mode, request, machine, tiers, budget)
     promoted: tuple[tuple[int, State], ...] = ()
     if request.host_memory is not None:
         # Without an explicit budget a run takes only the memory that it needs, so nothing is promoted.
@@ -715,15 +702,14 @@ def _fitting_tiers(
 ) -> TierMap:
     """Returns the first of `configured_tiers` and its demotions that fits into `budget` bytes of host memory.
 
-    Raises:
-        BudgetError: no tier map fits.
+    Raises `BudgetError` if no tier map fits.
     """
     tried: list[tuple[TierMap, HostBudget]] = []
     for tiers in demotions(configured_tiers) if machine.drives else (configured_tiers,):
-        need = host_needs(parts, mode, request, machine, tiers)
-        if sum(need.least._replace(weights=need.most.weights)) <= budget:
+        least, most = host_needs(parts, mode, request, machine, tiers)
+        if sum(least._replace(weights=most.weights)) <= budget:
             return tiers
-        tried.append((tiers, need.least))
+        tried.append((tiers, least))
     # Reading the largest unit in chunks is slow, so it is the last resort, after all moves to DISK.
     for tiers, least in tried:
         if sum(least) <= budget:

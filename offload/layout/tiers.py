@@ -220,8 +220,7 @@ def node_shards_of(config: Config, layouts: Sequence[UnitLayout], mode: Mode, sh
 def check_room(node: NodeShards, least: int, free: int) -> None:
     """Raises `BudgetError` if a device without a budget has no room for the shards of a node.
 
-    Args:
-        least: bytes of the smallest device arena that works, these shards included.
+    `least` are the bytes of the smallest device arena that works, these shards included.
     """
     if node.nbytes and least > free:
         raise BudgetError(
@@ -333,11 +332,8 @@ class PlacementRequest:
 def inputs_nbytes(request: PlacementRequest, left: int) -> int:
     """Returns the bytes of an explicit host budget for inputs of blocks that are computed again.
 
-    Args:
-        left: bytes that remain after the least that weights and states need.
-
-    Raises:
-        BudgetError: the configured bytes are not left.
+    `left` are the bytes that remain after the least that weights and states need. Raises `BudgetError` if the
+    configured bytes are not left.
     """
     # Their size is known only when the model runs: by default they share with the caches of weights and states.
     nbytes = max(left, 0) // 2 // PAGE * PAGE if request.inputs is None else align_up(request.inputs)
@@ -545,9 +541,7 @@ def copied_memory(
 ) -> PinnedRegions:
     """Returns the parts of the resident class, of promoted states and of tiles that an accelerator copies.
 
-    Args:
-        early: True if updates may run under the backward. They copy weights of the DISK tier from the device into
-            tiles.
+    If updates may run under the backward (`early`), they copy weights of the DISK tier from the device into tiles.
     """
     resident = sum(
         align_up(nbytes)

@@ -73,17 +73,14 @@ def find_units(
     Each child of a `ModuleList` is a candidate, or of a `Sequential` if the model has no `ModuleList`. A parameter
     belongs to the deepest candidate above it. Parameters without a candidate form one unit for each module that owns
     them. A tied parameter belongs to the first module that owns it. A unit has one dtype, so its parameters that stay
-    in fp32 form a unit of their own, which the same module needs.
+    in fp32 form a unit of their own, which the same module needs. Raises `ConfigError` if a name in `named` matches no
+    module and no class of a module.
 
     Args:
-        model: the model; its structure must not change afterwards.
         named: names or class names of modules that are one unit each, including everything inside them.
         stacks: modules whose experts are units. A stack stays whole if it is within a module of `named`, or if its
             experts are too small to be units.
         in_fp32: names of parameters that stay in fp32; see `parameters_in_fp32`.
-
-    Raises:
-        ConfigError: a name in `named` matches no module and no class of a module.
     """
     modules = dict(model.named_modules())
     candidates = _candidates(modules, named)
@@ -208,13 +205,12 @@ def _sites(
 def parameters_in_fp32(model: nn.Module, wanted: Literal["auto"] | Sequence[str]) -> frozenset[str]:
     """Returns the names of the parameters that stay in fp32 under bf16 and fp16.
 
+    Raises `ConfigError` if a name matches nothing with floating-point parameters.
+
     Args:
         wanted: "auto" or names, as the config says. A name is the name of a module or a parameter, or consecutive parts
             of one, as in the lists of transformers' classes. An asterisk is any text within a part. A name may also be
             a class of modules.
-
-    Raises:
-        ConfigError: a name matches nothing with floating-point parameters.
     """
     names = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     if wanted == "auto":
@@ -249,9 +245,8 @@ def parameters_in_fp32(model: nn.Module, wanted: Literal["auto"] | Sequence[str]
 def listed_in_fp32(model: nn.Module, strict: bool = False, buffers: bool = False) -> frozenset[str]:
     """Returns the names of the parameters that the model's classes list for fp32, as transformers' classes do.
 
-    Args:
-        strict: True for only those parameters that transformers keeps in fp32 in bf16 models as well as in fp16 models.
-        buffers: True to return the names of buffers as well.
+    With `strict`, only those that transformers keeps in fp32 in bf16 models as well as in fp16 models. With `buffers`,
+    the names of buffers as well.
     """
     matching: set[str] = set()
     for path, module in model.named_modules():

@@ -242,7 +242,7 @@ class _TorchSteps:
             parameter, segment = self._segments[divided.number], steps[divided.number]
             states, gradient = _content(tile, segment)
             master, whole = (memory[: parameter.numel] for memory in (self._updates.master, self._updates.gradient))
-            for rank, position, numel in divided.parts:
+            for rank, position, _, numel in divided.parts:
                 here = slice(position, position + numel)
                 if rank == exchange.rank:
                     master[here].copy_(join(states, master[here]))
@@ -251,7 +251,7 @@ class _TorchSteps:
                     master[here].copy_(masters.part(divided.number, rank))
                     whole[here].copy_(gradients.part(divided.number, rank))
             after = self._updates.step(parameter, master, whole, _words(tile, parameter, whole), segment.step)
-            for rank, position, numel in divided.parts:
+            for rank, position, _, numel in divided.parts:
                 here = slice(position, position + numel)
                 if rank == exchange.rank:
                     split(after[here], states)

@@ -95,10 +95,8 @@ class SplitBackward:
     ) -> tuple[torch.Tensor | None, ...]:
         """Runs the first half, and returns the gradient of each input; None for an input that needs no gradient.
 
-        Args:
-            outputs: Outputs of the stage that need gradients, or its loss.
-            gradients: Gradients of the outputs; None for a loss.
-            inputs: Inputs of the stage, as the forward received them.
+        `outputs` of the stage need gradients, or are its loss, which has a gradient of None; `inputs` are as the
+        forward received them.
         """
         wanted = [value for value in inputs if _needs(value)]
         handles = [branch.keep(n) for branch in self._branches for n in range(len(branch.nodes))]
@@ -120,10 +118,7 @@ def split(
 ) -> SplitBackward | None:
     """Returns the backward of a graph in two halves; None if it can only run as one.
 
-    Args:
-        outputs: Outputs of the stage that need gradients, or its loss.
-        inputs: Inputs of the stage, as the forward received them.
-        weights: Its parameters.
+    `outputs` of the stage need gradients, or are its loss; `inputs` are as the forward received them.
     """
     users = _users([output.grad_fn for output in outputs if output.grad_fn is not None])
     if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in users):
@@ -231,8 +226,7 @@ class EngineStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         """Returns the receipt of a micro-batch's inputs.
 
-        Raises:
-            UsageError: If the schedule has another number of micro-batches than a step.
+        Raises `UsageError` if the schedule has another number of micro-batches than a step.
         """
         self._check()  # before this stage waits for the one before it, which finds the same error
         return super().get_fwd_recv_ops(fwd_chunk_id)
@@ -240,11 +234,7 @@ class EngineStage(PipelineStage):
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of a micro-batch.
 
-        Returns:
-            The output of the module.
-
-        Raises:
-            UsageError: If the schedule has another number of micro-batches than a step.
+        Raises `UsageError` if the schedule has another number of micro-batches than a step.
         """
         self._check()
         with _own_errors():
@@ -285,8 +275,7 @@ class EngineStage(PipelineStage):
     ) -> tuple[tuple[torch.Tensor | None, ...], Any]:
         """Runs a backward, or one half of it.
 
-        Returns:
-            The gradients of the inputs, and for "input" the second half; None if nothing is left to do.
+        Returns the gradients of the inputs, and for "input" the second half; None if nothing is left to do.
         """
         if backward_type == "weight":
             if bwd_kwargs["param_groups"] is not None:

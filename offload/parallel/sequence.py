@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from offload.config import Config
-from offload.distributed.process_group import Kind, Ranks
+from offload.distributed.process_group import Kind, Ranks, check_same
 from offload.distributed.world import World
 from offload.engine.callbacks import Extension
 from offload.errors import ConfigError, UsageError
@@ -79,11 +79,8 @@ class SequenceParallel:
     def exchange(self, sent: torch.Tensor) -> torch.Tensor:
         """Returns the rows that the ranks of the group send to this rank. Collective of the group.
 
-        Args:
-            sent: (size, ...) contiguous on the device; row r is for rank r.
-
-        Returns:
-            (size, ...), row r from rank r; filled before any later compute of the calling thread runs.
+        Row r of `sent`, (size, ...) contiguous on the device, is for rank r. Row r of the result comes from rank r, and
+        is filled before any later compute of the calling thread runs.
         """
         received = torch.empty_like(sent)
         # Rows of equal length, one for each rank: this is the exchange of ZeRO's gradients, with all ranks as senders.
@@ -94,8 +91,7 @@ class SequenceParallel:
     def check_same_batch(self, facts: list[int]) -> None:
         """Compares the numbers that describe each rank's batch. Collective of the group.
 
-        Raises:
-            UsageError: on all ranks of the group, if they have different batches.
+        Raises `UsageError` on all ranks of the group, if they have different batches.
         """
         # Every rank compares all numbers with its own, so that either all ranks raise or none.
         for rank, rank_facts in zip(
@@ -135,9 +131,7 @@ class _AllToAll(torch.autograd.Function):
 def all_to_all(parallel: SequenceParallel, rows: torch.Tensor) -> torch.Tensor:
     """Returns the rows that the ranks of a group send to this rank. Differentiable. Collective of the group.
 
-    Args:
-        parallel: the group.
-        rows: (size, ...) contiguous on the device; row r is for rank r.
+    `rows` is (size, ...), contiguous on the device; row r is for rank r.
     """
     received: torch.Tensor = _AllToAll.apply(parallel, rows)  # type: ignore[no-untyped-call]
     return received
@@ -146,19 +140,12 @@ def all_to_all(parallel: SequenceParallel, rows: torch.Tensor) -> torch.Tensor:
 def form_groups(world: World, size: int) -> Ranks:
     """Divides all ranks into groups that share sequences, and returns this rank's group. Collective.
 
-    Raises:
-        ConfigError: on all ranks, if the ranks cannot be divided into such groups.
+    Raises `ConfigError` on all ranks, if the ranks cannot be divided into such groups.
     """
     ranks = world.everyone.size
     # All ranks compare their sizes first, also ranks that share no sequence: groups of different sizes would wait for
     # each other.
-    sizes = world.everyone.share(size, "compare their sequence parallelism")
-    for rank, rank_size in enumerate(sizes):
-        if rank_size != sizes[0]:
-            raise ConfigError(
-                f"the sequence_parallel_size of rank {rank} and of rank 0 differ: {rank_size}, not {sizes[0]}; "
-                "give every rank the same config"
-            )
+    check_same("sequence_parallel_size", world.everyone.share(size, "compare their sequence parallelism"))
     if size == 1:
         return Ranks()
     if ranks % size:
@@ -230,6 +217,8 @@ class SequenceAttention:
     ) -> tuple[torch.Tensor, None]:
         """Returns the attention of this rank's part of the sequence; arguments as of transformers' functions.
 
+        Raises `UsageError` if the function takes a tensor that would have to be divided over ranks.
+
         Args:
             module: the attention layer.
             query: (rows, heads, part of the sequence, width).
@@ -240,9 +229,6 @@ class SequenceAttention:
 
         Returns:
             (rows, part of the sequence, heads, width of values), and no attention weights.
-
-        Raises:
-            UsageError: if the function takes a tensor that would have to be divided over ranks.
         """
         self.times_called += 1
         # Such as sinks or a bias of positions: a rank would need only the part for its heads.
@@ -290,10 +276,8 @@ class _WithGroups:
 def _to_heads(parallel: SequenceParallel, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Exchanges all heads over a part of the sequence for a part of the heads over all of it. Collective.
 
-    Args:
-        parallel: the group.
-        tensors: each (rows, heads, part of the sequence, width), with a number of heads that is a multiple of the
-            number of ranks.
+    Each tensor is (rows, heads, part of the sequence, width), with a number of heads that is a multiple of the number
+    of ranks.
     """
     # Values may be narrower than keys, as in multi-head latent attention.
     if len({tensor.shape[-1] for tensor in tensors}) > 1:

@@ -91,13 +91,9 @@ def _tensor_module() -> Any:
 def find_shards(model: nn.Module, mpu: Any = None) -> FoundShards:
     """Returns the tensor parallelism of `model`. Pure, and local to this process.
 
-    Args:
-        model: the model as the user gives it.
-        mpu: Megatron's `parallel_state`, or an object with its functions; None without one.
-
-    Raises:
-        ConfigError: if a parameter is divided in a way that an engine cannot page.
-        UsageError: if `mpu` lacks a function, or has groups that an engine does not know.
+    `mpu` is Megatron's `parallel_state`, or an object with its functions. Raises `ConfigError` if a parameter is
+    divided in a way that an engine cannot page, and `UsageError` if `mpu` lacks a function, or has groups that an
+    engine does not know.
     """
     dtensors = {name: parameter for name, parameter in model.named_parameters() if is_dtensor(parameter)}
     wrong = next((name for name, buffer in model.named_buffers() if is_dtensor(buffer)), None)
@@ -215,8 +211,7 @@ def _of_mpu(model: nn.Module, mpu: Any) -> FoundShards:
 def _ranks_of(mpu: Any, *names: str) -> tuple[int, ...]:
     """Returns the ranks of the group that the first of these functions returns.
 
-    Raises:
-        UsageError: if `mpu` has none of them.
+    Raises `UsageError` if `mpu` has none of them.
     """
     function = next((getter for name in names if callable(getter := getattr(mpu, name, None))), None)
     if function is None:

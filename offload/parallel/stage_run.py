@@ -38,8 +38,7 @@ class StageRun(PassSchedule):
     def pipeline_stages(self, device: torch.device, calls: StageCalls) -> list[Any]:
         """Returns the stages of this process, to make a schedule over.
 
-        Raises:
-            UsageError: If torch.distributed has no process group.
+        Raises `UsageError` if torch.distributed has no process group.
         """
         if not dist.is_initialized():
             raise UsageError("pipeline_stages() needs a process group: call torch.distributed.init_process_group first")
@@ -66,10 +65,7 @@ class StageRun(PassSchedule):
     def end_backward(self, stage: int, micro_batch: int, divides: bool) -> bool:
         """Counts the backward of a micro-batch through a stage, and returns True if all stages have run theirs.
 
-        Args:
-            stage: Number of the stage.
-            micro_batch: Number of the micro-batch in the schedule.
-            divides: True if the schedule is expected to call `divided` at its end.
+        If it `divides`, the schedule is expected to call `divided` at its end.
         """
         # torch asks for the division after the last backward, unless the schedule was made without it.
         if divides:
@@ -90,8 +86,7 @@ class StageRun(PassSchedule):
     def begin_step(self, count: int, micro_batches: int, access: ParamAccess) -> None:
         """Checks that a run of a schedule is complete, and adds up gradients of tied parameters over the stages.
 
-        Raises:
-            UsageError: If no run is complete, or the schedule wants a sum of gradients. Nothing has changed then.
+        Raises `UsageError` if no run is complete, or the schedule wants a sum of gradients. Nothing has changed then.
         """
         if count != micro_batches:
             raise UsageError(

@@ -31,19 +31,10 @@ def form_grid(
 ) -> World:
     """Divides all processes into rows and columns. Collective.
 
-    Args:
-        everyone: all processes.
-        row: the processes among which tensor parallelism divides this one's parameters, by their rank; empty without
-            it.
-        sharded: names of the parameters of which this process has a shard.
-        pipeline: the stages of this process.
-        dims: the dimension along which each of `sharded` is divided, where that is known.
-
-    Returns:
-        The grid. Without both kinds of parallelism, and for a single process, the world of ZeRO alone.
-
-    Raises:
-        ConfigError: on all processes, if the rows are no grid, or columns cannot be divided into replicas.
+    Tensor parallelism divides this process's parameters among `row`, ranks of `everyone`; empty without it. This
+    process has a shard of the parameters `sharded`, each divided along its dimension in `dims`, where that is known.
+    Without both kinds of parallelism, and for a single process, returns the world of ZeRO alone. Raises `ConfigError`
+    on all processes, if the rows are no grid, or columns cannot be divided into replicas.
     """
     if everyone.size == 1:
         return World(everyone=everyone, ranks=everyone)

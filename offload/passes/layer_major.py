@@ -154,10 +154,7 @@ class MicroBatch(Generic[_T]):
     def __init__(self, work: Callable[[], _T], settings: ThreadSettings, name: str) -> None:
         """Starts nothing before the first `resume`.
 
-        Args:
-            work: runs the forward and the backward.
-            settings: the settings of the owner's thread.
-            name: name of the thread.
+        `work` runs the forward and the backward, under the settings of the owner's thread.
         """
         self._work, self._settings = work, settings
         self._may_run, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
@@ -204,9 +201,8 @@ class MicroBatch(Generic[_T]):
     def pause(self, border: Border) -> None:
         """Waits at a border until `resume`.
 
-        Raises:
-            Abandoned: the micro-batch must end here.
-            UsageError: the calling thread is another micro-batch's, whose backward has come into this one's graph.
+        Raises `Abandoned` if the micro-batch must end here, and `UsageError` if the calling thread is another
+        micro-batch's, whose backward has come into this one's graph.
         """
         if threading.current_thread() is not self._thread:
             raise UsageError(
@@ -350,10 +346,8 @@ class LayerMajor(PassSchedule):
     def __init__(self, blocks: Sequence[str], device: Device, wanted: bool) -> None:
         """Makes a schedule without borders; see `install`.
 
-        Args:
-            blocks: names of the repeated blocks, in the order of the model.
-            device: the compute device.
-            wanted: True if the user asks for turns by name.
+        `blocks` names the repeated blocks, in the order of the model; `wanted` is True if the user asks for turns by
+        name.
         """
         self._blocks, self._device, self._wanted = blocks, device, wanted
         self._modules: Mapping[str, nn.Module] = {}
@@ -419,8 +413,7 @@ class LayerMajor(PassSchedule):
     def run(self, works: Iterable[Callable[[], _T]], generators: MicroBatchGenerators, turns: Turns) -> list[_T]:
         """Runs the micro-batches of a step, and returns their results.
 
-        Raises:
-            UsageError: a signal's handler has entered the engine, which ends the micro-batches.
+        Raises `UsageError` if a signal's handler has entered the engine, which ends the micro-batches.
         """
         if generators.micro_batches < 2 or not self.possible:
             return super().run(works, generators, turns)

@@ -14,9 +14,8 @@ from offload.config import Config, load_config
 from offload.errors import ConfigError
 from offload.layout.flat_layout import UnitLayout, laid_out_for
 from offload.layout.memory_plan import (
+    MemoryPlan,
     MemoryRequest,
-    PlacedStates,
-    WantedSlots,
     mode_of,
     place_states,
     placement_request,
@@ -165,8 +164,8 @@ def settle(
         )
     )
     # The steps below are those of `initialize`, in the same order.
-    wanted = wanted_slots(placed, on_disk=placed.placement.on_disk)
-    plan = plan_memory(placed, wanted, _no_room(placed, wanted, room))
+    slots, may_fall_back = wanted_slots(placed, on_disk=placed.placement.on_disk)
+    plan = plan_memory(placed, slots, _no_room(placed, room, may_fall_back) if slots == 2 else None)
     return Memory(
         config=config,
         mode=plan.mode,
@@ -179,15 +178,15 @@ def settle(
     )
 
 
-def _no_room(placed: PlacedStates, wanted: WantedSlots, room: Room) -> str | None:
+def _no_room(placed: MemoryPlan, room: Room, may_fall_back: bool) -> str | None:
     """Returns a notice if the disk has no room for two slots, else None.
 
     Raises:
         ConfigError: the config demands two slots.
     """
-    if wanted.count < 2 or room.disk is None or placed.two_slots_nbytes <= room.disk:
+    if room.disk is None or placed.two_slots_nbytes <= room.disk:
         return None
-    if wanted.must:
+    if not may_fall_back:
         raise ConfigError(
             f'"durability" needs {placed.two_slots_nbytes} bytes of disk for two slots, {room.disk} are free; give '
             f'more drives, or set "durability": "none"'

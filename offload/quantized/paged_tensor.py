@@ -124,13 +124,7 @@ class PagedTensor(torch.Tensor):
 
 
 def paged(kind: type[PagedTensor], source: PagedBytes, geometry: torch.Tensor) -> PagedTensor:
-    """Returns a paged tensor.
-
-    Args:
-        kind: its class.
-        source: bytes of a parameter.
-        geometry: on meta; shape, strides and dtype, and the offset in the unit.
-    """
+    """Returns a paged tensor. `geometry`, on meta, has shape, strides and dtype, and the offset in the unit."""
     made = make_wrapper(kind, geometry, source.device)
     made.source, made.geometry = source, geometry
     return made

@@ -24,14 +24,7 @@ class ParameterBytes:
     """The bytes of one frozen parameter in a unit; implements `PagedBytes`."""
 
     def __init__(self, name: str, unit: int, start: int, device: torch.device) -> None:
-        """Describes the bytes; they can be read once `owner` is set.
-
-        Args:
-            name: name of the parameter in the model.
-            unit: index of the unit that contains the parameter.
-            start: first byte of the parameter in the unit.
-            device: device that the model computes on.
-        """
+        """Describes the bytes; they can be read once `owner` is set. The bytes begin at byte `start` of the unit."""
         self.name, self.unit, self.start, self.device = name, unit, start, device
         self.owner: ParamOwner | None = None
         """The object that reads the bytes. None before the engine is complete and after its end."""
@@ -39,11 +32,8 @@ class ParameterBytes:
     def read(self, geometry: torch.Tensor) -> torch.Tensor:
         """Returns elements as an ordinary tensor: a view of a device buffer in a forward or a backward, else a copy.
 
-        Args:
-            geometry: on meta; shape, strides and dtype, and the offset in the unit.
-
-        Raises:
-            UsageError: if the engine was destroyed.
+        `geometry`, on meta, has shape, strides and dtype, and the offset in the unit. Raises `UsageError` if the engine
+        was destroyed.
         """
         if self.owner is None:
             raise UsageError(
@@ -73,8 +63,7 @@ _CODES = "qweight"
 def with_adopted_buffers(model: nn.Module) -> Iterator[None]:
     """Makes frozen parameters of the buffers of quantized layers; they become buffers again if the body raises.
 
-    Args:
-        model: the model. Names, values and ties stay.
+    Names, values and ties stay.
     """
     parameters: dict[int, nn.Parameter] = {}
     taken: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -139,10 +128,8 @@ class QuantizedTensors(Values):
     def empty(self, model: nn.Module, in_place: bool = False) -> None:
         """Replaces the inner tensors of the parameter by paged ones without memory. Identity and ties stay.
 
-        Args:
-            model: the model, with the parameter.
-            in_place: True if the bytes are read from the model's own files. Tensors that are in memory already, such as
-                a code book, then move to the device and stay there.
+        With `in_place`, the bytes are read from the model's own files. Tensors that are in memory already, such as a
+        code book, then move to the device and stay there.
         """
         parameter, owner = model.get_parameter(self.segment.name), _owner(model, self.segment)
         tensors, starts = _inner(model, self.segment), inner_starts(self.segment.inner)
@@ -171,8 +158,7 @@ class QuantizedTensors(Values):
     def read(self, handle: ParamHandle) -> torch.Tensor:
         """Returns a copy of a parameter that consists of one tensor, such as integers or scales.
 
-        Raises:
-            UsageError: if it consists of several tensors, which only its library can interpret.
+        Raises `UsageError` if it consists of several tensors, which only its library can interpret.
         """
         parameter = handle.parameter
         if isinstance(parameter, PagedTensor) and [field.name for field in self.segment.inner] == [OWN]:
@@ -226,10 +212,7 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
 def _rewrapped(tensor: torch.Tensor, prefix: str, made: Callable[[str], torch.Tensor]) -> torch.Tensor:
     """Returns a wrapper like `tensor` around other tensors, or the other tensor itself if `tensor` is no wrapper.
 
-    Args:
-        tensor: the wrapper.
-        prefix: prefix of the names of its inner tensors.
-        made: returns the tensor in place of an inner one, by name.
+    `prefix` begins the names of the inner tensors; `made` returns the tensor in place of an inner one, by name.
     """
     contents = inner_tensors(tensor)
     if contents is None:

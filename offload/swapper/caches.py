@@ -52,23 +52,14 @@ def stream(
     """Copies the `pieces` of a partition to their places in `unsharded`, chunk by chunk, and waits for the last copy.
 
     With two host buffers or more, one is filled while another is copied. When this function returns or raises, no read
-    is in flight. After an error, a copy may be in flight.
-
-    Args:
-        host_buffers: host buffers of equal size, owned by the caller and free again on return.
-        unsharded: the unit's device memory, (nbytes,) uint8.
-        after: events that must be done before `unsharded` is written.
-        waiting: returns a context for each wait for a read.
-
-    Returns:
-        The event of the last copy. The copy has ended.
-
-    Raises:
-        OSError: the first error of a read.
+    is in flight. After an error, a copy may be in flight. The `host_buffers` are of one size, belong to the caller and
+    are free again on return. `unsharded`, (nbytes,) uint8, is written after the events `after`. `waiting` returns a
+    context for each wait for a read. The event of the last copy, which is returned, is done. Raises the first error of
+    a read.
     """
     reading: deque[tuple[HostBuffer, int, Future]] = deque()
     copied: dict[int, Event] = {}
-    last: Event | None = None
+    last = DONE
     start = 0
     try:
         while start < total or reading:
@@ -90,7 +81,6 @@ def stream(
                 copied[host_buffer.offset] = last
     finally:
         wait_for_all(future for _, _, future in reading)
-    assert last is not None, "an empty partition needs no host buffer"
     last.wait()  # the caller reuses the host buffers
     return last
 
@@ -114,8 +104,7 @@ class Gathers(Protocol):
     def gather(self, unit: int, unsharded: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
         """Starts the gather of the other ranks' shards into `unsharded`, and returns the event of its end.
 
-        Args:
-            unsharded: (nbytes,) uint8 on the device, the unit.
+        `unsharded` is the unit on the device, (nbytes,) uint8.
         """
 
 
@@ -127,12 +116,11 @@ class DeviceCache:
     """Device buffers of weights: permanent buffers for tier DEVICE, and buffers for units that come and go."""
 
     def __init__(
-        self, table: UnitTable, arena: DeviceArena, device: Device, peers: Gathers | None, expand: Expand | None = None
+        self, table: UnitTable, arena: DeviceArena, device: Device, peers: Gathers | None, expand: Expand
     ) -> None:
         """Allocates the permanent device buffers.
 
-        `peers` is None for one rank. `expand` computes the bytes of a unit that are in no partition; None if all bytes
-        are in partitions.
+        `peers` is None for one rank. `expand` computes the bytes of a unit that are in no partition.
         """
         self._table = table
         self._expand_unit = expand
@@ -180,8 +168,7 @@ class DeviceCache:
     def allocate(self, entry: UnitEntry, beyond: int = -1) -> DeviceBuffer | None:
         """Returns a device buffer for `entry`; None if there is no room. Drops released units to make room.
 
-        Args:
-            beyond: only units whose next use is more than `beyond` uses away may be dropped; -1 for a use on demand.
+        Only units whose next use is more than `beyond` uses away may be dropped; -1 for a use on demand.
         """
         if entry.index in self._reserved:
             return self._reserved.pop(entry.index)
@@ -238,11 +225,8 @@ class DeviceCache:
     def grow(self, nbytes: int, block_sizes: Sequence[int]) -> list[torch.Tensor]:
         """Adds `nbytes` of device memory to the arena, and returns the blocks at its end that belong to the caller.
 
-        Args:
-            block_sizes: bytes of each block that no unit may use; the blocks are (bytes,) uint8 tensors.
-
-        Raises:
-            BudgetError: if fewer than `nbytes` are free on the device.
+        No unit may use these blocks, (bytes,) uint8 tensors of `block_sizes`. Raises `BudgetError` if fewer than
+        `nbytes` are free on the device.
         """
         assert len(self._arena.blocks) == 1, "grown memory is given back before the arena grows again"
         self._first_floor()  # determined while all free memory belongs to the first allocation
@@ -387,10 +371,8 @@ class DeviceCache:
 
     def _expand(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
         """Starts the computation of the unit's expanded bytes, ordered after the upload."""
-        expand = self._expand_unit
         if not entry.size.expanded_nbytes:
             return
-        assert expand is not None, "units with expanded bytes come with the function that makes them"
         unsharded = self._arena.view(device_buffer)
 
         def work() -> Event:
@@ -398,7 +380,7 @@ class DeviceCache:
             # another stream, so this stream waits for its event.
             with self._device.uploading():
                 self._device.wait_event(entry.uploaded)
-                expand(entry.index, unsharded)
+                self._expand_unit(entry.index, unsharded)
                 return self._device.uploaded()
 
         # calling thread: it does the work on a CPU, and a gather may wait for other ranks. So the lock is released.
@@ -416,8 +398,7 @@ class DeviceCache:
     ) -> None:
         """Fills `device_buffer` from DISK in chunks, each through one of `host_buffers`.
 
-        Args:
-            device_buffer: room for the unit, which owns the buffer from now on.
+        The unit owns `device_buffer` from now on.
         """
         self._table.move(entry, Residency.UPLOADING)
         unsharded, size, timeline = self._arena.view(device_buffer), entry.size, self._table.timeline
@@ -447,8 +428,8 @@ class DeviceCache:
 class HostCache:
     """Host buffers of weights: permanent ones of units whose tier is HOST, and ones that units of tier DISK share."""
 
-    def __init__(self, table: UnitTable, host: HostArena, source: WeightSource | None) -> None:
-        """Allocates the permanent host buffers. `source` is None if no unit's tier is DISK."""
+    def __init__(self, table: UnitTable, host: HostArena, source: WeightSource) -> None:
+        """Allocates the permanent host buffers."""
         self._table = table
         self._host = host
         self._source = source
@@ -466,9 +447,8 @@ class HostCache:
     def host_buffer(self, nbytes: int, beyond: int = -1, wait: bool = True) -> HostBuffer | None:
         """Returns a host buffer for weights; None if too little memory is free or can be evicted.
 
-        Args:
-            beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for any unit.
-            wait: False to evict nothing whose copy to the device is under way.
+        Only units whose next use is more than `beyond` uses away may be evicted; -1 for any unit. Without `wait`,
+        nothing is evicted whose copy to the device is under way.
         """
 
         def distance(unit: int) -> int:
@@ -579,8 +559,7 @@ class HostCache:
     def read_ahead(self, limits: Limits, started: Callable[[UnitEntry], None], wait: bool) -> None:
         """Starts reads of upcoming units, into host memory that is free or holds only units used later.
 
-        Args:
-            wait: False to take no host buffer whose copy to the device is under way.
+        Without `wait`, takes no host buffer whose copy to the device is under way.
         """
         entries, trace = self._table.entries, self._table.access_order
 
@@ -618,7 +597,6 @@ class HostCache:
         The returned function needs no lock: no update of the unit begins before its fetch has ended.
         """
         source, unit = self._source, entry.index
-        assert source is not None, "a unit of tier DISK comes with the files that contain it"
         return lambda start, buffer: source.start_read(unit, start, buffer, priority)
 
     # -- shutdown -----------------------------------------------------------------------------------

@@ -109,10 +109,8 @@ class Peers(Gathers, Protocol):
     def agree(self, unit: int, state: Callable[[], UnitState]) -> GatherDecision:
         """Announces that this rank uses `unit`, and returns the decision of all ranks.
 
-        Serves the gathers of other ranks while it waits. The caller must not hold the table's lock.
-
-        Args:
-            state: returns the state of this rank; called without the table's lock, once for each round.
+        Serves the gathers of other ranks while it waits. The caller must not hold the table's lock. `state` returns the
+        state of this rank; it is called without the lock, once for each round.
         """
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
@@ -222,7 +220,10 @@ class CommonUses(Fetcher):
                 if entry.residency is not Residency.DEVICE:
                     return UnitState(unit=False, all=False, ahead=-1, series=series)
                 next_one = self._prefetcher.next_with_room() if ahead else -1
-                return UnitState(unit=True, all=self._has_all(), ahead=next_one, series=series)
+                # Under a limit of reuse a unit may leave at its release, so no rank relies on it.
+                stay = self._limits.reuse is None
+                has_all = stay and all(other.residency is Residency.DEVICE for other in self._table.entries)
+                return UnitState(unit=True, all=has_all, ahead=next_one, series=series)
 
         if ahead and entry.residency is Residency.DEVICE:
             self._prefetcher.read()
@@ -251,9 +252,6 @@ class CommonUses(Fetcher):
         if self.settled and entry.index not in self._settled:
             self._end_series()
         self._gather(entry)
-
-    def _has_all(self) -> bool:
-        return self._limits.reuse is None and all(entry.residency is Residency.DEVICE for entry in self._table.entries)
 
     # -- series -------------------------------------------------------------------------------------
 
@@ -371,9 +369,7 @@ class SpeculativeWeights:
     def copy(self, unit: int, first: int, destination: torch.Tensor) -> bool:
         """Copies old weights from memory, if they are there. Returns False if they must be read from the store.
 
-        Args:
-            first: first byte of the partition to copy.
-            destination: (nbytes,) uint8 on the host.
+        The copy starts at byte `first` of the partition, and fills `destination`, (nbytes,) uint8 on the host.
         """
         with self._lock:
             entry = self._entries[unit]
@@ -414,8 +410,7 @@ class SpeculativeWeights:
     def adopt(self, unit: int) -> bool:
         """Replaces the old weights by the fresh ones once the step is decided. `publish_weights` must follow.
 
-        Returns:
-            True if the fresh weights are in the unit's host buffer; False if they are in the store alone.
+        Returns False if the fresh weights are in the store alone, and not in the host buffer.
         """
         with self._lock:
             entry = self._entries[unit]
@@ -528,10 +523,8 @@ class WeightUpdates:
     def publish_weights(self, unit: int, in_host_buffer: bool, unwritten: bool) -> None:
         """Ends the update of `unit`: its weights may be used from now on.
 
-        Args:
-            in_host_buffer: whether the fresh weights are in the unit's host buffer, or in its tier. If not, all of
-                their writes to the store must have ended.
-            unwritten: whether writes of the fresh weights to the store are in flight.
+        With `in_host_buffer` the fresh weights are in the unit's host buffer, or in its tier; otherwise all of their
+        writes to the store must have ended. With `unwritten` such writes are in flight.
         """
         with self._lock:
             entry = self._entries[unit]
@@ -596,16 +589,16 @@ class Pager:
         host: HostArena,
         arena: DeviceArena,
         device: Device,
-        source: WeightSource | None,
+        source: WeightSource,
         limits: Limits,
         peers: Peers | None = None,
         *,
-        expand: Expand | None = None,
+        expand: Expand = lambda unit, memory: None,
         timeline: Timeline = OFF,
     ) -> None:
         self.table = UnitTable(
             sizes,
-            lambda: source is not None and source.committed,
+            lambda: source.committed,
             timeline=timeline,
             record_memory=MemoryCounters(host, arena, timeline.recorded).record,
         )
@@ -633,17 +626,9 @@ class Pager:
         """Pins `unit` on the device and returns its weights.
 
         Compute that the calling thread starts from now on is ordered after the upload, which may be in flight. Waits
-        for the update of the unit, for its read, and for the other ranks.
-
-        Args:
-            ahead: whether to prefetch what the access order predicts next.
-
-        Returns:
-            (nbytes,) uint8 on the device: the pager's memory, valid until `release`.
-
-        Raises:
-            BudgetError: if pinned units leave no room.
-            EngineFailed: after an error on a background thread.
+        for the update of the unit, for its read, and for the other ranks. With `ahead`, prefetches what the access
+        order predicts next. The weights, (nbytes,) uint8, are the pager's memory, valid until `release`. Raises
+        `BudgetError` if pinned units leave no room, and `EngineFailed` after an error on a background thread.
         """
         entry = self._entries[unit]
         with self.lock:
@@ -736,14 +721,8 @@ class Pager:
     def grow_device(self, nbytes: int, block_sizes: Sequence[int] = ()) -> list[torch.Tensor]:
         """Grows the device arena, between steps.
 
-        Args:
-            block_sizes: sizes in bytes of buffers in the new memory that belong to the caller for good.
-
-        Returns:
-            The buffers, (nbytes,) uint8 tensors.
-
-        Raises:
-            BudgetError: if the device has less free memory than `nbytes`.
+        Returns buffers of `block_sizes` in the new memory, (nbytes,) uint8, which belong to the caller for good. Raises
+        `BudgetError` if the device has less free memory than `nbytes`.
         """
         with self.lock:
             return self._device_cache.grow(nbytes, block_sizes)
@@ -860,10 +839,8 @@ class Pager:
     def give_cache(self, drop_spare: Callable[[], None]) -> None:
         """Frees every host buffer of weights, for another engine of the process. No update may be under way.
 
-        The thread that starts the other engine calls it.
-
-        Args:
-            drop_spare: frees the promoted states, which are in the memory of the cache too.
+        The thread that starts the other engine calls it. `drop_spare` frees the promoted states, which are in the
+        memory of the cache too.
         """
         with self.lock, self._prefetcher.stopped():
             self._host_cache.give_cache(drop_spare)

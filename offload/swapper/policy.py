@@ -223,9 +223,8 @@ class AccessOrder:
     def expect(self, units: Sequence[int], group: Collection[int]) -> None:
         """Predicts that the current run next uses `units` of `group`, and that it then uses them in reverse order.
 
-        Args:
-            units: units of `group`, in the order of their uses.
-            group: units of which each run uses some, not always the same ones: the experts of a layer.
+        `units` are in the order of their uses. Each run uses some units of the group, not always the same ones: the
+        experts of a layer.
         """
         self._now.expect(units, group)
 
@@ -301,11 +300,9 @@ def victims(
 ) -> tuple[int, ...] | None:
     """Returns the units to evict so that `nbytes` fit in one contiguous block; None if no eviction suffices.
 
-    The unit with the furthest next use goes first, and as few go as suffice. Ties go to the lowest index, so that
-    equal orders give equal choices.
-
-    Args:
-        beyond: only units whose distance is larger may be evicted; -1 for all of `evictable`.
+    The unit with the furthest next use goes first, and as few go as suffice. Ties go to the lowest index, so that equal
+    orders give equal choices. Only units whose distance is larger than `beyond` may be evicted; -1 for all of
+    `evictable`.
     """
     if space.could_take(nbytes, ()):
         return ()
@@ -348,10 +345,8 @@ def find_room(
     4. Few bytes are evicted.
 
     With `space.scatter`, the result is drawn at random among the offsets that are best in the first two respects and
-    evict the fewest units.
-
-    Args:
-        beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for a use on demand.
+    evict the fewest units. Only units whose next use is more than `beyond` uses away may be evicted; -1 for a use on
+    demand.
     """
     distances = access_order.distances([block.unit for block in evictable])
     if beyond >= 0 and max(distances, default=-1) <= beyond and not space.could_take(nbytes, ()):
@@ -368,8 +363,7 @@ def find_room(
 def largest_beside(unit: int, nbytes: int, ascending: Sequence[tuple[int, int]], room: int) -> int:
     """Returns the bytes of the largest other unit that fits into `room` next to a unit; 0 if none does.
 
-    Args:
-        ascending: aligned bytes and index of each unit that comes and goes, in ascending order.
+    `ascending` contains the aligned bytes and the index of each unit that comes and goes.
     """
     left = room - align_up(max(nbytes, 1))
     at = bisect.bisect_right(ascending, (left, NEVER)) - 1
@@ -465,8 +459,7 @@ def next_to_fetch(
 ) -> int | None:
     """Returns the nearest upcoming unit within `limits.ahead` that `wanting` accepts; None if there is none.
 
-    Args:
-        wanting: returns True for a unit that is not yet where the caller would move it.
+    `wanting` accepts a unit that is not yet where the caller would move it.
     """
     if limits.ahead is None:
         return access_order.nearest(wanting)
@@ -485,10 +478,7 @@ def leaves_room_ahead(capacity: int, buffer_sizes: Sequence[int], ahead: Iterabl
     """Returns True if buffers that cannot be evicted leave the memory for the next two reads.
 
     Two reads, since one unit is read while the unit before is used. The reads of a pass then never wait for these
-    buffers.
-
-    Args:
-        ahead: bytes of each unit that the pass will still read, nearest first.
+    buffers. `ahead` yields the bytes of each unit that the pass will still read, nearest first.
     """
     nearest = itertools.islice(ahead, 2)
     return sum(align_up(nbytes) for nbytes in itertools.chain(buffer_sizes, nearest)) <= capacity

@@ -59,9 +59,8 @@ class PrefetchStats(NamedTuple):
 def may_upload_elsewhere(host_addressable: bool, several_ranks: bool) -> bool:
     """Returns whether threads other than the model's start uploads.
 
-    Args:
-        host_addressable: True if the device is a CPU, where an upload is a copy by the calling thread.
-        several_ranks: True if an upload ends with a gather; all ranks take part, in one order.
+    On a CPU (`host_addressable`) an upload is a copy by the calling thread. With several ranks an upload ends with a
+    gather, in which all ranks take part in one order.
     """
     return not host_addressable and not several_ranks
 
@@ -98,8 +97,7 @@ class Prefetcher:
     def read(self, wait: bool = True) -> None:
         """Finishes reads that are done, and starts reads of the units that come next.
 
-        Args:
-            wait: False to take no host buffer whose copy to the device is under way.
+        Without `wait`, takes no host buffer whose copy to the device is under way.
         """
         if not self._any_on_disk:
             return
@@ -192,7 +190,8 @@ class Prefetcher:
             self._finish_if_done(entry)
             in_host = self._is_in_host(entry)
             # The order is kept: a unit that is used later would take the room of this one.
-            if not in_host and not self._may_read_in_place(entry):
+            on_disk = entry.residency is Residency.DISK and not entry.updating
+            if not in_host and not (on_disk and self.reads_in_place(entry)):
                 return
             buffer = self._device_cache.allocate(entry, self._table.access_order.distance(unit))
             if buffer is None:  # the units in the way are in use, or used sooner
@@ -220,9 +219,6 @@ class Prefetcher:
     @staticmethod
     def _is_in_host(entry: UnitEntry) -> bool:
         return entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
-
-    def _may_read_in_place(self, entry: UnitEntry) -> bool:
-        return entry.residency is Residency.DISK and not entry.updating and self.reads_in_place(entry)
 
     def reads_in_place(self, entry: UnitEntry) -> bool:
         """Returns True if reads of `entry` fill its device buffer.
@@ -268,14 +264,9 @@ class Fetcher:
     def fetch(self, entry: UnitEntry, ahead: bool = False) -> None:
         """Moves a unit to DEVICE, one arrow of the residency table at a time.
 
-        Each wait releases the lock, so the loop looks up the unit's residency again after each step.
-
-        Args:
-            ahead: True to also start reads and uploads of the units that the access order predicts next.
-
-        Raises:
-            BudgetError: if pinned units leave no room.
-            EngineFailed: after an error on a background thread.
+        Each wait releases the lock, so the loop looks up the unit's residency again after each step. With `ahead`, also
+        starts reads and uploads of the units that the access order predicts next. Raises `BudgetError` if pinned units
+        leave no room, and `EngineFailed` after an error on a background thread.
         """
         while entry.updating or entry.residency is not Residency.DEVICE:
             self._table.check()  # a wait may have ended because the engine failed
@@ -333,8 +324,7 @@ class Fetcher:
     def _place(self, entry: UnitEntry) -> DeviceBuffer | None:
         """Returns a device buffer for `entry`, or None after a wait for an upload or read ahead that was in the way.
 
-        Raises:
-            BudgetError: if the units in use leave no room.
+        Raises `BudgetError` if the units in use leave no room.
         """
         device_buffer = self._device_cache.allocate(entry)
         if device_buffer is None:

@@ -138,12 +138,9 @@ class WeightSource(Protocol):
     def start_read(self, unit: int, start: int, buffer: memoryview, priority: Priority) -> Future:
         """Submits a read of the newest weights of a unit. The weights must not change before the read has ended.
 
-        Args:
-            start: first byte of `UnitSize.shard_nbytes`.
-            buffer: receives the bytes; it belongs to the caller and must live until the future is done.
-
-        Returns:
-            The request. Its `wait` raises `IoError` if the bytes cannot be read, are damaged, or have changed on disk.
+        Byte `start` counts in `UnitSize.shard_nbytes`. `buffer` belongs to the caller and must live until the future is
+        done. The `wait` of the request raises `IoError` if the bytes cannot be read, are damaged, or have changed on
+        disk.
         """
 
 
@@ -181,9 +178,8 @@ class UnitTable:
     ) -> None:
         """Creates an entry for each unit.
 
-        Args:
-            committed: returns True if the store holds a commit, for the text of an error.
-            record_memory: called after each change, under the lock.
+        `committed` returns True if the store holds a commit, for the text of an error. `record_memory` is called after
+        each change, under the lock.
         """
         self.changed = InterruptibleLock()
         # Counts changes, so that a waiter can detect a change that it missed.
@@ -229,8 +225,7 @@ class UnitTable:
     def end_transfer(self, entry: UnitEntry) -> Transfer | None:
         """Waits for the read of `entry` without the lock, and returns its transfer to the first waiting thread.
 
-        Returns:
-            The transfer, which the caller delivers; None if another thread has received it.
+        The caller delivers the transfer. Returns None if another thread has received it.
         """
         transfer = entry.transfer
         assert transfer is not None
@@ -252,8 +247,7 @@ class UnitTable:
     def fail(self, error: BaseException, entry: UnitEntry | None = None) -> None:
         """Stops the engine: every waiter and every later `check` raises `EngineFailed` from the first `error`.
 
-        Args:
-            entry: the unit that failed, whose residency becomes FAILED; None if no unit is involved.
+        The residency of `entry`, the unit that failed, becomes FAILED; None if no unit is involved.
         """
         if entry is not None and entry.residency is not Residency.FAILED:
             self.move(entry, Residency.FAILED)

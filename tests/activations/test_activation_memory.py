@@ -320,7 +320,7 @@ def test_host_memory_of_ever_new_lengths_is_that_of_the_longest(shorter: bool) -
     for count in pages:
         for block in [blocks.take(count * PAGE) for _ in range(12)]:
             assert block is not None and block.buffer.nbytes >= count * PAGE
-            blocks.give(block)
+            block.release()
         assert blocks.nbytes <= 16 * max(pages) * PAGE, "slabs double, so twelve blocks have at most sixteen"
         assert len(blocks._slabs) == 1, "sizes of which no block is left are forgotten"
     blocks.close()

@@ -28,6 +28,7 @@ from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.pager import GatherDecision, Pager, UnitState, WeightUpdates
 from offload.swapper.policy import NEVER, AccessOrder, Limits, PassKind
+from offload.swapper.store import NoStore
 from offload.swapper.table import ARROWS, Residency, UnitSize, UnitTable, pieces_of
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, use_queue
@@ -241,7 +242,7 @@ def test_the_pager_takes_the_listed_transitions_alone(start: Residency, end: Res
     cpu = Device(torch.device("cpu"))
     host = HostArena(HostBudget(0, 0, 0, 4096), cpu)
     unit = UnitSize("unit", 4096, Tier.HOST, 4096, pieces_of([range(4096)]))
-    pager = Pager([unit], host, DeviceArena(4096, cpu), cpu, None, Limits())
+    pager = Pager([unit], host, DeviceArena(4096, cpu), cpu, NoStore(1), Limits())
     entry = pager._entries[0]
     entry.residency = start
     with pager.lock:

@@ -15,8 +15,7 @@ Region = tuple[int, int]
 def free_regions(holes: Iterable[Region], places: Iterable[tuple[int, int]]) -> list[Region]:
     """Returns the regions that are free once the blocks at `places`, (offset, nbytes), were freed, in ascending order.
 
-    Args:
-        places: allocated blocks, each named once.
+    Each allocated block is named once.
     """
     merged: list[Region] = []
     for start, stop in sorted([*holes, *[(at, at + align_up(max(size, 1))) for at, size in places]]):

@@ -70,8 +70,7 @@ class HostSide(Protocol):
     def pin(self, memory: torch.Tensor) -> str | None:
         """Pins the pages of `memory`, (nbytes,) uint8 of `allocate` from the start of a page.
 
-        Returns:
-            None if the pages are pinned now, else the reason of the refusal, in words.
+        Returns None if the pages are pinned now, else the reason of the refusal, in words.
         """
 
     def unpin(self, address: int) -> str | None:
@@ -199,10 +198,8 @@ class Device:
     def give_back(self, memory: torch.Tensor, regions: Sequence[tuple[int, int]]) -> None:
         """Waits for all streams and gives regions of a result of `allocate` back to the system.
 
-        The tensor and its views stay, and must not be used before `take_back`. The regions' contents are lost.
-
-        Args:
-            regions: (start, stop) in bytes. A device that the host cannot address gives back all of the memory.
+        The tensor and its views stay, and must not be used before `take_back`. The regions' contents are lost. Regions
+        are (start, stop) in bytes; a device that the host cannot address gives back all of the memory.
         """
         for start, stop in regions:
             release_pages_at(memory.data_ptr() + start, stop - start)
@@ -220,11 +217,8 @@ class Device:
     def register(self, parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Pins parts of host memory for fast copies, the first part first, as far as the device grants it.
 
-        Args:
-            parts: (nbytes,) uint8 tensors of whole pages of `allocate_host`, not written and not registered yet.
-
-        Returns:
-            The number of bytes of each part that are now pinned: 0 on a CPU, which needs no pinned memory.
+        Parts are (nbytes,) uint8 tensors of whole pages of `allocate_host`, not written and not registered yet. Returns
+        the pinned bytes of each part: 0 on a CPU, which needs no pinned memory.
         """
         return (0,) * len(parts)
 
@@ -294,8 +288,7 @@ class Device:
     def enter_thread(self, *, computes: bool = False) -> None:
         """Prepares the calling thread for copies. A thread of the library calls this method first.
 
-        Args:
-            computes: True if the thread runs the model.
+        `computes` is True for a thread that runs the model.
         """
         self._thread.copies_alone = not computes
 
@@ -481,8 +474,7 @@ class AcceleratorDevice(Device):
     def unregister(self, parts: Sequence[torch.Tensor]) -> None:
         """Waits for copies in flight and unpins all pieces.
 
-        Raises:
-            RuntimeError: after all other pieces, if the accelerator has failed or does not unpin a piece.
+        Raises `RuntimeError` after all other pieces, if the accelerator has failed or does not unpin a piece.
         """
         starts = [part.data_ptr() for part in parts if part.nbytes]
         refusals = []
@@ -721,13 +713,12 @@ def accelerator_type() -> str | None:
 def compute_device(name: str, setting: str = '"device"') -> torch.device:
     """Returns the device that this process computes on; if there are several, LOCAL_RANK selects the current one.
 
+    Raises `ConfigError` if the name is unknown, or if the device does not exist.
+
     Args:
         name: "auto", "cpu", or the type of an accelerator as torch names it: "cuda" (ROCm too), "xpu", "npu". "auto" is
             the accelerator that torch finds, and the CPU without one.
         setting: the user's name for the setting, for error messages.
-
-    Raises:
-        ConfigError: if the name is unknown, or if the device does not exist.
     """
     accelerator = None if name == "cpu" else accelerator_type()
     if name not in ("auto", "cpu", accelerator):
@@ -804,11 +795,8 @@ _GROWING = "expandable_segments:True"
 def let_segments_grow(device: str) -> tuple[Remark, ...]:
     """Asks torch for segments that grow, in this process's environment, and returns a line for the user.
 
-    A further call changes nothing, and returns the same line.
-
-    Returns:
-        The line if this setting makes segments grow, or if it comes too late. Nothing without a GPU of NVIDIA, or if
-        the user has set anything else.
+    A further call changes nothing, and returns the same line. The line says that segments grow, or that the setting
+    comes too late. There is none without a GPU of NVIDIA, or if the user has set anything else.
     """
     if device == "cpu" or torch.version.hip is not None or not torch.cuda.is_available():
         return ()
@@ -821,8 +809,7 @@ def let_segments_grow(device: str) -> tuple[Remark, ...]:
 def growing_segments(environment: Mapping[str, str], in_use: bool) -> tuple[bool, Remark | None]:
     """Returns True if the caller must set the variable, else False; and the line for the user, if any.
 
-    Args:
-        in_use: True if CUDA has been used, and the environment read.
+    `in_use` is True if CUDA has been used, and the environment read.
     """
     settings = {name: environment[name] for name in _NAMES if environment.get(name)}
     grows = Remark(

@@ -80,9 +80,8 @@ class Binding:
     def __init__(self, unit: int, memory: ViewedMemory, updates: int | None, waits: bool) -> None:
         """Begins a use of the memory.
 
-        Args:
-            updates: number of changes of the weights so far; None for a resident unit, whose weights change in place.
-            waits: True if streams must wait for the upload of the unit.
+        `updates` counts the changes of the weights so far; it is None for a resident unit, whose weights change in
+        place. With `waits`, streams must wait for the upload of the unit.
         """
         self.unit, self.memory, self.updates, self.waits = unit, memory, updates, waits
         self.flat = memory.flat
@@ -192,10 +191,8 @@ class DeviceArena:
     def give_back(self, regions: Sequence[Region] = ()) -> None:
         """Gives the memory back to the device, for others. `take_back` must come before any use of the arena.
 
-        Blocks the calling thread until copies and compute in flight are done.
-
-        Args:
-            regions: regions that keep their contents, on a device that works in host memory. Other regions lose them.
+        Blocks the calling thread until copies and compute in flight are done. On a device that works in host memory,
+        `regions` keep their contents.
         """
         assert len(self.blocks) == 1, "grown memory is given back before"
         self._views, self._viewed = {}, {}  # storages over the old memory do not follow it to its next address
@@ -259,9 +256,7 @@ class DeviceArena:
     def give(self, device_buffer: DeviceBuffer, written: Event, read: Event) -> None:
         """Frees a buffer.
 
-        Args:
-            written: the event of the last upload into the buffer.
-            read: the event of the last compute that reads the buffer.
+        `written` is the event of the last upload into the buffer, `read` that of the last compute that reads it.
         """
         if self.poison:
             # compute stream: the fill runs here, so it must come after the upload and after compute of other threads.

@@ -164,14 +164,13 @@ class HostArena:
     ) -> None:
         """Maps the memory, or takes a free region of an existing mapping.
 
+        Raises `BudgetError` if all engines of `memory` would take more than `budget`.
+
         Args:
             memory: the memory of all engines of the process; None for a memory of its own.
             budget: bytes that all engines of `memory` may take together; None for no limit.
             give_cache: evicts all buffers of weights and calls `drop_cache`. The thread of another engine calls it.
             copied: the memory that the device copies; None for a device that works in host memory, the CPU.
-
-        Raises:
-            BudgetError: if all engines of `memory` would take more than `budget`.
         """
         self.classes, self.give_cache = classes, give_cache
         self._memory = HostMemory() if memory is None else memory
@@ -267,10 +266,8 @@ class HostArena:
     def give_back(self, spared: Sequence[tuple[int, int]] = ()) -> None:
         """Waits for copies in flight, unpins the arena and gives its pages back to the system.
 
-        Buffers stay, and must not be used before `pin`. Their contents are lost.
-
-        Args:
-            spared: (start, stop) within the arena of bytes that keep their contents, in ordinary memory.
+        Buffers stay, and must not be used before `pin`. Their contents are lost. `spared` are (start, stop) within the
+        arena of bytes that keep their contents, in ordinary memory.
         """
         # The system cannot take pinned pages.
         self._mapping.device.unregister(tuple(self._parts.values()))

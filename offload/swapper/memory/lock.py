@@ -57,8 +57,7 @@ class InterruptibleLock:
     def without_lock(self, act: Callable[[], _T]) -> _T:
         """Calls `act` without the lock, and holds the lock again however the call ends.
 
-        Args:
-            act: the work. A Ctrl-C is handled inside of `act` only in functions that are `interruptible`.
+        A Ctrl-C is handled inside of `act` only in functions that are `interruptible`.
         """
         self.lock.release()
         try:

@@ -47,12 +47,13 @@ from offload.swapper.store.runs import (
     remove_run,
     run_status,
 )
-from offload.swapper.store.store import Store
+from offload.swapper.store.store import NoStore, Store
 
 __all__ = [
     "Compared",
     "DriveByteCounter",
     "DriveWrites",
+    "NoStore",
     "Rating",
     "Shortage",
     "Store",

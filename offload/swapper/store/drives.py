@@ -45,10 +45,8 @@ def find_shortage(paths: Sequence[str | Path], need: int) -> Shortage | None:
 def shares(paths: Sequence[str | Path], speeds: Sequence[float], need: int) -> list[float]:
     """Divides `need` bytes among `paths`, in proportion to `speeds` as far as free space permits.
 
-    Paths on one file system share its free space. All free space together must suffice for `need`.
-
-    Args:
-        speeds: speed of each drive; any unit of measurement, the same for all.
+    Paths on one file system share its free space. All free space together must suffice for `need`. `speeds` may have
+    any unit of measurement.
     """
     volumes = _free_bytes(paths)
     room: dict[int, float] = dict(volumes)
@@ -86,8 +84,7 @@ def _free_bytes(paths: Sequence[str | Path]) -> list[tuple[int, int]]:
 def find_drive_shortage(paths: Sequence[Path], needs: Sequence[int]) -> Shortage | None:
     """Returns the shortage of the first file system without room for its own part of a store; None if each has room.
 
-    Args:
-        paths: The folder of each drive. Some may be on one file system.
+    Some folders in `paths` may be on one file system.
     """
     need: dict[int, int] = {}
     for path, nbytes in zip(paths, needs, strict=True):
@@ -102,8 +99,7 @@ def find_drive_shortage(paths: Sequence[Path], needs: Sequence[int]) -> Shortage
 def no_room(short: Shortage, slots: int) -> StoreError:
     """Returns the error for a store that does not fit, with the bytes needed and free, and the remedies.
 
-    Args:
-        slots: The number of slots of the store. With two slots, the message suggests a store with one slot.
+    For a store with two `slots`, the message suggests a store with one slot.
     """
     half = (
         ', or set "durability": "none" in the "offload" block (one slot instead of two for all trained state; a '
@@ -123,9 +119,7 @@ def places_of(folders: Sequence[Path]) -> tuple[str, ...]:
 def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, run_id: str | None) -> StoreManifest:
     """Returns the manifest of a new store. Measures several drives, and divides the stripes by their speeds.
 
-    Args:
-        spec: The contents of the store. All drives together must have room for the store.
-        run_id: The id on which the ranks have agreed; None if unknown.
+    All drives together must have room for the store.
     """
     drives = [folder.parent.parent for folder in folders]
     weights: Sequence[float] = [1.0]

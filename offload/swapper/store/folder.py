@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import stat
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -81,15 +79,9 @@ class Lock:
     """Exclusive lock of this process on a rank's folder.
 
     Locks the file, and the folder itself if the file system supports that: a cleaner of old files may delete the file,
-    but does not touch a locked folder.
-
-    Args:
-        use: Purpose of the lock. A reader needs no lock file in a folder where this user may not write one.
-
-    Raises:
-        StoreError: with the name of the holder, if another process or engine holds the folder; or if the file system
-            has no locks.
-        FileNotFoundError: if the folder does not exist, because another process may have removed it.
+    but does not touch a locked folder. A reader needs no lock file in a folder where this user may not write one.
+    Raises `StoreError` with the name of the holder if another process or engine holds the folder, or if the file system
+    has no locks; and `FileNotFoundError` if the folder does not exist, because another process may have removed it.
     """
 
     def __init__(self, folder: Path, use: Use = "train") -> None:
@@ -155,8 +147,7 @@ class Lock:
 def lock_folders(folders: Sequence[Path]) -> list[Lock]:
     """Creates the folders of a rank and locks all of them, in order.
 
-    Raises:
-        StoreError: if a folder is named twice, cannot be created, or is in use.
+    Raises `StoreError` if a folder is named twice, cannot be created, or is in use.
     """
     if len({real_path(folder.parent.parent) for folder in folders}) < len(folders):
         raise StoreError(f"nvme_path names a folder twice: {', '.join(str(f.parent.parent) for f in folders)}")
@@ -217,8 +208,7 @@ def check_owner(run: Path) -> None:
 def make_folders(folders: Sequence[Path]) -> None:
     """Creates the folder of a rank on each drive, mode 0700.
 
-    Raises:
-        StoreError: with advice, if a folder cannot be created or written to.
+    Raises `StoreError` with advice if a folder cannot be created or written to.
     """
     for folder in folders:
         try:
@@ -235,9 +225,8 @@ def make_folders(folders: Sequence[Path]) -> None:
 def _make_folder(folder: Path) -> None:
     """Creates one rank's folder and its missing parents. `sync_names` makes their names durable.
 
-    Raises:
-        StoreError: if a file or a link is in the way, or a folder is another user's.
-        OSError: if a folder cannot be created.
+    Raises `StoreError` if a file or a link is in the way, or a folder is another user's, and `OSError` if a folder
+    cannot be created.
     """
     run = folder.parent
     while True:
@@ -270,10 +259,8 @@ def sync_names(folder: Path) -> None:
     """Makes durable the names of a folder and of all folders above it on its file system, whoever created them.
 
     A power cut must not lose the folders of a durable commit, and a name is durable once its parent is synced. Another
-    rank, or the user, may have created some of the folders a moment ago.
-
-    Raises:
-        OSError: if a folder above cannot be synced.
+    rank, or the user, may have created some of the folders a moment ago. Raises `OSError` if a folder above cannot be
+    synced.
     """
     here = real_path(folder)
     while not here.is_mount():
@@ -310,10 +297,8 @@ def _depth(path: Path) -> int:
 def read_whole(path: Path) -> bytes:
     """Returns the bytes of a rank's file or of a note in a run's folder. Of a commit file, reads at most both records.
 
-    Never waits for another process.
-
-    Raises:
-        OSError: if there is no such file, or if it is a link, no regular file, or too large.
+    Never waits for another process. Raises `OSError` if there is no such file, or if it is a link, no regular file, or
+    too large.
     """
     return read_inner(path, _depth(path), _MOST.get(path.name, _MOST_OF_NOTE), whole=path.name != "commit")
 
@@ -333,10 +318,9 @@ def cut_short(path: Path, nbytes: int) -> None:
     """Shortens a file to `nbytes`, if it is longer. Raises `IoError`."""
     descriptor = _open_for_writing(path)
     try:
-        if os.fstat(descriptor).st_size > nbytes:
-            os.ftruncate(descriptor, nbytes)
-    except OSError as error:
-        raise IoError(str(path), 0, 0, error.errno or errno.EIO, "cut") from error
+        with _named(path, "cut"):
+            if os.fstat(descriptor).st_size > nbytes:
+                os.ftruncate(descriptor, nbytes)
     finally:
         os.close(descriptor)
 
@@ -344,10 +328,8 @@ def cut_short(path: Path, nbytes: int) -> None:
 def write_in_place(path: Path, data: bytes | memoryview, offset: int = 0) -> None:
     """Writes `data` durably at byte `offset` of `path`. Creates the file if it does not exist.
 
-    The write is not atomic: readers detect an incomplete write by a checksum.
-
-    Raises:
-        IoError: if the file cannot be opened or written.
+    The write is not atomic: readers detect an incomplete write by a checksum. Raises `IoError` if the file cannot be
+    opened or written.
     """
     with writing_in_place(path) as write:
         write(data, offset)
@@ -357,10 +339,8 @@ def write_in_place(path: Path, data: bytes | memoryview, offset: int = 0) -> Non
 def writing_in_place(path: Path) -> Iterator[Callable[[bytes | memoryview, int], None]]:
     """Yields a function that writes bytes at an offset of `path`. All are durable at the end of the block.
 
-    Creates the file if it does not exist. After an exception in the block nothing is synced.
-
-    Raises:
-        IoError: if the file cannot be opened or written.
+    Creates the file if it does not exist. After an exception in the block nothing is synced. Raises `IoError` if the
+    file cannot be opened or written.
     """
     new = not is_there(path)
     descriptor = _open_for_writing(path)
@@ -369,13 +349,13 @@ def writing_in_place(path: Path) -> Iterator[Callable[[bytes | memoryview, int],
     def write(data: bytes | memoryview, offset: int) -> None:
         nonlocal last
         last = (offset, len(data))
-        with _named(path, *last):
+        with _named(path, "write", *last):
             write_all(descriptor, offset, data)
 
     try:
         yield write
         # Synced by the descriptor that wrote: the system may not report an earlier write error to another descriptor.
-        with _named(path, *last):
+        with _named(path, "write", *last):
             sync(descriptor, path)
     finally:
         os.close(descriptor)
@@ -385,34 +365,30 @@ def writing_in_place(path: Path) -> Iterator[Callable[[bytes | memoryview, int],
 
 
 @contextlib.contextmanager
-def _named(path: Path, offset: int, nbytes: int) -> Iterator[None]:
+def _named(path: Path, operation: str, offset: int = 0, nbytes: int = 0) -> Iterator[None]:
+    """Turns an `OSError` of the body into an `IoError` that names the file and the operation."""
     try:
         yield
     except OSError as error:
-        raise IoError(str(path), offset, nbytes, error.errno or errno.EIO, "write") from error
+        raise IoError(str(path), offset, nbytes, error.errno or errno.EIO, operation) from error
 
 
 def _open_for_writing(path: Path) -> int:
     """Returns the descriptor of a file that is created if it does not exist. Raises `IoError`, also for a link."""
-    try:
+    with _named(path, "open"):
         return open_inner(path, _depth(path), os.O_WRONLY | os.O_CREAT, ours=True)
-    except OSError as error:
-        raise IoError(str(path), 0, 0, error.errno or errno.EIO, "open") from error
 
 
 def reserve(path: Path, nbytes: int) -> None:
     """Allocates `nbytes` bytes of `path` on the drive, so that a later write does not fail on a full drive.
 
-    Raises:
-        IoError: if the file cannot be opened, or there is not enough room.
+    Raises `IoError` if the file cannot be opened, or there is not enough room.
     """
     descriptor = _open_for_writing(path)
     try:
-        with aloud(lambda: f"reservation of {nbytes} bytes for {path}"):
+        with _named(path, "reserve", 0, nbytes), aloud(lambda: f"reservation of {nbytes} bytes for {path}"):
             os.posix_fallocate(descriptor, 0, nbytes)
             os.fsync(descriptor)
-    except OSError as error:
-        raise IoError(str(path), 0, nbytes, error.errno or errno.EIO, "reserve") from error
     finally:
         os.close(descriptor)
 
@@ -472,10 +448,7 @@ _RANGE = struct.Struct("=qQQQ")  # source descriptor, source offset, bytes, dest
 def clone_range(source: int, start: int, nbytes: int, destination: int, offset: int) -> bool:
     """Lets `destination` share bytes of `source` without a copy. Returns False if the file systems cannot.
 
-    Args:
-        start: offset in `source`, a multiple of 4096.
-        nbytes: number of bytes, a positive multiple of 4096.
-        offset: offset in `destination`, a multiple of 4096.
+    All numbers are multiples of 4096.
     """
     try:
         fcntl.ioctl(destination, _FICLONERANGE, _RANGE.pack(source, start, nbytes, offset))
@@ -523,42 +496,22 @@ class RunNotes:
 
     def __init__(self, folder: Path) -> None:
         """`folder` is the rank's folder on the first drive."""
-        self._finished = folder.parent / FINISHED
-        self._closed = folder.parent / CLOSED
+        self.finished, self.closed = folder.parent / FINISHED, folder.parent / CLOSED
         self._suspect = folder / "suspect"
-
-    # -- the end of a run -----------------------------------------------------------------------------
-
-    def write_finished(self, facts: Mapping[str, Any]) -> None:
-        """Writes `finished.json` durably: `facts` and the date."""
-        note = dict(facts, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
-        write_durably(self._finished, json.dumps(note).encode())
-
-    def write_closed(self, facts: Mapping[str, Any]) -> None:
-        """Writes `closed.json` durably: `facts`."""
-        write_durably(self._closed, json.dumps(facts).encode())
 
     def forget_end(self) -> None:
         """Deletes the notes of an earlier end durably. Afterwards the swap files count as a run that did not end.
 
-        Raises:
-            StoreError: if a folder has the name of a note.
+        Raises `StoreError` if a folder has the name of a note.
         """
-        notes = [note for note in (self._finished, self._closed) if is_there(note)]
+        notes = [note for note in (self.finished, self.closed) if is_there(note)]
         for note in notes:
             if note.is_dir():
                 raise StoreError(f"{note} is a folder, expected a note of the run or nothing: remove or rename it")
         for note in notes:
             unlink(note)
         if notes:
-            sync_folder(self._finished.parent)
-
-    def unlink_end(self) -> None:
-        """Deletes the notes of an end with the run. The deletion is not synced."""
-        for note in (self._finished, self._closed):
-            unlink(note)
-
-    # -- damage ---------------------------------------------------------------------------------------
+            sync_folder(self.finished.parent)
 
     @property
     def suspect(self) -> bool:

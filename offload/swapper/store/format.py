@@ -131,9 +131,6 @@ def last_of_all(newest: Iterable[int | None]) -> int | None:
 
     Each rank commits on its own, and overwrites nothing of the commit before until the ranks meet in the next step.
     A rank that was killed is therefore at most one commit behind the others, and the others still hold its commit.
-
-    Args:
-        newest: the serial of each rank's newest commit. None, for a rank without a commit, is ignored.
     """
     return min((serial for serial in newest if serial is not None), default=None)
 
@@ -141,8 +138,7 @@ def last_of_all(newest: Iterable[int | None]) -> int | None:
 def read_records(path: Path) -> Records:
     """Reads a commit file. A file that does not exist has no records.
 
-    Raises:
-        IoError: if the file exists and cannot be read.
+    Raises `IoError` if the file exists and cannot be read.
     """
     return unpack_records(read_if_any(path))
 
@@ -165,11 +161,8 @@ def was_committed(folder: Path) -> bool:
     """Returns True if a rank's folder holds, or must have held, a commit; False if at most a start was interrupted.
 
     The second commit begins with blob 1 and ends with page 1, and the first commit is complete by then. So if page 0 is
-    invalid, and blob 1 and page 1 are empty, the first commit was interrupted. A page of another format is a
-    commit as well.
-
-    Raises:
-        IoError: if a file exists and cannot be read. It may hold a commit.
+    invalid, and blob 1 and page 1 are empty, the first commit was interrupted. A page of another format is a commit as
+    well. Raises `IoError` if a file exists and cannot be read. It may hold a commit.
     """
     records = read_records(folder / "commit")
     if records.valid or 1 in records.invalid_pages or records.other_format is not None:
@@ -349,8 +342,7 @@ class StoreManifest:
     def unpack(cls, data: bytes, where: str) -> StoreManifest:
         """Returns the manifest in `data`.
 
-        Raises:
-            StoreError: if `data` is no manifest; names `where`, the location of the data, and the reason.
+        Raises `StoreError` with the reason and `where`, the location of the data, if `data` is no manifest.
         """
         try:
             content = read(data, fields({}))
@@ -360,7 +352,7 @@ class StoreManifest:
             raise StoreError(
                 f"{where} has store format {content.get('format')}; this version of offload reads format "
                 f"{FORMAT_VERSION}: resume with the version that made the run "
-                f"({_made_by(content)}), or choose another run name"
+                f"({made_by(content)}), or choose another run name"
             )
         try:
             _MANIFEST(content, "")
@@ -399,7 +391,8 @@ class StoreManifest:
             raise StoreError(f"cannot read {where}: {error}") from error
 
 
-def _made_by(content: Mapping[str, Any]) -> str:
+def made_by(content: Mapping[str, Any]) -> str:
+    """Returns the version of offload that a manifest names."""
     about = content.get("about")
     return str(about.get("offload", "unknown")) if isinstance(about, dict) else "unknown"
 
@@ -621,8 +614,6 @@ def _short(value: Any) -> str:
 
 SUMS, MANIFEST, WRITTEN = "store.sums", "store.manifest", "store.written"
 """Names of the tensors that the store adds to the engine's: checksums, manifest and write counts."""
-_ROW_NBYTES = 5 * 8
-"""Bytes of a row of the table of checksums; see `pack_checksums`."""
 _LENGTH_NBYTES = 8
 """A safetensors file begins with its header's length, in this many bytes."""
 
@@ -633,8 +624,7 @@ _PLACE = fields({"dtype": text(), "data_offsets": rows(whole(), 2, 2)})
 class Blob:
     """The bytes of a blob, whose checksum the caller has verified.
 
-    Raises:
-        ValueError: If the bytes are no blob, although their checksum is correct.
+    Raises `ValueError` if the bytes are no blob, although their checksum is correct.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -649,8 +639,8 @@ class Blob:
             start, end = self._header[name]["data_offsets"]
             if not start <= end <= len(data) - self._start:
                 raise ValueError(f"{name} is at bytes {start} to {end} of {len(data) - self._start}")
-        if len(self.sums) % _ROW_NBYTES:
-            raise ValueError(f"the table of checksums has {len(self.sums)} bytes, expected rows of {_ROW_NBYTES}")
+        if len(self.sums) % ROW_NBYTES:
+            raise ValueError(f"the table of checksums has {len(self.sums)} bytes, expected rows of {ROW_NBYTES}")
 
     @property
     def sums(self) -> bytes:
@@ -751,11 +741,7 @@ def renewed(old: Slot, new: Iterable[ChecksumRange]) -> Slot:
 
 
 def joined(checksum_ranges: Iterable[ChecksumRange], least: int) -> list[ChecksumRange]:
-    """Joins neighbouring ranges until each, except the last one, has at least `least` bytes; returns the joined ranges.
-
-    Args:
-        checksum_ranges: neighbours in order, without gaps.
-    """
+    """Joins neighbouring ranges, in order and without gaps, until each but the last one has at least `least` bytes."""
     joined_ranges: list[ChecksumRange] = []
     for checksum_range in checksum_ranges:
         if joined_ranges and joined_ranges[-1].nbytes < least:
@@ -803,8 +789,7 @@ def pack_checksums(table: Mapping[Key, Slot]) -> torch.Tensor:
 def unpack(rows: bytes) -> dict[Key, Slot]:
     """Returns the table that `pack` packed.
 
-    Raises:
-        StoreError: if a row is invalid, or the ranges of a slot have gaps.
+    Raises `StoreError` if a row is invalid, or the ranges of a slot have gaps.
     """
     table: dict[Key, list[ChecksumRange]] = {}
     for unit, state, start, nbytes, crc in _ROW.iter_unpack(rows):
@@ -866,10 +851,8 @@ class Passages:
 
         The bytes are compared together with earlier bytes that could not be compared yet. If no comparison is possible
         yet, the result is True with an empty range. The calls must come in the order of the bytes: a read that begins
-        inside a range is never compared if no call passed the bytes before it.
-
-        Args:
-            slot: the checksum ranges of the slot at the time of the request.
+        inside a range is never compared if no call passed the bytes before it. `slot` contains the checksum ranges at
+        the time of the request.
         """
         with self._lock:
             # A read that begins and ends at borders is compared at once.
@@ -934,8 +917,7 @@ class PageSums:
     def __init__(self, nbytes: int, ranges: Iterable[ChecksumRange] = ()) -> None:
         """Creates the checksums of a slot of zeros, except for the bytes in `ranges`.
 
-        Args:
-            ranges: ranges with one known checksum for the whole range, and none for its pages.
+        Each of `ranges` contains one known checksum for the whole range, and none for its pages.
         """
         self.nbytes = nbytes
         self._sums = bytearray(_packed(crc32c_of_zeros(PAGE)) * (nbytes // PAGE))
@@ -949,8 +931,7 @@ class PageSums:
     def renewed(self, writes: Sequence[tuple[int, int, bytes]]) -> PageSums:
         """Returns the checksums after writes from byte 0 on. Bytes after the last write keep their checksums.
 
-        Args:
-            writes: start, number of bytes and checksums of the pages of each write, in order, without gaps.
+        `writes` contains start, number of bytes and page checksums of each write, in order, without gaps.
         """
         new = PageSums(0)
         new.nbytes, end = self.nbytes, sum(writes[-1][:2])
@@ -970,8 +951,7 @@ class PageSums:
     def record(self, start: int, nbytes: int, sums: bytes) -> None:
         """Records the checksums of bytes that were written, or verified.
 
-        Args:
-            sums: the checksum of the bytes in each page, as `Future.page_crcs` returns them.
+        `sums` contains the checksum of the bytes in each page, as `Future.page_crcs` returns them.
         """
         stop, first = start + nbytes, start // PAGE
         whole = self._whole_pages(start, stop)
@@ -1010,8 +990,7 @@ class PageSums:
     def first_damage(self, start: int, nbytes: int, sums: bytes, pages: Mapping[int, memoryview]) -> range | None:
         """Compares bytes that were read, all outside unproven ranges; returns the first damaged page, or None.
 
-        Args:
-            pages: the bytes of `pages_to_read`, by the number of the page.
+        `pages` contains the bytes of `pages_to_read`, by the number of the page.
         """
         stop, first = start + nbytes, start // PAGE
         whole = self._whole_pages(start, stop)
@@ -1148,8 +1127,7 @@ class ChecksumTable:
     def load(self, rows: bytes, places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
         """Replaces the table by the packed table of a commit.
 
-        Raises:
-            StoreError: If the table does not contain the checksums of these slots.
+        Raises `StoreError` if the table does not contain the checksums of these slots.
         """
         slots = unpack(rows)
         check_whole(slots, places)
@@ -1180,10 +1158,9 @@ class ChecksumTable:
     def replace(self, key: Key, writes: Sequence[tuple[int, Future]], own_nbytes: int) -> None:
         """Records the checksums of the writes to a slot. Frozen weights after the last write keep their checksums.
 
-        Args:
-            writes: The start and the ended future of each write, in order, without gaps and from byte 0 on.
-            own_nbytes: The bytes at the start of the slot that updates write. No checksum covers bytes on both sides of
-                their end, since an update would replace only some of its bytes.
+        `writes` contains the start and the ended future of each write, in order, without gaps and from byte 0 on. No
+        checksum covers bytes on both sides of `own_nbytes`, the end of the bytes that updates write, since an update
+        would replace only some of its bytes.
         """
         self._pages[key] = self._pages[key].renewed([(at, future.wait(), future.page_crcs()) for at, future in writes])
         new = [ChecksumRange(start, future.wait(), future.crc32c()) for start, future in writes]

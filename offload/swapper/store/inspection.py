@@ -27,6 +27,7 @@ from offload.swapper.store.format import (
     Key,
     Slot,
     StoreManifest,
+    made_by,
     read_manifest,
     unpack_records,
 )
@@ -181,9 +182,7 @@ def _look(folder: Path) -> RankFiles:
     notes = _notes(folder / "manifest.json")
     version = _other_format(folder, notes)
     if version is not None:
-        about = notes.get("about")
-        made = about.get("offload", "unknown") if isinstance(about, dict) else "unknown"
-        words = f"format {version}, made by offload {made}; this version reads format {FORMAT_VERSION}"
+        words = f"format {version}, made by offload {made_by(notes)}; this version reads format {FORMAT_VERSION}"
         return RankFiles(folder, rank, (), None, 0, words, ())
     # Only the first drive contains a commit file. On another drive the manifest names the drive.
     drive = 0 if (folder / "commit").exists() else place_of(folder)[1]
@@ -340,9 +339,8 @@ def _reason(path: Path, error: StoreError) -> str:
 def place_of(folder: Path) -> tuple[str | None, int, Path | None]:
     """Returns the identity that a rank's folder, on any drive, claims in its manifest.
 
-    Returns:
-        The id of the store, the index of the drive, and the rank's folder on the first drive. Without a readable
-        manifest: None, 0 and None.
+    These are the id of the store, the index of the drive, and the rank's folder on the first drive; None, 0 and None
+    without a readable manifest.
     """
     return place_in(_bytes(folder / "manifest.json") or b"", folder)
 

@@ -61,8 +61,7 @@ class InPlaceLayout(NamedTuple):
 def arrange_in_place(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str, int]) -> InPlaceLayout:
     """Returns the in-place layout of a unit.
 
-    Args:
-        tensors: bytes of each tensor in its file, and the first byte of the tensor in the unit.
+    `tensors` contains the bytes of each tensor in its file, and the first byte of the tensor in the unit.
     """
     ordered = sorted(pair for pair in tensors if pair[0].nbytes)
     extents: list[FileRange] = []
@@ -110,12 +109,8 @@ class ModelFiles:
     ) -> None:
         """Opens the files.
 
-        Args:
-            in_place_layouts: layout of each unit; None for a unit that is not read from here.
-            queue: reads the files; it belongs to the caller.
-
-        Raises:
-            IoError: If a file cannot be opened, or has changed since its header was read.
+        The layout is None for a unit that is not read from here. The queue belongs to the caller. Raises `IoError` if a
+        file cannot be opened, or has changed since its header was read.
         """
         self._queue, self._spans, self._stamps = queue, spans, stamps
         self._files: dict[str, DirectFile] = {}

@@ -64,11 +64,8 @@ Places = Sequence[Mapping[State, Sequence[Extents]]]
 def check_startable(folders: Sequence[Path], over: bool) -> None:
     """Raises `StoreError` if a folder may be needed: it holds a run that did not end, or a drive of another store.
 
-    Args:
-        over: True if commits of this run may be deleted.
-
-    Raises:
-        IoError: If a file exists and cannot be read: it may belong to another run.
+    With `over`, commits of this run may be deleted. Raises `IoError` if a file exists and cannot be read: it may belong
+    to another run.
     """
     first, ended = folders[0], read_finished(folders[0].parent) is not None
     if (first.parent / RESHARDED).exists():
@@ -99,9 +96,7 @@ def check_one_run(folders: Sequence[tuple[str | Path, str | None]]) -> None:
     """Raises `StoreError` if the folders of ranks belong to two runs.
 
     Folders of two runs of one model look alike. Every checksum would be right, and the weights a mixture of both runs.
-
-    Args:
-        folders: For each rank its folder and the id of its run. An id of None is unknown, and matches every id.
+    `folders` contains the folder and the id of the run of each rank. An id of None is unknown, and matches every id.
     """
     known = [(folder, run_id) for folder, run_id in folders if run_id is not None]
     for folder, run_id in known:
@@ -136,13 +131,10 @@ def find_newest(
 ) -> tuple[CommitRecord, str | None]:
     """Returns the newest commit that can be opened, and a line for the user if its data had to be compared.
 
-    Args:
-        doubtful: True if a page is damaged, or damage was seen before. Then no commit is taken without `find_damage`.
-        find_damage: Checks all data of a commit against its checksums and returns the first damage, or None.
-
-    Raises:
-        StoreError: If there is no record, if a record is of another model, or if every commit is damaged.
-        IoError: If a blob cannot be read. That is no damage: the next start may read it.
+    If `doubtful`, since a page is damaged, or damage was seen before, no commit is taken without `find_damage`. That
+    function compares all data of a commit with its checksums and returns the first damage, or None. Raises `StoreError`
+    if there is no record, if a record is of another model, or if every commit is damaged. Raises `IoError` if a blob
+    cannot be read. That is no damage: the next start may read it.
     """
     records = file_records.valid
     if not records:
@@ -205,13 +197,10 @@ def load_blob(folder: Path, record: CommitRecord) -> Blob:
 def check_drives(folders: Sequence[Path], copy: StoreManifest, step: int) -> tuple[list[str], list[tuple[str, ...]]]:
     """Compares the manifest on each drive with the copy that a commit holds.
 
-    Returns:
-        Two lists. The first has a line for each drive whose manifest is missing or damaged; if there is any, the caller
-        writes the copy to all drives. The second has the drives' paths as each intact manifest names them.
-
-    Raises:
-        StoreError: If the number of drives differs, or if a drive belongs to another store or has another index.
-        IoError: If a manifest exists and cannot be read: the drive may belong to another store.
+    Returns a line for each drive whose manifest is missing or damaged, for which the caller writes the copy to all
+    drives; and the drives' paths as each intact manifest names them. Raises `StoreError` if the number of drives
+    differs, or if a drive belongs to another store or has another index, and `IoError` if a manifest exists and cannot
+    be read: the drive may belong to another store.
     """
     if len(copy.weights) != len(folders):
         raise StoreError(
@@ -279,10 +268,8 @@ def damages_of_commit(
     """Reads every slot that a record names, and yields each checksum range that is damaged; takes 32 MiB of memory.
 
     If `undo` has a complete copy of a slot, the copy is read in its place. Close or exhaust the generator before the
-    file is closed: reads are in flight between two results.
-
-    Args:
-        progress: Called with the bytes of each chunk that was compared.
+    file is closed: reads are in flight between two results. `progress` is called with the bytes of each chunk that was
+    compared.
     """
     places = spec.places()
 
@@ -437,11 +424,8 @@ class Undo:
     ) -> int:
         """Copies the slot of a unit durably.
 
-        Returns:
-            The bytes that were written.
-
-        Raises:
-            IoError: if the slot cannot be read, or the copy cannot be written. The entries before stay as they are.
+        Returns the bytes that were written. Raises `IoError` if the slot cannot be read, or the copy cannot be written.
+        The entries before stay as they are.
         """
         sizes = {state: nbytes for state, slots in places.items() if (nbytes := own_nbytes(slots))}
         buffer = aligned_empty(min(_CHUNK_NBYTES, max(sizes.values(), default=PAGE)))
@@ -501,13 +485,9 @@ class Undo:
     ) -> None:
         """Writes the copies of slots that `record` names to their places, durably. May be repeated.
 
-        Args:
-            find_damage: compares all data of the commit, and returns the first damage. None if there is no later
-                commit: an edit overwrites slots of this commit only after a later one.
-
-        Raises:
-            IoError: if something cannot be read or written.
-            StoreError: if a copy is damaged, and the commit needs it.
+        `find_damage` compares all data of the commit, and returns the first damage. It is None if there is no later
+        commit: an edit overwrites slots of this commit only after a later one. Raises `IoError` if something cannot be
+        read or written, and `StoreError` if a copy that the commit needs is damaged.
         """
         extents, undamaged = self._copies(record, places, unpack(packed))
         if extents:
@@ -529,8 +509,7 @@ class Undo:
     ) -> Iterator[Mapping[Key, File]]:
         """Yields a file for each slot of `record` that has a copy: with the copy's bytes in place of the slot's.
 
-        Raises:
-            IoError: if the file cannot be read.
+        Raises `IoError` if the file cannot be read.
         """
         extents, _ = self._copies(record, places, table)
         # The usual case opens no file: only an edit between two steps of a grid makes copies.

@@ -62,8 +62,7 @@ class Joined:
 def bytes_of(file: File, place: Extents, start: int, nbytes: int, copied: File | None = None) -> tuple[File, int]:
     """Returns the file and the offset at which a queue finds bytes of a slot.
 
-    Args:
-        copied: the slot as a file of its own, if some of the slot's bytes are in other files; see `Undo.slots`.
+    `copied` is the slot as a file of its own, if some of the slot's bytes are in other files; see `Undo.slots`.
     """
     if copied is not None:
         return copied, start
@@ -149,12 +148,9 @@ class CheckedRead(VerifiedRead):
     ) -> None:
         """Submits the read.
 
-        Args:
-            sums: The checksums of the newest bytes. A later write replaces this object, or records its checksums in it.
-            start: The first byte, as `sums` counts.
-            buffer: Receives the bytes; it belongs to the caller and must live until the future is done.
-            submit: Starts to read from a byte offset into a buffer, with checksums.
-            damaged: Returns the error for damaged bytes.
+        `sums` are the checksums of the newest bytes. A later write replaces this object, or records its checksums in
+        it. `buffer` belongs to the caller and must live until the future is done. `submit` starts to read from a byte
+        offset into a buffer, with checksums; `damaged` returns the error for damaged bytes.
         """
         super().__init__(submit(start, buffer))
         self._sums, self._start, self._damaged = sums, start, damaged
@@ -242,8 +238,7 @@ class DriveSpans:
     def show(self, row: Row, unit: int, state: State, began: int, nbytes: int, future: Future) -> Future:
         """Records the request of `future` when the request has ended, and returns `future`.
 
-        Args:
-            began: the value of `now()` before the submission.
+        `began` is the value of `now()` before the submission.
         """
         if not self._recorded.started:  # a timeline drops spans that begin before its start, and `OFF` never starts
             return future

@@ -29,7 +29,7 @@ from offload.swapper.store.folder import (
     unlink,
     write_durably,
 )
-from offload.swapper.store.format import StoreManifest, read_manifest, was_committed
+from offload.swapper.store.format import read_manifest, was_committed
 from offload.swapper.store.inspection import RankFiles, allocated_nbytes, is_rank, look, store_id
 
 NOTE = fields({}, {"steps": whole()})
@@ -121,8 +121,7 @@ class Removal(NamedTuple):
 def find_removal(path: Path) -> Removal:
     """Returns everything that belongs to the run at `path`, on each drive that its manifests name.
 
-    Raises:
-        StoreError: if `path` is not a run folder, or is a later drive of a run whose first drive is present.
+    Raises `StoreError` if `path` is not a run folder, or is a later drive of a run whose first drive is present.
     """
     # Resolved: a path such as "." lacks the run's name, which is a part of its folders' paths on other drives.
     path = Path(os.path.abspath(path))
@@ -142,10 +141,11 @@ def find_removal(path: Path) -> Removal:
                 raise StoreError(
                     f"{rank_files.folder} is on drive {rank_files.drive} of its run; remove the run at {first}"
                 )
-    folders = tuple(
-        folder for rank_files in looked for folder in rank_files.folders[:1] + _folders_on_other_drives(rank_files)
-    )
-    not_found = tuple(str(folder) for rank_files in looked for folder in _not_found(rank_files))
+    folders, not_found = list[Path](), list[str]()
+    for rank_files in looked:
+        there, missing = _on_other_drives(rank_files)
+        folders += [*rank_files.folders[:1], *there]
+        not_found += map(str, missing)
     folders += _aside(path, folders)
     notes = [note_path for note_path in (note, path / CLOSED, path / RESHARDED) if note_path.is_file()]
     files = (*sorted(path.glob("*.tmp")), *notes)
@@ -160,12 +160,12 @@ def find_removal(path: Path) -> Removal:
     return Removal(
         path,
         tuple(ranks),
-        folders,
+        tuple(folders),
         files,
         tuple(strangers),
         allocated_nbytes(folders),
         note.is_file(),
-        not_found,
+        tuple(not_found),
     )
 
 
@@ -179,14 +179,13 @@ def _aside(run: Path, ranks: Sequence[Path]) -> tuple[Path, ...]:
     # At the places that a folder's manifest names; as in `_is_of`, the folders there must name the same store.
     ids = {known_id for folder in (*here, *ranks) if (known_id := store_id(folder)) is not None}
     there = (folder for drive in drives for folder in folders_aside(drive))
-    return (*here, *(folder for folder in there if _says_so(folder, ids, run)))
+    return (*here, *(folder for folder in there if _is_of(folder, ids, run)))
 
 
 def remove_run(path: Path) -> Removal:
     """Deletes the run at `path` on all of its drives, and returns what was deleted. Files of others stay.
 
-    Raises:
-        StoreError: if `path` is not a run folder, or while a process uses the run.
+    Raises `StoreError` if `path` is not a run folder, or while a process uses the run.
     """
     path = Path(os.path.abspath(path))
     _check_run(path)
@@ -218,33 +217,35 @@ def _check_run(path: Path) -> None:
         check_owner(path)
 
 
-def _first_drive(manifest: StoreManifest, folder: Path) -> Path:
-    return Path(manifest.drives[0]) / folder.parent.name / folder.name
+def _on_other_drives(rank_files: RankFiles) -> tuple[Sequence[Path], Sequence[Path]]:
+    """Returns the rank's folders on its other drives that may be deleted, and those that cannot be found.
 
-
-def _folders_on_other_drives(rank_files: RankFiles) -> tuple[Path, ...]:
-    """Returns the rank's folders on its other drives, except folders that now belong to another store."""
+    A folder that may belong to another copy of the run counts as not found. A copy of the first drive alone, next to
+    its original, has none.
+    """
     if rank_files.drive or rank_files.manifest is None:
-        return ()
-    first = _first_drive(rank_files.manifest, rank_files.folder)
-    if not first.exists() or not rank_files.folder.samefile(first):
-        return ()  # a copy, or moved since the last start: the other drives may belong to an original elsewhere
-    return tuple(folder for folder in rank_files.folders[1:] if _is_of(rank_files, folder))
+        return (), ()
+    manifest, run, others = rank_files.manifest, rank_files.folder.parent, rank_files.folders[1:]
+    first = Path(manifest.drives[0]) / run.name / rank_files.folder.name
+    if first.exists() and rank_files.folder.samefile(first):
+        # The drive is in its place, so a missing folder was removed, for example by an interrupted removal.
+        missing = [folder for folder in others if not folder.parent.parent.is_dir()]
+        return [folder for folder in others if _is_of(folder, {manifest.id}, run)], missing
+    # A copy, or moved since the last start: the other drives may belong to an original elsewhere.
+    if store_id(first) != manifest.id:
+        return (), others
+    originals = [real_path(Path(drive, run.name, first.name)) for drive in manifest.drives]
+    copies = [folder for folder in others if store_id(folder) == manifest.id and real_path(folder) not in originals]
+    return (), copies
 
 
-def _is_of(rank_files: RankFiles, folder: Path) -> bool:
-    """Returns True if a folder that a manifest names on another drive is of the same store, and may be deleted too.
+def _is_of(folder: Path, ids: set[str], run: Path) -> bool:
+    """Returns True if a folder that a manifest names on another drive is of one of these stores, and may be deleted.
 
-    A manifest is not signed and may come from anybody. So the folder must belong to the owner of the first folder, and
-    its own manifest must name this store. A start that was killed before it wrote a manifest has left the states and
+    A manifest is not signed and may come from anybody. So the folder must belong to the owner of the run's folder, and
+    its own manifest must name one of `ids`. A start that was killed before it wrote a manifest has left the states and
     locks.
     """
-    assert rank_files.manifest is not None
-    return _says_so(folder, {rank_files.manifest.id}, rank_files.folder.parent)
-
-
-def _says_so(folder: Path, ids: set[str], run: Path) -> bool:
-    """Returns True if a rank's folder belongs to a run's owner, and its manifest names one of `ids`; see `_is_of`."""
     try:
         with inner_folder(folder, 2) as there, inner_folder(run, 1) as first:
             owner, expected, names = os.fstat(there).st_uid, os.fstat(first).st_uid, set(os.listdir(there))
@@ -252,24 +253,6 @@ def _says_so(folder: Path, ids: set[str], run: Path) -> bool:
         return False
     stored_id = store_id(folder)
     return owner == expected and (stored_id in ids or (stored_id is None and names <= {"states", "lock"}))
-
-
-def _not_found(rank_files: RankFiles) -> tuple[Path, ...]:
-    """Returns the rank's folders on other drives that cannot be found, or that may belong to another copy of the run.
-
-    A copy of the first drive alone, next to its original, has none.
-    """
-    if rank_files.drive or rank_files.manifest is None:
-        return ()
-    manifest, copies = rank_files.manifest, rank_files.folders[1:]
-    first = _first_drive(manifest, rank_files.folder)
-    if first.exists() and rank_files.folder.samefile(first):
-        # The drive is in its place, so a missing folder was removed, for example by an interrupted removal.
-        return tuple(folder for folder in copies if not folder.parent.parent.is_dir())
-    if store_id(first) != manifest.id:
-        return copies
-    originals = [real_path(Path(drive, first.parent.name, first.name)) for drive in manifest.drives]
-    return tuple(folder for folder in copies if store_id(folder) == manifest.id and real_path(folder) not in originals)
 
 
 def _names(folder: Path) -> list[str]:

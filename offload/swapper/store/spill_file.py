@@ -43,13 +43,9 @@ class SpillFile:
     ) -> None:
         """Creates and reserves the files.
 
-        Args:
-            nbytes: number of bytes to reserve for each key; a key is the index of a unit if `spans` are recorded.
-            written: counts the bytes written to each drive; None for a counter of this object's own.
-            what: name of the contents, for the error message if room is missing.
-
-        Raises:
-            StoreError: if a file cannot be created, or there is not enough room.
+        `nbytes` are the bytes of each key; a key is the index of a unit if `spans` are recorded. `what` names the
+        contents in the error if room is missing. Raises `StoreError` if a file cannot be created, or there is not
+        enough room.
         """
         self._queue, self._spans = queue, spans
         self._written = DriveByteCounter(paths) if written is None else written
@@ -79,8 +75,7 @@ class SpillFile:
     def read(self, key: int, start: int, buffer: memoryview) -> Future:
         """Starts to fill `buffer` from byte `start` of the key's bytes.
 
-        Returns:
-            The request. Its `wait` raises `IoError` (EBADMSG) if the bytes differ from those written.
+        The `wait` of the request raises `IoError` (EBADMSG) if the bytes differ from those written.
         """
         began = now()
         drive, offset = self._places[key]

@@ -17,9 +17,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,11 +84,8 @@ class SwapFiles:
     def __init__(self, paths: Sequence[str | Path], run: str, rank: int, spec: StoreSpec, staged: bool = False) -> None:
         """Makes and locks the rank's folder on each drive.
 
-        Args:
-            staged: True for a folder next to those of a run with another number of ranks.
-
-        Raises:
-            StoreError: If a folder cannot be made, or is in use.
+        The folder is `staged` beside those of a run with another number of ranks. Raises `StoreError` if a folder
+        cannot be made, or is in use.
         """
         # Absolute, since the process may change its working folder later.
         name = f"{STAGED if staged else ''}rank{rank}"
@@ -128,14 +127,8 @@ class SwapFiles:
     def create(self, run_id: str | None) -> None:
         """Deletes the remainders of an earlier start, reserves all room and writes empty records and the manifests.
 
-        After an error the caller must delete the files made so far, by `unlink`.
-
-        Args:
-            run_id: The id of the run, the same on all ranks; None if unknown.
-
-        Raises:
-            StoreError: If there is no room.
-            OSError: If a file cannot be written.
+        After an error the caller must delete the files made so far, by `unlink`. All ranks have the same `run_id`; None
+        if unknown. Raises `StoreError` if there is no room, and `OSError` if a file cannot be written.
         """
         self._forget()
         drives = [folder.parent.parent for folder in self.folders]
@@ -173,13 +166,9 @@ class SwapFiles:
     def open(self, copy: StoreManifest, step: int) -> list[str]:
         """Opens the states file of a commit.
 
-        Rewrites all manifests if one is missing or damaged, or names other places of the drives than these.
-
-        Returns:
-            A line for the user for each manifest that was missing or damaged.
-
-        Raises:
-            StoreError: If the files are of another run, of other drives, or cut short.
+        Rewrites all manifests if one is missing or damaged, or names other places of the drives than these. Returns a
+        line for the user for each such manifest. Raises `StoreError` if the files are of another run, of other drives,
+        or cut short.
         """
         compare(self._spec, copy.spec, self.folders[0])
         # Partitions of all ranks look alike, and those of another one would be taken for this one's.
@@ -261,7 +250,8 @@ class SwapFiles:
             with contextlib.suppress(OSError):
                 remove_files(folder)
                 if notes and folder == self.folders[0] and not any(folder.parent.glob("rank*")):
-                    self.notes.unlink_end()
+                    unlink(self.notes.finished)
+                    unlink(self.notes.closed)
                 folder.parent.rmdir()  # fails while folders of other ranks are in it
 
 
@@ -306,13 +296,9 @@ class Store:
     ) -> None:
         """Makes and locks the rank's folders. `create` or `open` must follow.
 
-        Args:
-            queue: Reads and writes the files; it belongs to the caller.
-            written: Counts the bytes written to each drive; may be shared with spill files. None for a new count.
-            first: The first commit's number, for folders next to those of a run with other ranks; None for all others.
-
-        Raises:
-            StoreError: If the model has too many units, or a folder cannot be made or is in use.
+        The queue belongs to the caller. The counter may be shared with spill files. `first` is the first commit's
+        number, for folders beside those of a run with other ranks; None for all others. Raises `StoreError` if the
+        model has too many units, or a folder cannot be made or is in use.
         """
         if len(spec.partitions) > MAX_UNITS:
             raise StoreError(f"the model has {len(spec.partitions)} units, a store holds at most {MAX_UNITS}")
@@ -346,12 +332,8 @@ class Store:
     def create(self, over: bool = False, run_id: str | None = None) -> None:
         """Makes new files: reserves all room and writes the manifests. No commit exists before `commit`.
 
-        Args:
-            over: True if commits of this run may be deleted.
-            run_id: The id of the run, the same on all ranks; None if unknown.
-
-        Raises:
-            StoreError: If there are files of another run, or there is no room.
+        With `over`, commits of this run may be deleted. Raises `StoreError` if there are files of another run, or there
+        is no room.
         """
         try:
             recovery.check_startable(self.folders, over)
@@ -375,8 +357,7 @@ class Store:
     def newest_serial(self) -> int | None:
         """Returns the number of the last commit that can be opened; None if no commit was ever made.
 
-        Raises:
-            StoreError: If there was a commit and none can be opened.
+        Raises `StoreError` if there was a commit and none can be opened.
         """
         if not was_committed(self.folders[0]):
             return None
@@ -386,16 +367,9 @@ class Store:
         """Opens the files at their last commit, or at an earlier one that all ranks have.
 
         If another rank has not made the last commit, nothing of the commit before was overwritten. Then the commit
-        before is opened, and the last one is deleted for good.
-
-        Args:
-            at: The number of the commit; None for the newest.
-
-        Returns:
-            The contents of the commit, by name.
-
-        Raises:
-            StoreError: If the files are damaged, incomplete, or of another run. The store is then closed.
+        before is opened, and the last one is deleted for good. `at` is the number of the commit; None for the newest.
+        Returns the contents of the commit, by name. Raises `StoreError` if the files are damaged, incomplete, or of
+        another run. The store is then closed.
         """
         try:
             records = read_records(self._commit_path)
@@ -479,15 +453,10 @@ class Store:
     ) -> Future:
         """Submits a read that fills `buffer`. Any thread may call it.
 
-        A unit must not be read while `wrote` changes its newest slot.
-
-        Args:
-            slot: The slot, 0 or 1. Bytes of the newest one are compared with their checksums.
-            buffer: Receives the bytes; it belongs to the caller and must live until the future is done.
-            compare: False if the caller compares the bytes with `sum_of`.
-
-        Returns:
-            The request. Its `wait` raises `IoError` (EBADMSG) if the bytes are damaged.
+        A unit must not be read while `wrote` changes its newest slot. Bytes of the newest slot are compared with their
+        checksums, unless `compare` is False because the caller compares them with `sum_of`. `buffer` belongs to the
+        caller and must live until the future is done. The `wait` of the request raises `IoError` (EBADMSG) if the bytes
+        are damaged.
         """
         began = now()
         if start + len(buffer) == self._places[unit][state][slot].nbytes:
@@ -527,9 +496,7 @@ class Store:
         """Reads on in slots that nothing has read, so that their damage is noticed within a day.
 
         These are weights of a cache and states that tiers above DISK contain. A commit reads a few of their bytes.
-
-        Raises:
-            IoError: If bytes are damaged (EBADMSG), or cannot be read.
+        Raises `IoError` if bytes are damaged (EBADMSG), or cannot be read.
         """
         before, self._last_scrub = self._last_scrub, time.monotonic()
         left = max(_SCRUB_NBYTES, int(self.spec.nbytes * (self._last_scrub - before) / _SCRUB_S))
@@ -563,13 +530,8 @@ class Store:
     def clone(self, unit: int, state: State, nbytes: int, descriptor: int, offset: int) -> bool:
         """Lets another file share the first `nbytes` of the newest slot, without a copy.
 
-        Args:
-            nbytes: The bytes, a multiple of 4096.
-            descriptor: The other file, open for writing; it belongs to the caller.
-            offset: The first byte in the other file, a multiple of 4096.
-
-        Returns:
-            False if the file systems cannot share, or the store is on several drives. Then the caller copies.
+        Bytes and offset are multiples of 4096. The other file is open for writing, and belongs to the caller. Returns
+        False if the file systems cannot share, or the store is on several drives. Then the caller copies.
         """
         parts = self._files.states.parts()
         if len(parts) > 1:
@@ -583,11 +545,7 @@ class Store:
     def write(self, unit: int, state: State, slot: int, start: int, buffer: memoryview) -> Future:
         """Submits a write of `buffer`. The bytes count as the newest copy only after `wrote`.
 
-        Args:
-            buffer: The bytes; it belongs to the caller and must stay unchanged until the future is done.
-
-        Returns:
-            The request.
+        `buffer` belongs to the caller and must stay unchanged until the future is done.
         """
         began = now()
         place = self._places[unit][state][slot]
@@ -604,9 +562,7 @@ class Store:
         """Copies the slot that an edit of `unit` will write, if the record before `durable` names the slot.
 
         The caller edits without the other processes. One of them may have to resume from that record, and then all do.
-
-        Raises:
-            IoError: If the slot cannot be read, or the drive has no room for the copy.
+        Raises `IoError` if the slot cannot be read, or the drive has no room for the copy.
         """
         slot = self.target(unit)
         # If a step has written the slot since, all processes have met in that step.
@@ -618,9 +574,8 @@ class Store:
     def wrote(self, unit: int, slot: int, written: Mapping[State, Sequence[tuple[int, Future]]]) -> None:
         """Makes `slot` the newest of a unit. The update worker calls this, and between steps a load does.
 
-        Args:
-            written: For each state in the store, the start and the ended future of each write. The writes of a state
-                begin at byte 0 and leave no gaps. Frozen weights after the last write keep their checksums.
+        `written` has, for each state in the store, the start and the ended future of each write. The writes of a state
+        begin at byte 0 and leave no gaps. Frozen weights after the last write keep their checksums.
         """
         # update worker: nobody submits a read of the unit between these lines, since its update has not ended.
         for state, writes in written.items():
@@ -632,9 +587,8 @@ class Store:
     def commit(self, step: int, contents: Mapping[str, torch.Tensor]) -> None:
         """Makes `newest` and `contents` the durable state. All writes must have ended.
 
-        Args:
-            step: The optimizer step that is committed. A step may be committed again, after an edit of weights.
-            contents: Everything else that belongs to the step, by name. The blob stores a copy.
+        A step may be committed again, after an edit of weights. `contents` is everything else that belongs to the step,
+        by name; the blob stores a copy.
         """
         if self.durable is not None:  # the first commit is of bytes that were written a moment before
             self._scrub()
@@ -671,12 +625,13 @@ class Store:
         self._files.close()
 
     def note_end(self, facts: Mapping[str, Any]) -> None:
-        """Writes `finished.json` with `facts`. From then on the files next to `finished.json` are remainders."""
-        self._notes.write_finished(facts)
+        """Writes `finished.json`, durably. From then on the files next to it are remainders."""
+        note = dict(facts, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+        write_durably(self._notes.finished, json.dumps(note).encode())
 
     def note_closed(self, facts: Mapping[str, Any]) -> None:
-        """Writes `closed.json` with `facts`. The run can be resumed, and a new start may replace it."""
-        self._notes.write_closed(facts)
+        """Writes `closed.json` with `facts`, durably. The run can be resumed, and a new start may replace it."""
+        write_durably(self._notes.closed, json.dumps(facts).encode())
 
     def remove(self, notes: bool = False) -> None:
         """Deletes the files and closes the store; does nothing if the store is closed.
@@ -686,3 +641,22 @@ class Store:
         if self._files.locked:
             self._files.unlink(notes)  # before the locks are released: another process may start this run again at once
         self.close()
+
+
+class NoStore(Store):
+    """The store of a run without swap files. It keeps no state, so nothing is read or written, and has no commit."""
+
+    def __init__(self, units: int) -> None:
+        self.spec, self.folders = StoreSpec(({},) * units, 0, {}), []
+        self.newest, self._places = [0] * units, self.spec.places()
+        self.durable = self._before = None
+        self.notices = []
+
+    def note_end(self, facts: Mapping[str, Any]) -> None:
+        """Writes no note."""
+
+    def remove(self, notes: bool = False) -> None:
+        """Deletes nothing."""
+
+    def close(self) -> None:
+        """Closes nothing."""
