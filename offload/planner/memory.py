@@ -80,7 +80,6 @@ class Memory:
 
     @property
     def total(self) -> MemoryRow:
-        """Returns the sums of all rows."""
         rows = self.rows
         return MemoryRow("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
 
@@ -180,11 +179,7 @@ def settle(
 
 
 def _no_room(placed: PlacedStates, wanted: WantedSlots, room: Room) -> str | None:
-    """Returns a notice if the disk has no room for two slots, else None.
-
-    Raises:
-        ConfigError: the config demands two slots.
-    """
+    """Returns a notice if the disk has no room for two slots, else None."""
     if wanted.count < 2 or room.disk is None or placed.two_slots_nbytes <= room.disk:
         return None
     if wanted.must:
