@@ -94,11 +94,9 @@ class PassMeter:
         return PassSeconds(*(self._sums[name] / 1e9 for name in PassSeconds._fields))
 
     def on_phase_begin(self, phase: Phase) -> None:
-        """Notes the start of a forward. An earlier start without an end counts as abandoned."""
         self._began = now()
 
     def on_phase_end(self, phase: Phase) -> None:
-        """Adds a forward that has begun."""
         if self._began is not None and phase is Phase.EVALUATION:
             self._sums["total"] += now() - self._began
             self._began = None
@@ -465,11 +463,7 @@ def _architecture(folder: Path) -> Any:
 
 
 def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]:
-    """Returns the config of the engine, and True if weights are read in place where they can be.
-
-    Raises:
-        ConfigError: If the config is wrong.
-    """
+    """Returns the config of the engine, and True if weights are read in place where they can be."""
     # The JSON of a training may be passed unchanged: its blocks about steps are dropped here.
     content = {key: value for key, value in content.items() if key not in _OF_TRAINING}
     if not any(name in content for name in ("bf16", "bfloat16", "fp16")):

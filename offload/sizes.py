@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from offload.errors import ConfigError
 
@@ -74,6 +75,11 @@ def count_of(number: int, one: str, more: str = "") -> str:
         more: the words for any other count, if an s at the end of `one` is not enough: "files are" for "file is".
     """
     return f"{number:,} {one if number == 1 else more or f'{one}s'}"
+
+
+def rounded(value: Any) -> Any:
+    """Returns a float with four significant digits, which JSON shows, and anything else unchanged."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def format_time(seconds: float) -> str:

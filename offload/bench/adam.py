@@ -12,14 +12,14 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from offload import kernels
-from offload.bench.measure import pyplot, rounded
+from offload.bench.measure import bars, pyplot, row_json, save_figure
 from offload.errors import ConfigError
 from offload.hardware.adam_arrays import STEP, Arrays, aligned_like
 from offload.kernels import Noise, Segment, _native, noise_stream, settings
@@ -69,15 +69,8 @@ def cases(
 ) -> list[Case]:
     """Returns every combination of the requested settings.
 
-    Args:
-        dtypes: dtypes of the weights; empty for bf16.
-        grad_dtypes: dtypes of the gradients; empty for the weights' dtypes.
-        threads: numbers of threads; empty for two cases, one thread and all threads that the process may use.
-        isas: instruction sets; empty for the best one.
-        moments: dtypes of the moments; empty for fp32.
-
-    Raises:
-        ConfigError: a setting is unknown or not supported by this machine.
+    Empty sequences stand for bf16 weights, gradients of the weights' dtype, fp32 moments, one thread and all threads
+    that the process may use, and the best instruction set.
     """
     known = _native.supported_isas()
     threads = threads or sorted({1, settings.threads_from(os.environ)})
@@ -106,15 +99,9 @@ def cases(
 def measure(
     numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str], None] = lambda _: None
 ) -> list[AdamRow]:
-    """Runs the contenders of each case in turns, after one untimed round.
+    """Runs the contenders of each case in turns, after one untimed round, and returns a row for each.
 
     Restores the environment's settings of the kernels afterwards.
-
-    Returns:
-        A row for each case and contender.
-
-    Raises:
-        ConfigError: `numel` or `rounds` is below 1.
     """
     if numel < 1 or rounds < 1:
         raise ConfigError(f"expected numel >= 1 and rounds >= 1, got {numel} and {rounds}")
@@ -246,21 +233,16 @@ def as_json(machine: dict[str, Any], rows: Iterable[AdamRow]) -> dict[str, Any]:
     """Returns the content that `--json` prints."""
     return {
         "machine": machine,
-        "rows": [{key: rounded(value) for key, value in asdict(row).items()} for row in rows],
+        "rows": [row_json(row) for row in rows],
     }
 
 
 def plot(rows: Sequence[AdamRow], path: Path) -> None:
     """Draws each contender's fraction of the probe's speed to a PNG, SVG or PDF file."""
-    plt = pyplot()
     names = [f"{r.name}, {r.weight_dtype}, moments {r.moment_dtype}, {r.threads} x {r.isa}" for r in rows]
-    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.3 * len(rows)))
-    colors = ["tab:blue" if row.name == "offload" else "0.65" for row in rows]
-    bars = axis.barh(names, [row.of_probe for row in rows], color=colors)
-    axis.bar_label(bars, [f"{row.of_probe:.2f}" for row in rows], padding=3, fontsize=8)
+    figure, axis = pyplot().subplots(figsize=(8, 1.2 + 0.3 * len(rows)))
+    bars(names, [row.of_probe for row in rows], [row.name == "offload" for row in rows], axis)
     axis.invert_yaxis()
     axis.margins(x=0.12)
     axis.set_xlabel("of the speed of memory")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_figure(figure, path)

@@ -33,10 +33,9 @@ def _send(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -
 
 
 def run_child(command: Sequence[str], figures: Path, seconds: float, **environment: str) -> dict[str, Any]:
-    """Runs a part's process for at most `seconds`.
+    """Runs a part's process for at most `seconds`, and returns its "state", "seconds" and "figures".
 
-    Returns:
-        How the process ended, its duration, the content of `figures`, and after a failure the last lines of its output.
+    After a failure the result contains the exit code and the last lines of the output too.
     """
     log, start = figures.with_suffix(".log"), time.monotonic()
     # A file instead of a pipe: the output is not read while the process runs, and a full pipe would block it.

@@ -28,17 +28,7 @@ def placed(
     accumulation: int = 1,
     clip: float = 0.0,
 ) -> dict[str, Any]:
-    """Returns the config of a placement.
-
-    Args:
-        placement: tiers of weights and states, as weights/states.
-        folder: folder of the swap files.
-        device: device that computes.
-        batch_size: sequences of a micro-batch.
-        dtype: "bf16" or "fp32".
-        accumulation: micro-batches of a step.
-        clip: largest norm of the gradient; 0 for no clipping.
-    """
+    """Returns the config of a placement, the tiers of weights/states. A `clip` of 0 clips nothing."""
     weights, states = placement.split("/")
     return {
         "train_micro_batch_size_per_gpu": batch_size,

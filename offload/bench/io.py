@@ -13,7 +13,7 @@ import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from offload.aio import BACKENDS, IoQueue, StripedFile, aligned_empty, bandwidth
 from offload.aio.backend import refusals
 from offload.aio.measure import OPERATIONS, TimedTransfer, move, remove
 from offload.bench import baselines
-from offload.bench.measure import pyplot, rounded
+from offload.bench.measure import bars, pyplot, row_json, save_figure
 from offload.errors import ConfigError, IoError
 from offload.hardware.noise import fill_with_noise
 from offload.sizes import MIB, PAGE, align_up, format_size
@@ -90,24 +90,9 @@ def make_plan(
     rounds: int = 3,
     with_fio: bool = True,
 ) -> IoPlan:
-    """Validates the settings before a file is created.
+    """Validates the settings before a file is created, and returns them with the defaults of this machine.
 
-    Args:
-        folders: folders on the drives to measure.
-        backends: backends and peers; empty for every backend that works.
-        blocks: sizes of blocks to measure, in bytes; empty for 1 and 4 MiB.
-        depths: numbers of blocks in flight to measure; empty for 8 and 32.
-        operations: "write", "read" or "mixed"; empty for all.
-        nbytes: bytes of the file, rounded down to a multiple of `request_bytes`.
-        request_bytes: bytes of a request to the queue.
-        rounds: rounds of all contenders.
-        with_fio: True to run fio too, if it is installed.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ConfigError: a setting is out of range, a folder is missing, or memory or the drive is too small.
+    Without `backends` every one that works is measured, and no peer. The file is a multiple of `request_bytes`.
     """
     usable = [name for name, refused in refusals().items() if refused is None]
     known = (*BACKENDS, *baselines.NAMES)
@@ -172,10 +157,7 @@ Passes = dict[tuple[Case, str], list[TimedTransfer]]
 
 
 def measure(plan: IoPlan, tell: Callable[[str], None] = lambda _: None) -> list[IoRow]:
-    """Runs all contenders in turns and removes the files afterwards.
-
-    Returns:
-        A row for each operation and contender.
+    """Runs all contenders in turns, removes the files, and returns a row for each operation and contender.
 
     Raises:
         IoError: a file cannot be written or read, or fio fails.
@@ -353,28 +335,24 @@ def as_json(machine: dict[str, Any], plan: IoPlan, rows: Iterable[IoRow]) -> dic
         "machine": machine,
         "paths": list(plan.folders),
         "rounds": plan.rounds,
-        "rows": [{key: rounded(value) for key, value in asdict(row).items()} for row in rows],
+        "rows": [row_json(row) for row in rows],
     }
 
 
 def plot(rows: Sequence[IoRow], path: Path) -> None:
     """Draws GB/s of every row, operations side by side, to a PNG, SVG or PDF file."""
-    plt = pyplot()
     operations = list(dict.fromkeys(row.op for row in rows))
-    figure, axes = plt.subplots(
+    figure, axes = pyplot().subplots(
         1, len(operations), figsize=(4.2 * len(operations) + 1.5, 1.2 + 0.28 * len(rows) / len(operations)), sharey=True
     )
     for operation, axis in zip(operations, [axes] if len(operations) == 1 else axes, strict=True):
-        mine = [row for row in rows if row.op == operation]
-        names = [f"{row.backend}, {format_size(row.block_bytes)} x {row.depth}" for row in mine]
-        colors = ["0.65" if row.backend not in BACKENDS else "tab:blue" for row in mine]
-        bars = axis.barh(names, [row.gb_per_s for row in mine], color=colors)
-        axis.bar_label(bars, [f"{row.gb_per_s:.2f}" for row in mine], padding=3, fontsize=8)
-        axis.invert_yaxis() if operation == operations[0] else None
+        drawn = [row for row in rows if row.op == operation]
+        names = [f"{row.backend}, {format_size(row.block_bytes)} x {row.depth}" for row in drawn]
+        bars(names, [row.gb_per_s for row in drawn], [row.backend in BACKENDS for row in drawn], axis)
+        if operation == operations[0]:
+            axis.invert_yaxis()  # once: the operations share their axis
         axis.margins(x=0.15)
         axis.set_title(operation)
         axis.set_xlabel("GB/s")
     figure.suptitle("blue: offload, grey: others; block x depth")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_figure(figure, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from offload.aio import IoQueue, StripedFile, aligned_empty
 from offload.aio.measure import move, remove
 from offload.hardware.noise import fill_with_noise
-from offload.sizes import MIB, align_up
+from offload.sizes import MIB, align_up, rounded
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +73,10 @@ class DriveSpeeds(NamedTuple):
     write: float
     mixed: float
 
+    def as_json(self) -> dict[str, float]:
+        """Returns the rates in GB/s for `--json`."""
+        return {f"{name}_gb_per_s": rounded(rate / 1e9) for name, rate in self._asdict().items()}
+
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
         """Returns the least seconds to move these bytes: one direction after the other, or both at once."""
         # Equal numbers of bytes move at the mixed rate; the rest moves at the rate of its own direction.
@@ -95,12 +100,8 @@ def drive_rates(
 ) -> Iterator[Callable[[], DriveSpeeds]]:
     """Yields a function that measures the rates of all drives together, with a queue and files like an engine's.
 
-    Args:
-        paths: one file for each drive, created here and removed afterwards.
-        nbytes: bytes of the files together, and of a buffer in memory.
-        backend: backend of the queue.
-        block_bytes: bytes of a block; None for the backend's default.
-        depth: blocks in flight; None for the backend's default.
+    `paths` are one file for each drive, created here and removed afterwards; together they, and a buffer in memory,
+    have `nbytes`.
 
     Raises:
         IoError: a file cannot be created, written or read.
@@ -130,9 +131,22 @@ def drive_rates(
 # -- output --------------------------------------------------------------------------------------------
 
 
-def rounded(value: Any) -> Any:
-    """Returns a float with four digits, and anything else unchanged."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+def row_json(row: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass for `--json`, with four digits of each float."""
+    return {name: rounded(value) for name, value in dataclasses.asdict(row).items()}
+
+
+def bars(names: Sequence[str], values: Sequence[float], ours: Sequence[bool], axis: Any) -> None:
+    """Draws a bar with its value for each contender; ours are blue."""
+    drawn = axis.barh(names, values, color=["tab:blue" if mine else "0.65" for mine in ours])
+    axis.bar_label(drawn, [f"{value:.2f}" for value in values], padding=3, fontsize=8)
+
+
+def save_figure(figure: Any, path: Path, **options: Any) -> None:
+    """Writes a figure to a PNG, SVG or PDF file, and frees it."""
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, **options)
+    pyplot().close(figure)
 
 
 def pyplot() -> ModuleType:

@@ -14,7 +14,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch import nn
 import offload
 from offload.aio import BACKENDS
 from offload.aio.backend import refusals
-from offload.bench.measure import DriveSpeeds, drive_rates, kernel_bytes, median_rates, rounded
+from offload.bench.measure import DriveSpeeds, drive_rates, kernel_bytes, median_rates, row_json
 from offload.errors import ConfigError, OffloadError
 from offload.notices import Remark
 from offload.sizes import MIB, PAGE, align_up, count_of, format_size
@@ -84,12 +84,10 @@ class SwapPlan:
 
     @property
     def unit_numel(self) -> int:
-        """Returns the number of parameters of a unit."""
         return self.unit_bytes // _WEIGHT
 
     @property
     def parameters(self) -> int:
-        """Returns the number of parameters of the model."""
         return self.units * self.unit_numel
 
     @property
@@ -367,11 +365,8 @@ def as_json(machine: dict[str, Any], plan: SwapPlan, result: Result) -> dict[str
         "steps": plan.steps,
         "rounds": plan.rounds,
         "compute_measured": plan.in_memory,
-        "drive": {
-            f"{name}_gb_per_s": rounded(value / 1e9)
-            for name, value in zip(DriveSpeeds._fields, result.rates, strict=True)
-        },
-        "rows": [{key: rounded(value) for key, value in asdict(row).items()} for row in result.rows],
+        "drive": result.rates.as_json(),
+        "rows": [row_json(row) for row in result.rows],
     }
 
 
@@ -510,10 +505,7 @@ class _Model(nn.Module):
 
 
 def measure(plan: SwapPlan, tell: Callable[[str], None] = lambda _: None) -> Result:
-    """Runs the workload and removes its files afterwards.
-
-    Returns:
-        The figures, with a row for each compute time.
+    """Runs the workload, removes its files, and returns the figures with a row for each compute time.
 
     Raises:
         OffloadError: the engine or the drive fails.
@@ -625,34 +617,27 @@ def _engine(plan: SwapPlan, load: Load) -> Iterator[offload.Engine]:
             shutil.rmtree(Path(folder) / _run(), ignore_errors=True)
 
 
-class _Moved(NamedTuple):
-    """Bytes read and written so far: those that the engine has requested, and those that Linux has counted."""
-
-    engine: tuple[int, int]
-    kernel: tuple[int, int] | None
-
-
 def _turn(engine: offload.Engine, plan: SwapPlan) -> Turn:
     # `before` is the count in the last untimed step, so the difference covers exactly `plan.steps` steps.
     for _ in range(UNCOUNTED):
-        before = _step(engine, plan)
+        before, counted_before = _step(engine, plan)
     seconds: list[float] = []
     for _ in range(plan.steps):
         start = time.perf_counter()
-        after = _step(engine, plan)
+        after, counted_after = _step(engine, plan)
         seconds.append(time.perf_counter() - start)
-    read, written = (now - then for then, now in zip(before.engine, after.engine, strict=True))
+    read, written = (now - then for then, now in zip(before, after, strict=True))
     counted: list[float | None] = [None, None]
-    if before.kernel is not None and after.kernel is not None:
-        counted = [(now - then) / plan.steps for then, now in zip(before.kernel, after.kernel, strict=True)]
+    if counted_before is not None and counted_after is not None:
+        counted = [(now - then) / plan.steps for then, now in zip(counted_before, counted_after, strict=True)]
     for parameter in engine.module.parameters():
         with offload.gathered(parameter):
             pass  # waits for the unit's update, so that the next turn runs alone
     return Turn(tuple(seconds), read / plan.steps, written / plan.steps, *counted)
 
 
-def _step(engine: offload.Engine, plan: SwapPlan) -> _Moved:
-    """Performs a step and returns the bytes moved until the end of its last backward.
+def _step(engine: offload.Engine, plan: SwapPlan) -> tuple[tuple[int, int], tuple[int, int] | None]:
+    """Performs a step and returns the bytes moved until the end of its last backward: by the engine, and by Linux.
 
     By then every unit was used. So all reads and writes of the previous step's updates have been requested, but none of
     this step's updates. Therefore the difference between two counts is the bytes of entire steps, regardless of the
@@ -661,6 +646,6 @@ def _step(engine: offload.Engine, plan: SwapPlan) -> _Moved:
     for micro in range(plan.accumulation):
         engine.backward(engine(torch.zeros(1, dtype=torch.float32, device="cpu")).sum())
         if micro == plan.accumulation - 1:
-            moved = _Moved(engine.io_bytes(), kernel_bytes())
+            moved = engine.io_bytes(), kernel_bytes()
         engine.step()
     return moved

@@ -56,10 +56,7 @@ def tune(
     rounds: int = 3,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Found:
-    """Tries every shape once, then the best ones `rounds` times in turns.
-
-    Returns:
-        The winner and the finalists.
+    """Tries every shape once, then the best ones `rounds` times in turns; returns the winner and the finalists.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -105,13 +102,7 @@ def choose(trials: Iterable[Trial]) -> Trial:
 
 
 def check_writable(source: Path, target: Path) -> None:
-    """Checks that a config can be written, before a measurement that takes minutes.
-
-    The config to extend may be missing.
-
-    Raises:
-        ConfigError: `source` is no config, or `target` cannot be written.
-    """
+    """Checks that `source` is a config, if it exists, and that `target` can be written: a measurement takes minutes."""
     if source.exists():
         load_config(read_json(source))
     folder = real_path(target).parent
@@ -125,9 +116,6 @@ def write_config(source: Path, target: Path, aio: dict[str, int]) -> None:
     """Writes the text of `source`, or an empty config, to `target` with the keys of `aio`, atomically.
 
     No other character of the text changes. `source` may be missing; `target` keeps its mode.
-
-    Raises:
-        ConfigError: as `check_writable`.
     """
     check_writable(source, target)
     text = source.read_bytes().decode() if source.exists() else "{}\n"  # as bytes: they keep the ends of their lines

@@ -19,14 +19,8 @@ class Arrays:
     """Tensors with values as in training: weights around 0.02, gradients around 1e-3, and matching moments.
 
     No value is denormal in fp32, the dtype in which kernels compute. All tensors are allocated on 2 MiB pages, like the
-    host arena of the engine.
-
-    Args:
-        numel: elements of each tensor.
-        weight_dtype: dtype of the weights; bf16 adds the low bits of the master, fp16 the master.
-        grad_dtype: dtype of the gradients.
-        moment_dtype: dtype of the moments, fp32 or bf16; int8 for codes in blocks.
-        low_bits: dtype of the low bits of the masters of bf16 weights: int16, or int8 of bf24 masters.
+    host arena of the engine. bf16 weights have low bits of their masters too, in `low_bits`, and fp16 weights masters.
+    Moments in int8 are codes in blocks.
     """
 
     def __init__(

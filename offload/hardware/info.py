@@ -107,12 +107,9 @@ def rated_bytes_of(folder: str) -> int | None:
 
 
 def rated_bytes(smart: Mapping[str, Any]) -> int | None:
-    """Returns the bytes written so far divided by the fraction of the drive's life used.
+    """Returns the bytes written so far divided by the fraction of the drive's life used; None at 0 % of it.
 
     `smart` is smartctl's JSON of an NVMe drive, whose data units are 512,000 bytes.
-
-    Returns:
-        None for a drive that reports 0 % used, since the division has no result.
     """
     log = smart["nvme_smart_health_information_log"]
     # NVMe reports the used life in percent of the rated endurance, so the quotient is the rating.

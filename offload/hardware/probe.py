@@ -34,7 +34,7 @@ from offload.hardware.info import drive as about_drive
 from offload.hardware.info import machine as about_machine
 from offload.hardware.noise import fill_with_noise
 from offload.records import parse
-from offload.sizes import MIB, PAGE, align_up, count_of, format_size
+from offload.sizes import MIB, PAGE, align_up, count_of, format_size, rounded
 from offload.swapper.memory.device import compute_device, open_device
 
 # -- rates: results, per second ---------------------------------------------------------------------
@@ -145,11 +145,7 @@ def probe(
 def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 5, seconds: float = SECONDS) -> DriveRates:
     """Measures the drive under `folder` with the I/O queue that runs use, on a temporary file.
 
-    Args:
-        folder: a folder on the drive.
-        nbytes: bytes of the file and of a host buffer; a slow drive writes less.
-        rounds: rounds of all operations; a slow drive runs fewer, but at least one.
-        seconds: approximate duration.
+    A slow drive writes less than `nbytes` and runs fewer rounds, at least one, to end after about `seconds`.
 
     Raises:
         ConfigError: `nbytes` is out of range.
@@ -193,9 +189,9 @@ def _written(queue: IoQueue, file: DirectFile, buffer: memoryview, request: int,
     return written
 
 
-def measure_rates(device: torch.device, tell: Tell = lambda *_: None, seconds: float = SECONDS) -> Rates:
+def measure_rates(device: torch.device) -> Rates:
     """Measures everything except the drives. Allocates about a gigabyte of memory temporarily."""
-    return _measure(device, tell, seconds)[0]
+    return _measure(device, lambda *_: None, SECONDS)[0]
 
 
 def _measure(device: torch.device, tell: Tell, seconds: float) -> tuple[Rates, tuple[str, ...], float]:
@@ -308,11 +304,9 @@ class Host:
         )
 
     def optimizer(self, dtype: str) -> tuple[float, float]:
-        """Measures AdamW and the accumulation of gradients in the dtype named `dtype`.
+        """Returns the parameters a second that AdamW updates, and the elements a second of a gradient that is stored.
 
-        Returns:
-            Parameters a second that AdamW updates, and elements a second of a gradient that is stored while its
-            squares are summed.
+        The squares of the gradient are summed meanwhile.
         """
         of = DTYPES[dtype]
         arrays = self._arrays if of is torch.bfloat16 else Arrays(self.numel, of, of)
@@ -383,13 +377,10 @@ class Compute:
         """Size by dtype name, chosen when the dtype is measured for the first time."""
 
     def products(self, dtype: str) -> tuple[float, float]:
-        """Measures a linear layer's forward and the two products of its backward, in the dtype named `dtype`.
+        """Returns the operations a second of a linear layer's three products, and the bytes of weights that they read.
 
         Conditions are as in a model: a weight has not been used for a while, and gradients are larger than the blocks
         that malloc keeps for reuse.
-
-        Returns:
-            Floating-point operations a second, and bytes of weights a second.
         """
         device = self._device
         size = self._sizes[dtype] = self._sizes.get(dtype) or self._product(DTYPES[dtype])
@@ -763,8 +754,7 @@ def _file_system(path: str) -> int:
 def kept_window(folders: Sequence[str]) -> int:
     """Returns the bytes of a window of reads or writes for a queue over `folders`, from the cached measurement.
 
-    Returns:
-        The bytes; 0 to read and write at once, or if one of the drives was not measured.
+    0 is to read and write at once, also if one of the drives was not measured.
     """
     found = kept() if folders else None
     if found is None:
@@ -790,7 +780,7 @@ def as_json(found: Probed) -> dict[str, Any]:
 
 
 def _rounded(values: NamedTuple) -> dict[str, Any]:
-    return {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in values._asdict().items()}
+    return {name: rounded(value) for name, value in values._asdict().items()}
 
 
 def lines(found: Probed) -> list[tuple[str, str]]:

@@ -117,11 +117,16 @@ def visible(environ: Mapping[str, str]) -> dict[str, str]:
 
 def driver_cards() -> list[dict[str, Any]] | None:
     """Returns the cards of the NVIDIA driver with their slices; None if its tool is missing or fails."""
+    said = nvidia_smi("-L")
+    return None if said is None or said.returncode else parse_cards(said.stdout)
+
+
+def nvidia_smi(*options: str) -> subprocess.CompletedProcess[str] | None:
+    """Runs the tool of the NVIDIA driver; returns None if it is missing or does not end."""
     try:
-        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+        return subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return None if said.returncode else parse_cards(said.stdout)
 
 
 def parse_cards(listed: str) -> list[dict[str, Any]]:
@@ -267,9 +272,6 @@ def check_folders(folders: Iterable[str]) -> None:
 
     If neither exists, the path is usually mistyped, or its drive is not mounted. Any folder may be created on another
     drive, and in the folder for temporary files.
-
-    Raises:
-        ConfigError: A folder and its parent do not exist on the drive of /. Nothing was created.
     """
     for name in folders:
         path = Path(os.path.realpath(name))

@@ -60,7 +60,6 @@ class Command:
     """The command as shell text, without the values of variables that may be secrets."""
 
     def __str__(self) -> str:
-        """Returns `shown`."""
         return self.shown
 
 
@@ -70,9 +69,6 @@ def decide(
     """Returns the commands to run: one that replaces this process, or one for each host.
 
     `exports` are variables for every rank on every host.
-
-    Raises:
-        UsageError: options contradict each other or the hosts, or are not possible here.
     """
     check_options(options, machine.environ)
     launcher = launcher_of(options, hostfile is not None, machine.environ)
@@ -110,11 +106,6 @@ def _is_alone(options: LaunchOptions, hosts: Sequence[Host], launcher: str, mach
 
 
 def _hosts(options: LaunchOptions, every: Sequence[Host]) -> list[Host]:
-    """Returns the hosts and slots of this run.
-
-    Raises:
-        UsageError: there are fewer hosts or slots than requested.
-    """
     hosts = select(every, options.include, options.exclude)
     if options.num_nodes is not None:
         if options.num_nodes > len(hosts):
@@ -132,11 +123,7 @@ def _hosts(options: LaunchOptions, every: Sequence[Host]) -> list[Host]:
 
 
 def _without_hostfile(options: LaunchOptions, machine: LocalMachine) -> list[Host]:
-    """Returns the nodes of the Slurm job, as many nodes as --num-nodes, or this machine.
-
-    Raises:
-        UsageError: the number of ranks per node or the address of rank 0 is unknown.
-    """
+    """Returns the nodes of the Slurm job, as many nodes as --num-nodes, or this machine."""
     names, count = allocated_nodes(machine.environ), options.num_gpus or machine.gpus
     if len(names) > 1:
         on_node = machine.environ.get("SLURM_GPUS_ON_NODE", "")
@@ -232,11 +219,7 @@ def _watched(
 def _by_srun(
     options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], machine: LocalMachine
 ) -> Command:
-    """Returns the srun command that starts a torchrun on each node. Each torchrun reads its node's number there.
-
-    Raises:
-        UsageError: slots are chosen.
-    """
+    """Returns the srun command that starts a torchrun on each node. Each torchrun reads its node's number there."""
     if ":" in options.include + options.exclude:
         raise UsageError("Slurm chooses the GPUs of a node: --include and --exclude name nodes here, without slots")
     count = str(len(hosts))
@@ -299,11 +282,7 @@ def _meeting_place(options: LaunchOptions, hosts: Sequence[Host], exports: Mappi
 
 
 def _address(options: LaunchOptions, hosts: Sequence[Host]) -> str:
-    """Returns an address at which the other hosts can reach the first one.
-
-    Raises:
-        UsageError: the first host's name in the hostfile means another machine on each host, as "localhost" does.
-    """
+    """Returns an address at which the other hosts can reach the first one."""
     if options.master_addr is not None:
         return options.master_addr
     name = hosts[0].name.rpartition("@")[2]
@@ -322,9 +301,6 @@ def _devices(host: Host, environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variable that makes only a run's GPUs visible on a host; none if these are the first ones.
 
     Slots are counted within the GPUs that are visible in `environ`.
-
-    Raises:
-        UsageError: fewer GPUs are visible.
     """
     if host.slots == tuple(range(len(host.slots))):
         return {}

@@ -51,12 +51,7 @@ _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_T
 def ranks_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns torchrun's variables, such as RANK and WORLD_SIZE, for a process that srun or mpirun has started.
 
-    Returns:
-        The variables; none if torchrun has set them, or if the process was started alone.
-
-    Raises:
-        ConfigError: if MPI's ranks are on several machines and the address of rank 0 is unknown, or if a variable has a
-            value that srun and mpirun do not set.
+    There are none if torchrun has set them, or if the process was started alone.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return {}
@@ -86,11 +81,7 @@ def ranks_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
-    """Returns a number that a launcher has set, such as the rank or the number of ranks, or else `otherwise`.
-
-    Raises:
-        ConfigError: if the variable is not a number of at least 0.
-    """
+    """Returns a number that a launcher has set, such as the rank or the number of ranks, or else `otherwise`."""
     found = environ.get(name, str(otherwise))
     if not (found.isascii() and found.isdecimal() and len(found) <= _DIGITS):
         raise ConfigError(
@@ -130,9 +121,6 @@ def parse_environment_file(text: str, path: str) -> dict[str, str]:
     """Returns the variables of a `.deepspeed_env`.
 
     Lines are `NAME=value`. Empty lines and lines that begin with # are skipped. Values are taken unchanged.
-
-    Raises:
-        UsageError: a line has another form.
     """
     found = {}
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):

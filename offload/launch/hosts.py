@@ -33,9 +33,6 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
     """Returns the hosts of a hostfile, in its order.
 
     Empty lines and those that begin with # are comments. `path` is for messages.
-
-    Raises:
-        UsageError: a line has another form, a host has no slot or two lines, or there is no host.
     """
     hosts: dict[str, Host] = {}
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
@@ -60,14 +57,8 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
 def select(hosts: Sequence[Host], include: str, exclude: str) -> list[Host]:
     """Returns the selected hosts and slots, in the order of `hosts`.
 
-    Args:
-        hosts: all hosts.
-        include: the hosts and slots to use: `worker-0@worker-1:0,2` for all of worker-0 and two slots of worker-1; ""
-            for all.
-        exclude: the hosts and slots not to use, in the same form.
-
-    Raises:
-        UsageError: both are given, one names an unknown host or slot, or nothing is left.
+    `include` names the hosts and slots to use, `exclude` those not to use: `worker-0@worker-1:0,2` for all of worker-0
+    and two slots of worker-1; "" for no selection.
     """
     if include and exclude:
         raise UsageError("--include and --exclude cannot be combined: give the one that is shorter")
@@ -86,11 +77,7 @@ def select(hosts: Sequence[Host], include: str, exclude: str) -> list[Host]:
 
 
 def _parse_filter(text: str, hosts: dict[str, Host]) -> dict[str, tuple[int, ...]]:
-    """Returns the sorted slots that a filter names, by host.
-
-    Raises:
-        UsageError: the filter is malformed, or names an unknown host or slot.
-    """
+    """Returns the sorted slots that a filter names, by host."""
     named: dict[str, set[int]] = {}
     for part in text.split("@"):
         name, colon, numbers = part.partition(":")
@@ -113,11 +100,7 @@ _BRACKETS = re.compile(r"\[([^\]]*)\]")
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Returns the names in a Slurm list such as `gpu[01-03,7],login`, in the list's order.
-
-    Raises:
-        ValueError: the text is no such list, or lists more than 100,000 names.
-    """
+    """Returns the names in a Slurm list such as `gpu[01-03,7],login`, in order; else raises `ValueError`."""
     names = (name for part in _OUTSIDE.split(text) if part for name in _expand(part))
     return _bounded(names)
 
@@ -147,10 +130,6 @@ def _numbers(text: str) -> Iterator[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Returns the numbers in a Slurm list; for `2(x3),1` these are 2, 2, 2, 1.
-
-    Raises:
-        ValueError: the list covers more than 100,000 nodes.
-    """
+    """Returns the numbers in a Slurm list; for `2(x3),1` these are 2, 2, 2, 1."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return _bounded(int(count) for count, times in found for _ in range(int(times or 1)))

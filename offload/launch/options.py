@@ -74,11 +74,7 @@ class LocalMachine:
 
 
 def check_options(options: LaunchOptions, environ: Mapping[str, str]) -> None:
-    """Raises an error for options that are wrong on any hosts.
-
-    Raises:
-        UsageError: options contradict each other, or this process is one of several that srun or mpirun has started.
-    """
+    """Raises an error for options that are wrong on any hosts."""
     # `ranks_environment` asks for an address, which this check does not use and which may be unknown.
     if ranks_environment({"MASTER_ADDR": "", **environ}):
         raise UsageError(
@@ -98,11 +94,7 @@ def check_options(options: LaunchOptions, environ: Mapping[str, str]) -> None:
 
 
 def launcher_of(options: LaunchOptions, has_hostfile: bool, environ: Mapping[str, str]) -> str:
-    """Returns "ssh" or "slurm": the launcher of the options, else "slurm" inside a Slurm job of several nodes.
-
-    Raises:
-        UsageError: the options name another launcher, or slurm without an allocation.
-    """
+    """Returns "ssh" or "slurm": the launcher of the options, else "slurm" inside a Slurm job of several nodes."""
     name = None if options.launcher is None else options.launcher.lower()
     if name is None:
         in_job = len(allocated_nodes(environ)) > 1 and not has_hostfile and not options.no_ssh
@@ -119,11 +111,7 @@ def launcher_of(options: LaunchOptions, has_hostfile: bool, environ: Mapping[str
 
 
 def allocated_nodes(environ: Mapping[str, str]) -> list[str]:
-    """Returns the nodes of the Slurm job that this process belongs to; none outside of a job.
-
-    Raises:
-        ConfigError: the variable that Slurm sets is no list of nodes.
-    """
+    """Returns the nodes of the Slurm job that this process belongs to; none outside of a job."""
     found = environ.get("SLURM_JOB_NODELIST", "")
     try:
         return expand_nodelist(found)

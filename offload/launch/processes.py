@@ -18,13 +18,11 @@ _GRACE = 40.0
 
 
 def run_together(commands: Sequence[Command], tell: Callable[[str], None]) -> int:
-    """Runs the commands until all have succeeded or one has failed, and then ends the others.
+    """Runs the commands until all have succeeded or one has failed, and then ends the others; returns the exit status.
 
     If an exception such as Ctrl-C's is raised, all commands are ended before it propagates. A SIGKILL of this process
-    also ends them, since it closes the standard input of each command.
-
-    Returns:
-        0, or the exit status of the first command that fails; 128 plus the signal's number if a signal ended it.
+    also ends them, since it closes the standard input of each command. The status of a command that a signal ended is
+    128 plus the signal's number.
     """
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:

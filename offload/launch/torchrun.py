@@ -120,11 +120,6 @@ class SignedBackend(RendezvousBackend):
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Returns a socket that listens on one address of this machine.
-
-    Raises:
-        UsageError: the port is taken, or the address is no address of this machine.
-    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family, backlog=2048)
@@ -142,11 +137,7 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _prepare(options: Any, secret: str) -> None:
-    """Registers the rendezvous that the options name, and opens or checks its port.
-
-    Raises:
-        UsageError: the port is taken, or the hosts have no secret.
-    """
+    """Registers the rendezvous that the options name, and opens or checks its port."""
     address, _, port = options.rdzv_endpoint.rpartition(":")
     if options.rdzv_backend == ONE_MACHINE:
         listener = _listen(address.strip("[]"), int(port))

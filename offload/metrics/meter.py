@@ -139,7 +139,6 @@ class StepMeter(Meter):
 
     @property
     def measured(self) -> Mapping[str, float]:
-        """Numbers of the last step; none before it."""
         return self._measured
 
     def begin(self) -> None:
@@ -154,22 +153,18 @@ class StepMeter(Meter):
     # -- events of a step ---------------------------------------------------------------------------
 
     def add_loss(self, loss: torch.Tensor, first: bool) -> None:
-        """Adds the loss of a backward; the `first` since the last step drops the losses of abandoned micro-batches."""
         part = loss.detach().to(torch.float32).sum()  # in memory of its own, which the user cannot change
         self._loss = part if first or self._loss is None else self._loss + part
 
     def on_phase_begin(self, phase: Phase) -> None:
-        """Notes the start of a phase. An earlier start without an end counts as abandoned."""
         self._began[phase] = wall_clock()
 
     def on_phase_end(self, phase: Phase) -> None:
-        """Adds the time of a phase that has begun."""
         start = self._began.pop(phase, None)
         if start is not None:
             self._sums[phase.value] += wall_clock() - start
 
     def on_gradient(self, nbytes: int) -> None:
-        """Adds the bytes of a gradient."""
         self._sums["gradients"] += nbytes
 
     def on_span(self, row: Row, name: str, nanoseconds: int, nbytes: int) -> None:
@@ -215,14 +210,12 @@ class StepMeter(Meter):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves the costs of the context out of the next step. No update may be in progress when it begins."""
         before = self._taken()
         yield
         after = self._taken()
         self._last = {name: last + after[name] - before[name] for name, last in self._last.items()}
 
     def evaluated(self, step: int, samples: int, loss: Any, seconds: float) -> None:
-        """Passes an evaluation after `step` steps to the reporter."""
         self._reporter.report_evaluation(EvaluationRecord(step, samples, float(loss), seconds))
 
     def _taken(self) -> dict[str, int]:
@@ -275,11 +268,10 @@ class ComputeSpans:
 
         The engine's own hooks enclose these: torch runs the engine's pre-hooks first, and these post-hooks first.
         """
-        for name in sites:
+        for name in sites if self._timeline is not OFF else ():
             self._hook(modules[name], f"forward {name}".rstrip())
 
     def remove(self) -> None:
-        """Removes every hook. Idempotent."""
         while self._removers:
             self._removers.pop()()
 
@@ -322,7 +314,7 @@ class ComputeSpans:
 
     def turn_to(self, unit: int) -> None:
         """Begins the span of `unit`, unless one is under way. Does nothing outside of a backward."""
-        if self._unit is None and inside_backward():
+        if self._unit is None and self._timeline is not OFF and inside_backward():
             self._unit, self._since = unit, now()
 
     def end_span(self) -> None:
@@ -332,26 +324,8 @@ class ComputeSpans:
             self._unit = None
 
 
-class _NoSpans(ComputeSpans):
-    """Recorder that records nothing and installs no hook. A view that a backward asks for costs two empty calls."""
-
-    def __init__(self) -> None:
-        super().__init__(OFF, ())
-
-    def install(self, modules: Mapping[str, nn.Module], sites: Iterable[str]) -> None:
-        pass
-
-    def leave_for(self, unit: int) -> None:
-        pass
-
-    def turn_to(self, unit: int) -> None:
-        pass
-
-    def end_span(self) -> None:
-        pass
-
-
-NO_SPANS: ComputeSpans = _NoSpans()
+NO_SPANS = ComputeSpans(OFF, ())
+"""Records nothing and installs no hook."""
 
 
 def compute_spans(timeline: Timeline, names: Sequence[str]) -> ComputeSpans:

@@ -144,7 +144,6 @@ class TensorBoardWriter:
         self._files.flush()
 
     def close(self) -> None:
-        """Closes the event file."""
         if self._files is not None:
             self._files.close()
             self._files = None
@@ -268,11 +267,7 @@ class WandbWriter:
     """Writer to a run of Weights & Biases: the run that the user has begun, or one of our own, which `close` ends."""
 
     def __init__(self, **settings: str | None) -> None:
-        """Joins the run of the user, or begins one with `settings` of `wandb.init`.
-
-        Raises:
-            ConfigError: if wandb begins no run.
-        """
+        """Joins the run of the user, or begins one with `settings` of `wandb.init`."""
         wandb: Any = importlib.import_module("wandb")
         self._own = wandb.run is None
         try:
@@ -284,11 +279,9 @@ class WandbWriter:
             ) from error
 
     def write(self, record: StepRecord) -> None:
-        """Writes a record at `step=samples`."""
         self._run.log(events(record), step=record.samples)  # wandb ignores a step below its newest
 
     def write_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Writes an evaluation at `step=samples`."""
         self._run.log(events(evaluation), step=evaluation.samples)
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from offload.layout.placement import LIBRARIES, beside_arenas
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.model_shape import RepeatedBlock, Shape, Use
+from offload.planner.simulation.simulate import Input
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import State, Tier
 
@@ -74,7 +75,6 @@ class Load(NamedTuple):
         return self.accumulation if self.schedule == LAYER_MAJOR else 1
 
     def tokens(self, shape: Shape) -> int:
-        """Returns the tokens of a step."""
         return self.batch * self.accumulation * shape.sequence
 
 
@@ -102,13 +102,6 @@ class Need(NamedTuple):
     disk: int = 0
 
 
-class Moving(NamedTuple):
-    """Bytes of a block's input that leave the device in the forward and return in the backward."""
-
-    nbytes: int = 0
-    on_disk: bool = False
-
-
 def need(shape: Shape, load: Load) -> Need:
     """Returns the bytes of activations in every tier: of one micro-batch, or of all in a layer-major step.
 
@@ -129,15 +122,15 @@ def need(shape: Shape, load: Load) -> Need:
     )
 
 
-def moving(shape: Shape, load: Load) -> list[Moving]:
+def moving(shape: Shape, load: Load) -> list[Input]:
     """Returns for each block the bytes that leave the device in a micro-batch; none for blocks whose input stays."""
     blocks = shape.blocks
     if not load.recompute:
-        return [Moving() for _ in blocks]
+        return [Input() for _ in blocks]
     # The newest of the recomputed blocks' inputs stays, since the backward begins with it.
     tiers = [index < load.on_disk for index in range(load.on_disk + load.on_host)]
-    stay = [Moving()] * (len(blocks) - len(tiers))
-    return [Moving(input_nbytes(shape, load, each), on) for each, on in zip(blocks, tiers, strict=False)] + stay
+    stay = [Input()] * (len(blocks) - len(tiers))
+    return [Input(input_nbytes(shape, load, each), on) for each, on in zip(blocks, tiers, strict=False)] + stay
 
 
 def input_nbytes(shape: Shape, load: Load, block: RepeatedBlock) -> int:
@@ -285,14 +278,9 @@ def _head(shape: Shape, load: Load, copy: int = 0) -> int:
 # Memory of activations in addition to the budgets: the peaks of device and host memory in a planned step.
 
 
-def activations(shape: Shape, load: Load) -> int:
-    """Returns the bytes of activations on the device."""
-    return need(shape, load).device
-
-
 def beside_weights(memory: Memory, shape: Shape, load: Load) -> int:
     """Returns the bytes of GPU memory for activations, and for gradients that wait for their copy to the host."""
-    return activations(shape, load) + gradients_in_flight(memory, load.alive > 1)
+    return need(shape, load).device + gradients_in_flight(memory, load.alive > 1)
 
 
 def gradients_in_flight(memory: Memory, layer_major: bool) -> int:

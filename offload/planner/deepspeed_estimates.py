@@ -83,14 +83,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 ) -> None:
     """Prints those lines of `estimate_zero3_model_states_mem_needs_all_live` that have the weights on the GPU.
 
-    Args:
-        model: a model whose parameters may be on the meta device.
-        num_gpus_per_node: ranks of one machine.
-        num_nodes: machines.
-        additional_buffer_factor: without effect, since all buffers are counted.
-
-    Raises:
-        ConfigError: `num_gpus_per_node` or `num_nodes` is less than 1.
+    The arguments and the error are the same.
     """
     _print(_live(model, num_gpus_per_node, num_nodes, _ZERO_2), num_gpus_per_node, num_nodes)
 
@@ -100,15 +93,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 ) -> None:
     """Prints those lines of `estimate_zero3_model_states_mem_needs_all_cold` that have the weights on the GPU.
 
-    Args:
-        total_params: parameters of the model, such as 2851e6; must be integral. The largest layer is assumed to have
-            1/32 of them.
-        num_gpus_per_node: ranks of one machine.
-        num_nodes: machines.
-        additional_buffer_factor: without effect, since all buffers are counted.
-
-    Raises:
-        ConfigError: a number is not integral or is less than 1.
+    The arguments and the error are the same. The largest layer is assumed to have 1/32 of the parameters.
     """
     total = _count(total_params)
     found = _cold(total, -(-total // 32), num_gpus_per_node, num_nodes, _ZERO_2)

@@ -39,8 +39,7 @@ class Figure(NamedTuple):
     """The place where the figure can be read: repository, issue, paper or page."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rate:
+class Rate(NamedTuple):
     """A rate that a plan computes with."""
 
     name: str
@@ -53,7 +52,6 @@ class Rate:
 
     @property
     def amount(self) -> str:
-        """Returns the value with its unit."""
         if math.isinf(self.value):
             return "no time"
         if self.unit == "flop/s":
@@ -64,7 +62,6 @@ class Rate:
 
     @property
     def sentence(self) -> str:
-        """Returns name, value and source as one clause."""
         return f"{self.name} {self.amount} ({self.source})"
 
 
@@ -168,13 +165,8 @@ _MAKERS = re.compile(r"\b(nvidia|geforce|tesla|amd|instinct|sxm\d*)\b")
 def find_gpu(text: str) -> tuple[Gpu, str | None]:
     """Returns the GPU that `text` names, and an assumption in words or None.
 
-    Args:
-        text: a name or a part of one, such as "4090", "a100-80gb" or "NVIDIA GeForce RTX 4090", or a memory size such
-            as "24GB". A size selects the smallest and slowest RTX card with that much memory, or else the smallest and
-            slowest other card.
-
-    Raises:
-        ConfigError: `text` is neither a name nor a size.
+    `text` is a name or a part of one, such as "4090" or "NVIDIA GeForce RTX 4090", or a memory size such as "24GB". A
+    size selects the smallest and slowest RTX card with that much memory, or else the smallest and slowest other card.
     """
     wanted = re.sub(r"[^a-z0-9]", "", _MAKERS.sub(" ", text.lower()))
     names = {re.sub(r"[^a-z0-9]", "", gpu.name.lower()): gpu for gpu in GPUS}
@@ -222,14 +214,14 @@ def products(gpu: Gpu, dtype: str) -> Rate:
     found, peak = _of_products(gpu, dtype)
     name = f"matrix products in {dtype}"
     if found is not None:
-        return Rate(name=name, value=found.value, unit="flop/s", origin="published", source=found.source)
+        return Rate(name, found.value, "flop/s", "published", found.source)
     kin = [_of_products(kin_gpu, dtype) for kin_gpu in GPUS if kin_gpu.generation == gpu.generation]
     reached = [figure.value / most for figure, most in kin if figure is not None]
     share = min(statistics.median(reached), 1.0) if reached else _MATMUL_SHARE
     source = f"{share:.0%} of the data sheet's {peak / 1e12:.4g} Tflop/s"
     if reached:
         source += f", as other cards of {gpu.generation} reached"
-    return Rate(name=name, value=share * peak, unit="flop/s", origin="assumed", source=source)
+    return Rate(name, share * peak, "flop/s", "assumed", source)
 
 
 def _of_products(gpu: Gpu, dtype: str) -> tuple[Figure | None, float]:
@@ -244,51 +236,31 @@ def _of_products(gpu: Gpu, dtype: str) -> tuple[Figure | None, float]:
     return by_dtype[dtype]
 
 
-def half_precision(gpu: Gpu, dtype: str) -> list[str]:
-    """Returns a sentence on fp16 if the card has matrix units for fp16 but none for bf16, and is faster in fp16."""
-    if gpu.has_bf16 or dtype == "fp16":
-        return []
-    return [f"{gpu.name} has matrix units for fp16 and none for bf16, so --dtype fp16 is faster there"]
-
-
 def other_work(gpu: Gpu) -> Rate:
     """Returns the rate of all other work on the GPU. The GPU's memory limits this rate."""
     name = "other work on the GPU"
     if gpu.reached is not None:
-        return Rate(name=name, value=gpu.reached.value, unit="B/s", origin="published", source=gpu.reached.source)
+        return Rate(name, gpu.reached.value, "B/s", "published", gpu.reached.source)
     source = f"{_DEVICE_SHARE:.0%} of the data sheet's {gpu.bandwidth / 1e9:.4g} GB/s"
-    return Rate(name=name, value=_DEVICE_SHARE * gpu.bandwidth, unit="B/s", origin="assumed", source=source)
+    return Rate(name, _DEVICE_SHARE * gpu.bandwidth, "B/s", "assumed", source)
 
 
 def copies(gpu: Gpu, given: float | None) -> Rate:
     """Returns the rate of copies to and from the GPU, each way."""
     name = "copies to and from the GPU, each way,"
     if given is not None:
-        return Rate(name=name, value=given, unit="B/s", origin="given", source="--pcie")
+        return Rate(name, given, "B/s", "given", "--pcie")
     if gpu.link is None:
-        return Rate(name=name, value=math.inf, unit="B/s", origin="assumed", source="GPU and CPU have one memory")
-    return Rate(name=name, value=gpu.link.value, unit="B/s", origin="published", source=gpu.link.source)
+        return Rate(name, math.inf, "B/s", "assumed", "GPU and CPU have one memory")
+    return Rate(name, gpu.link.value, "B/s", "published", gpu.link.source)
 
 
 def host_memory(gpu: Gpu, given: float | None) -> Rate:
     """Returns the rate at which the CPU reads and writes its memory."""
     name = "host memory"
     if given is not None:
-        return Rate(name=name, value=given, unit="B/s", origin="given", source="--memory-bandwidth")
+        return Rate(name, given, "B/s", "given", "--memory-bandwidth")
     if gpu.unified:
         # The CPU cores of such chips reach only a part of the memory's rate; the GPU can use most of it.
-        value, source = _CORES_BANDWIDTH, "by the CPU's cores, of the memory that the GPU uses too"
-    else:
-        value, source = _RAM_BANDWIDTH, "two channels of DDR5"
-    return Rate(name=name, value=value, unit="B/s", origin="assumed", source=source)
-
-
-def optimizer(host: Rate, nbytes: int) -> Rate:
-    """Returns the rate of AdamW on the CPU, which the host's memory limits."""
-    return Rate(
-        name="AdamW on the CPU",
-        value=HOST_SHARE * host.value / nbytes,
-        unit="parameters/s",
-        origin="assumed",
-        source=f"{HOST_SHARE:.0%} of the host memory's rate",
-    )
+        return Rate(name, _CORES_BANDWIDTH, "B/s", "assumed", "by the CPU's cores, of the memory that the GPU uses too")
+    return Rate(name, _RAM_BANDWIDTH, "B/s", "assumed", "two channels of DDR5")

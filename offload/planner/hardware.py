@@ -131,7 +131,6 @@ class Hardware:
 
     @property
     def on_cpu(self) -> bool:
-        """Returns True if the CPU computes."""
         return self.gpu_memory == 0
 
     @property
@@ -151,14 +150,9 @@ class Hardware:
 
 
 def parse_drive(text: str) -> Drive:
-    """Returns the drive that `text` describes.
+    """Returns the drive that "READ", "READ,WRITE" or "READ,WRITE,FREE" describes, such as "7GB/s,4GB/s,2TB".
 
-    Args:
-        text: "READ", "READ,WRITE" or "READ,WRITE,FREE", such as "7GB/s,4GB/s,2TB". Without WRITE, READ is the rate of
-            reads and writes.
-
-    Raises:
-        ConfigError: `text` is in another form.
+    Without WRITE, READ is the rate of reads and writes.
     """
     fields = [field.strip() for field in text.split(",")]
     try:
@@ -199,9 +193,6 @@ def parse_rate(text: str) -> float:
     """Returns the bytes per second of a text such as "7GB/s".
 
     A number without a unit is refused: a user who types "7" means gigabytes, and seven bytes would be the result.
-
-    Raises:
-        ConfigError: `text` is not a rate, or is one in bits.
     """
     # "Gb" are gigabits and "GB" are gigabytes: the check below refuses bits instead of being wrong by a factor of 8.
     words = re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE)
@@ -224,24 +215,18 @@ def described(
 ) -> Hardware:
     """Returns a machine that need not exist, from published figures. `Hardware.assumptions` lists every assumption.
 
-    Args:
-        gpu: a text for `find_gpu`.
-        ram: bytes of RAM; by default 64 GiB.
-        drives: drives for swap files; by default one of 7 and 5 GB/s.
-        memory: bytes per second of RAM.
-        link: bytes per second of PCIe, each way.
-        dtype: bf16, fp16 or fp32.
-        autocast: True if fp32 weights are multiplied in bf16.
-
-    Raises:
-        ConfigError: `gpu` is None or unknown.
+    `gpu` is a text for `find_gpu`. `memory` and `link` are bytes per second of RAM, and of PCIe each way. With
+    `autocast` fp32 weights are multiplied in bf16.
     """
     if gpu is None:
         raise ConfigError("a described machine needs --gpu, such as 24GB or 'RTX 4090'")
     found, like = find_gpu(gpu)
     if found.unified and link is not None:
         raise ConfigError(f"{found.name} has one memory for GPU and CPU, so --pcie has no meaning there")
-    assumed = [*([] if like is None else [like]), *gpus.half_precision(found, dtype), _HANDED_TO_GPU]
+    assumed = [] if like is None else [like]
+    if not found.has_bf16 and dtype != "fp16":
+        assumed.append(f"{found.name} has matrix units for fp16 and none for bf16, so --dtype fp16 is faster there")
+    assumed.append(_HANDED_TO_GPU)
     if ram is None:
         ram = found.memory if found.unified else 64 * GIB
         assumed.append(f"there are {format_size(ram)} of RAM")
@@ -259,7 +244,13 @@ def described(
     device = gpus.other_work(found)
     copies = gpus.copies(found, link)
     host = gpus.host_memory(found, memory)
-    optimizer = gpus.optimizer(host, KERNEL_BYTES[dtype])
+    optimizer = Rate(
+        "AdamW on the CPU",
+        gpus.HOST_SHARE * host.value / KERNEL_BYTES[dtype],
+        "parameters/s",
+        "assumed",
+        f"{gpus.HOST_SHARE:.0%} of the host memory's rate",
+    )
     return Hardware(
         name=found.name,
         dtype=dtype,
@@ -291,10 +282,7 @@ def drive_rates(drives: Sequence[Drive], origin: Origin, source: str) -> tuple[R
         return ()
     sums = {"reads": sum(drive.read for drive in drives), "writes": sum(drive.write for drive in drives)}
     of = "the drive" if len(drives) == 1 else f"{len(drives)} drives"
-    return tuple(
-        Rate(name=f"{name} of {of}", value=value, unit="B/s", origin=origin, source=source)
-        for name, value in sums.items()
-    )
+    return tuple(Rate(f"{name} of {of}", value, "B/s", origin, source) for name, value in sums.items())
 
 
 def probed(
@@ -308,22 +296,37 @@ def probed(
         ConfigError: the drive of a folder was not probed.
     """
     rates, of, gpu = found.rates, found.rates.by_dtype[dtype], found.machine["gpu"]
-    # `dict.fromkeys` keeps the order and counts a drive once if several folders are on it.
-    measured = dict.fromkeys(_measured(found, each) for each in folders) if folders else found.drives[-1:]
-    drives = tuple(map(_drive, measured))
+    products = "bf16" if autocast else dtype
+    # The keys of a dict keep the order and count a drive once if several folders are on it.
+    of_folders: dict[DriveRates, None] = {}
+    for folder in folders:
+        drive = drive_under(found, folder)
+        if drive is None:
+            raise ConfigError(f"the drive of {folder} was not measured: run `{shell_command('probe', folder)}`")
+        of_folders[drive] = None
+    drives = tuple(map(_drive, of_folders if folders else found.drives[-1:]))
     gpu_memory = int(_USABLE_RAM * found.machine["gpu_memory_bytes"])
     assumed = ["nothing else runs on the machine"]
-    if not gpu:
-        assumed.append(f"each use of a unit takes {_HANDED_SECONDS * 1e3:.1f} ms to receive its weights")
     if gpu:
-        assumed.append(_HANDED_TO_GPU)
-        assumed.append(f"{_USABLE_RAM:.0%} of the GPU's memory is free")
+        assumed += (_HANDED_TO_GPU, f"{_USABLE_RAM:.0%} of the GPU's memory is free")
+    else:
+        assumed.append(f"each use of a unit takes {_HANDED_SECONDS * 1e3:.1f} ms to receive its weights")
+
+    def measured(name: str, value: float, unit: str) -> Rate:
+        return Rate(name, value, unit, "measured", "offload probe")
+
+    device_optimizer = of.elementwise / KERNEL_BYTES[dtype]
+    on_gpu = (
+        measured("copies to the GPU", rates.upload, "B/s"),
+        measured("copies from the GPU", rates.download, "B/s"),
+        Rate("AdamW on the GPU", device_optimizer, "parameters/s", "assumed", "at the rate of elementwise work"),
+    )
     return Hardware(
         name=gpu or f"{found.machine['processor']}, {found.machine['cores']} cores",
         dtype=dtype,
         gpu_memory=gpu_memory,
         ram=free_host,
-        matmul=found.rates.by_dtype["bf16"].matmul if autocast else of.matmul,
+        matmul=rates.by_dtype[products].matmul,
         weights=of.weights,
         fresh=rates.fresh,
         elementwise=of.elementwise,
@@ -331,51 +334,21 @@ def probed(
         download=rates.download,
         memory=rates.memory,
         optimizer=of.optimizer,
-        device_optimizer=of.elementwise / KERNEL_BYTES[dtype] if gpu else of.optimizer,
+        device_optimizer=device_optimizer if gpu else of.optimizer,
         gradient=of.gradient,
         handed_seconds=_HANDED_TO_GPU_SECONDS if gpu else _HANDED_SECONDS,
         drives=drives,
         assumed=tuple(assumed),
         doubts=found.doubts,
         rates=(
-            *_of_probe(found, "bf16" if autocast else dtype, dtype),
+            measured(f"matrix products in {products}", rates.by_dtype[products].matmul, "flop/s"),
+            measured("other work", of.elementwise, "B/s"),
+            *(on_gpu if gpu else ()),
+            measured("host memory", rates.memory, "B/s"),
+            measured("AdamW on the CPU", of.optimizer, "parameters/s"),
             *drive_rates(drives, "measured", "offload probe"),
         ),
     )
-
-
-def _of_probe(found: Probed, products: str, dtype: str) -> tuple[Rate, ...]:
-    rates, of = found.rates, found.rates.by_dtype[dtype]
-    gpu = bool(found.machine["gpu"])
-
-    def rate(name: str, value: float, unit: str, origin: Origin = "measured", source: str = "offload probe") -> Rate:
-        return Rate(name=name, value=value, unit=unit, origin=origin, source=source)
-
-    on_gpu = (
-        rate("copies to the GPU", rates.upload, "B/s"),
-        rate("copies from the GPU", rates.download, "B/s"),
-        rate(
-            "AdamW on the GPU",
-            of.elementwise / KERNEL_BYTES[dtype],
-            "parameters/s",
-            "assumed",
-            "at the rate of elementwise work",
-        ),
-    )
-    return (
-        rate(f"matrix products in {products}", found.rates.by_dtype[products].matmul, "flop/s"),
-        rate("other work", of.elementwise, "B/s"),
-        *(on_gpu if gpu else ()),
-        rate("host memory", rates.memory, "B/s"),
-        rate("AdamW on the CPU", of.optimizer, "parameters/s"),
-    )
-
-
-def _measured(found: Probed, folder: str) -> DriveRates:
-    rates = drive_under(found, folder)
-    if rates is None:
-        raise ConfigError(f"the drive of {folder} was not measured: run `{shell_command('probe', folder)}`")
-    return rates
 
 
 def _drive(rates: DriveRates) -> Drive:

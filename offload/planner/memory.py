@@ -79,7 +79,6 @@ class Memory:
 
     @property
     def total(self) -> MemoryRow:
-        """Returns the sums of all rows."""
         rows = self.rows
         return MemoryRow("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
 

@@ -23,6 +23,7 @@ from offload.layout.flat_layout import ParameterSegment, UnitLayout, arrange, la
 from offload.layout.frozen import quantized_by_other_library, stored_weights
 from offload.layout.memory_plan import Division, divide
 from offload.layout.optimizer_states import matrices_of
+from offload.planner.simulation.simulate import Expected
 from offload.presets import (
     LLAMA,
     PRESETS,
@@ -57,15 +58,6 @@ class Experts(NamedTuple):
         return count * (1 - (1 - self.per_token / count) ** tokens)
 
 
-class ExpertChoice(NamedTuple):
-    """The experts of a layer that a router has chosen, in their order."""
-
-    units: tuple[int, ...] = ()
-    """Empty for no choice."""
-    of: range = range(0)
-    """All experts of the layer."""
-
-
 class Use(NamedTuple):
     """A use of a unit in the forward of one sequence.
 
@@ -93,7 +85,7 @@ class Use(NamedTuple):
     """Bytes that the block's MLP saves, its input among them; a part of `saved`."""
     mlp_largest: int = 0
     """Bytes of the largest tensor that the block's MLP creates."""
-    choice: ExpertChoice = ExpertChoice()
+    choice: Expected = Expected()
     """The router's choice of experts before the use."""
 
 
@@ -134,7 +126,6 @@ class Shape(NamedTuple):
 
     @property
     def blocks(self) -> tuple[RepeatedBlock, ...]:
-        """Returns the repeated blocks in the order of the forward."""
         return _blocks(tuple([None if use.lookup else self.layouts[use.unit].name for use in self.uses]))
 
     def visited(self, tokens: int) -> float:
@@ -220,7 +211,6 @@ class Counter(TorchDispatchMode):
             self._rows.append({"unit": unit, "boundary": boundary, "lookup": lookup, **counts, **sizes})
 
     def uses(self) -> list[Use]:
-        """Returns the uses in the order in which they started."""
         return [Use(**row) for row in self._rows]
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -246,7 +236,10 @@ class Counter(TorchDispatchMode):
         if formula is None and _ATTENTION in function.name():
             formula = _attention_flops  # torch has none for the operation on a CPU
         if formula is not None:
-            self._count_products(formula(*args, **kwargs, out_val=out), _ATTENTION in function.name())
+            row, flops = self._rows[-1], formula(*args, **kwargs, out_val=out)
+            row["flops"] += flops
+            row["attention"] += flops if _ATTENTION in function.name() else 0.0
+            row["mlp_flops"] += flops if self.in_mlp else 0.0
         elif made and not function.is_view and function is not RESHAPED:  # a query, such as of the device, makes none
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             # Reads of weights are left out: the rate `Hardware.weights` accounts for them.
@@ -259,12 +252,6 @@ class Counter(TorchDispatchMode):
             name = "mlp_largest" if self.in_mlp else "largest"
             self._rows[-1][name] = max(self._rows[-1][name], largest)
         return out
-
-    def _count_products(self, flops: float, attention: bool) -> None:
-        row = self._rows[-1]
-        row["flops"] += flops
-        row["attention"] += flops if attention else 0.0
-        row["mlp_flops"] += flops if self.in_mlp else 0.0
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> float:
@@ -348,7 +335,7 @@ def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
         return shape
     chance = random.Random(draw)
     choices = {
-        each.units[0]: ExpertChoice(tuple(sorted(chance.sample(each.units, round(each.visited(tokens))))), each.units)
+        each.units[0]: Expected(tuple(sorted(chance.sample(each.units, round(each.visited(tokens))))), each.units)
         for each in shape.experts
     }
     uses = tuple(
@@ -357,7 +344,7 @@ def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
     return shape._replace(uses=uses)
 
 
-def _divided(use: Use, choice: ExpertChoice) -> Iterator[Use]:
+def _divided(use: Use, choice: Expected) -> Iterator[Use]:
     count = len(choice.units)
     for position, unit in enumerate(choice.units):
         # The first part receives the remainder of the integer division.
@@ -371,7 +358,7 @@ def _divided(use: Use, choice: ExpertChoice) -> Iterator[Use]:
             nbytes=use.nbytes / count,
             attention=use.attention / count,
             mlp_flops=use.mlp_flops / count,
-            choice=choice if position == 0 else ExpertChoice(),
+            choice=choice if position == 0 else Expected(),
             **rest,
         )
 
@@ -535,11 +522,7 @@ def from_name(
     units: Division | Sequence[str] = (),
     layers: int | None = None,
 ) -> Shape:
-    """Returns the shape of a preset, or of a folder with a config.json.
-
-    Raises:
-        ConfigError: the name or config is invalid, or the model's code does not run on fake tensors.
-    """
+    """Returns the shape of a preset, or of a folder with a config.json."""
     named = units.named if isinstance(units, Division) else units
     known = None if named or layers is not None else from_preset(name, sequence, dtype.itemsize)
     if known is not None:
@@ -603,9 +586,6 @@ def from_training(
 
     One forward runs on fake tensors in place of the parameters and buffers. `always` are further keyword arguments of
     each forward, `frozen` is the block format of frozen matrices.
-
-    Raises:
-        ConfigError: the model's code needs the values of its tensors.
     """
     title = type(model).__name__
     try:
@@ -685,11 +665,7 @@ def _without_checkpointing(model: nn.Module) -> Iterator[None]:
 
 
 def config_of(name: str, layers: int | None = None) -> Any:
-    """Returns the transformers config of a preset or of a folder, optionally reduced to `layers` layers.
-
-    Raises:
-        ConfigError: the name is unknown, the config cannot be read, or its layers cannot be reduced.
-    """
+    """Returns the transformers config of a preset or of a folder, optionally reduced to `layers` layers."""
     folder = Path(name)
     if not folder.is_dir() or name in ("", *PRESETS):
         check_name(name)
@@ -697,7 +673,10 @@ def config_of(name: str, layers: int | None = None) -> Any:
         check_folder(folder)
     transformers = require_transformers()
     try:
-        config = _config(transformers, name)
+        if name in PRESETS:
+            config = getattr(transformers, PRESETS[name].config)(**PRESETS[name].settings)
+        else:
+            config = transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
         text = config.get_text_config()
         # A key-value cache would count as saved bytes, and training has none.
         text.use_cache = False
@@ -707,20 +686,15 @@ def config_of(name: str, layers: int | None = None) -> Any:
         ) from error
     if layers is not None:
         try:
-            _cut(text, layers)
+            text.num_hidden_layers = layers
+            # One entry per layer.
+            if getattr(text, "layer_types", None):
+                text.layer_types = text.layer_types[:layers]
         except Exception as error:  # some configs derive the number of layers from other settings
             raise ConfigError(
                 f"cannot cut {name} to {layers} layers ({type(error).__name__}: {error_message(error)})"
             ) from error
     return config
-
-
-def _cut(text: Any, layers: int) -> None:
-    """Reduces a text config to `layers` layers in place."""
-    text.num_hidden_layers = layers
-    # One entry per layer.
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
 
 
 def model_of(config: Any, dtype: torch.dtype) -> Any:
@@ -729,12 +703,6 @@ def model_of(config: Any, dtype: torch.dtype) -> Any:
     if getattr(model, "loss_type", "") is None:
         vars(model)["loss_type"] = "ForCausalLM"
     return model
-
-
-def _config(transformers: Any, name: str) -> Any:
-    if name in PRESETS:
-        return getattr(transformers, PRESETS[name].config)(**PRESETS[name].settings)
-    return transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
 
 
 def _counted(
@@ -821,8 +789,6 @@ _MOST_LAYERS = 100_000
 _LAYER = {2: (46, 151), 4: (85, 214)}
 """The key is the bytes of a weight. The values are the bytes that a layer saves, and the bytes that it moves, per token
 and per element of the hidden size, for Llama's layer, whose norms and rotary embeddings are always in fp32."""
-_from_count_LOSS = {2: 18.0, 4: 12.0}
-"""Bytes that a loss moves for each logit, by the bytes of a weight: bf16 logits are copied to fp32 first."""
 _WIDE = (43, 16)
 """Width of a gated MLP as a fraction of the hidden size, as in Llama: 11008 / 4096. It saves four tensors this wide."""
 _MLP_SHARE = 8 / 12
@@ -833,9 +799,6 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
     """Returns the shape of a decoder of equal layers, with an untied embedding and head of 32000 tokens.
 
     `itemsize` is the bytes of an element of weights and activations; the loss is always in fp32.
-
-    Raises:
-        ConfigError: a number is less than 1 or too large, or the parameters are too few for the layers.
     """
     if parameters < 1 or layers < 1 or sequence < 1:
         raise ConfigError(
@@ -857,8 +820,11 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
     # The embedding takes the remainder of the division, so that the sizes sum to `parameters` exactly.
     sizes = [outer + parameters - 2 * outer - inner * layers, *[inner] * layers, outer]
     names = ["embedding", *(f"layers.{index}" for index in range(layers)), "head"]
-    layouts = tuple(_from_count_layout(name, size) for name, size in zip(names, sizes, strict=True))
-    matrices = frozenset(_weight(name) for name in names[1:-1])
+    layouts = tuple(
+        lay_out(name, [(f"{name}.weight", nn.Parameter(torch.empty(size, device="meta")))], 1)
+        for name, size in zip(names, sizes, strict=True)
+    )
+    matrices = frozenset(f"{name}.weight" for name in names[1:-1])
     tokens = sequence * hidden
     # 2 operations per weight and token, and 4 * sequence * hidden per token for the two products of attention.
     flops = 2.0 * inner * sequence + 4.0 * sequence * tokens
@@ -884,7 +850,7 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
         Use(
             layers + 1,
             2.0 * outer * sequence,
-            _from_count_LOSS[itemsize] * logits,
+            float(_LOSS[itemsize] * logits),
             _FP32 * logits,
             itemsize * tokens,
             largest=_FP32 * logits,
@@ -893,14 +859,6 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
     return Shape(
         f"{parameters / 1e9:.3g}B in {layers} layers", layouts, uses, _FP32 * logits, sequence, None, itemsize, matrices
     )
-
-
-def _from_count_layout(name: str, numel: int) -> UnitLayout:
-    return lay_out(name, [(_weight(name), nn.Parameter(torch.empty(numel, device="meta")))], 1)
-
-
-def _weight(name: str) -> str:
-    return f"{name}.weight"
 
 
 def _hidden(parameters: int, layers: int) -> int:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.layout.placement import HOST_SHARE
 from offload.planner.activations import is_tiled, recomputed, tile_tokens
-from offload.planner.gpus import ORIGINS, Rate, sentences
+from offload.planner.gpus import ORIGINS, sentences
+from offload.planner.hardware import Hardware
 from offload.planner.reach import Longest, Reach
 from offload.planner.recommend import Advice, Ordered, Planned
 from offload.planner.step_time import Timing, hiding_tokens
-from offload.sizes import count_of, format_count, format_size, format_time
+from offload.sizes import count_of, format_count, format_size, format_time, rounded
 from offload.states import State
 
 # -- text ----------------------------------------------------------------------------------------------
@@ -62,8 +63,8 @@ def verdict(planned: Planned, advice: Advice, asked: Asked) -> str:
     """Returns a plan in one line: tokens a day, the limiting resource, cautions, the change that helps most."""
     daily = planned.timing.tokens_per_second * _DAY
     best = f"first change: {advice.changes[0].sentence}" if advice.changes else "; ".join(_no_change(planned, advice))
-    told = [f"{format_count(daily)} tokens a day", _describe_limit(planned.timing), *cautions(planned, asked)]
-    return "; ".join(["it fits", *told, best])
+    speed = f"{format_count(daily)} tokens a day"
+    return "; ".join(["it fits", speed, _describe_limit(planned.timing), *cautions(planned, asked), best])
 
 
 def cautions(planned: Planned, asked: Asked) -> list[str]:
@@ -143,26 +144,23 @@ def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
         *(["what to change first:"] if advice.changes else []),
         *(f"  {each.sentence}" for each in advice.changes[:4]),
         *_no_change(planned, advice),
-        *_measured(planned),
-        *_of_rates(planned),
+        *_of_rates(planned.hardware),
         "assumed: " + "; ".join(planned.hardware.assumptions),
     ]
 
 
-def _of_rates(planned: Planned) -> list[str]:
-    """Returns a line of rates for each origin except "assumed"; none for an origin without rates."""
-    of = {origin: sentences(planned.hardware.rates, origin) for origin in ORIGINS if origin != "assumed"}
-    return [f"{origin}: {'; '.join(words)}" for origin, words in of.items() if words]
-
-
-def _measured(planned: Planned) -> list[str]:
-    found = planned.hardware.measured
-    if found is None:
-        return []
-    return [
-        f"measured: forward and backward of a micro-batch with {found.layers} of {found.of} layers, "
-        f"{seconds_text(found.seconds)}; by the probe's rates {seconds_text(found.by_probe_seconds)}"
-    ]
+def _of_rates(hardware: Hardware) -> list[str]:
+    lines_found = []
+    if (timed := hardware.measured) is not None:
+        lines_found.append(
+            f"measured: forward and backward of a micro-batch with {timed.layers} of {timed.of} layers, "
+            f"{seconds_text(timed.seconds)}; by the probe's rates {seconds_text(timed.by_probe_seconds)}"
+        )
+    for origin in ORIGINS:
+        # Assumed rates stand among all other assumptions.
+        if origin != "assumed" and (words := sentences(hardware.rates, origin)):
+            lines_found.append(f"{origin}: {'; '.join(words)}")
+    return lines_found
 
 
 def _of_memory(planned: Planned, advice: Advice) -> list[str]:
@@ -234,7 +232,7 @@ def _of_time(planned: Planned) -> list[str]:
         f"{seconds_text(timing.formula_seconds)}",
     ]
     lines_found += _of_order(planned)
-    enough = hiding(planned)
+    enough = hiding_tokens(planned.memory, planned.shape, planned.hardware, planned.load)
     have = planned.load.batch * planned.shape.sequence
     # The hint helps only if a larger micro-batch would hide more.
     if not timing.hidden and enough is not None and enough > have:
@@ -264,17 +262,16 @@ def orders_heading(planned: Planned) -> str:
 
 def orders_table(orders: Sequence[Ordered]) -> list[tuple[str, ...]]:
     """Returns one row per order: order, passes that hide updates, seconds, bytes moved, cost of a clipped step."""
-    return [_order_row(each) for each in orders]
-
-
-def _order_row(each: Ordered) -> tuple[str, ...]:
-    start = (_SCHEDULES[each.schedule], "both" if each.speculate else "forward")
-    if each.planned is None:
-        return (*start, "does not fit", "", "", "")
-    timing = each.planned.timing
-    moved = (format_size(timing.moved.read), format_size(timing.moved.written))
-    miss = seconds_text(timing.miss_seconds) if timing.miss_seconds else ""
-    return (*start, seconds_text(timing.seconds), *moved, miss)
+    rows = []
+    for order in orders:
+        cells: tuple[str, ...] = ("does not fit", "", "", "")
+        if order.planned is not None:
+            timing = order.planned.timing
+            moved = (format_size(timing.moved.read), format_size(timing.moved.written))
+            miss = seconds_text(timing.miss_seconds) if timing.miss_seconds else ""
+            cells = (seconds_text(timing.seconds), *moved, miss)
+        rows.append((_SCHEDULES[order.schedule], "both" if order.speculate else "forward", *cells))
+    return rows
 
 
 def _describe_limit(timing: Timing) -> str:
@@ -312,11 +309,6 @@ def _no_change(planned: Planned, advice: Advice) -> list[str]:
     return ["no change that was tried is more than 5 % faster"]
 
 
-def hiding(planned: Planned) -> int | None:
-    """Returns the smallest number of tokens in a micro-batch whose compute hides all I/O; None if no number does."""
-    return hiding_tokens(planned.memory, planned.shape, planned.hardware, planned.load)
-
-
 def run_seconds(planned: Planned, tokens: int) -> float:
     """Returns the seconds of a training on `tokens` tokens."""
     return tokens / planned.timing.tokens_per_second
@@ -339,11 +331,6 @@ def seconds_text(value: float) -> str:
     return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.1f} ms"
 
 
-def rounded(value: float | None) -> float | None:
-    """Returns four significant digits: predictions have no more, and JSON stays readable."""
-    return None if value is None else float(f"{value:.4g}")
-
-
 # -- json object ---------------------------------------------------------------------------------------
 #
 # A plan as the object that `offload plan --json` prints. Every number is taken or derived from `Planned`.
@@ -361,7 +348,11 @@ def as_json(
             "gpu_memory": planned.hardware.gpu_memory,
             "ram": planned.hardware.ram,
             "drives": [{"name": d.name, "read": d.read, "write": d.write} for d in planned.hardware.drives],
-            "rates": [_rate_json(rate) for rate in planned.hardware.rates],
+            # Work that takes no time has the rate None.
+            "rates": [
+                {**rate._asdict(), "value": None if math.isinf(rate.value) else rounded(rate.value)}
+                for rate in planned.hardware.rates
+            ],
             "unified": planned.hardware.unified,
             "assumed": list(planned.hardware.assumptions),
             "measured": None if planned.hardware.measured is None else planned.hardware.measured._asdict(),
@@ -422,14 +413,8 @@ def _step_json(planned: Planned) -> dict[str, Any]:
         "limit": timing.limit,
         "read_bytes": timing.moved.read,
         "written_bytes": timing.moved.written,
-        "hiding_tokens": hiding(planned),
+        "hiding_tokens": hiding_tokens(planned.memory, shape, planned.hardware, planned.load),
     }
-
-
-def _rate_json(rate: Rate) -> dict[str, Any]:
-    """Returns a rate for `--json`; work that takes no time has the rate None."""
-    value = None if math.isinf(rate.value) else rounded(rate.value)
-    return {"name": rate.name, "value": value, "unit": rate.unit, "origin": rate.origin, "source": rate.source}
 
 
 def _order_json(each: Ordered) -> dict[str, Any]:
@@ -527,16 +512,16 @@ def longest_heading(found: Sequence[Longest]) -> str:
 
 def longest_table(found: Sequence[Longest]) -> list[tuple[str, ...]]:
     """Returns the rows of `--longest-sequence`: words, longest sequences, tiers, seconds, tokens per second."""
-    return [_longest_row(each) for each in found if _has_room(each)]
-
-
-def _longest_row(each: Longest) -> tuple[str, ...]:
-    start = (each.way.words, _tokens(each.sequence), _tokens(each.sequence_chunked))
-    if each.planned is None:
-        return (*start, "", "", "")
-    timing, zero = each.planned.timing, each.planned.memory.config.zero_optimization
-    tiers = f"{zero.offload_param.device}, {zero.offload_optimizer.device}"
-    return (*start, tiers, seconds_text(timing.seconds), f"{timing.tokens_per_second:,.0f}")
+    rows = []
+    for way in filter(_has_room, found):
+        # A way by which a sequence fits has a plan, unless the loss was chosen for which none does.
+        cells: tuple[str, ...] = ("", "", "")
+        if way.planned is not None:
+            timing, zero = way.planned.timing, way.planned.memory.config.zero_optimization
+            tiers = f"{zero.offload_param.device}, {zero.offload_optimizer.device}"
+            cells = (tiers, seconds_text(timing.seconds), f"{timing.tokens_per_second:,.0f}")
+        rows.append((way.way.words, _tokens(way.sequence), _tokens(way.sequence_chunked), *cells))
+    return rows
 
 
 def longest_lines(found: Sequence[Longest]) -> list[str]:

@@ -12,7 +12,7 @@ from offload.planner.activations import HOST_SHARE, Load, largest_batch, longest
 from offload.planner.hardware import Hardware
 from offload.planner.memory import PATH, Memory
 from offload.planner.model_shape import Shape
-from offload.planner.recommend import Planned, plan, settled
+from offload.planner.recommend import Planned, plan, plan_if_it_fits, settled
 from offload.sizes import PAGE, parse_size
 
 _NEAR = 0.98
@@ -92,7 +92,7 @@ def with_way(content: Mapping[str, Any], way: Way, hardware: Hardware) -> dict[s
 
 def reach(planned: Planned) -> list[Reach]:
     """Returns the `Reach` of each way with the tiers and budgets of a plan."""
-    found = []
+    reaches = []
     load = planned.given._replace(recompute=False)
     for way in ways(planned.hardware):
         content = with_way(planned.content, way, planned.hardware)
@@ -100,8 +100,9 @@ def reach(planned: Planned) -> list[Reach]:
         lengths = _lengths(planned.shape, planned.hardware, load, content, memory)
         wish = wish_of(memory.config)
         batch = largest_batch(planned.shape, load, wish, room_of(planned.hardware, memory, wish, planned.shape, load))
-        found.append(Reach(way, *lengths, batch, _seconds(planned, load, content)))
-    return found
+        step = plan_if_it_fits(planned.shape, planned.hardware, load, content)
+        reaches.append(Reach(way, *lengths, batch, None if step is None else step.timing.seconds))
+    return reaches
 
 
 def search(
@@ -170,11 +171,3 @@ def _lengths(
         for each in (whole._replace(chunked_loss=False), whole._replace(chunked_loss=True))
     )
     return plain, chunked
-
-
-def _seconds(planned: Planned, load: Load, content: Mapping[str, Any]) -> float | None:
-    """Returns the seconds of the plan's step with another config; None if the step does not fit."""
-    try:
-        return plan(planned.shape, planned.hardware, load, content).timing.seconds
-    except BudgetError:
-        return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -103,12 +104,8 @@ class Planned(NamedTuple):
 def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Planned:
     """Returns the plan of a config.
 
-    Args:
-        shape: the model.
-        hardware: the machine.
-        load: micro-batch, accumulation, loss and schedule of a step, and recomputation by the model itself. The config
-            sets the tiers of the blocks' inputs, and the tiles. "auto" chooses the schedule with the shorter step.
-        content: a config in DeepSpeed's form.
+    `load` contains recomputation by the model itself. The config sets the tiers of the blocks' inputs, and the tiles.
+    The schedule "auto" chooses the shorter step.
 
     Raises:
         ConfigError: the config is wrong, or needs a drive that the machine does not have.
@@ -128,6 +125,14 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
         return planned
     other = ScheduleChoice(MICRO_BATCH_MAJOR, "a layer-major step is not faster")
     return _timed(shape, hardware, load, content, memory, other, planned)
+
+
+def plan_if_it_fits(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Planned | None:
+    """Returns the plan of a config; None if a budget is too small for it."""
+    try:
+        return plan(shape, hardware, load, content)
+    except BudgetError:
+        return None
 
 
 def _timed(
@@ -209,12 +214,9 @@ def with_host_budget(planned: Planned) -> Planned:
     """
     best = planned
     for budget in _budgets(planned):
-        content = with_host_memory(planned.content, budget, need(planned.shape, planned.load).host)
-        try:
-            tried = plan(planned.shape, planned.hardware, planned.given, content)
-        except BudgetError:
-            continue
-        if tried.timing.seconds * _WORTH < best.timing.seconds:
+        content = with_host_memory(planned.content, budget, planned.needed.host)
+        tried = plan_if_it_fits(planned.shape, planned.hardware, planned.given, content)
+        if tried is not None and tried.timing.seconds * _WORTH < best.timing.seconds:
             best = tried
     return best
 
@@ -324,17 +326,21 @@ def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, An
             raise
         if hardware.on_cpu:
             planned = _with_least_budgets(shape, hardware, load, content, refusal)
-            _check_moved(planned, tiers)
-            return with_host_budget(planned)
-        memory = settle(shape.layouts, content, _room(hardware), matrices=shape.matrices)
-        wish = wish_of(memory.config)
-        # With no room on the device, all inputs that can leave it do.
-        least = activations.within(shape, load, wish, room_of(hardware, memory, wish, shape, load)._replace(device=0))
-        room = for_device(hardware, memory) - beside_weights(memory, shape, least)
-        content["offload"]["device_memory"] = max(room // PAGE * PAGE, 0)
-        planned = plan(shape, hardware, load, content)
-    _check_moved(planned, tiers)
-    return with_host_budget(planned) if "nvme" in tiers else planned
+        else:
+            memory = settle(shape.layouts, content, _room(hardware), matrices=shape.matrices)
+            wish = wish_of(memory.config)
+            # With no room on the device, all inputs that can leave it do.
+            room = room_of(hardware, memory, wish, shape, load)._replace(device=0)
+            least = activations.within(shape, load, wish, room)
+            free = for_device(hardware, memory) - beside_weights(memory, shape, least)
+            content["offload"]["device_memory"] = max(free // PAGE * PAGE, 0)
+            planned = plan(shape, hardware, load, content)
+    if "nvme" in tiers:
+        return with_host_budget(planned)
+    # Another candidate covers states on DISK.
+    if planned.memory.placement.on_disk:
+        raise BudgetError(f"the host budget has no room for {' and '.join(dict.fromkeys(tiers))}")
+    return planned
 
 
 def _with_least_budgets(
@@ -349,20 +355,13 @@ def _with_least_budgets(
     memory = settled(shape, hardware, load, content)
     block = content["offload"]
     block["host_memory"] = memory.least_host
-    for device in (None, memory.placement.device_need.least):
-        if device is not None:
-            block["device_memory"] = device
-        try:
-            return plan(shape, hardware, load, content)
-        except BudgetError:
-            continue
-    raise refusal
-
-
-def _check_moved(planned: Planned, tiers: tuple[str, str]) -> None:
-    """Raises `BudgetError` if states that should stay in memory are placed on DISK: another candidate covers that."""
-    if "nvme" not in tiers and planned.memory.placement.on_disk:
-        raise BudgetError(f"the host budget has no room for {' and '.join(dict.fromkeys(tiers))}")
+    planned = plan_if_it_fits(shape, hardware, load, content)
+    if planned is None:
+        block["device_memory"] = memory.placement.device_need.least
+        planned = plan_if_it_fits(shape, hardware, load, content)
+    if planned is None:
+        raise refusal
+    return planned
 
 
 # -- advice --------------------------------------------------------------------------------------------
@@ -397,7 +396,6 @@ class Change(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Returns the change, its option and its gain."""
         option = f" ({self.option})" if self.option else ""
         return f"{self.words}{option}: {self.gain:.2f} times the tokens a second"
 
@@ -429,46 +427,37 @@ def advise(planned: Planned) -> Advice:
 
 def _ideas(planned: Planned) -> Iterator[tuple[str, str, Callable[[], Planned]]]:
     """Yields candidate changes: a description, the option, and a function that predicts the changed run."""
-    shape, hardware, load, content = planned.shape, planned.hardware, planned.given, planned.content
-    sequence = shape.sequence
+    hardware, load, mode = planned.hardware, planned.given, planned.memory.mode
+
+    def changed(hardware: Hardware = hardware, load: Load = load, **block: Any) -> Callable[[], Planned]:
+        content = {**planned.content, "offload": {**planned.content.get("offload", {}), **block}}
+        return lambda: plan(planned.shape, hardware, load, content)
+
     for times in (2, 4):
         more = load._replace(batch=load.batch * times)
-        words, option = f"micro-batches of {more.batch} x {sequence} tokens", f"--batch-size {more.batch}"
-        yield words, option, partial(plan, shape, hardware, more, content)
+        words = f"micro-batches of {more.batch} x {planned.shape.sequence} tokens"
+        yield words, f"--batch-size {more.batch}", changed(load=more)
     many = load._replace(accumulation=load.accumulation * 4)
-    words, option = f"{many.accumulation} micro-batches a step", f"--accumulation {many.accumulation}"
-    yield words, option, lambda: plan(shape, hardware, many, content)
+    yield f"{many.accumulation} micro-batches a step", f"--accumulation {many.accumulation}", changed(load=many)
     if planned.load.recompute:
-        kept = {
-            **content,
-            "offload": {**content.get("offload", {}), "activations": None},
-            "activation_checkpointing": {},
-        }
-        words, option = "no recomputation", "--no-gradient-checkpointing"
-        yield words, option, lambda: plan(shape, hardware, load._replace(recompute=False), kept)
+        block = {**planned.content.get("offload", {}), "activations": None}
+        kept = {**planned.content, "offload": block, "activation_checkpointing": {}}
+        whole = partial(plan, planned.shape, hardware, load._replace(recompute=False), kept)
+        yield "no recomputation", "--no-gradient-checkpointing", whole
     if hardware.drives and planned.memory.slots:
-        one = hardware.drives[0]
         # Files are spread evenly over all drives, so one more drive speeds up reads and writes.
-        wider = replace(hardware, drives=(*hardware.drives, one._replace(name="one more")))
-        yield "one more drive like the first", "", lambda: plan(shape, wider, load, content)
+        wider = replace(hardware, drives=(*hardware.drives, hardware.drives[0]._replace(name="one more")))
+        yield "one more drive like the first", "", changed(wider)
     if planned.memory.slots == 2:
-        block = {**content.get("offload", {}), "durability": "none"}
-        yield (
-            "no resume after a kill",
-            "--durability none",
-            lambda: plan(shape, hardware, load, {**content, "offload": block}),
-        )
-    mode = planned.memory.mode
+        yield "no resume after a kill", "--durability none", changed(durability="none")
     narrower = {torch.float32: ("bf16", "int8"), torch.bfloat16: ("int8",)}.get(mode.moment_dtype, ())
     for form in narrower if planned.memory.slots and mode.moments and State.PACKED not in mode.moments else ():
-        fewer = {**content, "offload": {**content.get("offload", {}), "moments": form}}
-        yield f"moments in {form}", f"--moments {form}", partial(plan, shape, hardware, load, fewer)
+        yield f"moments in {form}", f"--moments {form}", changed(moments=form)
     if planned.memory.slots and State.MASTER_LOW_BITS in mode.weights and mode.master == "fp32":
-        fewer = {**content, "offload": {**content.get("offload", {}), "master": "bf24"}}
-        yield "masters in bf24", "--master bf24", partial(plan, shape, hardware, load, fewer)
-    double = replace(hardware, ram=2 * hardware.ram)
+        yield "masters in bf24", "--master bf24", changed(master="bf24")
     if planned.memory.slots:
-        yield f"{format_size(double.ram)} of free RAM", "", lambda: with_host_budget(plan(shape, double, load, content))
+        double = replace(hardware, ram=2 * hardware.ram)
+        yield f"{format_size(double.ram)} of free RAM", "", lambda: with_host_budget(changed(double)())
 
 
 def recommended_host(planned: Planned) -> int:
@@ -476,11 +465,8 @@ def recommended_host(planned: Planned) -> int:
     content = copy.deepcopy(dict(planned.content))
     for name in ("host_memory", "activation_memory"):
         content.get("offload", {}).pop(name, None)
-    try:
-        base = plan(planned.shape, planned.hardware, planned.given, content)
-    except BudgetError:
-        return planned.memory.host
-    return with_host_budget(base).memory.host
+    base = plan_if_it_fits(planned.shape, planned.hardware, planned.given, content)
+    return planned.memory.host if base is None else with_host_budget(base).memory.host
 
 
 def compare(planned: Planned) -> list[Ordered]:
@@ -488,25 +474,12 @@ def compare(planned: Planned) -> list[Ordered]:
 
     A step that moves nothing, or that has one micro-batch, has fewer orders. Empty if there is only one.
     """
-    found = [
-        Ordered(schedule, speculate, _plan(planned, schedule, speculate))
-        for schedule in (MICRO_BATCH_MAJOR, LAYER_MAJOR)
-        for speculate in (False, True)
-    ]
-    shown = [each for each in found if each.planned is None or _differs(each, each.planned)]
-    return shown if len(shown) > 1 else []
-
-
-def _differs(each: Ordered, planned: Planned) -> bool:
-    """Returns True if the plan has the order that was asked for, and differs from the other rows of the table."""
-    # A model whose blocks form no chain has one order. Without units that can be updated early, `speculate` changes
-    # nothing.
-    return planned.load.schedule == each.schedule and bool(not each.speculate or planned.timing.simulation.speculated)
-
-
-def _plan(planned: Planned, schedule: str, speculate: bool) -> Planned | None:
-    load = planned.given._replace(schedule=schedule, speculate=speculate)
-    try:
-        return plan(planned.shape, planned.hardware, load, planned.content)
-    except BudgetError:
-        return None
+    orders = []
+    for schedule, speculate in itertools.product((MICRO_BATCH_MAJOR, LAYER_MAJOR), (False, True)):
+        load = planned.given._replace(schedule=schedule, speculate=speculate)
+        other = plan_if_it_fits(planned.shape, planned.hardware, load, planned.content)
+        # A model whose blocks form no chain has one order. Without units that can be updated early, `speculate` changes
+        # nothing.
+        if other is None or (other.load.schedule == schedule and (not speculate or other.timing.simulation.speculated)):
+            orders.append(Ordered(schedule, speculate, other))
+    return orders if len(orders) > 1 else []

@@ -24,7 +24,7 @@ from offload.layout.memory_plan import Division, division_of
 from offload.layout.modes import DTYPES, MASTERS, MOMENT_DTYPES
 from offload.layout.pass_order import SCHEDULES, makes_early_updates
 from offload.planner import recommend
-from offload.planner.activations import Load, activations, need, with_host_memory
+from offload.planner.activations import Load, need, with_host_memory
 from offload.planner.gpus import find_gpu
 from offload.planner.hardware import (
     Hardware,
@@ -74,17 +74,14 @@ def measured(
     units: Division | Sequence[str] = (),
     tell: Tell = lambda *_: None,
 ) -> Hardware:
-    """Returns `hardware` with rates of compute scaled to the timed model. Takes up to a few minutes.
-
-    Raises:
-        ConfigError: half of the free memory has no room for one layer, or the model cannot be run.
-    """
+    """Returns `hardware` with rates of compute scaled to the timed model. Takes up to a few minutes."""
     layers = int(config_of(shape.name).get_text_config().num_hidden_layers)
     part, taken = _that_fits(hardware, shape, layers, load, dtype, units)
     config = config_of(shape.name) if part is shape else config_of(shape.name, taken)
     tell(f"{taken} of {layers} layers of {shape.name}: building them", 0.0)
     try:
-        seconds = _seconds(config, load.batch, shape.sequence, dtype, _device(hardware), tell)
+        device = torch.device("cpu" if hardware.on_cpu else "cuda")
+        seconds = _seconds(config, load.batch, shape.sequence, dtype, device, tell)
     except Exception as error:  # a model's own code may raise any error
         raise ConfigError(
             f"cannot run {shape.name} to measure it ({type(error).__name__}: {error_message(error)}); leave out "
@@ -115,10 +112,14 @@ def _that_fits(
     hardware: Hardware, shape: Shape, layers: int, load: Load, dtype: torch.dtype, units: Division | Sequence[str]
 ) -> tuple[Shape, int]:
     """Returns the shape to run and its number of layers: `shape` itself if all of it fits, else one of fewer layers."""
-    most = (int(_SHARE * _free(hardware)), _PASS_SECONDS)
+    # This machine's device may have less free memory than that of the planned machine.
+    if hardware.on_cpu:
+        free = min(hardware.ram, free_host_memory())
+    else:
+        free = min(hardware.gpu_memory, torch.cuda.mem_get_info()[0])
+    most = (int(_SHARE * free), _PASS_SECONDS)
 
     def takes(each: Shape) -> tuple[float, float]:
-        """Returns the bytes and seconds that a shape needs."""
         return _nbytes(each, load.batch, dtype), compute_seconds(each, hardware, load.batch)
 
     whole = takes(shape)
@@ -158,21 +159,10 @@ def _layers_within(layers: int, one: float, all_of_them: float, room: float) -> 
     return max(1, min(layers, 1 + int((room - one) / each)))
 
 
-def _free(hardware: Hardware) -> int:
-    """Returns the free bytes of this machine's device, which may be fewer than those of the planned machine."""
-    if hardware.on_cpu:
-        return min(hardware.ram, free_host_memory())
-    return min(hardware.gpu_memory, torch.cuda.mem_get_info()[0])
-
-
-def _device(hardware: Hardware) -> torch.device:
-    return torch.device("cpu" if hardware.on_cpu else "cuda")
-
-
 def _nbytes(shape: Shape, batch: int, dtype: torch.dtype) -> int:
     """Returns the bytes of weights, of a micro-batch's activations, and of gradients until they are freed."""
     largest = max(layout.used_numel for layout in shape.layouts)
-    return (shape.parameters + 2 * largest) * dtype.itemsize + activations(shape, Load(batch))
+    return (shape.parameters + 2 * largest) * dtype.itemsize + need(shape, Load(batch)).device
 
 
 def _seconds(
@@ -182,6 +172,10 @@ def _seconds(
 
     Each gradient is freed as soon as autograd has accumulated the gradient, as paging would move the gradient away.
     """
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
     # The caller may be a test or a notebook: its random state must stay as it is.
     with torch.random.fork_rng():
         with device:
@@ -189,12 +183,15 @@ def _seconds(
         ids = torch.randint(0, config.get_text_config().vocab_size, (batch, sequence), device=device)
         model.train()
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(_drop)
-            if device.type == "cpu":
-                parameter.data = _as_in_training(parameter.data)
+            parameter.register_post_accumulate_grad_hook(drop)
+            if device.type == "cpu" and parameter.numel():
+                # On 2 MiB pages, as in training: large products run faster on such pages.
+                memory = torch.frombuffer(aligned_empty(parameter.nbytes), dtype=parameter.dtype)
+                parameter.data = memory.view(parameter.shape).copy_(parameter.data)
         taken: list[float] = []
         while len(taken) <= _PASSES[0] or (len(taken) <= _PASSES[-1] and sum(taken) < _ENOUGH_SECONDS):
-            tell(f"forward and backward, pass {len(taken) + 1}", _done(taken))
+            done = max(sum(taken) / _ENOUGH_SECONDS, len(taken) / (_PASSES[-1] + 1))
+            tell(f"forward and backward, pass {len(taken) + 1}", min(len(taken) / (_PASSES[0] + 1), done))
             start = time.perf_counter()
             model(input_ids=ids, labels=ids).loss.backward()
             if device.type == "cuda":
@@ -203,21 +200,6 @@ def _seconds(
             taken.append(time.perf_counter() - start)
     # The first pass allocates memory and chooses kernels.
     return statistics.fmean(taken[1:])
-
-
-def _done(taken: Sequence[float]) -> float:
-    least = len(taken) / (_PASSES[0] + 1)
-    return min(least, max(sum(taken) / _ENOUGH_SECONDS, len(taken) / (_PASSES[-1] + 1)))
-
-
-def _as_in_training(values: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of `values` on 2 MiB pages, as in training: large products run faster on such pages."""
-    memory = torch.frombuffer(aligned_empty(values.nbytes), dtype=values.dtype) if values.numel() else values
-    return memory.view(values.shape).copy_(values)
-
-
-def _drop(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 # -- request -------------------------------------------------------------------------------------------
@@ -298,7 +280,7 @@ def planned(
     on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
     if content is not None:
         return recommend.plan(of, on, load, content)
-    options = _options(machine, on, step, dtype) | _frozen(model)
+    options = _options(model, machine, on, step, dtype)
     return recommend.choose(of, on, load, step.recompute, activations=step.activations, **options)
 
 
@@ -316,7 +298,7 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
     load = _load(step, on.on_cpu, bool(chunked), content)
     if content is not None:
         return search(of, on, load, [content], chunked)
-    options = _options(machine, on, step, dtype) | _frozen(model)
+    options = _options(model, machine, on, step, dtype)
     contents = [
         settings(weights, states, batch=load.batch, accumulation=load.accumulation, **options)
         for weights, states in recommend.PLACEMENTS
@@ -326,11 +308,7 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
 
 
 def _in_chunks(model: Model, step: Step) -> bool:
-    """Returns True if the loss is computed in chunks: as the user chooses, else if the model allows it.
-
-    Raises:
-        ConfigError: the user wants chunks, and the model does not allow them.
-    """
+    """Returns True if the loss is computed in chunks: as the user chooses, else if the model allows it."""
     if step.chunked_loss and not model.chunks:
         raise ConfigError(
             f"--chunked-loss: the loss of {model.name} cannot be computed in chunks, since the model scales or caps "
@@ -339,66 +317,48 @@ def _in_chunks(model: Model, step: Step) -> bool:
     return model.chunks if step.chunked_loss is None else step.chunked_loss
 
 
-class _Resolved(NamedTuple):
-    """Model and machine, from the options or else from the config file."""
-
-    content: dict[str, Any] | None
-    """The file's content as it is: the plan's config must contain the user's keys unchanged."""
-    dtype: str
-    units: Division
-    on: Hardware
-    of: Shape
-
-
-def _resolved(model: Model, machine: Described, step: Step, file: Path | None) -> _Resolved:
+def _resolved(
+    model: Model, machine: Described, step: Step, file: Path | None
+) -> tuple[dict[str, Any] | None, str, Division, Hardware, Shape]:
+    """Returns the file's content with the user's keys unchanged, dtype, units, machine, and model."""
     content = None if file is None else read_json(file)
     config = None if content is None else load_config(content)
     dtype = step.dtype or (config.dtype if config is not None else _dtype(machine, step))
     on = hardware(machine, dtype, config is not None and config.torch_autocast.enabled)
     units = division_of(config)
-    return _Resolved(content, dtype, units, on, shape(model, step.sequence, DTYPES[dtype], units))
+    return content, dtype, units, on, shape(model, step.sequence, DTYPES[dtype], units)
 
 
-def _load(step: Step, on_cpu: bool, chunked_loss: bool, content: Mapping[str, Any] | None = None) -> Load:
+def _load(step: Step, on_cpu: bool, chunked_loss: bool, content: Mapping[str, Any] | None) -> Load:
     """Returns the work of a step on one rank. The config supplies the numbers that no option gives."""
-    load = Load(
-        step.batch or 1,
-        step.accumulation or 1,
-        chunked_loss=chunked_loss,
-        schedule=step.schedule or "auto",
-        speculate=makes_early_updates("auto", on_cpu) if step.speculate is None else step.speculate,
-    )
-    if content is None:
-        return load
-    config = load_config(content)
+    config = load_config(content or {})
     sizes = resolve_batch(config, 1)
-    return load._replace(
-        batch=step.batch or sizes.micro,
-        accumulation=step.accumulation or sizes.accumulation,
-        recompute=bool(step.recompute),
+    early = makes_early_updates(config.offload.speculate, on_cpu) if step.speculate is None else step.speculate
+    return Load(
+        step.batch or sizes.micro,
+        step.accumulation or sizes.accumulation,
+        # Without a config the planner itself tries recomputation.
+        recompute=content is not None and bool(step.recompute),
+        chunked_loss=chunked_loss,
         schedule=step.schedule or config.offload.schedule,
-        speculate=load.speculate
-        if step.speculate is not None
-        else makes_early_updates(config.offload.speculate, on_cpu),
+        speculate=early,
     )
 
 
-def _options(machine: Described, on: Hardware, step: Step, dtype: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"dtype": dtype, "durability": step.durability or "auto"}
+def _options(model: Model, machine: Described, on: Hardware, step: Step, dtype: str) -> dict[str, Any]:
+    tile = step.tile_mlp
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "durability": step.durability or "auto",
+        "tile_mlp": None if tile in (None, "off") else tile if tile == "auto" else int(tile),
+        "moments": step.moments,
+        "master": step.master,
+        "frozen": None if model.adapters is None else model.adapters.frozen,
+    }
     # Drives of the probed machine have real folders, which the config can name.
     if machine.gpu is None and on.drives and not machine.drives:
         options["paths"] = [drive.name for drive in on.drives]
-    if step.tile_mlp not in (None, "off"):
-        options["tile_mlp"] = step.tile_mlp if step.tile_mlp == "auto" else int(step.tile_mlp)
-    if step.moments is not None:
-        options["moments"] = step.moments
-    if step.master is not None:
-        options["master"] = step.master
     return options
-
-
-def _frozen(model: Model) -> dict[str, Any]:
-    return {} if model.adapters is None or model.adapters.frozen is None else {"frozen": model.adapters.frozen}
 
 
 def _dtype(machine: Described, step: Step) -> str:
@@ -445,11 +405,7 @@ def _check(step: Step, file: Path | None) -> None:
 
 
 def shape(model: Model, sequence: int, dtype: torch.dtype, units: Division | Sequence[str] = ()) -> Shape:
-    """Returns the model in numbers.
-
-    Raises:
-        ConfigError: both a name and a number of parameters are given, or neither, or the model cannot be built.
-    """
+    """Returns the model in numbers."""
     if model.name is not None:
         if model.parameters is not None or model.layers is not None:
             raise ConfigError("give --model, or --parameters and --layers, not both")
@@ -464,11 +420,7 @@ def shape(model: Model, sequence: int, dtype: torch.dtype, units: Division | Seq
 
 
 def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) -> Hardware:
-    """Returns the described machine, or the probed one with the given changes.
-
-    Raises:
-        ConfigError: an option does not fit the others, or this machine was not probed.
-    """
+    """Returns the described machine, or the probed one with the given changes."""
     ram = None if machine.ram is None else parse_memory(machine.ram)
     drives = tuple(map(parse_drive, machine.drives))
     memory = None if machine.memory is None else parse_rate(machine.memory)
@@ -566,9 +518,6 @@ def write_config(planned: Planned, path: Path, extra: Mapping[str, Any]) -> None
     """Writes the result of `ready`, updated by `extra`, to a new file. A failure leaves no file.
 
     `extra` are top-level keys on learning, such as "optimizer".
-
-    Raises:
-        OSError: the file exists or cannot be written; the message names it.
     """
     text = json.dumps({**ready(planned), **extra}, indent=2) + "\n"
     try:

@@ -25,9 +25,6 @@ from offload.layout.optimizer_states import cuts, product_flops
 from offload.layout.pass_order import LAYER_MAJOR, ScheduleChoice, choose_schedule
 from offload.planner.activations import (
     Load,
-    Moving,
-    Need,
-    Room,
     Wish,
     moving,
     need,
@@ -39,7 +36,7 @@ from offload.planner.activations import (
 )
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
-from offload.planner.model_shape import ExpertChoice, Shape, drawn
+from offload.planner.model_shape import Shape, drawn
 from offload.planner.simulation.machine import Moved, SimulatedRates, Waited
 from offload.planner.simulation.simulate import (
     Expected,
@@ -178,7 +175,12 @@ def least_moved(
 def _again(memory: Memory, used: Collection[int] | None) -> int:
     """Returns the bytes of weights that neither host buffers nor the device can keep from one pass to the next."""
     kept = buffer_budgets(memory.parts, memory.placement).host + memory.placement.moving_nbytes
-    return max(0, _weights_on_disk(memory, used) - kept)
+    on_disk = sum(
+        nbytes[State.WEIGHT]
+        for unit, (nbytes, tiers) in enumerate(zip(memory.parts.nbytes, memory.placement.tiers, strict=True))
+        if tiers[State.WEIGHT] is Tier.DISK and (used is None or unit in used)
+    )
+    return max(0, on_disk - kept)
 
 
 def _buffers_of_updates(memory: Memory, speculates: bool) -> int:
@@ -199,16 +201,6 @@ def _drive_seconds(read: float, written: float, rates: SimulatedRates) -> float:
     if not read + written:
         return 0.0
     return min(read / rates.read + written / rates.written, rates.drive_seconds(read, written))
-
-
-def _weights_on_disk(memory: Memory, used: Collection[int] | None) -> int:
-    """Returns the bytes of all weights whose tier is DISK, of units that are `used`; None for all."""
-    rows = enumerate(zip(memory.parts.nbytes, memory.placement.tiers, strict=True))
-    return sum(
-        nbytes[State.WEIGHT]
-        for unit, (nbytes, tiers) in rows
-        if tiers[State.WEIGHT] is Tier.DISK and (used is None or unit in used)
-    )
 
 
 # -- passes --------------------------------------------------------------------------------------------
@@ -239,11 +231,11 @@ class Pass(NamedTuple):
     lookup: bool = False
     block: bool = False
     """True for a use in a block that is computed again if there is recomputation."""
-    sends: Moving = Moving()
+    sends: Input = Input()
     """Input of the previous block. It leaves the device during this use's forward."""
-    receives: Moving = Moving()
+    receives: Input = Input()
     """Input of the use's block. It has to be on the device before the backward of the use."""
-    choice: ExpertChoice = ExpertChoice()
+    choice: Expected = Expected()
     """The router's choice of experts before the use."""
 
 
@@ -267,16 +259,11 @@ def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] 
         handed = hardware.handed(use.unit in stay)
         seconds, back = (_with_host(each, handed, hardware.on_cpu) for each in (products + other, back))
         found.append(Pass(use.unit, seconds, back, use.lookup, position in inside, choice=use.choice))
-    return _with_inputs(found, shape, load)
-
-
-def _with_inputs(passes: list[Pass], shape: Shape, load: Load) -> list[Pass]:
-    blocks, moves = shape.blocks, moving(shape, load)
-    for block, after, each in zip(blocks, blocks[1:], moves, strict=False):
+    for (block, after), input_ in zip(pairwise(shape.blocks), moving(shape, load), strict=False):
         # A block's input leaves once the next block starts. A backward starts a block with the block's last use.
-        passes[after.uses[0]] = passes[after.uses[0]]._replace(sends=each)
-        passes[block.uses[-1]] = passes[block.uses[-1]]._replace(receives=each)
-    return passes
+        found[after.uses[0]] = found[after.uses[0]]._replace(sends=input_)
+        found[block.uses[-1]] = found[block.uses[-1]]._replace(receives=input_)
+    return found
 
 
 def _with_host(seconds: float, handed: float, on_cpu: bool) -> float:
@@ -445,7 +432,7 @@ def _layer_major(
 
 
 def _forward(each: Pass) -> Use:
-    return Use(each.unit, each.seconds, sends=Input(*each.sends), expects=Expected(*each.choice))
+    return Use(each.unit, each.seconds, sends=each.sends, expects=each.choice)
 
 
 def _append(found: list[Use], each: Pass, seconds: float, completes: tuple[int, ...]) -> None:
@@ -454,7 +441,7 @@ def _append(found: list[Use], each: Pass, seconds: float, completes: tuple[int, 
         before = found[-1]
         found[-1] = before._replace(seconds=before.seconds + seconds, completes=(*before.completes, *completes))
     else:
-        found.append(Use(each.unit, seconds, receives=Input(*each.receives), completes=completes))
+        found.append(Use(each.unit, seconds, receives=each.receives, completes=completes))
 
 
 # -- prediction ----------------------------------------------------------------------------------------
@@ -502,7 +489,6 @@ class Timing:
 
     @property
     def tokens_per_second(self) -> float:
-        """Returns the tokens per second."""
         return self.tokens / self.seconds
 
     @property
@@ -771,20 +757,17 @@ def choice_of(shape: Shape, hardware: Hardware, load: Load, memory: Memory, wish
     """Returns the schedule of a step."""
     room = room_of(hardware, memory, wish, shape, load, layer_major=True)
     tried = within(shape, load._replace(schedule=LAYER_MAJOR), wish, room)
-    needed, free = _scarcest(need(shape, tried), room)
+    needed = need(shape, tried)
+    on_device = needed.device + (needed.host if room.one_memory else 0)
+    tiers = ((on_device, room.device), (needed.host, room.host), (needed.disk, room.disk))
+    # The tier that lacks most decides; the device if none lacks any.
+    scarcest = max(tiers, key=lambda tier: max(tier[0] - tier[1], 0))
     return choose_schedule(
         asked=load.schedule,
         micro_batches=load.accumulation,
         blocks=chain(shape),
         moves=any(tiers[State.WEIGHT] is not Tier.DEVICE for tiers in memory.placement.tiers),
         checkpointed=tried.recompute,
-        activation_nbytes=needed,
-        free_nbytes=free,
+        activation_nbytes=scarcest[0],
+        free_nbytes=scarcest[1],
     )
-
-
-def _scarcest(needed: Need, room: Room) -> tuple[int, int]:
-    """Returns needed and free bytes of the tier that lacks most; of the device if none lacks any."""
-    on_device = needed.device + (needed.host if room.one_memory else 0)
-    tiers = ((on_device, room.device), (needed.host, room.host), (needed.disk, room.disk))
-    return max(tiers, key=lambda tier: max(tier[0] - tier[1], 0))

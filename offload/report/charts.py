@@ -139,13 +139,11 @@ class _Axes:
         self._low, self._high = self.marks[0], self.marks[-1]
 
     def x(self, step: float) -> float:
-        """Returns the x coordinate of a step."""
         # A single step is drawn in the middle.
         share = 0.5 if self._last == self._first else (step - self._first) / (self._last - self._first)
         return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        """Returns the y coordinate of a value."""
         share = (value - self._low) / (self._high - self._low)
         return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
@@ -255,7 +253,6 @@ def _line(axes: _Axes, series: Series, row: Sequence[Point], unit: Unit) -> list
 
 
 def _runs(row: Sequence[Point]) -> list[list[Point]]:
-    """Returns the runs of consecutive points that have values."""
     runs: list[list[Point]] = [[]]
     for point in row:
         if point.mean is None:

@@ -137,11 +137,7 @@ def time_of(seconds: float) -> str:
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """Reads the output of `offload plan --json` from a file and returns the predicted numbers by the log's keys.
-
-    Raises:
-        ConfigError: the file cannot be read or is not a plan.
-    """
+    """Reads the output of `offload plan --json` from a file and returns the predicted numbers by the log's keys."""
     try:
         with open(path, encoding="utf-8", opener=open_to_read) as file:
             text = file.read(_LONGEST + 1)

@@ -26,7 +26,7 @@ class Span:
 
 
 Interval = tuple[float, float]
-"""Start and end."""
+"""Start and end, in one unit of time."""
 
 
 def union(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:

@@ -44,11 +44,7 @@ class Log:
 
 
 def read_log(path: Path) -> Log:
-    """Reads a log.
-
-    Raises:
-        ConfigError: the file cannot be read, or contains no step.
-    """
+    """Reads a log."""
     steps_by_number: dict[int, Mapping[str, Any]] = {}
     abouts: list[tuple[int, Mapping[str, Any]]] = []
     truncated_lines = again = 0
@@ -90,11 +86,7 @@ def read_log(path: Path) -> Log:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yields the lines of a log. Lines that are too long for a step are split.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Yields the lines of a log. Lines that are too long for a step are split."""
     try:
         # A kill may have cut a line within a character, so decoding replaces errors.
         with open(path, encoding="utf-8", errors="replace", opener=open_to_read) as file:

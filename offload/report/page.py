@@ -187,16 +187,18 @@ def _series(log: Log, name: str, color: str, field: str, over: str | None = None
     return Series(name, color, points)
 
 
+def _chart(log: Log, title: str, *series: Series, **options: Any) -> Markup:
+    """Returns a chart of lines over the steps of the log; `options` are those of `lines`."""
+    return lines(title, _steps(log), series, resumed=log.resumed, **options)
+
+
 def _learning(log: Log) -> list[PageBlock]:
-    steps, marks = _steps(log), log.resumed
-    losses = [_series(log, "training", "--blue", "loss"), _series(log, "evaluation", "--orange", "eval_loss")]
+    losses = (_series(log, "training", "--blue", "loss"), _series(log, "evaluation", "--orange", "eval_loss"))
     return [
-        lines("Loss", steps, losses, zero=False, resumed=marks),
-        lines("Learning rate", steps, [_series(log, "learning rate", "--blue", "lr")], resumed=marks),
-        lines(
-            "Norm of the gradient before the clip", steps, [_series(log, "norm", "--blue", "grad_norm")], resumed=marks
-        ),
-        lines("Loss scale", steps, [_series(log, "scale", "--blue", "loss_scale")], resumed=marks),
+        _chart(log, "Loss", *losses, zero=False),
+        _chart(log, "Learning rate", _series(log, "learning rate", "--blue", "lr")),
+        _chart(log, "Norm of the gradient before the clip", _series(log, "norm", "--blue", "grad_norm")),
+        _chart(log, "Loss scale", _series(log, "scale", "--blue", "loss_scale")),
     ]
 
 
@@ -208,9 +210,7 @@ def _time(log: Log, figures: Mapping[str, Any]) -> list[PageBlock]:
         Series(_LEGEND.get(name, f"waits: {name}"), color, [row.get(name, 0.0) if row else None for row in each])
         for name, color in _COLORS.items()
     ]
-    whole = lines(
-        "Complete step", steps, [_series(log, "step", "--blue", "seconds")], seconds_unit, resumed=log.resumed
-    )
+    whole = _chart(log, "Complete step", _series(log, "step", "--blue", "seconds"), unit=seconds_unit)
     parted = stack("Parts of a step", steps, layers, seconds_unit, log.resumed)
     worker = [
         _series(log, "kernels", "--green", "update_kernels_seconds"),
@@ -231,16 +231,15 @@ def _time(log: Log, figures: Mapping[str, Any]) -> list[PageBlock]:
 
 def _speed(log: Log, figures: Mapping[str, Any]) -> PageBlock:
     """Returns the chart of tokens a second, or of samples a second for a log without tokens; empty without both."""
-    steps, marks = _steps(log), log.resumed
     tokens = _series(log, "tokens", "--green", "tokens", "seconds")
     if any(value is not None for value in tokens.values):
-        return lines("Tokens a second", steps, [tokens], resumed=marks)
+        return _chart(log, "Tokens a second", tokens)
     size = figures["about"].get("samples_a_step")
     if not isinstance(size, int):
         return Markup()
     seconds = [number(values, "seconds") for values in log.steps]
     samples = Series("samples", "--green", [size / each if each else None for each in seconds])
-    return lines("Samples a second", steps, [samples], resumed=marks)
+    return _chart(log, "Samples a second", samples)
 
 
 def _parts_table(figures: Mapping[str, Any]) -> PageBlock:
@@ -263,35 +262,27 @@ def _parts_table(figures: Mapping[str, Any]) -> PageBlock:
 
 
 def _moved(log: Log) -> list[PageBlock]:
-    steps, marks = _steps(log), log.resumed
-    drive = [
-        _series(log, "read", "--orange", "read_bytes"),
-        _series(log, "written", "--magenta", "written_bytes"),
-    ]
-    rates = [
-        _series(log, "read", "--orange", "read_bytes", "seconds"),
-        _series(log, "written", "--magenta", "written_bytes", "seconds"),
-    ]
-    device = [
+    ways = (("read", "--orange", "read_bytes"), ("written", "--magenta", "written_bytes"))
+    device = (
         _series(log, "weights to the device", "--yellow", "uploaded_bytes"),
         _series(log, "gradients from the device", "--violet", "gradients_bytes"),
-    ]
+    )
     return [
-        lines("Drives, a step", steps, drive, bytes_unit, resumed=marks),
-        lines("Drives, over a step's time", steps, rates, rate_unit, resumed=marks),
-        lines("Device, a step", steps, device, bytes_unit, resumed=marks),
+        _chart(log, "Drives, a step", *(_series(log, *way) for way in ways), unit=bytes_unit),
+        _chart(log, "Drives, over a step's time", *(_series(log, *way, "seconds") for way in ways), unit=rate_unit),
+        _chart(log, "Device, a step", *device, unit=bytes_unit),
     ]
 
 
 def _memory(log: Log, figures: Mapping[str, Any]) -> list[PageBlock]:
-    steps, about = _steps(log), figures["about"]
+    about = figures["about"]
     ram = [("host budget", about["host_budget_bytes"])] if isinstance(about.get("host_budget_bytes"), int) else []
-    host = [_series(log, "RAM of the process", "--blue", "host_peak_bytes")]
-    device = [_series(log, "allocated on the device", "--blue", "device_peak_bytes")]
+    host = _series(log, "RAM of the process", "--blue", "host_peak_bytes")
+    device = _series(log, "allocated on the device", "--blue", "device_peak_bytes")
     note = "The peak so far. Besides the budget it includes Python, torch and, on a CPU, activations."
     return [
-        lines("Peak of RAM", steps, host, bytes_unit, resumed=log.resumed, bounds=ram, note=note),
-        lines("Peak of device memory", steps, device, bytes_unit, resumed=log.resumed),
+        _chart(log, "Peak of RAM", host, unit=bytes_unit, bounds=ram, note=note),
+        _chart(log, "Peak of device memory", device, unit=bytes_unit),
     ]
 
 
@@ -308,7 +299,7 @@ def _drives(log: Log, figures: Mapping[str, Any]) -> list[PageBlock]:
         )
         for index, each in enumerate(figures["drives"])
     ]
-    chart = lines("Written in the life of the run", _steps(log), series, decimal_unit, resumed=log.resumed)
+    chart = _chart(log, "Written in the life of the run", *series, unit=decimal_unit)
     head = ("drive", "written so far", "a step", "at the last step", "rated life", "used")
     # The chart comes first, so that it shares a row with the charts of memory.
     rows = []

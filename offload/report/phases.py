@@ -98,10 +98,9 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
 
 
 def parts(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the seconds of each phase of a step, which sum to the step's seconds but for noise of the clock.
+    """Returns the seconds of each phase of `PARTS` in a step; empty if the phases were not measured.
 
-    Returns:
-        Seconds by key of `PARTS`; empty if the phases were not measured.
+    They sum to the step's seconds but for noise of the clock.
     """
     if values.get("forward_seconds") is None:
         return {}

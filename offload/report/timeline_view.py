@@ -66,10 +66,9 @@ class Window:
 
 
 def read_window(path: Path) -> Window:
-    """Reads a timeline and returns its step of median time, not counting the first two; all spans if there is no other.
+    """Reads a timeline and returns its step of median time, not counting the first two.
 
-    Raises:
-        ConfigError: the file cannot be read, is not a timeline, or contains no span.
+    If there is no other, the window has all spans.
     """
     events = _events(path)
     # A process of the trace is a rank: the drawing shows the lowest one.

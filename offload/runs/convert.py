@@ -243,7 +243,6 @@ class Conversion(NamedTuple):
 
     @property
     def specs(self) -> list[StoreSpec]:
-        """Returns the specification of each rank's swap files."""
         return store_specs(*self.after, self.about)
 
     @property
@@ -257,9 +256,6 @@ def plan(source: StoreSource, run: Path, forms: Mapping[str, str], name: str | N
 
     In `forms` the "master" is one of `MASTERS`, and the "moments" are one of `MOMENT_DTYPES`. Without `name`, the new
     name is the run's name followed by the forms.
-
-    Raises:
-        StoreError: the run cannot be converted to these forms, or cannot have this name.
     """
     old = described_mode(source.description)
     new = _mode_after(old, run, forms)

@@ -99,11 +99,7 @@ def _notices(source: TrainedSource) -> Iterator[str]:
 
 
 def _state_dict(source: TrainedSource, plan: StatesPlan) -> dict[str, Any]:
-    """Returns the state dict as torch would save it, without the states that are streamed.
-
-    Raises:
-        StoreError: If the source does not name the parameters of each group.
-    """
+    """Returns the state dict as torch would save it, without the states that are streamed."""
     facts = source.progress.facts
     groups = _groups(facts, plan)
     optimizer: dict[str, Any] = {
@@ -133,11 +129,7 @@ def _state_dict(source: TrainedSource, plan: StatesPlan) -> dict[str, Any]:
 
 
 def _groups(facts: Mapping[str, Any], plan: StatesPlan) -> list[dict[str, Any]]:
-    """Returns the groups of the optimizer as `get_state_dict` does: their numbers, and names of trained parameters.
-
-    Raises:
-        StoreError: If the facts do not name the parameters of each group.
-    """
+    """Returns the groups of the optimizer as `get_state_dict` does: their numbers, and names of trained parameters."""
     groups = facts["groups"]
     members = [plan.trainable] if len(groups) == 1 else facts.get("members")
     if members is None:

@@ -100,18 +100,12 @@ def export(
     tokenizer: Path | None = None,
     write_tokenizer: Callable[[Path], None] | None = None,
 ) -> Exported:
-    """Writes the planned weights to the folder `out`.
+    """Writes the planned weights to the folder `out`, which must not exist, or be empty.
 
-    After a failure nothing is left. A kill leaves `<out>.partial`, which the next export removes.
-
-    Args:
-        source: The weights; stays open.
-        out: Must not exist, or be empty.
-        plan: Made by `make_plan` for this source.
-        queue: Queue for the writes, best that of the source's reads; owned by the caller.
-        progress: Called with the number of bytes after each read.
-        tokenizer: Folder whose tokenizer files are copied too; None to copy none.
-        write_tokenizer: Writes a tokenizer into the folder that it receives, if `tokenizer` is None.
+    After a failure nothing is left. A kill leaves `<out>.partial`, which the next export removes. The source stays
+    open, and the queue is the caller's, best that of the source's reads. `progress` receives the bytes of each read.
+    The tokenizer is copied from the folder `tokenizer`, or written by `write_tokenizer` into the folder that it
+    receives.
 
     Raises:
         StoreError: If `out` cannot be used, there is not enough room, or the source is damaged.

@@ -140,7 +140,6 @@ class _ImportedChunk(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the tensor."""
         return tensor_name(self.unit, self.state)
 
 

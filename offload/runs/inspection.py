@@ -46,9 +46,6 @@ def inspect(path: Path) -> dict[str, Any]:
     """Returns JSON that describes `path`; sizes are in bytes.
 
     The folder is an nvme path, a run, a rank, a checkpoint, or several checkpoints, as a Trainer's output folder.
-
-    Raises:
-        StoreError: If the folder does not exist, or contains the swap files of one rank under another name.
     """
     if not path.is_dir():
         raise StoreError(f"there is no folder {path}")

@@ -75,11 +75,7 @@ class StatesPlan(NamedTuple):
 
 
 def plan_states(source: TrainedSource, path: Path, kind: str) -> StatesPlan:
-    """Returns the plan of an export.
-
-    Raises:
-        StoreError: If the other program has no form for its states.
-    """
+    """Returns the plan of an export."""
     mode = described_mode(source.description)
     layouts = described_layouts(source.description)
     # Only Adam's moments have files: DeepSpeed reads no others.

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from offload.aio import StripedFile
 from offload.aio.protocols import Queue
@@ -52,7 +52,6 @@ class RankReport:
 
     @property
     def whole(self) -> bool:
-        """True if no damage was found."""
         return not (self.wrong or self.damages)
 
 
@@ -65,7 +64,6 @@ class Report(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """True if no rank is damaged."""
         return all(rank.whole for rank in self.ranks)
 
     def lines(self, most: int) -> list[str]:
@@ -89,7 +87,6 @@ class Report(NamedTuple):
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the report as JSON, for `--json`."""
         return {
             "path": str(self.path),
             "whole": self.whole,
@@ -127,11 +124,9 @@ class CheckpointReport(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """True if no damage was found."""
         return not self.wrong
 
     def lines(self, most: int) -> list[str]:
-        """Returns the report as lines of text, with at most `most` damages."""
         found = [f"damaged: {wrong}" for wrong in self.wrong[:most]]
         if len(self.wrong) > most:
             found.append(f"and {len(self.wrong) - most} more")
@@ -139,7 +134,6 @@ class CheckpointReport(NamedTuple):
         return [*found, f"{self.path}: step {self.step}, {format_size(self.nbytes)}: {state}"]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the report as JSON, for `--json`."""
         return {
             "path": str(self.path),
             "whole": self.whole,
@@ -151,24 +145,7 @@ class CheckpointReport(NamedTuple):
         }
 
 
-class Checking(Protocol):
-    """Protocol of a run or a checkpoint that is open for verification."""
-
-    @property
-    def nbytes(self) -> int:
-        """Upper bound of the bytes that `run` reads."""
-        ...
-
-    def run(self, queue: Queue, progress: Callable[[int], None]) -> Report | CheckpointReport:
-        """Reads and compares everything; calls `progress` with the number of bytes after each comparison."""
-        ...
-
-    def close(self) -> None:
-        """Releases locks and files."""
-        ...
-
-
-def open_checking(path: Path) -> Checking:
+def open_checking(path: Path) -> CheckpointChecking | RunChecking:
     """Opens `path` for verification: a run's folder, a checkpoint's, or a folder of checkpoints, whose latest is taken.
 
     Raises:
@@ -186,13 +163,16 @@ class CheckpointChecking:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files of the checkpoint, without the files of a part whose manifest is lost."""
+        """Upper bound of the bytes that `run` reads, without the files of a part whose manifest is lost."""
         parts = filter(is_checkpoint, (self._path / part for part in self._manifest.parts))
         own = sum(file.nbytes for file in self._manifest.files.values())
         return own + sum(CheckpointChecking(part).nbytes for part in parts)
 
     def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> CheckpointReport:
-        """Reads and compares everything. Failures to load a rank are damage in the report and raise nothing."""
+        """Reads and compares everything; calls `progress` with the number of bytes after each comparison.
+
+        Failures to load a rank are damage in the report and raise nothing.
+        """
         # Imported late: the module imports torch, which the verification of a run does not need.
         from offload.checkpoint.load import compare_bytes, look
 
@@ -228,11 +208,7 @@ class CheckpointChecking:
 
 
 class RunChecking:
-    """A run whose ranks are locked while they are verified.
-
-    Raises:
-        StoreError: If the run cannot be verified.
-    """
+    """A run whose ranks are locked while they are verified."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -249,7 +225,6 @@ class RunChecking:
 
     @property
     def nbytes(self) -> int:
-        """Upper bound of the bytes that `run` reads."""
         return sum(_nbytes(c) for each in self._found for c in each.commits)
 
     def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> Report:
@@ -260,7 +235,6 @@ class RunChecking:
         return Report(self._run, resumable_step(ranks, serial), tuple(ranks))
 
     def close(self) -> None:
-        """Releases the locks; idempotent."""
         self._open.close()
 
 

@@ -22,7 +22,6 @@ from offload.planner import activations, memory, output, reach, recommend, reque
 from offload.planner.activations import (
     CHUNK_TOKENS,
     Load,
-    Moving,
     Need,
     Room,
     Wish,
@@ -40,6 +39,7 @@ from offload.planner.activations import (
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, Use, from_count, from_name
 from offload.planner.recommend import advise
+from offload.planner.simulation.simulate import Input
 from offload.sizes import GIB
 from tests import ROOT
 from tests.support.sampling import examples
@@ -125,9 +125,9 @@ def test_inputs_leave_the_device_but_for_those_on_their_way() -> None:
     assert need(small(), load) == Need((1 + activations.IN_FLIGHT) * INPUT + PLAIN_HEAD, 3 * INPUT)
     on_disk = need(small(), Load(2, recompute=True, on_disk=BLOCKS - 1))
     assert on_disk.disk == 2 * 3 * INPUT and on_disk.host == 2 * 3 * INPUT, "of buffers as many as there are inputs"
-    assert moving(small(), load) == [Moving(INPUT)] * 3 + [Moving()]
+    assert moving(small(), load) == [Input(INPUT)] * 3 + [Input()]
     both = moving(small(), Load(1, recompute=True, on_disk=1, on_host=2))
-    assert both == [Moving(INPUT, True), *[Moving(INPUT)] * 2, Moving()], "the oldest is needed last"
+    assert both == [Input(INPUT, True), *[Input(INPUT)] * 2, Input()], "the oldest is needed last"
 
 
 def test_tiles_bound_what_an_mlp_makes() -> None:

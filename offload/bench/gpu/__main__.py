@@ -190,11 +190,7 @@ def run_here(part: Part, work: Work, save: Save) -> None:
 
 
 def chosen_parts(only: Sequence[str] | None) -> list[Part]:
-    """Returns the parts whose names begin with one of `only`; all if there are none.
-
-    Raises:
-        ConfigError: no part's name begins with one of them.
-    """
+    """Returns the parts whose names begin with one of `only`; all if there are none."""
     for name in only or ():
         if not any(part.name.startswith(name) for part in PARTS):
             raise ConfigError(f"no part's name begins with {name!r}; the parts are {', '.join(p.name for p in PARTS)}")

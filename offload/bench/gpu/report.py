@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import offload
 from offload import kernels
 from offload.bench.gpu.parts import DIRECTIONS, PARTS, figures_of, invalid
 from offload.bench.gpu.training import PLACEMENTS
-from offload.hardware.system import gpus, processor
+from offload.hardware.system import gpus, nvidia_smi, processor
 from offload.sizes import GIB, format_size
 
 _OF_A_DEVICE = ("name", "slice", "memory_bytes", "capability", "node", "link")
@@ -25,11 +24,12 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Returns the facts about the machine and the versions of the software that is measured."""
     cuda = device.type == "cuda"
     seen = gpus()
+    driver = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") if cuda else None
     properties = torch.cuda.get_device_properties(device) if cuda else None
     return {
         "gpu": properties.name if properties else None,
         "gpu_memory": properties.total_memory if properties else None,
-        "driver": _driver() if cuda else None,
+        "driver": None if driver is None else driver.stdout.strip().partition("\n")[0] or None,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         # The file is meant to be published, so UUID and PCI address of the user's card are left out.
@@ -43,15 +43,6 @@ def machine(device: torch.device) -> dict[str, Any]:
         "memory": psutil.virtual_memory().total,
         "kernel": os.uname().release,
     }
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return said.stdout.strip().partition("\n")[0] or None
 
 
 def words(report: Mapping[str, Any]) -> str:

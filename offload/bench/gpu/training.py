@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 import time
@@ -23,10 +24,11 @@ from offload.finetune.model import make_ready
 from offload.kernels import cuda
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
-from offload.planner.activations import Load, activations
+from offload.planner.activations import Load, need
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import from_name
 from offload.presets import build
+from offload.report.links import Interval, total, union
 from offload.sizes import MIB, format_size
 from offload.swapper.memory.device import open_device
 from offload.swapper.memory.limits import free_host_memory
@@ -34,10 +36,6 @@ from offload.swapper.memory.limits import free_host_memory
 # -- exposure ------------------------------------------------------------------------------------------
 #
 # Division of a step's time on the GPU, by torch's profiler: kernels, copies that no kernel hides, and idle time.
-
-
-Interval = tuple[float, float]
-"""(start, end), in seconds."""
 
 
 class Exposure(NamedTuple):
@@ -57,25 +55,9 @@ class Exposure(NamedTuple):
 
 def exposure(seconds: float, kernels: Iterable[Interval], copies: Iterable[Interval]) -> Exposure:
     """Returns the division of a step that took `seconds`; the intervals of kernels and copies may overlap."""
-    computing, copying = union(kernels), union(copies)
-    busy = length(union([*computing, *copying]))
-    return Exposure(seconds, length(computing), length(copying), busy - length(computing), max(seconds - busy, 0.0))
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the union of intervals, as ascending intervals that do not overlap."""
-    found: list[Interval] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return found
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Returns the sum of intervals that do not overlap."""
-    return sum(end - start for start, end in intervals)
+    computing, copying = (union(intervals, -math.inf, math.inf) for intervals in (kernels, copies))
+    busy = total(union([*computing, *copying], -math.inf, math.inf))
+    return Exposure(seconds, total(computing), total(copying), busy - total(computing), max(seconds - busy, 0.0))
 
 
 def profiled(device: torch.device, step: Callable[[], object]) -> Exposure | None:
@@ -171,7 +153,6 @@ class Work(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Returns the tokens of a step."""
         return self.batch_size * self.seq_len * self.accumulation
 
     def keep_limit(self) -> None:
@@ -415,7 +396,7 @@ def largest_step(model: str, memory: int) -> StepSize:
             shape = from_name(model, size.seq_len, torch.bfloat16)
         except ConfigError:  # more tokens than the model has positions
             continue
-        beside = activations(shape, Load(size.batch_size, recompute=size.recompute))
+        beside = need(shape, Load(size.batch_size, recompute=size.recompute)).device
         if _OF_A_PARAMETER * shape.parameters + beside <= _GPU_SHARE * memory:
             return size
     return _STEPS[-1]

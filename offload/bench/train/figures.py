@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.bench.measure import DriveSpeeds, pyplot, rounded
+from offload.bench.measure import DriveSpeeds, pyplot, row_json, save_figure
 from offload.bench.train.loops import Result
 from offload.bench.train.plan import PLAIN, TrainPlan
 from offload.sizes import count_of, format_size
@@ -114,8 +114,7 @@ def _row(
 def loss_difference(turns: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> float | None:
     """Returns the largest relative difference between the losses of two contenders; infinite for losses that are NaN.
 
-    Returns:
-        The difference, or None without losses to compare with.
+    Without losses to compare with, there is none.
     """
     if not plain:
         return None
@@ -170,12 +169,9 @@ def as_json(machine: Mapping[str, Any], plan: TrainPlan, result: Result) -> dict
         **{name: getattr(plan, name) for name in names},
         "tokens": plan.tokens,
         "parameters": next((turn["parameters"] for turns in result.turns.values() for turn in turns), None),
-        "drive": {
-            f"{name}_gb_per_s": rounded(rate / 1e9)
-            for name, rate in zip(DriveSpeeds._fields, result.rates, strict=True)
-        },
+        "drive": result.rates.as_json(),
         "loss_bound": LOSS_BOUNDS[plan.dtype],
-        "rows": [{key: rounded(value) for key, value in asdict(row).items()} for row in make_rows(plan, result)],
+        "rows": [row_json(row) for row in make_rows(plan, result)],
     }
 
 
@@ -263,9 +259,8 @@ def plot(rows: Sequence[TrainRow], path: Path) -> None:
 
     The background is transparent, and the text readable on a light and on a dark one.
     """
-    plt = pyplot()
     drawn = [row for row in rows if row.step_seconds is not None]  # the table names the others
-    figure, axis = plt.subplots(figsize=(8, 1.4 + 0.36 * len(drawn)))
+    figure, axis = pyplot().subplots(figsize=(8, 1.4 + 0.36 * len(drawn)))
     for place, row in enumerate(drawn):
         color = "tab:blue" if row.name.startswith("offload") else "#a0a0a0"
         axis.barh(place, row.step_seconds, color=color)
@@ -290,9 +285,7 @@ def plot(rows: Sequence[TrainRow], path: Path) -> None:
     axis.tick_params(colors=_INK)
     for spine in axis.spines.values():
         spine.set_color(_INK)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, transparent=True)
-    plt.close(figure)
+    save_figure(figure, path, transparent=True)
 
 
 def _number(value: float | None, form: str) -> str:

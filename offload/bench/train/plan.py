@@ -70,7 +70,6 @@ class TrainPlan:
 
     @property
     def tokens(self) -> int:
-        """Returns the tokens of a step."""
         return self.batch_size * self.seq_len * self.micro_batches
 
 
@@ -106,20 +105,8 @@ def make_plan(
 ) -> TrainPlan:
     """Checks settings before anything is measured, and fills in the settings that depend on the machine.
 
-    Args:
-        folder: an existing folder on the drive to measure.
-        model: name of a preset.
-        batch_size: sequences of a micro-batch.
-        seq_len: tokens of a sequence.
-        micro_batches: micro-batches of a step. With more than one, the order layer-major is a contender too.
-        dtype: "bf16", "fp32", or "auto" for the one that suits this machine.
-        rounds: rounds, in each of which every contender takes a turn.
-        steps: steps of a turn that count.
-        threads: threads of each contender; None for one for each core.
-        only: beginnings of the names of contenders; empty for all. Plain PyTorch always runs.
-
-    Raises:
-        ConfigError: a setting is unknown or too small, or transformers is not installed.
+    With several micro-batches, the order layer-major is a contender too. `only` are beginnings of the names of
+    contenders; plain PyTorch always runs.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")

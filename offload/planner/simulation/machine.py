@@ -197,12 +197,10 @@ class Moved(NamedTuple):
 
     @property
     def read(self) -> int:
-        """Returns all bytes read."""
         return self.weights_read + self.updates_read + self.gradients_read + self.inputs_read
 
     @property
     def written(self) -> int:
-        """Returns all bytes written."""
         return self.updates_written + self.gradients_written + self.inputs_written
 
 
@@ -245,17 +243,14 @@ class SimulatedMachine:
 
     @property
     def moved(self) -> Moved:
-        """Returns the bytes moved so far."""
         return Moved(**self._moved)
 
     @property
     def waited(self) -> Waited:
-        """Returns the waits of the model's thread so far."""
         return Waited(**self._waited)
 
     @property
     def worked(self) -> Worked:
-        """Returns the seconds of the update worker so far."""
         return Worked(**self._worked)
 
     def read(self, row: str, cause: str, unit: int, nbytes: int, priority: Priority) -> Work:
@@ -276,15 +271,12 @@ class SimulatedMachine:
         return self.clock.begin(self._link, row, unit, nbytes / self._rates.upload)
 
     def download(self, row: str, unit: int, nbytes: int) -> Work:
-        """Starts a copy from device to host."""
         return self.clock.begin(self._link_down, row, unit, nbytes / self._rates.download)
 
     def update(self, unit: int, numel: int) -> Work:
-        """Starts the optimizer's kernel on `numel` elements."""
         return self.clock.begin(self._kernel, "kernel", unit, numel / self._rates.kernel)
 
     def compute(self, unit: int, seconds: float) -> Work:
-        """Starts compute of the model that takes `seconds` at full speed."""
         return self.clock.begin(self._compute, "model", unit, seconds)
 
     def counted(self, cause: str, acting: Acting[_T]) -> Acting[_T]:

@@ -121,21 +121,12 @@ def simulate(
     counted: int = 1,
     tile_buffers: int | None = None,
 ) -> Simulation:
-    """Simulates steps and returns the result for the last ones.
+    """Simulates steps and returns the mean of the last `counted` ones.
 
-    Args:
-        steps: uses of each step, in order. The first step starts with empty buffers and no access order; from the third
-            on, steps hardly differ. At each position all steps send and receive the same inputs.
-        sizes: one entry per unit.
-        updates: cost of each unit's update; None for a unit without trainable parameters.
-        budgets: bytes for cached units.
-        limits: limits of the policy.
-        rates: speeds; by default all work ends at once.
-        overlap: False to wait for all updates at the end of each step.
-        tile_numel: elements of a tile of the update worker; by default an entire unit.
-        speculate: True to update units under the backward, where such an update can be undone; only with `overlap`.
-        tile_buffers: most tiles of the update worker in flight; None for the number that most optimizers use.
-        counted: number of last steps to average. With updates under the backward a step may do work of the next one.
+    With speculation a step does work of the next one. The first step starts with empty buffers and no access order;
+    from the third on, steps hardly differ. At each position all steps send and receive the same inputs. Without `rates`
+    all work ends at once. Without `overlap` a step waits for its updates. `tile_numel` None makes a unit one tile;
+    `tile_buffers` None is the number that most optimizers use.
 
     Raises:
         BudgetError: units in use leave no room on the device, as in the real pager.
@@ -297,26 +288,27 @@ _READ_AHEAD = 2
 """Inputs to read ahead of the backward, in addition to the one in its upload."""
 
 
-class _Leaving(NamedTuple):
-    """An input on its way to a drive."""
-
-    unit: int
-    nbytes: int
-    copied: Work | None
-    """Copy to the host buffer; None if there is none to make."""
-
-
 class SimulatedInputs:
     """Moves of the inputs, in the order of the uses of one step."""
 
     def __init__(self, uses: Sequence[tuple[int, Input, Input]], machine: SimulatedMachine) -> None:
         self._uses, self._machine = uses, machine
-        self._next = _following(uses)
+        self._next: dict[int, int] = {}
+        """For each use that needs an input the next such use of the same backward."""
+        before: int | None = None
+        for position, (_, sends, receives) in enumerate(uses):
+            if sends.nbytes:  # another forward, whose inputs do not exist yet
+                before = None
+            if receives.nbytes:
+                if before is not None:
+                    self._next[before] = position
+                before = position
         self._reads: dict[int, Work] = {}
         self._uploads: dict[int, Work] = {}
         """Reads and copies that were started, by the position of the use that needs them."""
         self._download: Work | None = None
-        self._unwritten: deque[_Leaving] = deque()
+        self._unwritten: deque[tuple[int, int, Work | None]] = deque()
+        """Inputs on their way to a drive: unit, bytes, and the copy to the host buffer if there is one to make."""
         self._writes: deque[Work] = deque()
 
     def before(self, position: int) -> Acting[None]:
@@ -334,15 +326,15 @@ class SimulatedInputs:
             yield from self._machine.counted("upload", until(self._download))
             self._download = self._machine.download("input download", unit, input_.nbytes)
         if input_.on_disk:
-            self._unwritten.append(_Leaving(unit, input_.nbytes, self._download))
+            self._unwritten.append((unit, input_.nbytes, self._download))
             self._write_copied()
             while len(self._writes) >= _BUFFERS:
                 yield from self._machine.counted("read", until(self._writes.popleft()))
 
     def _write_copied(self) -> None:
-        while self._unwritten and (self._unwritten[0].copied is None or self._unwritten[0].copied.done):
-            each = self._unwritten.popleft()
-            self._writes.append(self._machine.write("input write", "inputs_written", each.unit, each.nbytes))
+        while self._unwritten and ((copied := self._unwritten[0][2]) is None or copied.done):
+            unit, nbytes, _ = self._unwritten.popleft()
+            self._writes.append(self._machine.write("input write", "inputs_written", unit, nbytes))
         while self._writes and self._writes[0].done:
             self._writes.popleft()
 
@@ -376,20 +368,6 @@ class SimulatedInputs:
         if position not in self._uploads:
             nbytes = 0 if self._machine.on_cpu else input_.nbytes
             self._uploads[position] = self._machine.upload(unit, nbytes, "input upload")
-
-
-def _following(uses: Sequence[tuple[int, Input, Input]]) -> dict[int, int]:
-    """Returns for each use that needs an input the next such use of the same backward."""
-    found: dict[int, int] = {}
-    before: int | None = None
-    for position, (_, sends, receives) in enumerate(uses):
-        if sends.nbytes:  # another forward, whose inputs do not exist yet
-            before = None
-        if receives.nbytes:
-            if before is not None:
-                found[before] = position
-            before = position
-    return found
 
 
 # -- placement -----------------------------------------------------------------------------------------
