@@ -26,7 +26,6 @@ from offload.config import Batch, Config, load_config, read_json
 from offload.distributed.world import World
 from offload.engine import build_optimizer
 from offload.engine.assembly import STARTING, assemble
-from offload.engine.deferred import is_deferred, origin_of
 from offload.engine.engine import EngineCore, ModelEngine
 from offload.engine.plan import Plan, decide
 from offload.errors import ConfigError, UsageError
@@ -36,6 +35,7 @@ from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, quantized
 from offload.layout.modes import DTYPES, Mode, dtype_name
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.metrics.meter import cause_of
+from offload.model_io.deferred import is_deferred, origin_of
 from offload.model_io.folder import CONFIG, FileBytes, Stored, StoredRun, stored_tensors
 from offload.model_io.load import ConvertedParameter, load_pretrained
 from offload.notices import Remark, announce

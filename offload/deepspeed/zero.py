@@ -34,11 +34,11 @@ from offload.engine.access import (
     safe_get_local_fp32_param,
     unregister_external_parameter,
 )
-from offload.engine.deferred import is_deferred, keeping_copies
 from offload.engine.keywords import refuse
 from offload.engine.params import handle_of
 from offload.errors import ConfigError, UsageError
 from offload.layout.modes import DTYPES
+from offload.model_io.deferred import building, is_deferred
 from offload.model_io.load import init
 from offload.planner.deepspeed_estimates import (
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -324,7 +324,9 @@ def _gathered(params: list[Any], modifier_rank: int | None) -> Iterator[None]:
         return
     without_values = [parameter for parameter in params if is_deferred(parameter)]
     # With a modifier rank, changes are kept. Otherwise the body only reads, and reading a missing value is an error.
-    takes = keeping_copies() if without_values and modifier_rank is not None else contextlib.nullcontext()
+    takes = (
+        building(model=True, copies=True) if without_values and modifier_rank is not None else contextlib.nullcontext()
+    )
     with gathered(params, modifier_rank=modifier_rank), takes:
         yield
     # After the body, as in DeepSpeed. `gathered` itself already broadcasts the engines' parameters.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -11,124 +10,18 @@ from torch import nn
 from offload.aio import aligned_empty
 from offload.aio.protocols import Future
 from offload.distributed.world import World
-from offload.engine.deferred import DeferredParameter, Draw, forget, materialize, origin_of
 from offload.engine.params import StorageForm
 from offload.engine.shards import LocalShards, ResidentShard
-from offload.errors import ConfigError
 from offload.layout.flat_layout import ParameterSegment, UnitLayout
 from offload.layout.frozen import write_blocks
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import split
 from offload.layout.placement import Placement
 from offload.layout.tiers import Partitions
+from offload.model_io.deferred import FirstValues, forget, origin_of
 from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
-
-# -- first values --------------------------------------------------------------------------------------
-#
-# First values of the parameters of each unit: drawn by their modules, or copied from another parameter.
-
-
-class FirstValues:
-    """Maker of the first values, one unit after the other.
-
-    A unit follows soon after the units that it copies, since their values stay in memory until then.
-    """
-
-    def __init__(self, model: nn.Module, units: Sequence[Sequence[str]], seed: int) -> None:
-        """Finds the parameters that are copies, and their sources.
-
-        Args:
-            model: the model.
-            units: names of the parameters of each unit.
-            seed: seed of the initialization. Each unit derives its own from it.
-
-        Raises:
-            ConfigError: if a parameter is a copy of a parameter outside of the model, and no module of the model makes
-                such values.
-        """
-        self._model, self._units, self._seed = model, units, seed
-        self._shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
-        self._unit_of = {name: unit for unit, names in reversed(list(enumerate(units))) for name in names}
-        self._sources = _sources(model, list(self._unit_of))
-        self._waiting = Counter(self._sources.values())
-        """Number of copies of each parameter that have no values yet."""
-        self._kept: dict[str, torch.Tensor] = {}
-        """Values of the parameters with such copies."""
-
-    def order(self) -> Iterator[int]:
-        """Yields each unit once; the units that copy it follow directly."""
-        copies: dict[int, set[int]] = {}
-        for name, source in self._sources.items():
-            copies.setdefault(self._unit_of[source], set()).add(self._unit_of[name])
-        done: set[int] = set()
-        for first in range(len(self._units)):
-            waiting = [first]
-            while waiting:
-                unit = waiting.pop()
-                if unit not in done:
-                    done.add(unit)
-                    yield unit
-                    waiting += sorted(copies.get(unit, ()), reverse=True)
-
-    def make(self, unit: int) -> None:
-        """Makes the deferred parameters of a unit real; those that will be read from an origin stay as they are.
-
-        Raises:
-            ConfigError: if a parameter has no initial value.
-        """
-        names = self._draw(unit)
-        for name in names:
-            source = self._sources.get(name)
-            if source is None:
-                continue
-            # This unit may come before the one that it copies, whose values then wait for their turn.
-            self._draw(self._unit_of[source])
-            with torch.no_grad():
-                self._model.get_parameter(name).copy_(self._kept[source])
-            self._waiting[source] -= 1
-            if not self._waiting[source]:
-                del self._kept[source]
-
-    def _draw(self, unit: int) -> list[str]:
-        """Lets the modules of a unit initialize its parameters, and returns the names of the parameters made now."""
-        parameters = {name: self._model.get_parameter(name) for name in self._units[unit]}
-        absent = [name for name, parameter in parameters.items() if parameter.is_meta]
-        # Distinct for every pair of seed and unit, as no model has a million units, and within torch's 64 bits.
-        materialize(self._model, self._units[unit], (self._seed * 1_000_003 + unit) % 2**63, self._shapes)
-        made = [name for name in absent if not parameters[name].is_meta]
-        for name in made:
-            if self._waiting[name]:
-                # An alias, which keeps the memory after the parameter was emptied.
-                self._kept[name] = parameters[name].detach()
-        return made
-
-
-def _sources(model: nn.Module, names: Sequence[str]) -> Mapping[str, str]:
-    """Returns, for each parameter that is a copy, the name of the parameter whose module makes the values."""
-    groups: dict[Draw, list[str]] = {}
-    for name in names:
-        parameter = model.get_parameter(name)
-        if isinstance(parameter, DeferredParameter) and parameter.origin is None and parameter.draw is not None:
-            groups.setdefault(parameter.draw, []).append(name)
-    sources: dict[str, str] = {}
-    for draw, group in groups.items():
-        if not draw.copied:
-            continue
-        places = [name.rpartition(".") for name in group]
-        makes = [draw.is_made_in(model.get_submodule(path), leaf) for path, _, leaf in places]
-        if not any(makes):
-            kind = type(model.get_submodule(places[0][0])).__name__
-            raise ConfigError(
-                f"parameter {group[0]} is a copy of a parameter outside of the model, and {kind} does not initialize "
-                "it as the other's module does; "
-                "build this model outside of offload.init"
-            )
-        source = group[makes.index(max(makes))]
-        sources |= {name: source for name in group if name != source}
-    return sources
-
 
 # -- forms ---------------------------------------------------------------------------------------------
 #
@@ -142,12 +35,9 @@ class Values(StorageForm):
         self.segment = segment
 
     def fill(self, model: nn.Module, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
-        """Writes the first values that are in a chunk of the unit.
+        """Writes the first values that are in a chunk of the unit to `flats`, the states of the masters, (len(chunk),).
 
-        Args:
-            model: the model, whose parameter contains its values or has an origin to read them from.
-            chunk: elements of the unit. A segment of bytes or codes is in one chunk.
-            flats: each state of the masters, (len(chunk),).
+        A segment of bytes or codes is in one chunk.
         """
         segment = self.segment
         part = range(max(chunk.start - segment.start, 0), min(chunk.stop - segment.start, segment.numel))
@@ -179,12 +69,7 @@ class Values(StorageForm):
         return flats[State.WEIGHT][begin : begin + self.segment.numel].view(torch.uint8)
 
     def empty(self, model: nn.Module, in_place: bool = False) -> None:
-        """Frees the memory of the parameter. Identity and ties stay.
-
-        Args:
-            model: the model.
-            in_place: True if the weights are read from the model's own files.
-        """
+        """Frees the memory of the parameter, whose identity and ties stay; `in_place` if files contain the weights."""
         # The hooks make a parameter a placeholder of its shape; until then it has no memory.
         forget(model.get_parameter(self.segment.parameter))
 
@@ -216,15 +101,7 @@ def make_resident_shards(
 ) -> dict[tuple[int, State], ResidentShard]:
     """Allocates every state except weight and gradient whose tier is not DISK. All values are zero, as moments must be.
 
-    Args:
-        parts: bytes of each state of each unit, for this rank.
-        modes: dtypes of the states of each unit.
-        placement: tier of each state, and the states promoted from DISK to host memory that is left over.
-        host: arena of the HOST tier; a promoted state takes a buffer of the weight cache.
-        device: arena of the DEVICE tier.
-
-    Returns:
-        The partition of each (unit, state).
+    A promoted state, which DISK stores too, takes a buffer of the weight cache.
     """
     tiers = placement.tiers
     residents: dict[tuple[int, State], ResidentShard] = {}
@@ -271,17 +148,9 @@ def fill_tiers(
 ) -> None:
     """Moves the weights of `model` into their tiers and, for units that are kept on disk, into the store.
 
-    Each parameter is left empty as soon as it has been copied. Buffers hold the masters of one chunk of a unit. The
-    host arena contains partitions only: its caches, tiles and staging buffers are not used yet.
-
-    Args:
-        model: the model; deferred parameters are read from their origin, or initialized.
-        layouts: the segments of each unit.
-        forms: how each segment is stored.
-        shards: the partitions of this rank, allocated.
-        world: the processes that train together.
-        seed: seed of the initialization. Each unit derives its own from it.
-        in_place: units whose values stay in the model's own files.
+    Deferred parameters are read from their origin, or initialized. Each parameter is left empty as soon as it has been
+    copied. Buffers hold the masters of one chunk of a unit. The host arena contains partitions only: its caches, tiles
+    and staging buffers are not used yet. Values of the units `in_place` stay in the model's own files.
 
     Raises:
         ConfigError: if a deferred parameter has no initial value.
@@ -344,13 +213,8 @@ def _put(
 ) -> None:
     """Copies this rank's elements of a chunk to their tier. Moments are zero already, in new files too.
 
-    Args:
-        shards: the partitions of this rank.
-        unit: the unit.
-        chunk: elements of the unit.
-        flats: the states of the masters, (len(chunk),) each.
-        buffers: their memory, aligned for the store.
-        writes: ended writes of the unit by state, each with its start in the file. The chunk's writes are added.
+    `buffers` are the memory of `flats`, aligned for the store. The chunk's writes, which have ended, are added to
+    `writes`, by state, each with its start in the file.
     """
     begun: list[Future] = []
     trainable, frozen = shards.shares[unit]

@@ -26,7 +26,6 @@ from offload.activations.tiles import notices as tile_notices
 from offload.config import Batch, Config
 from offload.distributed.process_group import Mesh, Ranks
 from offload.distributed.world import World
-from offload.engine.deferred import is_deferred, origin_of
 from offload.engine.optimizer import Optimizer, Rule
 from offload.engine.params import PagedParameter
 from offload.engine.saved_state import ModuleEntries
@@ -55,6 +54,7 @@ from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, ScheduleCh
 from offload.layout.placement import MachineMemory, Placement
 from offload.layout.tiers import Partitions, check_node
 from offload.layout.units import Units, tied_numel
+from offload.model_io.deferred import is_deferred, origin_of
 from offload.notices import Headline, Remark, shell_command
 from offload.parallel.sharded_params import FoundShards, Site, is_dtensor
 from offload.quantized.tensors import is_under_engine
@@ -153,16 +153,9 @@ def decide(
 ) -> Plan:
     """Returns the plan of this rank. Collective. Changes nothing; disks are only inspected.
 
-    Args:
-        config: The whole config.
-        batch: Sizes of batches, which follow from the config and the number of ranks.
-        model: The model with all its parameters, real or deferred.
-        device: The compute device.
-        world: All processes that train together, and this one's place among them.
-        rule: The optimizer's rule.
-        kept_states: States that an optimizer of torch keeps for each parameter.
-        matrices: Names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
-        find_in_place_layouts: Returns `Plan.in_place_layouts`; None if the weights are in the config's tier.
+    The model has all its parameters, real or deferred. `kept_states` are those that an optimizer of torch keeps for
+    each parameter. `matrices` names the parameters that the optimizer steps as matrices; None if it has no rule for
+    them. `find_in_place_layouts` returns `Plan.in_place_layouts`; None if the weights are in the config's tier.
 
     Raises:
         ConfigError: If model and config do not fit each other.
@@ -420,7 +413,6 @@ def check_model(model: nn.Module) -> None:
 
 
 def _check_quantized(model: nn.Module) -> None:
-    """Raises `ConfigError` if a quantized parameter is not quantized yet, or shall train."""
     named = dict(model.named_parameters())
     waiting = [name for name, parameter in named.items() if waits_for_quantization(parameter)]
     if waiting:

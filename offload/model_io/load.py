@@ -28,13 +28,13 @@ import torch
 from torch import nn
 
 from offload.config import load_config
-from offload.engine.deferred import Origin, deferring_weights, make_deferred
 from offload.engine.keywords import refuse
 from offload.engine.params import PagedParameter
 from offload.engine.snapshot import persistent_buffers
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
 from offload.layout.modes import DTYPES
 from offload.layout.units import listed_in_fp32
+from offload.model_io.deferred import Origin, deferring_weights, make_deferred
 from offload.model_io.folder import CONFIG, GENERATION, Stored, StoredRun, build_layers, stored_tensors
 from offload.presets import read_config
 from offload.sizes import count_of

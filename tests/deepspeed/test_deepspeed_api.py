@@ -19,10 +19,10 @@ import offload
 from offload.config import load_config
 from offload.deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from offload.deepspeed.names import MODULES, public_names
-from offload.engine.deferred import DeferredParameter
 from offload.errors import ConfigError, OffloadError, UsageError
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
+from offload.model_io.deferred import DeferredParameter
 from offload.planner import deepspeed_estimates as estimates
 from tests.pages import deepspeed_names
 from tests.pages.deepspeed_names import ABSENT, REFUSED, RIGHT

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import offload
-from offload.engine.deferred import materialize
 from offload.errors import ConfigError, OffloadError, UsageError
+from offload.model_io.deferred import materialize
 from tests.support import models
 from tests.support.families import FAMILIES, tiny_config
 from tests.support.oracle import Job, assert_same_tensors, config

@@ -18,8 +18,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import offload
 from offload import testing
-from offload.engine.deferred import DeferredParameter, origin_of
 from offload.errors import ConfigError
+from offload.model_io.deferred import DeferredParameter, origin_of
 from offload.model_io.load import _LEFT_OUT_IF_NONE
 from tests.support import models
 from tests.support.oracle import assert_same_tensors, config

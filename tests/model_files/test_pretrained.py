@@ -25,9 +25,9 @@ from torch import nn
 import offload
 from offload import testing
 from offload.aio import IoQueue
-from offload.engine.deferred import DeferredParameter
 from offload.errors import ConfigError, IoError, OffloadError, StoreError, UsageError
 from offload.fileio.safetensors_stream import SafetensorsWriter, Tensor
+from offload.model_io.deferred import DeferredParameter
 from offload.runs.export import export, make_plan, open_source
 from offload.sizes import GIB, MIB
 from tests import ROOT

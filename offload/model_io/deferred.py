@@ -18,6 +18,7 @@ import threading
 import traceback
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -31,65 +32,37 @@ from offload.engine.params import TENSOR, asks_for_no_element, call_plainly
 from offload.errors import ConfigError, UsageError
 from offload.torch_internals import SHALLOW_COPY_QUERY, swap_parameters
 
-# -- contexts ------------------------------------------------------------------------------------------
-#
-# The contexts that let code compute with parameters that have no values yet.
+# -- context -------------------------------------------------------------------------------------------
 
 
 class _State(threading.local):
-    """State of the calling thread: the depth of its `building` contexts, and whether `building_a_model` is open."""
+    """State of the calling thread, which `building` changes."""
 
-    depth = 0
+    building = False
+    """True while code may compute with parameters without values."""
     model = False
     """True while a model is under construction, so that values written by its own code are kept."""
     copies = False
-    """True in `keeping_copies`."""
+    """True while values that anyone copies into a parameter are kept."""
 
 
 state = _State()
 
 
 @contextlib.contextmanager
-def building() -> Iterator[None]:
+def building(model: bool = False, copies: bool = False) -> Iterator[None]:
     """Allows computation with deferred parameters, on the meta device and without effect, inside of the context.
 
-    Constructors and initializers need this, because they compute with their parameters.
+    Constructors and initializers need this, because they compute with their parameters. With `model` a parameter keeps
+    values that code writes by hand, outside of an initializer. While a model is built, a copy by the code of
+    transformers is left out, since its initializers repeat it; with `copies` those values are kept too.
     """
-    state.depth += 1
+    outer = state.building, state.model, state.copies
+    state.building, state.model, state.copies = True, state.model or model, state.copies or copies
     try:
         yield
     finally:
-        state.depth -= 1
-
-
-@contextlib.contextmanager
-def building_a_model() -> Iterator[None]:
-    """Extends `building`: a parameter keeps values that code writes by hand, outside of an initializer."""
-    outer, state.model = state.model, True
-    try:
-        with building():
-            yield
-    finally:
-        state.model = outer
-
-
-@contextlib.contextmanager
-def keeping_copies() -> Iterator[None]:
-    """Extends `building_a_model` to a model that is built: values that anyone copies into a parameter are kept.
-
-    While a model is built, a copy by the code of transformers is left out, since its initializers repeat it.
-    """
-    outer, state.copies = state.copies, True
-    try:
-        with building_a_model():
-            yield
-    finally:
-        state.copies = outer
-
-
-def is_building() -> bool:
-    """Returns True if this thread is inside of `building`."""
-    return state.depth > 0
+        state.building, state.model, state.copies = outer
 
 
 # -- writes --------------------------------------------------------------------------------------------
@@ -217,17 +190,7 @@ class Copied(NamedTuple):
 
 
 _MARK = "offload_copied"
-
-
-def mark_copy(tensor: torch.Tensor, copied: Copied) -> None:
-    """Notes on a tensor without values that it is a copy of a whole parameter."""
-    tensor.__dict__[_MARK] = (copied, tensor._version)
-
-
-def marked_copy(tensor: torch.Tensor) -> Copied | None:
-    """Returns the note of `mark_copy`; None for a tensor without one, or one that has changed since."""
-    copied, version = tensor.__dict__.get(_MARK, (None, 0))
-    return copied if version == tensor._version else None
+"""Attribute of a tensor without values that is a copy of a whole parameter: the origin, and the tensor's version."""
 
 
 # -- deferred parameter --------------------------------------------------------------------------------
@@ -286,7 +249,7 @@ class DeferredParameter(nn.Parameter):
         rule = _RULES.get(func)
         if rule is not None and isinstance(first, DeferredParameter):
             return rule(func, *args, **kwargs)
-        if not (is_building() or asks_for_no_element(func) or func in _ALLOWED):
+        if not (state.building or asks_for_no_element(func) or func in _ALLOWED):
             raise _refusal(getattr(func, "__name__", str(func)))
         # While a model is built, a write outside of an initializer cannot be repeated later. So the parameter becomes
         # real now if the write sets every element; any other write is an error.
@@ -302,7 +265,7 @@ class DeferredParameter(nn.Parameter):
         if state.model and isinstance(first, list | tuple) and writes(func) and isinstance(by := writer(), str):
             raise _refused_part(func.__name__, by)
         result = call_plainly(func, *args, **kwargs)
-        return _as_part(result, first) if is_building() and isinstance(first, DeferredParameter) else result
+        return _as_part(result, first) if state.building and isinstance(first, DeferredParameter) else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -373,17 +336,9 @@ def _begins_init(func: Any, target: DeferredParameter, kwargs: Mapping[str, Any]
 def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> Iterator[Any]:
     """Makes the parameter real that the body is about to write, and yields the tensor to pass instead of `tensor`.
 
-    If the body raises an exception, the parameter is deferred again: its memory may not contain values.
-
-    Args:
-        tensor: the parameter, or an alias or a view of the parameter.
-        name: name of the function that writes.
-        where: "file:line" of the write, for the error.
-        all_of_it: True if the function sets every element.
-
-    Raises:
-        ConfigError: if the write does not set every element of the parameter, since the remaining values do not exist
-            yet.
+    `tensor` may be an alias or a view of it. If the body raises an exception, the parameter is deferred again: its
+    memory may not contain values. A write that does not set every element is a `ConfigError`, since the remaining
+    values do not exist yet; `name` is the function that writes, and `where` its "file:line".
     """
     whole = _whole_of(tensor)
     if not isinstance(whole, DeferredParameter):  # an earlier write has made the parameter real
@@ -423,7 +378,8 @@ def _hand_that_writes(tensor: Any) -> str | None:
 def _copied_of(tensor: torch.Tensor) -> Copied | None:
     """Returns the source of a tensor without values that is a whole copy or alias; None if that is not certain."""
     if not isinstance(tensor, DeferredParameter):
-        return marked_copy(tensor)
+        marked, version = tensor.__dict__.get(_MARK, (None, 0))
+        return marked if version == tensor._version else None
     whole = _whole_of(tensor)
     known = isinstance(whole, DeferredParameter) and not tensor.is_part
     return Copied(whole.origin, whole.draw) if known else None
@@ -434,11 +390,6 @@ def _begin_as(parameter: DeferredParameter, copied: Copied) -> None:
     if copied.draw is not None:
         copied.draw.copied = True
     parameter.origin, parameter.draw = copied
-
-
-def _alike(parameter: Any, source: torch.Tensor) -> bool:
-    """Returns True if a copy of `source` into `parameter` keeps all values as they are."""
-    return bool(parameter.shape == source.shape and parameter.dtype == source.dtype)
 
 
 def _refused_part(name: str, where: str) -> ConfigError:
@@ -484,23 +435,22 @@ def _alias(func: Any, tensor: DeferredParameter) -> DeferredParameter:
 
 
 def _device(func: Any, tensor: DeferredParameter) -> torch.device:
-    """Implements `device`: the CPU, where the values will first be created."""
-    return torch.device("cpu")
+    return torch.device("cpu")  # where the values will first be created
 
 
 def _set_data(func: Any, tensor: DeferredParameter, values: torch.Tensor) -> None:
     """Implements `.data = values`: a conversion changes the dtype; real values from a constructor are kept."""
-    if is_building() and not values.is_meta:
+    if state.building and not values.is_meta:
         swap_parameters(tensor, nn.Parameter(values.detach(), tensor.requires_grad))
         return
     copied = _copied_of(values)
     # Two parameters over the same memory would be trained separately.
     shares = isinstance(values, DeferredParameter) and values.whole is not None and values.whole is not tensor
-    if copied is not None and not shares and (is_building() or isinstance(values, DeferredParameter)):
+    if copied is not None and not shares and (state.building or isinstance(values, DeferredParameter)):
         call_plainly(func, tensor, call_plainly(values.detach).as_subclass(torch.Tensor))
         _begin_as(tensor, copied)
         return
-    if not is_building():
+    if not state.building:
         raise _refusal(f"setting .data, of shape {list(tensor.shape)}, to a tensor of shape {list(values.shape)}")
     if state.model and (by_hand := _hand_that_writes(tensor)):
         raise _refused_part(".data = …", by_hand)
@@ -509,7 +459,7 @@ def _set_data(func: Any, tensor: DeferredParameter, values: torch.Tensor) -> Non
 
 def _copy(func: Any, tensor: DeferredParameter, source: Any, *args: Any, **kwargs: Any) -> Any:
     """Implements `copy_`: keeps values, even deferred ones, that code copies by hand while a model is built."""
-    if not is_building():
+    if not state.building:
         raise _refusal("copy_")
     if isinstance(source, DeferredParameter) and not source.is_part and not is_deferred(_whole_of(source)):
         source = _whole_of(source).data
@@ -517,7 +467,8 @@ def _copy(func: Any, tensor: DeferredParameter, source: Any, *args: Any, **kwarg
         return call_plainly(func, tensor, source, *args, **kwargs)
     absent = isinstance(source, torch.Tensor) and call_plainly(TENSOR.is_meta.__get__, source)
     whole, copied = _whole_of(tensor), _copied_of(source) if absent else None
-    if copied is not None and is_deferred(whole) and not tensor.is_part and _alike(whole, source):
+    alike = copied is not None and (whole.shape, whole.dtype) == (source.shape, source.dtype)
+    if copied is not None and alike and is_deferred(whole) and not tensor.is_part:
         _begin_as(whole, copied)
         return tensor
     by_hand = "GatheredParameters" if state.copies else _hand_that_writes(tensor)
@@ -531,12 +482,12 @@ def _copy(func: Any, tensor: DeferredParameter, source: Any, *args: Any, **kwarg
 
 def _clone(func: Any, tensor: DeferredParameter, *args: Any, **kwargs: Any) -> Any:
     """Implements `clone()`, whose result may become the values of another parameter."""
-    if not is_building():
+    if not state.building:
         raise _refusal("clone")
     result = call_plainly(func, tensor, *args, **kwargs)
     copied = _copied_of(tensor)
     if copied is not None:
-        mark_copy(result, copied)
+        result.__dict__[_MARK] = (copied, result._version)
     return result
 
 
@@ -606,14 +557,19 @@ def deferring_weights() -> Iterator[None]:
         if type(parameter) is not nn.Parameter:
             return parameter
         if parameter not in seen:
-            keep = parameter.is_meta or not _can_initialize(module) or _is_given(module, name, parameter)
-            seen[parameter] = None if keep else _deferred(module, name, parameter)
+            of_library = type(module).__module__.startswith("transformers.")
+            can_initialize = of_library or _resetter(module) is not None
+            keep = parameter.is_meta or not can_initialize or _is_given(module, name, parameter)
+            seen[parameter] = None
+            if not keep:
+                seen[parameter] = DeferredParameter(parameter.detach().to("meta"), parameter.requires_grad)
+                seen[parameter].draw = Draw(module, name)
         deferred: nn.Parameter | None = seen[parameter]
         return parameter if deferred is None else deferred
 
     removal = register_module_parameter_registration_hook(register)
     try:
-        with building_a_model():
+        with building(model=True):
             yield
     except (RuntimeError, NotImplementedError) as error:
         # torch raises no class of its own for an operation without values: only the message shows the cause.
@@ -626,13 +582,6 @@ def deferring_weights() -> Iterator[None]:
         ) from error
     finally:
         removal.remove()
-
-
-def _deferred(module: nn.Module, name: str, parameter: nn.Parameter) -> DeferredParameter:
-    """Returns a parameter of the same shape that `module` will initialize later."""
-    deferred = DeferredParameter(parameter.detach().to("meta"), parameter.requires_grad)
-    deferred.draw = Draw(module, name)
-    return deferred
 
 
 def _of_its_own(module: nn.Module, name: str, alias: DeferredParameter) -> DeferredParameter:
@@ -690,11 +639,6 @@ def _handle_of(error: BaseException) -> str:
     return line_of_user
 
 
-def _can_initialize(module: nn.Module) -> bool:
-    """Returns True if the values of this module's parameters can be made again later."""
-    return _resetter(module) is not None or type(module).__module__.startswith("transformers.")
-
-
 def _resetter(module: nn.Module) -> str | None:
     """Returns the name of the method that initializes a module's parameters, or None."""
     return next((name for name in ("reset_parameters", "_reset_parameters") if getattr(module, name, None)), None)
@@ -705,13 +649,8 @@ def materialize(
 ) -> None:
     """Makes the deferred parameters `names` of `model` real, on the CPU, and initializes them. Identity and ties stay.
 
-    Parameters that will be read from an origin stay as they are.
-
-    Args:
-        model: the model.
-        names: names of the parameters of one unit.
-        seed: seed of torch's CPU generator for this unit; the generator's state is restored afterwards.
-        shapes: shape of each parameter of the model that may have been emptied, by its id.
+    Parameters that will be read from an origin stay as they are. `seed` is for torch's CPU generator, whose state is
+    restored afterwards. `shapes` are those of parameters of the model that may have been emptied, by id.
 
     Raises:
         ConfigError: if the owning module does not initialize a parameter.
@@ -722,9 +661,9 @@ def materialize(
         return
     made = {id(parameter) for parameter in absent.values()}
     draws = {
-        name: absent_one.draw
-        for name, absent_one in absent.items()
-        if isinstance(absent_one, DeferredParameter) and absent_one.draw
+        name: weight.draw
+        for name, weight in absent.items()
+        if isinstance(weight, DeferredParameter) and weight.draw is not None
     }
     # NaN marks a value as not yet set, for the check at the end.
     for parameter in absent.values():
@@ -734,8 +673,17 @@ def materialize(
     with torch.random.fork_rng(devices=[]), torch.no_grad(), building():
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would change the GPU's seed for good
         for call in _meta_init_calls(model, absent, draws):
-            with _apart(call.target, made, shapes or {}):
-                _run(call)
+            try:
+                with _apart(call.target, made, shapes or {}):
+                    call()
+            except (RuntimeError, NotImplementedError) as error:
+                if "meta" not in str(error).lower():
+                    raise
+                raise ConfigError(
+                    f"{call.name} of {type(call.target).__name__} computes with values of parameters of another unit, "
+                    f"but offload.init fills one unit after the other ({error}); build this model outside of "
+                    "offload.init"
+                ) from error
     for name, parameter in absent.items():
         # A minimum is NaN where any value is, and takes no tensor of the parameter's size.
         if parameter.numel() and bool(parameter.detach().amin().isnan()):
@@ -746,19 +694,6 @@ def materialize(
             )
 
 
-def _run(call: Initializer) -> None:
-    """Calls an initializer; raises `ConfigError` if it needs values of parameters that are not in memory."""
-    try:
-        call()
-    except (RuntimeError, NotImplementedError) as error:
-        if "meta" not in str(error).lower():
-            raise
-        raise ConfigError(
-            f"{call.name} of {type(call.target).__name__} computes with values of parameters of another unit, but "
-            f"offload.init fills one unit after the other ({error}); build this model outside of offload.init"
-        ) from error
-
-
 @contextlib.contextmanager
 def _apart(module: nn.Module, made: Collection[int], shapes: Mapping[int, torch.Size]) -> Iterator[None]:
     """Keeps an initializer of `module` from changing buffers, and parameters that are not being made.
@@ -766,11 +701,6 @@ def _apart(module: nn.Module, made: Collection[int], shapes: Mapping[int, torch.
     An initializer sets all parameters of its module, and may set parameters of submodules. Inside of the context,
     parameters of other units are on meta, in their shapes: the range of a bias is computed from the shape of a weight,
     which may belong to an earlier unit and be emptied by now.
-
-    Args:
-        module: the module.
-        made: ids of the parameters that are being made.
-        shapes: shape of each parameter of the model that may have been emptied, by its id.
     """
     elsewhere: list[tuple[dict[str, Any], str, Any]] = []
     copied: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -890,3 +820,103 @@ def _library_model(modules: Mapping[str, nn.Module], path: str) -> nn.Module | N
         if not path:
             return None
         path = path.rpartition(".")[0]
+
+
+# -- first values --------------------------------------------------------------------------------------
+#
+# First values of the parameters of each unit: drawn by their modules, or copied from another parameter.
+
+
+class FirstValues:
+    """Maker of the first values, one unit after the other.
+
+    A unit follows soon after the units that it copies, since their values stay in memory until then.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Sequence[str]], seed: int) -> None:
+        """Finds the parameters that are copies, and their sources. `units` are the names of each unit's parameters.
+
+        Raises:
+            ConfigError: if a parameter is a copy of a parameter outside of the model, and no module of the model makes
+                such values.
+        """
+        self._model, self._units, self._seed = model, units, seed
+        self._shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
+        self._unit_of = {name: unit for unit, names in reversed(list(enumerate(units))) for name in names}
+        self._sources = _sources(model, list(self._unit_of))
+        self._waiting = Counter(self._sources.values())
+        """Number of copies of each parameter that have no values yet."""
+        self._kept: dict[str, torch.Tensor] = {}
+        """Values of the parameters with such copies."""
+
+    def order(self) -> Iterator[int]:
+        """Yields each unit once; the units that copy it follow directly."""
+        copies: dict[int, set[int]] = {}
+        for name, source in self._sources.items():
+            copies.setdefault(self._unit_of[source], set()).add(self._unit_of[name])
+        done: set[int] = set()
+        for first in range(len(self._units)):
+            waiting = [first]
+            while waiting:
+                unit = waiting.pop()
+                if unit not in done:
+                    done.add(unit)
+                    yield unit
+                    waiting += sorted(copies.get(unit, ()), reverse=True)
+
+    def make(self, unit: int) -> None:
+        """Makes the deferred parameters of a unit real; those that will be read from an origin stay as they are.
+
+        Raises:
+            ConfigError: if a parameter has no initial value.
+        """
+        names = self._draw(unit)
+        for name in names:
+            source = self._sources.get(name)
+            if source is None:
+                continue
+            # This unit may come before the one that it copies, whose values then wait for their turn.
+            self._draw(self._unit_of[source])
+            with torch.no_grad():
+                self._model.get_parameter(name).copy_(self._kept[source])
+            self._waiting[source] -= 1
+            if not self._waiting[source]:
+                del self._kept[source]
+
+    def _draw(self, unit: int) -> list[str]:
+        """Lets the modules of a unit initialize its parameters, and returns the names of the parameters made now."""
+        parameters = {name: self._model.get_parameter(name) for name in self._units[unit]}
+        absent = [name for name, parameter in parameters.items() if parameter.is_meta]
+        # Distinct for every pair of seed and unit, as no model has a million units, and within torch's 64 bits.
+        materialize(self._model, self._units[unit], (self._seed * 1_000_003 + unit) % 2**63, self._shapes)
+        made = [name for name in absent if not parameters[name].is_meta]
+        for name in made:
+            if self._waiting[name]:
+                # An alias, which keeps the memory after the parameter was emptied.
+                self._kept[name] = parameters[name].detach()
+        return made
+
+
+def _sources(model: nn.Module, names: Sequence[str]) -> Mapping[str, str]:
+    """Returns, for each parameter that is a copy, the name of the parameter whose module makes the values."""
+    groups: dict[Draw, list[str]] = {}
+    for name in names:
+        parameter = model.get_parameter(name)
+        if isinstance(parameter, DeferredParameter) and parameter.origin is None and parameter.draw is not None:
+            groups.setdefault(parameter.draw, []).append(name)
+    sources: dict[str, str] = {}
+    for draw, group in groups.items():
+        if not draw.copied:
+            continue
+        places = [name.rpartition(".") for name in group]
+        makes = [draw.is_made_in(model.get_submodule(path), leaf) for path, _, leaf in places]
+        if not any(makes):
+            kind = type(model.get_submodule(places[0][0])).__name__
+            raise ConfigError(
+                f"parameter {group[0]} is a copy of a parameter outside of the model, and {kind} does not initialize "
+                "it as the other's module does; "
+                "build this model outside of offload.init"
+            )
+        source = group[makes.index(max(makes))]
+        sources |= {name: source for name in group if name != source}
+    return sources
