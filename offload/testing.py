@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from offload.activations.kept_inputs import KeptInputs
 from offload.aio import aligned_empty
+from offload.engine.gradients import NoCompletion
 from offload.engine.update import UpdateWorker
 from offload.metrics.meter import NO_SPANS, StepMeter
 from offload.passes.layer_major import LayerMajor
@@ -214,7 +215,7 @@ class Inspection:
     @property
     def makes_early_updates(self) -> bool:
         """True if updates may begin under the backward."""
-        return self._parts.gradients.completion is not None
+        return not isinstance(self._parts.gradients.completion, NoCompletion)
 
     @property
     def takes_turns(self) -> bool:
@@ -320,8 +321,7 @@ class Inspection:
 
     def gradients_spill(self, unit: int) -> bool:
         """Returns True if the gradients of a unit wait in a file."""
-        spill = self._parts.gradients.spill
-        return spill is not None and unit in spill
+        return unit in self._parts.gradients.spill
 
 
 def inspect(engine: Engine) -> Inspection:

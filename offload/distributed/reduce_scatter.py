@@ -289,7 +289,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         schedule: PassSchedule,
         callbacks: EngineCallbacks,
         *,
-        spill: DiskSpill | None,
+        spill: DiskSpill,
         on_device: Mapping[int, torch.Tensor],
         totals: Mapping[int, torch.Tensor],
         downloads: DeviceToHost | None,

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,19 +22,25 @@ from torch import nn
 from offload.aio import aligned_empty
 from offload.aio.protocols import Future, wait_for_all
 from offload.distributed.agreement import AllOrNothing, Collective, all_or_nothing
-from offload.engine.callbacks import EngineCallbacks, ParamOwner
+from offload.engine.callbacks import EngineCallbacks
 from offload.engine.components import EngineComponents
+from offload.engine.edits import WeightEdits
+from offload.engine.hooks import ModuleHooks
 from offload.engine.keywords import refuse
 from offload.engine.params import ParamHandle, handle_of
 from offload.errors import BudgetError, UsageError
 from offload.layout import optimizer_states
 from offload.layout.flat_layout import ParameterSegment, SegmentShard, segment_shards, unpack
+from offload.layout.modes import Mode
 from offload.layout.optimizer_states import join, master_sources, states_of, weights_of
 from offload.layout.placement import CHUNK
 from offload.layout.units import external_parameters, set_external_parameters
 from offload.sizes import count_of, format_size
 from offload.states import State
 from offload.swapper.memory.limits import free_host_memory
+
+if TYPE_CHECKING:
+    from offload.engine.state import TrainingState
 
 # -- param values --------------------------------------------------------------------------------------
 #
@@ -45,16 +52,9 @@ _EXACT = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_values(name: str, values: Any, shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
-    """Checks the values that a user gives for a state of a parameter.
+    """Raises `UsageError` for values that are no tensor of `shape`, or whose dtype fp32 does not represent.
 
-    Args:
-        name: name of the parameter.
-        values: the values.
-        shape: the shape that they must have.
-        whole: shape of the parameter; `shape` differs from it if the values are one rank's shard.
-
-    Raises:
-        UsageError: `values` is no tensor, or has another shape, or a dtype that fp32 does not represent.
+    `whole` is the shape of the parameter; `shape` differs from it if the values are one rank's shard.
     """
     of = "" if shape == whole else f"this rank's shard of the {math.prod(whole)} elements of "
     expected = f"values of {of}parameter {name} must be a tensor of shape {list(shape)} in fp32"
@@ -85,10 +85,7 @@ _engines: weakref.WeakSet[ParamAccess] = weakref.WeakSet()
 
 
 def engines() -> list[ParamAccess]:
-    """Returns the accessors of all engines of this process.
-
-    A bound parameter does not name its engine, so callers look it up in each accessor.
-    """
+    """Returns the accessors of all engines of this process: a bound parameter does not name its engine."""
     return list(_engines)
 
 
@@ -96,8 +93,7 @@ class ParamAccess:
     """Reads and sets the values of the parameters of one engine. Belongs to the thread that runs the model."""
 
     def __init__(self, components: EngineComponents, callbacks: EngineCallbacks) -> None:
-        """Registers the accessor for `engines`."""
-        self._components, self._held, self._callbacks = components, components.shards, callbacks
+        self._components, self._shards, self._callbacks = components, components.shards, callbacks
         _engines.add(self)
 
     def handle(self, parameter: Any) -> ParamHandle | None:
@@ -105,24 +101,27 @@ class ParamAccess:
         return self._components.weights.handle(parameter)
 
     def state(self, handle: ParamHandle, name: Any) -> State:
-        """Returns the optimizer state of a name.
-
-        Args:
-            handle: handle of the parameter.
-            name: a name such as "exp_avg". States of an optimizer without a kernel map to PACKED.
+        """Returns the optimizer state of a name such as "exp_avg"; PACKED for states of an optimizer without a kernel.
 
         Raises:
             UsageError: if the optimizer keeps no state of that name.
         """
-        segment = self._segment(handle.parts[0])  # all have the same states
-        states = states_of(self._held.mode, self._components.layouts[handle.parts[0].unit], segment)
-        states |= {field.name: State.PACKED for field in segment.kept}
+        states = self.moments(handle) | dict.fromkeys(self.packed_states(handle), State.PACKED)
         if name not in states:
             known = ", ".join(f'"{known}"' for known in states) or "none"
             raise UsageError(
                 f"the optimizer of this engine keeps no state {name!r} of {handle.name}, whose states are: {known}"
             )
         return states[name]
+
+    def moments(self, handle: ParamHandle) -> dict[str, State]:
+        """Returns the moments of a parameter by the names that torch gives them."""
+        part = handle.parts[0]  # all have the same states
+        return states_of(self._shards.mode, self._components.layouts[part.unit], self._segment(part))
+
+    def packed_states(self, handle: ParamHandle) -> list[str]:
+        """Returns the names of the states that an optimizer without a kernel keeps; none for any other optimizer."""
+        return [field.name for field in self._segment(handle.parts[0]).kept]
 
     def read_state(self, handle: ParamHandle, name: Any) -> torch.Tensor | None:
         """Returns a copy of an optimizer state as `read` does, or None for a frozen parameter.
@@ -180,15 +179,8 @@ class ParamAccess:
     def read(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
         """Returns a copy of a state in fp32, in the parameter's shape, on the compute device. Every rank calls it.
 
-        For WEIGHT the copy is of the master. If only some parts have a gradient, the other parts are zero.
-
-        Args:
-            handle: handle of the parameter.
-            state: the state to read.
-
-        Returns:
-            The copy. None if `state` is a gradient that no rank holds, or if the parameter is frozen and `state` is
-            not its weight.
+        For WEIGHT the copy is of the master. If only some parts have a gradient, the other parts are zero. Returns None
+        for a gradient that no rank holds, and for any state but the weight of a frozen parameter.
 
         Raises:
             BudgetError: if the RAM has no room for the copy.
@@ -196,7 +188,6 @@ class ParamAccess:
         return _joined(handle, [self._read_part(part, state) for part in handle.parts])
 
     def _read_part(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
-        """Returns a copy of a state of one segment, as `read` does."""
         if not self._settled(handle, state):
             return None
         if handle.form.content:
@@ -224,17 +215,12 @@ class ParamAccess:
         for part in handle.parts:
             values = self._read_part(part, State.WEIGHT)
             assert values is not None, "every parameter has weights"
-            weights = weights_of(values.to("cpu").view(-1), self._held.mode_of(part.unit).weights)
+            weights = weights_of(values.to("cpu").view(-1), self._shards.mode_of(part.unit).weights)
             parts.append(weights.to(handle.device).view(part.shape))
         return handle.form.join(parts)
 
     def write(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
-        """Replaces a state. All ranks call it, and the values of rank 0 are used.
-
-        Args:
-            handle: handle of the parameter.
-            state: the state to replace.
-            values: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied.
+        """Replaces a state by a copy of `values`, on any device. All ranks call it, and the values of rank 0 are used.
 
         Raises:
             UsageError: if the parameter is frozen, the values have another shape or dtype, or the state cannot be set.
@@ -263,16 +249,11 @@ class ParamAccess:
 
         No collective, with two exceptions. For a gradient all ranks must agree whether there is one. With a pending
         edit of this state all ranks write that edit together.
-
-        Args:
-            handle: handle of the parameter.
-            state: the state to read.
         """
         values = _joined(handle, [self._read_own_part(part, state) for part in handle.parts])
         return None if values is None else values.view(-1)
 
     def _read_own_part(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
-        """Returns this rank's partition of a state of one segment, as `read_local` does."""
         if not self._settled(handle, state):
             return None
         if state is State.GRAD:
@@ -293,12 +274,7 @@ class ParamAccess:
         return values.to(handle.device)
 
     def write_local(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
-        """Replaces this rank's partition of a state. Every rank calls it with its own partition.
-
-        Args:
-            handle: handle of the parameter.
-            state: the state to replace.
-            values: (n,), the elements of this rank, part by part; copied.
+        """Replaces this rank's partition of a state by a copy of `values`, (n,), part by part. All ranks call it.
 
         Raises:
             UsageError: as in `write`.
@@ -340,13 +316,15 @@ class ParamAccess:
                 state[name] = value.to("cpu")  # tensors on the CPU stay the same objects: tied weights stay tied
         return state
 
-    def use_in(self, module: nn.Module, handle: ParamHandle) -> None:
-        """Binds the parameter's unit whenever `module` runs, too."""
-        self._components.hooks.use_in(module, handle.form.unit_for_others(handle))
+    @property
+    def mode(self) -> Mode:
+        """The states of a trainable element."""
+        return self._shards.mode
 
-    def end_use_in(self, module: nn.Module, handle: ParamHandle) -> None:
-        """Reverts one `use_in`."""
-        self._components.hooks.end_use_in(module, handle.unit)
+    @property
+    def hooks(self) -> ModuleHooks:
+        """The hooks that bind units when modules run."""
+        return self._components.hooks
 
     # -- on the way ---------------------------------------------------------------------------------
 
@@ -395,16 +373,9 @@ class ParamAccess:
             self._read_newest(handle, state, shard.start + first, values[first : first + CHUNK])
 
     def _read_newest(self, handle: ParamHandle, state: State, start: int, values: torch.Tensor) -> None:
-        """Fills `values` with the newest elements of a state in this rank's partition.
-
-        Args:
-            handle: handle of the parameter.
-            state: the state to read.
-            start: first element, counted in the partition of the unit.
-            values: (n,) fp32 on the CPU.
-        """
+        """Fills `values`, (n,) fp32 on the CPU, with the newest elements from `start` of this rank's partition on."""
         # A bf16 weight and the low bits of its master are two states on disk that together are the fp32 master.
-        joined, mode = state is State.WEIGHT and handle.trainable, self._held.mode_of(handle.unit)
+        joined, mode = state is State.WEIGHT and handle.trainable, self._shards.mode_of(handle.unit)
         parts: dict[State, torch.Tensor] = {}
         futures: list[Future] = []
         try:
@@ -412,7 +383,7 @@ class ParamAccess:
                 part, dtype = mode.part(source, start, start + len(values)), mode.states[source]
                 buffer = aligned_empty(len(part) * dtype.itemsize)
                 parts[source] = torch.frombuffer(buffer, dtype=dtype)
-                futures += self._held.read(handle.unit, source, part.start * dtype.itemsize, buffer)
+                futures += self._shards.read(handle.unit, source, part.start * dtype.itemsize, buffer)
             for future in futures:
                 future.wait()
         finally:
@@ -451,6 +422,126 @@ def _joined(handle: ParamHandle, parts: Sequence[torch.Tensor | None]) -> torch.
     if present is None:
         return None
     return handle.form.join([torch.zeros_like(present) if values is None else values for values in parts])
+
+
+# -- optimizer states ----------------------------------------------------------------------------------
+
+
+_STEP = "step"
+_MOST_STEPS = 2**53
+"""Bound of a count: torch's optimizers keep it as a float, which is exact below."""
+
+
+class OptimizerStates:
+    """The states of parameters as in the `state_dict` of an optimizer of torch, in RAM, for `Optimizer.state_dict`.
+
+    Every rank calls each method for the same parameters.
+    """
+
+    def __init__(self, param_access: ParamAccess, training_state: TrainingState) -> None:
+        self._param_access, self._training_state = param_access, training_state
+
+    def read(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Returns copies of the states on the CPU, by name; none before the first update and for a frozen parameter."""
+        handle = self._handle(parameter)
+        count = self._steps(handle)
+        if not count:
+            return {}
+        if State.PACKED in self._param_access.mode.moments:
+            states = {
+                name: self._param_access.read_state(handle, name) for name in self._param_access.packed_states(handle)
+            }
+            # torch's own code keeps the count among its states, if it counts.
+            return {name: value.cpu() for name, value in states.items() if value is not None}
+        # torch's optimizers keep the count as a floating-point tensor.
+        values = {_STEP: torch.tensor(float(count), dtype=torch.float32, device="cpu")}
+        for name, state in self._param_access.moments(handle).items():
+            value = self._param_access.read(handle, state)
+            assert value is not None
+            values[name] = value.cpu()
+        return values
+
+    def check(self, parameter: nn.Parameter, state: Mapping[str, Any], number: int) -> None:
+        """Checks that `state` contains each moment of the optimizer in the parameter's shape, and a valid count.
+
+        It is empty before the first step. `number` is the parameter's in the state dict.
+
+        Raises:
+            UsageError: if a moment is missing or has another shape; if "step" is not a whole number of at least 0; if
+                the parameter is frozen, or the optimizer has no kernel.
+        """
+        handle = self._handle(parameter)
+        if not state and not self._steps(handle):
+            return
+        if State.PACKED in self._param_access.mode.moments:
+            raise UsageError(
+                "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
+            )
+        # An empty state resets a parameter that was updated, so there is nothing to compare.
+        names = list(self._param_access.moments(handle)) if state else []
+        shape = handle.shape
+        for name in names:
+            value = state.get(name)
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
+                got = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                raise UsageError(
+                    f"state {number}, of parameter {handle.name}, must contain {', '.join(names)}, each a tensor of "
+                    f"shape {list(shape)}; its {name} is {got}"
+                )
+        if names and not handle.trainable:
+            raise UsageError(
+                f"state {number}, of parameter {handle.name}, cannot be set: the parameter is frozen and has no "
+                "optimizer states; leave its state out of the dict"
+            )
+        # Here and not in `write`, which would have replaced moments by the time that it reads the count.
+        if state and _count(state) is None:
+            raise UsageError(
+                f"state {number}, of parameter {handle.name}, may contain {_STEP!r}, the whole number of updates, got "
+                f"{state[_STEP]!r}"
+            )
+
+    def write(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Replaces the states of a parameter by those that `check` has accepted. Other entries have no effect.
+
+        An empty state resets the parameter to before the first step.
+        """
+        handle = self._handle(parameter)
+        if not state and not self._steps(handle):
+            return
+        # A parameter that trained in an earlier run and is frozen now has a count to reset, but no moments.
+        for name, moment in self._param_access.moments(handle).items() if handle.trainable else ():
+            value = state[name].float() if state else torch.zeros(handle.shape, dtype=torch.float32, device="cpu")
+            self._param_access.write(handle, moment, value)
+        count = _count(state) if state else 0
+        assert count is not None, "check has accepted the state"
+        for part in handle.parts:
+            self._training_state.parameter_steps[part.unit][part.position] = count
+
+    def _steps(self, handle: ParamHandle) -> int:
+        """Returns the largest number of updates of a parameter's parts; 0 if it is frozen."""
+        return max(self._training_state.parameter_steps[part.unit][part.position] for part in handle.parts)
+
+    def _handle(self, parameter: nn.Parameter) -> ParamHandle:
+        handle = self._param_access.handle(parameter)
+        assert handle is not None, "the groups contain the parameters of the engine"
+        return handle
+
+
+def _count(state: Mapping[str, Any]) -> int | None:
+    """Returns the number of updates in a state that is not empty; None if its "step" is not a whole number >= 0."""
+    # A state without a count, such as SGD's, counts as one update, so that `read` finds it again.
+    count = state.get(_STEP, 1)
+    if isinstance(count, torch.Tensor) and count.numel() == 1:
+        count = count.item()
+    number: float
+    if isinstance(count, numbers.Integral):
+        number = int(count)
+    elif isinstance(count, numbers.Real):
+        number = float(count)
+    else:
+        return None
+    # The bound is first: it is False for NaN and inf, which no integer represents.
+    return int(number) if 0 <= number < _MOST_STEPS and number == int(number) else None
 
 
 # -- gathered ------------------------------------------------------------------------------------------
@@ -528,7 +619,7 @@ def _write_back(handles: Sequence[ParamHandle], changed: Sequence[tuple[ParamHan
         for handle, values in changed
         for part, part_values in zip(handle.parts, handle.form.divide(values), strict=True)
     }
-    parts: dict[tuple[ParamOwner, int], list[ParamHandle]] = {}
+    parts: dict[tuple[WeightEdits, int], list[ParamHandle]] = {}
     for part in (part for handle in handles for part in handle.parts):
         parts.setdefault((part.engine, part.unit), []).append(part)
     for (engine, unit), parts_of_unit in parts.items():
@@ -601,7 +692,6 @@ def _nbytes(handles: Iterable[ParamHandle]) -> int:
 
 
 def _no_room(handles: Collection[ParamHandle], free: str) -> BudgetError:
-    """Returns the error for parameters without memory."""
     return BudgetError(
         f"{count_of(len(handles), 'gathered parameter')} would take {format_size(_nbytes(handles))} of the device's "
         f"memory, {free} free: gather fewer at a time, or lower device_memory. trl gathers all to generate: set "
@@ -881,7 +971,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         owner = _owner(parameter)
         if owner is not None:
             # The engine has placed its hooks already; a later `initialize` reads the list of the module.
-            owner[0].use_in(module, owner[1])
+            owner[0].hooks.use_in(module, owner[1].form.unit_for_others(owner[1]))
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -903,15 +993,11 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     )
     owner = _owner(parameter)
     if owner is not None:
-        owner[0].end_use_in(module, owner[1])
+        owner[0].hooks.end_use_in(module, owner[1].unit)
 
 
 def _find(parameter: Any, call: str) -> tuple[ParamAccess, ParamHandle]:
-    """Returns the accessor of the engine that owns a parameter, and the parameter's handle.
-
-    Args:
-        parameter: the argument that the user passed, of any type.
-        call: name of the public function, for the error.
+    """Returns the accessor of the engine that owns a parameter, and the parameter's handle, for a public function.
 
     Raises:
         UsageError: if `parameter` is not a parameter, belongs to no engine or is gathered, or if the model runs.
@@ -944,7 +1030,6 @@ def _owner(parameter: nn.Parameter) -> tuple[ParamAccess, ParamHandle] | None:
 
 
 def _check_external(call: str, module: Any, parameter: Any) -> None:
-    """Raises `UsageError` if the arguments are not a module and a parameter."""
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise UsageError(
             f"{call} expects a module and a parameter, got {type(module).__name__} and {type(parameter).__name__}"
@@ -952,8 +1037,5 @@ def _check_external(call: str, module: Any, parameter: Any) -> None:
 
 
 def _is_in(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> bool:
-    """Returns True if `parameters` contains this very object.
-
-    Tensors compare element by element, so `in` does not work.
-    """
+    # By identity, not by `in`: tensors compare element by element.
     return any(member is parameter for member in parameters)

@@ -24,14 +24,11 @@ from offload.sizes import count_of
 
 
 def choose(block: OptimizerBlock | None, model: nn.Module, optimizer: Any, model_parameters: Any) -> Optimizer:
-    """Returns the engine's optimizer.
+    """Returns the engine's optimizer over all trainable parameters of the model, and none of another model.
 
-    Args:
-        block: the config's optimizer block, used if nothing is given; None if the config has none.
-        model: the model; the optimizer must contain all its trainable parameters, and none of another model.
-        optimizer: a torch optimizer, a function that makes a torch optimizer from a list of parameters, or None.
-        model_parameters: parameters or groups for the config's optimizer or for the function; None stands for all that
-            are trainable.
+    `optimizer` is a torch optimizer, or a function that makes one from a list of parameters; without it the config's
+    block makes one. `model_parameters` are parameters or groups for the block or the function; all that are trainable
+    if None.
 
     Raises:
         ConfigError: no optimizer is given or configured; the given one has stepped already, or is no torch optimizer;

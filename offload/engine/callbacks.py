@@ -1,14 +1,13 @@
 """The calls that the components of an engine make to the engine that owns them.
 
 Imports go one way: the engine imports its components, and no component imports the engine. A component that must reach
-up calls this protocol, which it receives through its constructor. `ParamOwner` is the same for handles of parameters.
+up calls this protocol, which it receives through its constructor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,12 +52,7 @@ class EngineCallbacks(Protocol):
         """Returns a copy of a parameter's weights as ranks store them, on the compute device. All ranks call this."""
 
     def apply_edits(self, unit: int, edits: Sequence[Edit]) -> None:
-        """Writes new values of one unit before its weights are read again.
-
-        Args:
-            unit: the unit.
-            edits: values of this rank, in the order of the edits. With several ranks all of them call this.
-        """
+        """Writes new values of one unit, in order, before its weights are read again. All ranks call this."""
 
     def report_missed_gradient(self, name: str) -> None:
         """Tells the user where gradients are, after user code has read `.grad` of the parameter `name`."""
@@ -104,57 +98,6 @@ class Edit:
     the others keep the low bits of their master. Other states: fp32.
     """
     state: State = State.WEIGHT
-
-
-class ParamOwner(Protocol):
-    """Interface of the object that fetches, reads and edits the weights of one model's parameters."""
-
-    def fetch(self, unit: int, stays: bool = False) -> bool:
-        """Materializes `unit` if a hooked module or a backward is running, and returns True if one is.
-
-        With `stays` the unit remains for as long as the innermost module runs. Otherwise it is released when the
-        outermost module or the backward ends, or earlier if its memory is needed.
-        """
-
-    def turn_to(self, unit: int, others: Collection[int]) -> bool:
-        """Materializes `unit` as `fetch` does, in place of the last unit of `others` that was turned to."""
-
-    def frozen_view(self, unit: int, position: int) -> torch.Tensor:
-        """Returns the weights of a frozen parameter that `fetch` has left a placeholder, as in a recomputation.
-
-        The view pins the unit for as long as it lives.
-        """
-
-    def runs_now(self) -> bool:
-        """Returns True if a hooked module or a backward is running."""
-
-    def read(self, unit: int, position: int) -> torch.Tensor:
-        """Returns a copy of the newest weights of one parameter, on the compute device."""
-
-    def read_view(self, unit: int, geometry: torch.Tensor) -> torch.Tensor:
-        """Returns elements of a unit, on the compute device, with the shape, strides, dtype and offset of `geometry`.
-
-        While a forward or a backward runs they are a view, which pins the unit for as long as the view lives. Otherwise
-        they are a copy.
-        """
-
-    def edit(self, unit: int, position: int, values: torch.Tensor) -> None:
-        """Replaces the weights of one parameter by `values`, which must have the parameter's shape."""
-
-    def updates(self, unit: int) -> int:
-        """Returns the number of times that the weights of `unit` have changed."""
-
-    def end_edits(self, unit: int) -> None:
-        """Ends this rank's edits of `unit`, if any. Every rank calls this, also a rank without edits."""
-
-    def hold(self, units: Sequence[int]) -> AbstractContextManager[None]:
-        """Returns a context that keeps `units` materialized, if a forward or a backward runs and they have room."""
-
-    def on_gathered(self, parameters: Set[int]) -> AbstractContextManager[None]:
-        """Returns a context that lets a model run on gathered memory, if `parameters` (ids) are all of its own."""
-
-    def miss_gradient(self, name: str) -> None:
-        """Records that user code has read `.grad` of the parameter `name`, which is None."""
 
 
 class ActivationPolicy:
@@ -216,10 +159,9 @@ class Extension(Protocol):
         return  # most features leave nothing
 
     def add_gradients(self, present: Sequence[set[int]]) -> None:
-        """Adds gradients to a step, once the ranks know which segments have a gradient.
+        """Adds gradients to a step, once the ranks know which segments of each unit have a gradient on any rank.
 
-        Args:
-            present: for each unit the segments that have a gradient on any rank; added segments join them.
+        Added segments join those in `present`.
         """
         return
 

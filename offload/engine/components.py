@@ -113,12 +113,6 @@ def close_all(*closing: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def together(components: EngineComponents, kind: Collective, what: str) -> Iterator[AllOrNothing]:
-    """Yields this process's side of work of all processes that train together, once ZeRO's ranks have met for it.
-
-    Args:
-        components: Components of this process's engine.
-        kind: The collective to announce.
-        what: The work in words, for messages.
-    """
+    """Yields this process's side of work of all processes that train together, once ZeRO's ranks have met for it."""
     with components.agreement.meeting(kind):
         yield AllOrNothing(components.world.everyone, what)

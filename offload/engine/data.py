@@ -228,7 +228,6 @@ class _DefaultCollate:
 
 
 def _lists_in(sample: Any) -> list[str]:
-    """Returns the names in a sample whose values are lists of numbers."""
     if not isinstance(sample, Mapping):
         return []
     lists = {str(name): value for name, value in sample.items() if isinstance(value, list) and value}

@@ -559,7 +559,6 @@ class Sleep:
         return before - _resident(arena)
 
     def _give_back_host(self) -> int:
-        """Gives the host arena back and returns the resident bytes that were freed."""
         arena, ranges = self._components.arena, []
         before = _resident_host(self._components)
         for (unit, state), nbytes in self._without_files(Tier.HOST):

@@ -44,12 +44,8 @@ steps that hold than it saves.
 def run_may_speculate(*, wanted: bool, ranks: int, one_pass: bool, commits: bool, on_disk: bool) -> bool:
     """Returns True if updates of the run may be made under the backward.
 
-    Args:
-        wanted: True if the config allows them.
-        ranks: number of processes that train together.
-        one_pass: True if the update rule is one of ours, and needs one pass.
-        commits: True if the store has two slots of each state, and commits them.
-        on_disk: True if all states of some unit are on DISK.
+    The config wants them, the update rule is one of ours and needs `one_pass`, the store has two slots of each state
+    and commits them, and all states of some unit are `on_disk`.
     """
     # Ranks would have to agree on every guess. A rule of two passes needs norms first, and a tile of torch's optimizers
     # is an entire unit, without room for a copy of its old states.
@@ -89,8 +85,29 @@ class AutoSpeculation:
 # -- early updates -------------------------------------------------------------------------------------
 
 
-class EarlyUpdates:
+class NoEarlyUpdates:
+    """The early updates of a run that makes none."""
+
+    last: SpeculationCounts | None = None
+    """Counts of the last step; None in a run without early updates."""
+
+    def complete(self, unit: int, counts: Sequence[int], loss_scale: float) -> None:
+        """Offers the update of a unit with complete gradients; `counts` are the updates of its parameters so far."""
+
+    def changed(self, unit: int) -> None:
+        """Withdraws the update of a unit after one of its gradients has changed."""
+
+    def drop(self) -> None:
+        """Withdraws all updates: the gradients are dropped."""
+
+    def end_step(self, step: int, reason: str | None) -> None:
+        """Learns from a step whose updates have been scheduled; see `reason_to_clip`."""
+
+
+class EarlyUpdates(NoEarlyUpdates):
     """Offers of updates to the worker, and the decision whether to make any."""
+
+    last: SpeculationCounts
 
     def __init__(
         self,
@@ -109,10 +126,8 @@ class EarlyUpdates:
         """True if a gradient has changed since the last step after its unit was complete."""
         self._before = SpeculationCounts()
         self.last = SpeculationCounts()
-        """Counts of the last step."""
 
     def complete(self, unit: int, counts: Sequence[int], loss_scale: float) -> None:
-        """Offers the update of a unit with complete gradients; `counts` are the updates of its parameters so far."""
         if not self._auto.on:
             return
         if self._settings is None:
@@ -130,17 +145,14 @@ class EarlyUpdates:
             self._gradients.when_received(unit, lambda: offers.offer(update))
 
     def changed(self, unit: int) -> None:
-        """Withdraws the update of a unit after one of its gradients has changed."""
         self._changed = True
         self._worker.offers.withdraw(unit)
 
     def drop(self) -> None:
-        """Withdraws all updates: the gradients are dropped."""
         self._worker.offers.drop_all()
         self._forget()
 
     def end_step(self, step: int, reason: str | None) -> None:
-        """Learns from a step whose updates have been scheduled; see `reason_to_clip`."""
         self._worker.offers.drop_all()  # a step that schedules nothing has not settled them
         now, before, changed = self._worker.offers.counts, self._before, self._changed
         hits, misses = now.hits - before.hits, now.misses - before.misses
@@ -169,5 +181,4 @@ class EarlyUpdates:
 
     def _forget(self) -> None:
         self._settings, self._changed = None, False
-        if self._gradients.completion is not None:
-            self._gradients.completion.end_step()
+        self._gradients.completion.end_step()

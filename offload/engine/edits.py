@@ -61,19 +61,9 @@ class WeightEdits:
     ) -> None:
         """Hooks the state dicts of `model` and becomes the owner of its parameters.
 
-        Args:
-            model: the model.
-            layouts: the segments of each unit.
-            handles: the parameters of each unit.
-            pager: reads the newest weights.
-            hooks: know whether the model runs.
-            unit_views: the parameters that are materialized now.
-            dtypes: dtype of the weights of each unit.
-            trains: True if anything trains; otherwise every edit is refused.
-            several_ranks: True if other ranks must take part in every edit.
-            callbacks: the engine.
-            composed: parameters of the model whose parts are among `handles`.
-            coded: for each unit the elements that ranks gather as codes; empty if there are none.
+        If nothing `trains`, every edit is refused. With `several_ranks` other ranks must take part in every edit. The
+        parts of the parameters `composed` are among `handles`. `coded` are the elements of each unit that ranks gather
+        as codes; empty if there are none.
         """
         self._pager, self._layouts, self._handles, self._hooks, self._dtypes = pager, layouts, handles, hooks, dtypes
         self._served = [*(handle for unit in handles for handle in unit), *composed]
@@ -112,11 +102,18 @@ class WeightEdits:
     # -- requests of placeholders -------------------------------------------------------------------
 
     def fetch(self, unit: int, stays: bool = False) -> bool:
-        """Materializes `unit` if a hooked module or a backward is running, and returns True if one is."""
+        """Materializes `unit` if a hooked module or a backward is running, and returns True if one is.
+
+        With `stays` the unit remains for as long as the innermost module runs. Otherwise it is released when the
+        outermost module or the backward ends, or earlier if its memory is needed.
+        """
         return self._hooks.fetch(unit, stays)
 
     def frozen_view(self, unit: int, position: int) -> torch.Tensor:
-        """Returns the weights of a frozen parameter, whose unit was fetched in a recomputation; see `ParamOwner`."""
+        """Returns the weights of a frozen parameter that `fetch` has left a placeholder, as in a recomputation.
+
+        The view pins the unit for as long as it lives.
+        """
         return self._unit_views.frozen_view(unit, position)
 
     def turn_to(self, unit: int, others: Collection[int]) -> bool:
@@ -180,7 +177,11 @@ class WeightEdits:
         return copies[0]
 
     def read_view(self, unit: int, geometry: torch.Tensor) -> torch.Tensor:
-        """Returns elements of a unit: a view while a forward or a backward runs, else a copy; see `ParamOwner`."""
+        """Returns elements of a unit with the shape, strides, dtype and offset of `geometry`, on the compute device.
+
+        While a forward or a backward runs they are a view, which pins the unit for as long as the view lives. Otherwise
+        they are a copy.
+        """
         if self._hooks.runs_now():
             return self._unit_views.view(handle_of(unit, self._pager.updates(unit), geometry))
         self._callbacks.enter_weights()
@@ -200,13 +201,9 @@ class WeightEdits:
 
     @uninterrupted
     def edit(self, unit: int, position: int, values: torch.Tensor, state: State = State.WEIGHT) -> None:
-        """Replaces the weights of one parameter, or another state of it that outlives a step.
+        """Replaces the weights of one parameter, or another state of it that outlives a step, by a copy of `values`.
 
-        Args:
-            unit: index of the unit.
-            position: index of the parameter's segment in the unit.
-            values: new values, of the parameter's shape, in any dtype and on any device. They are copied.
-            state: the state to replace.
+        They have the parameter's shape, any dtype and any device.
 
         Raises:
             UsageError: if the parameter is frozen and the values differ from its weights, or if a view of weights is
@@ -295,7 +292,6 @@ class WeightEdits:
         return copy
 
     def _replace(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Replaces placeholders in a module's state dict by copies of the weights."""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             handle = self.handle(parameter)
             if handle is None:
@@ -307,7 +303,6 @@ class WeightEdits:
                     state[key] = handle.form.saved(handle, state[key], functools.partial(self._copy_of, handle))
 
     def _copy_of(self, handle: ParamHandle) -> torch.Tensor:
-        """Returns a CPU copy of one parameter, as `weight` does."""
         return handle.form.join([self.weight(part.unit, part.position) for part in handle.parts])
 
     def handle(self, parameter: Any) -> ParamHandle | None:
@@ -315,7 +310,6 @@ class WeightEdits:
         return self._handle_of.get(id(parameter))
 
     def _check_room(self, model: nn.Module) -> None:
-        """Raises `BudgetError` if a state dict of the whole model would not fit into RAM."""
         if not any(self.handle(parameter) for parameter in model.parameters()):
             return  # the parameters are replaced by stand-ins without values
         parameters = (handle.parameter for unit in self._handles for handle in unit)
@@ -331,7 +325,6 @@ class WeightEdits:
 
 
 def _refuse_assign(module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-    """Raises `UsageError` for `load_state_dict(assign=True)`, which would replace the parameters."""
     if metadata.get("assign_to_params_buffers"):
         raise UsageError(
             "load_state_dict(assign=True) would put other parameters into the model, which the engine does not "

@@ -34,7 +34,7 @@ from offload.checkpoint.save import SaveRequest
 from offload.config.blocks import unpacked
 from offload.distributed.process_group import Communication
 from offload.engine import step
-from offload.engine.access import ParamAccess
+from offload.engine.access import OptimizerStates, ParamAccess
 from offload.engine.callbacks import Edit, EngineCallbacks
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import InputCast, Loader, check_data, load
@@ -44,7 +44,6 @@ from offload.engine.gradients import ZeroGrad
 from offload.engine.keywords import refuse
 from offload.engine.micro_batches import MicroBatchGenerators, StageCalls
 from offload.engine.optimizer import Optimizer
-from offload.engine.optimizer_state_dict import OptimizerStates
 from offload.engine.shutdown import Shutdown
 from offload.engine.snapshot import persistent_buffers
 from offload.engine.state import StepSettings, TrainingState, resized
@@ -113,7 +112,7 @@ class EngineCore(EngineCallbacks):
             self.pretrained_writer = PretrainedWriter(module, components)
             self.base_bytes = base_bytes(components)
             """Resident bytes of the process when the engine was built, without the memory of engines."""
-            states = OptimizerStates(self.param_access, components.layouts, components.shards.mode, self.state)
+            states = OptimizerStates(self.param_access, self.state)
             optimizer.attach(self.end_step, self.forget_gradients, self.state.regrouped, states)
             module.__dict__["zero_grad"] = ZeroGrad(module, self.forget_gradients)
             self.shutdown = Shutdown(module, components, self.state, self._enter_end)
@@ -321,7 +320,7 @@ class EngineCore(EngineCallbacks):
         self._refuse_capture()
         self.sleeping.wake()  # the graph may be older than the sleep
         # Only the last stage of a pipeline computes a loss to scale.
-        if self.state.scaler is not None and self.components.schedule.counts_backwards:
+        if self.components.schedule.counts_backwards:
             self.state.scaler.begin_backward()
 
     def end_backward(self) -> None:
@@ -665,7 +664,7 @@ class Engine(ModelEngine):
         Args:
             loss: the loss of a micro-batch, divided by gradient_accumulation_steps if gradients accumulate.
         """
-        return loss if self._core.state.scaler is None else self._core.state.scaler.multiply(loss)
+        return self._core.state.scaler.multiply(loss)
 
     def step(self, lr_kwargs: None = None) -> None:
         """Ends a micro-batch. If it completes a step, clips, schedules the updates and advances the learning rates.

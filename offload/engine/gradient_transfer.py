@@ -287,14 +287,10 @@ class DeviceToHost:
         *,
         timeline: Timeline = OFF,
     ) -> None:
-        """Starts the receiving thread.
+        """Starts the receiving thread, which passes an error that ends it to `fail`; `check` raises it for a sender.
 
-        Args:
-            staging: host buffers for copies without a target.
-            most: most bytes in flight; a single larger tensor is allowed.
-            sums: True if the device can sum squares.
-            fail: called on the receiving thread with an error that ends it.
-            check: called on the sending thread after such an error, and raises it there.
+        `staging` serves copies without a target. `most` bytes are in flight; a single larger tensor is allowed. `sums`
+        is True if the device can sum squares.
         """
         self.device, self.sums = device, sums
         self._timeline = timeline
@@ -317,10 +313,7 @@ class DeviceToHost:
     def send(self, title: str, source: torch.Tensor, target: torch.Tensor | None, receive: Receive | None) -> None:
         """Copies `source` to `target`, or passes it to `receive` chunk by chunk, on the receiving thread.
 
-        Args:
-            source: (n,) on the device, computed by work that the calling thread has started.
-            target: (n,) of the same dtype on the host, or None.
-            receive: called for each chunk on arrival, or None.
+        Work that the calling thread has started computes `source`, (n,) on the device; `target` has its dtype.
         """
         # compute stream: the caller records the event here, before the receiving thread can start the copy.
         self._send(_Sent(title, source, self.device.record_event(), target, receive))
@@ -335,10 +328,7 @@ class DeviceToHost:
     ) -> None:
         """Copies `source` as `send` does, but a small one later, together with other small gradients of its unit.
 
-        Args:
-            title: the same for all gradients of a unit.
-            place: the position of the gradient `source`; None for one that is always sent alone.
-            source: as for `send`; unchanged until it is received.
+        `source` is unchanged until it is received. A gradient without a `place` is always sent alone.
         """
         if self._small.must_leave_before(place, source):
             self.flush()
@@ -371,10 +361,8 @@ class DeviceToHost:
     def with_memory(self, allocate: Callable[[], _T]) -> _T:
         """Returns the result of `allocate`, which runs again if device memory ran out while gradients are in flight.
 
-        Their memory is torch's again once they are received. An operation of the backward itself cannot be repeated so.
-
-        Args:
-            allocate: changes nothing if it raises.
+        Their memory is torch's again once they are received. `allocate` changes nothing if it raises; an operation of
+        the backward itself cannot be repeated so.
         """
         try:
             return allocate()
@@ -388,7 +376,6 @@ class DeviceToHost:
         return allocate()
 
     def _send(self, sent: _Sent) -> None:
-        """Queues a copy, once the bytes in flight leave room for it."""
         with self._changed.lock:
             while self._sent and not self._ended and self._nbytes + sent.source.nbytes > self._most:
                 # sending thread: the wait ends. The receiving thread removes entries as copies end, and sets `_ended`
@@ -548,13 +535,9 @@ _TOGETHER = 16
 def windows(borders: Sequence[int], starts: Sequence[int], numel: int) -> tuple[range, ...]:
     """Returns ranges of at most `numel` elements that begin and end at some of `borders` and cover all between them.
 
-    Parameters share a window only while it is small. Their gradients come in any order, so a large window would be
-    written, read back for the next parameter, and written once more.
-
-    Args:
-        borders: positions where chunks begin, sorted, with the first and the last of all.
-        starts: positions where parameters begin, sorted.
-        numel: most elements of a window.
+    Chunks begin at `borders`, parameters at `starts`; both are sorted. Parameters share a window only while it is
+    small. Their gradients come in any order, so a large window would be written, read back for the next parameter, and
+    written once more.
     """
     # A partition ends with padding, where no chunk begins.
     borders = [*(cut for between in itertools.pairwise(borders) for cut in range(*between, numel)), borders[-1]]
@@ -587,12 +570,9 @@ class DiskSpill:
         fail: Callable[[BaseException], None],
         timeline: Timeline,
     ) -> None:
-        """Takes the memory of `host_buffers`, and owns `scratch` from now on.
+        """Takes the memory of `host_buffers`, each as large as the largest window, and owns `scratch` from now on.
 
-        Args:
-            windows: the windows of each unit, in order.
-            host_buffers: each as large as the largest window.
-            fail: receives an error that loses a gradient.
+        `windows` are those of each unit, in order. `fail` receives an error that loses a gradient.
         """
         self._windows = windows
         self._dtype, self.scratch, self._fail, self._timeline = dtype, scratch, fail, timeline
@@ -699,7 +679,6 @@ class DiskSpill:
         self._written.add(key)
 
     def _end_write(self, key: tuple[int, int]) -> None:
-        """Waits for a write and frees its buffer."""
         host_buffer, future = self._writing[key]
         future.wait()
         del self._writing[key]
@@ -713,3 +692,16 @@ class DiskSpill:
 
     def _nbytes(self, key: tuple[int, int]) -> int:
         return len(self._windows[key[0]][key[1]]) * self._dtype.itemsize
+
+
+class NoSpill(DiskSpill):
+    """The spill of a run whose gradients all wait in memory."""
+
+    def __init__(self) -> None:
+        self._windows = {}
+
+    def flush(self) -> None:
+        return
+
+    def close(self) -> None:
+        return

@@ -116,6 +116,22 @@ class UnitCompletion:
         self._complete.clear()
 
 
+class NoCompletion(UnitCompletion):
+    """The completion of a run whose updates wait for `step()`: nobody asks, so nothing is counted."""
+
+    def __init__(self) -> None:
+        self._complete = set()
+
+    def arrived(self, unit: int, segment: int) -> None:
+        return
+
+    def reporting(self, add: Callable[[torch.Tensor], None], unit: int, segment: int) -> Callable[[torch.Tensor], None]:
+        return add
+
+    def end_backward(self) -> None:
+        return
+
+
 # -- device totals -------------------------------------------------------------------------------------
 #
 # Totals of a step's gradients in device memory, copied to the host once instead of after each micro-batch.
@@ -215,18 +231,16 @@ class HostGradients:
 
     def __init__(
         self,
-        memory: Sequence[torch.Tensor | None],
-        spill: DiskSpill | None,
+        memory: Mapping[int, torch.Tensor],
+        spill: DiskSpill,
         layouts: Sequence[UnitLayout],
         parts: Sequence[range],
         addressable: bool,
     ) -> None:
-        """Takes the memory.
+        """Takes `memory`, (numel,) of the partition of each unit whose gradients stay in HOST.
 
-        Args:
-            memory: (numel,) of each unit's partition; None for a unit that spills, stays on the device, or is frozen.
-            parts: the elements of each unit that this rank updates.
-            addressable: True if the host can address the gradients of a backward.
+        `parts` are the elements of each unit that this rank updates. `addressable` is True if the host can address the
+        gradients of a backward.
         """
         self._memory, self._spill = memory, spill
         self._sums: dict[tuple[int, int, int], Sum] = {}
@@ -236,7 +250,7 @@ class HostGradients:
         for unit, (layout, part) in enumerate(zip(layouts, parts, strict=True)):
             for position, segment in enumerate(layout.segments):
                 inside = part.start <= segment.start and segment.stop <= part.stop
-                if addressable and memory[unit] is not None and inside and 0 < segment.numel <= CHUNK:
+                if addressable and unit in memory and inside and 0 < segment.numel <= CHUNK:
                     self._whole[unit, position] = self.sum(unit, segment.start - part.start, segment.numel)
 
     def adder(
@@ -250,34 +264,22 @@ class HostGradients:
     ) -> Callable[[torch.Tensor], None]:
         """Returns a function that stores or adds a gradient of one parameter as autograd has made it.
 
-        Args:
-            add: the slower way, which serves every gradient: for one that must be prepared or cut, or that must wait.
-            lock: the accumulator's lock.
-            reading: units whose gradients an update reads.
-            squares: for each unit, sums of squares by chunk. A chunk with a sum is stored already, so the function adds
-                to it. It enters the new sum.
+        `add` is the slower way, for a gradient that must be prepared or cut, or that must wait: an update is `reading`
+        its unit. A chunk with a sum in `squares` is stored already, so the function adds to it, and enters the new sum.
         """
         whole = self._whole.get((unit, segment))
         return add if whole is None else DirectAdd(whole.take, add, lock, reading, squares, unit, segment).add
 
-    def spills(self, unit: int) -> bool:
-        """Returns True if the gradient of `unit` waits on DISK."""
-        return self._spill is not None and unit in self._spill
-
     def values(self, unit: int, start: int, stop: int) -> torch.Tensor:
         """Returns elements [start, stop) of a unit's gradient, valid until the next call."""
-        if self._spill is not None and unit in self._spill:
-            return self._spill.part(unit, start, stop)
-        memory = self._memory[unit]
-        assert memory is not None
-        return memory[start:stop]
+        return self._spill.part(unit, start, stop) if unit in self._spill else self._memory[unit][start:stop]
 
     def sum(self, unit: int, start: int, numel: int) -> Sum:
         """Returns the sum of gradients in elements [start, start + numel), valid until the next call."""
         total = self._sums.get((unit, start, numel))
         if total is None:
             total = Sum(self.values(unit, start, start + numel))
-            if not self.spills(unit):  # a window moves, a host buffer does not
+            if unit not in self._spill:  # a window moves, a host buffer does not
                 self._sums[unit, start, numel] = total
         return total
 
@@ -305,13 +307,10 @@ def squares_of(values: torch.Tensor) -> torch.Tensor:
 def total_of(
     squares: Sequence[Mapping[tuple[int, int], float | torch.Tensor]], elsewhere: Container[tuple[int, int]] = ()
 ) -> float:
-    """Returns the sum of the squares of all gradients; all must be numbers by now.
+    """Returns the sum of the squares of all gradients, by unit and (segment, first element); all are numbers by now.
 
-    Added in layout order in float64, so that the norm has the same bits whatever order gradients arrived in.
-
-    Args:
-        squares: sums of squares of each unit's chunks, by (segment, first element).
-        elsewhere: parameters that another process counts, as (unit, segment).
+    Added in layout order in float64, so that the norm has the same bits whatever order gradients arrived in. Another
+    process counts the parameters `elsewhere`, as (unit, segment).
     """
     total = 0.0
     for unit, chunks in enumerate(squares):
@@ -369,7 +368,7 @@ class GradientAccumulator:
         schedule: PassSchedule,
         callbacks: EngineCallbacks,
         *,
-        spill: DiskSpill | None,
+        spill: DiskSpill,
         on_device: Mapping[int, torch.Tensor],
         totals: Mapping[int, torch.Tensor],
         downloads: DeviceToHost | None,
@@ -381,11 +380,10 @@ class GradientAccumulator:
 
         Args:
             parts: the elements of each unit that this rank updates.
-            dtype: dtype of the stored gradients.
             on_device: (numel,) of `dtype` for each unit whose gradients stay on the device.
             totals: the same for units whose gradients are summed on the device, and copied to the host afterwards.
             downloads: copies from a device whose memory the host cannot address; None if the host can.
-            completion: notices units whose gradients are complete before `step()`; None if nobody asks.
+            completion: notices units whose gradients are complete before `step()`; nobody asks without it.
         """
         self._timeline, self._compute = timeline, compute
         self._recorded = timeline is not OFF or compute is not NO_SPANS
@@ -395,16 +393,16 @@ class GradientAccumulator:
         self.totals = DeviceTotals(totals, dtype)
         self._schedule, self._callbacks, self._layouts, self._parts = schedule, callbacks, layouts, parts
         self._lock = threading.Lock()
-        self.completion = completion
+        self.completion = completion or NoCompletion()
         self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
         """For each unit: sum of squares of each chunk, by (segment, first element); a tensor is still on the device."""
         self._reading: set[int] = set()
-        memory: list[torch.Tensor | None] = []
+        memory: dict[int, torch.Tensor] = {}
         for unit, part in enumerate(parts):
-            in_host = part and self.is_on_host(unit)
-            host_buffer = arena.take_copied(len(part) * dtype.itemsize) if in_host else None
-            assert host_buffer is not None or not in_host, "the arena's class of gradients was sized for them"
-            memory.append(None if host_buffer is None else host_buffer.tensor(dtype))
+            if part and self.is_on_host(unit):
+                host_buffer = arena.take_copied(len(part) * dtype.itemsize)
+                assert host_buffer is not None, "the arena's class of gradients was sized for them"
+                memory[unit] = host_buffer.tensor(dtype)
         self._host = HostGradients(memory, spill, layouts, parts, downloads is None)
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
@@ -416,7 +414,7 @@ class GradientAccumulator:
         """Copies totals of `units` to the host, not in a backward; returns their memory in the form of `add_up_in`."""
         for unit in units:
             self._send_totals(unit)
-        self._receive_all()
+        self._drain()
         return {unit: memory.view(torch.uint8) for unit, memory in self.totals.leave(units).items()}
 
     def adder(self, unit: int, segment: int) -> Callable[[torch.Tensor], None]:
@@ -425,7 +423,7 @@ class GradientAccumulator:
             return functools.partial(self.add, unit, segment)
         prepare = functools.partial(self._add, unit, segment)
         add = self._host.adder(unit, segment, prepare, self._lock, self._reading, self._squares)
-        return add if self.completion is None else self.completion.reporting(add, unit, segment)
+        return self.completion.reporting(add, unit, segment)
 
     @uninterrupted
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
@@ -439,8 +437,7 @@ class GradientAccumulator:
             nbytes = gradient.numel() * gradient.element_size()  # a sparse one lacks `nbytes`
             with timeline.span(Row.DOWNLOADS, self._titles[unit], nbytes):
                 self._add(unit, segment, gradient)
-        if self.completion is not None:
-            self.completion.arrived(unit, segment)
+        self.completion.arrived(unit, segment)
 
     @uninterrupted
     def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
@@ -452,8 +449,7 @@ class GradientAccumulator:
         """Completes an outermost backward, or an aborted one, whose gradients stay as far as they have arrived."""
         self._compute.end_span()
         self._flush()
-        if self.completion is not None:
-            self.completion.end_backward()
+        self.completion.end_backward()
         self._timeline.end_phase(Phase.BACKWARD)
 
     def complete(self) -> None:
@@ -492,7 +488,10 @@ class GradientAccumulator:
             self._accumulate(unit, segment, first, values, self._is_new(unit, segment, first))
         # A gradient begins a total on the device, or is added to one, or is copied.
         elif self.totals.has(unit, (segment, first)) or (self._is_new(unit, segment, first) and not self._leaves(unit)):
-            self._add_up(self.downloads, unit, segment, first, values)
+            start, key = self._start(unit, segment, first), (segment, first)
+            self.downloads.with_memory(lambda: self.totals.add(unit, key, start, values))
+            if self._leaves(unit):
+                self._send_total(self.downloads, unit, segment, first)
         else:
             self._send(self.downloads, unit, segment, first, values, self._is_new(unit, segment, first))
 
@@ -506,15 +505,7 @@ class GradientAccumulator:
             return True
         return not self.totals.takes(unit) and self._schedule.leaves_block
 
-    def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        """Adds `values` to the total on the device, and starts the copy to the host if the total leaves."""
-        start = self._start(unit, segment, first)
-        downloads.with_memory(lambda: self.totals.add(unit, (segment, first), start, values))
-        if self._leaves(unit):
-            self._send_total(downloads, unit, segment, first)
-
     def _send_total(self, downloads: DeviceToHost, unit: int, segment: int, first: int) -> None:
-        """Starts the copy of a total to the host."""
         self._send(downloads, unit, segment, first, self.totals.values(unit, (segment, first)), True)
         self.totals.left(unit, (segment, first))
 
@@ -528,7 +519,8 @@ class GradientAccumulator:
         chunks = range(0, values.numel(), CHUNK)
         squares: Sequence[float | torch.Tensor] = squares_of(values).unbind() if summed else [0.0] * len(chunks)
         target, receive = None, None
-        if summed and not self._host.spills(unit):
+        spills = unit in self.spill
+        if summed and not spills:
             start = self._start(unit, segment, first)
             target = self._host.values(unit, start, start + len(values))
         else:
@@ -537,7 +529,7 @@ class GradientAccumulator:
                 self._accumulate(unit, segment, first + position, some, new, summed)
 
         # None if the unit spills: a joined gradient arrives late, and would read back a window that is written already.
-        place = None if self._host.spills(unit) else (unit, segment, first)
+        place = None if spills else (unit, segment, first)
         downloads.collect(self._titles[unit], place, values, target, receive)
         # backward's thread: records after `collect`, which may raise while it waits. By now the receiving thread may
         # have recorded sums of its own: they count, and are not overwritten.
@@ -611,8 +603,7 @@ class GradientAccumulator:
             for (squares, key, _), value in zip(pending, values.tolist(), strict=True):
                 squares[key] = value
 
-    def _receive_all(self) -> None:
-        """Waits until no gradient is on its way from the device."""
+    def _drain(self) -> None:
         if self.downloads is not None:
             self.downloads.drain()
 
@@ -622,7 +613,7 @@ class GradientAccumulator:
 
     def is_on_host(self, unit: int) -> bool:
         """Returns True if the gradient of `unit` waits in a host buffer, and not in a window."""
-        return unit not in self._on_device and (self.spill is None or unit not in self.spill)
+        return unit not in self._on_device and unit not in self.spill
 
     def when_received(self, unit: int, act: Callable[[], None]) -> None:
         """Calls `act` once all gradients of `unit` so far are on the host: now, or on the receiving thread."""
@@ -637,7 +628,7 @@ class GradientAccumulator:
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Fills `values`, (n,) on the CPU, with elements [first, first + n) of a segment: all those of this rank."""
         self._send_totals(unit, segment)
-        self._receive_all()
+        self._drain()
         start = self._start(unit, segment, first)
         if unit in self._on_device:
             values.copy_(self._on_device[unit][start : start + len(values)])
@@ -650,9 +641,8 @@ class GradientAccumulator:
     @uninterrupted
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Replaces the elements that `look` reads by `values`, (n,) fp32 on the CPU; n may be 0 on this rank."""
-        self._receive_all()
-        if self.completion is not None:
-            self.completion.changed(unit)
+        self._drain()
+        self.completion.changed(unit)
         with self._lock:
             self._squares[unit] = {key: square for key, square in self._squares[unit].items() if key[0] != segment}
             self.totals.forget(unit, segment)
@@ -663,8 +653,7 @@ class GradientAccumulator:
 
     def give(self, units: Sequence[int]) -> None:
         """Hands the gradients of `units` to their updates until `free`; none may be added meanwhile."""
-        if self.spill is not None:
-            self.spill.flush()
+        self.spill.flush()
         # receiving thread: adds under the same lock, and never to a unit that an update reads.
         with self._lock:
             for unit in units:
@@ -679,10 +668,10 @@ class GradientAccumulator:
 
         A gradient on DISK is read into `room` from byte `offset` on. A change meanwhile drops the update.
         """
-        assert unit in self._reading or self.completion is not None
+        assert unit in self._reading or not isinstance(self.completion, NoCompletion)
         if unit in self._on_device:
             return self._on_device[unit][start:stop], ()
-        if room is not None and self.spill is not None and unit in self.spill:
+        if room is not None and unit in self.spill:
             end = offset + (stop - start) * self.dtype.itemsize
             read = self.spill.read(unit, start, stop, room.buffer[offset:end])
             return room.tensor(torch.uint8)[offset:end].view(self.dtype), (read,)
@@ -694,14 +683,14 @@ class GradientAccumulator:
 
     def free(self, unit: int) -> None:
         """Releases a gradient that the update has read: its memory may receive the next one."""
-        if self.spill is not None and unit in self.spill:
+        if unit in self.spill:
             self.spill.forget(unit)
         with self._lock:
             self._reading.discard(unit)
 
     def drop(self, unit: int) -> None:
         """Drops the gradients of one unit; none may be on its way from the device."""
-        if self.spill is not None and unit in self.spill:
+        if unit in self.spill:
             self.spill.forget(unit)
         with self._lock:
             self._squares[unit] = {}
@@ -713,7 +702,7 @@ class GradientAccumulator:
 
     def clear(self) -> None:
         """Drops every gradient that no update has taken, on this rank alone."""
-        self._receive_all()
+        self._drain()
         for unit in range(len(self._layouts)):
             if unit not in self._reading:
                 self.drop(unit)
@@ -721,9 +710,10 @@ class GradientAccumulator:
     def close(self) -> None:
         """Joins the receiving thread and frees drives and device memory. The update worker must have ended."""
         self._on_device = {}
-        for part in (self.downloads, self.spill, self.totals):
-            if part is not None:
-                part.close()
+        if self.downloads is not None:
+            self.downloads.close()
+        self.spill.close()
+        self.totals.close()
 
 
 # -- zero grad -----------------------------------------------------------------------------------------

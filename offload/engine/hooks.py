@@ -21,7 +21,7 @@ import contextlib
 import threading
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -105,8 +105,7 @@ class _Pack:
     def native(self, arena: Sequence[tuple[int, int]]) -> Callable[[torch.Tensor], Any]:
         """Returns the native hook that calls this one for what is no ordinary tensor and no view of bound weights.
 
-        Args:
-            arena: first and last address of each allocation that contains weights.
+        `arena` are the first and the last address of each allocation that contains weights.
         """
         innermost = self.outer is None and not self._moves_inputs
         bindings, placeholders = self._bindings, self._placeholders
@@ -159,10 +158,8 @@ class SavedTensors:
     ) -> None:
         """Prepares the hooks.
 
-        Args:
-            activations: may keep the inputs of checkpointed modules off the device.
-            wrapped: True if modules compute with wrappers of weights, such as DTensors. torch would not notice
-                changed weights whose wrapper a graph holds.
+        `activations` may keep the inputs of checkpointed modules off the device. With `wrapped` modules compute with
+        wrappers of weights, such as DTensors: torch would not notice changed weights whose wrapper a graph holds.
         """
         self.activations = activations
         self._unit_views, self._pager, self._compute = unit_views, pager, compute
@@ -356,17 +353,6 @@ def storage_address(tensor: torch.Tensor) -> int:
 # thread each; one of these runs at a time.
 
 
-class Views(Protocol):
-    """The views of weights, as a pass needs them."""
-
-    @property
-    def outdated(self) -> int:
-        """Number of changes of weights that graphs hold themselves."""
-
-    def end_kept(self) -> None:
-        """Releases the units that were fetched on demand for the pass."""
-
-
 class Passes:
     """The forward and the backward that are under way."""
 
@@ -374,7 +360,7 @@ class Passes:
         self,
         pager: Pager,
         gradients: GradientAccumulator,
-        views: Views,
+        views: UnitViews,
         callbacks: EngineCallbacks,
         timeline: Timeline,
     ) -> None:
@@ -430,7 +416,7 @@ class Passes:
     def begin_backward(self, made: int | None = None) -> None:
         """Begins the backward at its first sign: a gradient, a request for weights, or an output's node.
 
-        Such a node passes what `Views.outdated` was when its graph was `made`.
+        Such a node passes what `UnitViews.outdated` was when its graph was `made`.
         """
         if not self.in_backward:
             self.through_old_graph = made not in (None, self._views.outdated)
@@ -535,12 +521,7 @@ class ModuleHooks:
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
-        """Installs the hooks.
-
-        Args:
-            sites: the units of each hooked module, by the module's name in the model.
-            activations: installs hooks on blocks, outside of all others.
-        """
+        """Installs the hooks. `sites` are the units of each hooked module, by its name; `activations` adds its own."""
         self._unit_views, self._saved, self._gradients, self._pager = unit_views, saved, gradients, pager
         self._timeline, self._compute, self._local = timeline, compute, _Nesting()
         self._activations, self._root = activations, model
@@ -612,15 +593,11 @@ class ModuleHooks:
 
     @uninterrupted
     def fetch(self, unit: int, stays: bool = False) -> bool:
-        """Materializes `unit` for the forward or the backward that runs now.
+        """Materializes `unit` for the forward or the backward that runs now; returns False if neither does.
 
-        Args:
-            stays: True to hold the unit until the innermost site ends. If it is False, or if a backward runs outside of
-                any site, the unit may be released when memory is needed. If both, in a recomputation of a checkpoint,
-                frozen parameters remain placeholders, see `UnitViews.keep`.
-
-        Returns:
-            False if neither a forward nor a backward runs.
+        With `stays` the unit is held until the innermost site ends. Without it, or if a backward runs outside of any
+        site, the unit may be released when memory is needed. If both, in a recomputation of a checkpoint, frozen
+        parameters remain placeholders, see `UnitViews.keep`.
         """
         if not self.runs_now():
             return False
@@ -633,11 +610,7 @@ class ModuleHooks:
 
     @uninterrupted
     def turn_to(self, unit: int, others: Collection[int]) -> bool:
-        """Materializes `unit` until another one of `others` is turned to, or the innermost site ends.
-
-        Returns:
-            False if neither a forward nor a backward runs.
-        """
+        """Materializes `unit` as `fetch` does, until another one of `others` is turned to or the site ends."""
         if not self.runs_now() or not self._local.frames or self._pager.device_resident(unit):
             return self.fetch(unit)
         units = self._local.frames[-1].units
@@ -823,17 +796,10 @@ class ModuleHooks:
     def _gradient_hook(self, handle: ParamHandle) -> Callable[[torch.Tensor], None]:
         """Returns the hook that moves `.grad` of a parameter into the engine's gradients, on an autograd thread."""
         add = self._gradients.adder(handle.unit, handle.position)
-        if self._timeline is not OFF:
-            add = _recorded(self._timeline, add)
-        return GradientHook(self.passes, plain_tensors, add).take
 
+        @uninterrupted
+        def record_and_add(gradient: torch.Tensor) -> None:
+            self._timeline.add_gradient(gradient.numel() * gradient.element_size())  # a sparse one lacks `nbytes`
+            add(gradient)
 
-def _recorded(timeline: Timeline, add: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """Returns `add`, which also records the bytes of each gradient."""
-
-    @uninterrupted
-    def record_and_add(gradient: torch.Tensor) -> None:
-        timeline.add_gradient(gradient.numel() * gradient.element_size())  # a sparse one lacks `nbytes`
-        add(gradient)
-
-    return record_and_add
+        return GradientHook(self.passes, plain_tensors, add if self._timeline is OFF else record_and_add).take

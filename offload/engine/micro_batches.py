@@ -86,11 +86,9 @@ class PassSchedule(Extension):
         return 0
 
     def run(self, works: Iterable[Callable[[], _T]], generators: MicroBatchGenerators, turns: Turns) -> list[_T]:
-        """Runs micro-batches, and returns what each returns.
+        """Runs the forward and the backward of every micro-batch, and returns their results.
 
-        Args:
-            works: The forward and the backward of every micro-batch.
-            turns: Entered by a schedule that lets micro-batches take turns.
+        A schedule that lets micro-batches take turns enters `turns`.
         """
         return [generators.run(number, work) for number, work in enumerate(works)]
 
@@ -98,13 +96,7 @@ class PassSchedule(Extension):
         """Raises `UsageError` if a schedule runs the backwards, and not the user."""
 
     def begin_step(self, count: int, micro_batches: int, access: ParamAccess) -> None:
-        """Completes the gradients of a step before they are read.
-
-        Args:
-            count: Micro-batches since the last step.
-            micro_batches: Micro-batches of a step.
-            access: Reads and sets gradients.
-        """
+        """Completes the gradients of a step of `micro_batches` before they are read; `count` of them have run."""
 
     def forget(self) -> None:
         """Forgets the micro-batches since the last step, whose gradients are dropped."""

@@ -140,11 +140,8 @@ class Rule(ABC):
     def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> Any:
         """Returns the arguments of one step of a parameter, which the rule's strategy reads while the update runs.
 
-        Args:
-            parameter: the parameter, without values.
-            group: its group.
-            count: number of the parameter's steps, this one included.
-            grad_scale: factor of the gradient: the clip coefficient over the loss scale.
+        The parameter is without values. `count` includes this step. `grad_scale` is the factor of the gradient: the
+        clip coefficient over the loss scale.
         """
 
     def steps_whole(self, step: Any) -> bool:
@@ -161,14 +158,8 @@ class Rule(ABC):
     ) -> list[UnitUpdate]:
         """Returns the updates, completed with data of other ranks. Collective: every rank updates the same units.
 
-        No update is in flight, so the tiles of the update worker may serve as buffers.
-
-        Args:
-            updates: updates of this rank, which may lack segments that are on other ranks.
-            shards: this rank's partitions, which are only read.
-            gradients: the gradients of the step.
-            updater: the update worker, which lends its tiles.
-            agreement: adds numbers over all ranks.
+        Updates of this rank may lack segments that are on other ranks. `shards` are only read. No update is in flight,
+        so the tiles of the update worker may serve as buffers. `agreement` adds numbers over all ranks.
         """
         return updates
 
@@ -237,16 +228,11 @@ def merge_values(
 ) -> list[dict[str, Any]]:
     """Returns the groups' values of a resumed run.
 
-    The committed value of a key is kept if its configured value is the same in both runs. The new value is taken if the
-    configured value has changed, or if the commit lacks the key because the value was None.
-
-    Args:
-        committed: the values of each group in the commit.
-        then: the values as configured in the run that made the commit.
-        now: the values as configured in this run.
-        scheduled: True if a schedule sets the learning rates, which then always are the committed ones.
-        unscheduled: True if a schedule set values in the run that made the commit, and none does now. The committed
-            values are a point on its curve, often near 0, so keys that schedules set take the new values.
+    The committed value of a key is kept if its configured value is the same in both runs, `then` and `now`. The new
+    value is taken if the configured value has changed, or if the commit lacks the key because the value was None. If a
+    run is `scheduled`, the learning rates always are the committed ones. If it is `unscheduled`, a schedule set values
+    in the run that made the commit, and none does now: the committed values are a point on its curve, often near 0, so
+    keys that schedules set take the new values.
     """
     merged = []
     for values, old, new in zip(committed, then, now, strict=True):

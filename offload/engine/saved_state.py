@@ -67,12 +67,10 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def saved_state(model: nn.Module, also: Any = None) -> SavedState:
-    """Returns the entries of `model.state_dict()`.
+    """Returns the entries of `model.state_dict()`, which `also` changes further; the model may be under an engine.
 
-    Args:
-        model: A model, perhaps under an engine. If another library has quantized a module's weights, the module's
-            entries that are neither parameters nor buffers are left out: they are stored with those weights.
-        also: A function that changes the state dict further, or None.
+    If another library has quantized a module's weights, the module's entries that are neither parameters nor buffers
+    are left out: they are stored with those weights.
     """
     with _stand_ins(model) as sources:
         try:

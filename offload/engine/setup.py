@@ -128,7 +128,9 @@ def initialize(
     meet_others()
     try:
         refuse(dist_init_required=dist_init_required, distributed_port=distributed_port, mesh_param=mesh_param)
-        args, model = _model_of(args, model)
+        if model is None and isinstance(args, nn.Module):
+            args, model = None, args
+        model = check_model_type(model)
         shards = find_shards(model, mpu)
         settings = with_configured(load_config(chosen_config(args, config, config_params, model, plain)))
         check_data(training_data, collate_fn)
@@ -318,12 +320,6 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
         )
     named_by_config = config.offload.keep_in_fp32 != "auto"
     return (*lines, *precision_notices(model, plan.mode.weight_dtype, plan.units.in_fp32, named_by_config))
-
-
-def _model_of(args: Any, model: Any) -> tuple[Any, nn.Module]:
-    if model is None and isinstance(args, nn.Module):
-        return None, args
-    return args, check_model_type(model)
 
 
 def check_model_type(model: Any) -> nn.Module:

@@ -190,13 +190,10 @@ class Shutdown:
             self._components.world.everyone.explain(failure)
 
     def _end(self, remove: bool, meet: bool, keep: bool = True, facts: Mapping[str, Any] | None = None) -> None:
-        """Finishes, commits and closes, once.
+        """Finishes, commits and closes, once; `meet` waits for the other ranks.
 
-        Args:
-            remove: True to delete the run.
-            meet: True to wait for the other ranks.
-            keep: True if a later start that does not resume the run is refused, and does not replace the run.
-            facts: contents of a note that a removed run leaves, or None for no note.
+        With `keep` a later start that does not resume the run is refused, and does not replace the run. A removed run
+        leaves a note with `facts`, if these are given.
         """
         if self._closed or os.getpid() != self._pid:
             return
@@ -318,5 +315,4 @@ class Shutdown:
 
 
 def _line(error: BaseException | None) -> str:
-    """Returns an exception on one line; empty without one."""
     return "" if error is None else exception_line(error)

@@ -230,13 +230,18 @@ class LossScaler:
 
     @property
     def kind(self) -> str | float:
-        """The fixed scale, or "dynamic"."""
+        """The fixed scale, or "dynamic"; empty without a loss scale."""
         return "dynamic" if self.dynamic else self.scale
 
     @property
-    def exhausted(self) -> bool:
-        """True if the next overflow would need a scale below the smallest."""
-        return self.dynamic and self._patience == 1 and self.scale <= self._config.min_loss_scale
+    def refusal(self) -> str:
+        """The advice if the next overflow would need a scale below the smallest; empty if its step may be skipped."""
+        if not (self.dynamic and self._patience == 1 and self.scale <= self._config.min_loss_scale):
+            return ""
+        return (
+            f"The loss scale is {self.scale:g} already, its minimum: lower the learning rate, look at the batch, or "
+            "train in bf16"
+        )
 
     def stepped(self, overflow: bool) -> None:
         """Adapts the scale after a step, which was skipped if the gradient was an `overflow`."""
@@ -257,8 +262,8 @@ class LossScaler:
                 self.scale *= _FACTOR
         self._steps += 1
 
-    def state(self) -> dict[str, Any]:
-        """Returns the state as JSON, for `restore`."""
+    def state(self) -> dict[str, Any] | None:
+        """Returns the state as JSON, for `restore`; None without a loss scale."""
         return {
             "dynamic": self.dynamic,
             "scale": self.scale,
@@ -273,6 +278,36 @@ class LossScaler:
             # The lower bound may have been raised since.
             self.scale, self._steps = max(state["scale"], self._config.min_loss_scale), state["steps"]
             self._overflowed_at, self._patience = state["overflowed_at"], state["patience"]
+
+
+class NoLossScaler(LossScaler):
+    """The loss scaler of a dtype that needs none."""
+
+    kind = ""
+    refusal = ""
+
+    def __init__(self, skips: bool) -> None:
+        """Stores whether a step whose norm is inf or NaN is skipped; otherwise it raises."""
+        self.scale = 1.0
+        if not skips:
+            self.refusal = (
+                'Lower the learning rate, look at the batch, or set "on_nonfinite": "skip" in the "offload" block'
+            )
+
+    def multiply(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def begin_backward(self) -> None:
+        return
+
+    def stepped(self, overflow: bool) -> None:
+        return
+
+    def state(self) -> None:
+        return None
+
+    def restore(self, state: dict[str, Any]) -> None:
+        return
 
 
 # -- step settings -------------------------------------------------------------------------------------
@@ -298,15 +333,12 @@ class StepSettings:
     total_batch_size: int
     clip: float
     """Largest global norm of the gradient; 0 does not clip."""
-    skip_nonfinite: bool
-    """True if a norm that is inf or NaN skips the step; otherwise the step raises."""
     seed: int
     overlap: bool
     """True if updates run during the next forward (`Placement.overlaps_updates`)."""
     config: Config
     """The config, for all other settings."""
-    scaler: LossScaler | None = None
-    """Loss scaler in fp16, else None."""
+    scaler: LossScaler
     device_need: DeviceNeed
 
 
@@ -351,7 +383,7 @@ def named_settings(
         "gradient clipping": settings.clip,
         "autocast": config.torch_autocast.dtype if config.torch_autocast.enabled else "off",
         "dtype of sums of gradients": config.data_types.grad_accum_dtype or "auto",
-        **({} if settings.scaler is None else {"loss scale": settings.scaler.kind}),
+        **({"loss scale": settings.scaler.kind} if settings.scaler.kind else {}),
         "optimizer": optimizer.rule.known_as or optimizer.rule.name,
         **{_LABELS.get(key, key): [group.get(key) for group in configured] for key in optimizer.rule.scheduled},
         **({DECOUPLED: [group["decoupled"] for group in groups]} if "decoupled" in groups[0] else {}),
@@ -382,13 +414,10 @@ class Differences:
         scheduled: bool = False,
         groups: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Compares the settings that both mappings contain.
+        """Compares the settings that both mappings, results of `named_settings`, contain.
 
-        Args:
-            then: the result of `named_settings` in the committed run.
-            now: its result in this run.
-            scheduled: True if a restored schedule continues the learning rates, whatever the config contains.
-            groups: groups of the optimizer, which a schedule outside the engine may have marked as its own.
+        `scheduled` is True if a restored schedule continues the learning rates, whatever the config contains. A
+        schedule outside the engine may have marked `groups`, those of the optimizer, as its own.
         """
         self.changed = {name: (then[name], now[name]) for name in now if name in then and then[name] != now[name]}
         self._scheduled = scheduled
@@ -542,7 +571,7 @@ class TrainingState:
     @property
     def loss_scale(self) -> float:
         """Factor of the loss of the next backward; 1 except in fp16."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+        return self.scaler.scale
 
     def take(self) -> Snapshot:
         """Returns the present state, without weights and moments."""
@@ -553,7 +582,7 @@ class TrainingState:
             "global_samples": self.global_samples,
             "parameter_steps": self.parameter_steps,
             "scheduler": scheduler_state(self.lr_scheduler),
-            "loss_scale": None if self.scaler is None else self.scaler.state(),
+            "loss_scale": self.scaler.state(),
             **self.of_the_user(),
             "data": self._data,
             # Until `put_values` the groups do not have the resumed values yet, but a commit must contain them.
@@ -624,7 +653,7 @@ class TrainingState:
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
         self.micro_steps = self._micro_steps = facts["micro_steps"]
         self.parameter_steps = facts["parameter_steps"]
-        if self.scaler is not None and facts["loss_scale"] is not None:
+        if facts["loss_scale"] is not None:
             self.scaler.restore(facts["loss_scale"])
             self.optimizer.record(self.optimizer.overflow, self.loss_scale)
         self.global_samples = facts["global_samples"]
@@ -727,8 +756,7 @@ class TrainingState:
         # A commit counts the micro-batches up to here; later ones are repeated by a resumed run.
         self._micro_steps = self.micro_steps
         self.skipped_steps += overflow
-        if self.scaler is not None:
-            self.scaler.stepped(overflow)
+        self.scaler.stepped(overflow)
         self.optimizer.record(overflow, self.loss_scale)
         # `micro_batches` may differ from the accumulation: the user may set the boundary.
         self.global_samples += self.settings.total_batch_size // self.settings.accumulation * micro_batches

@@ -19,7 +19,8 @@ from torch import nn
 
 from offload.engine.callbacks import GradientStats
 from offload.engine.components import EngineComponents
-from offload.engine.early_updates import EarlyUpdates, reason_to_clip
+from offload.engine.early_updates import EarlyUpdates, NoEarlyUpdates, reason_to_clip
+from offload.engine.gradients import NoCompletion
 from offload.engine.optimizer import Optimizer
 from offload.engine.state import TrainingState
 from offload.engine.update import UpdateWorker
@@ -75,12 +76,9 @@ class GradientAccumulation:
         return self._backwards - self._before
 
     def is_boundary(self, accumulation: int) -> bool:
-        """Returns True if the current micro-batch ends an optimizer step.
+        """Returns True if the current micro-batch ends an optimizer step of `accumulation` micro-batches.
 
         A micro-batch lasts from one `step()` to the end of the next.
-
-        Args:
-            accumulation: micro-batches of an optimizer step.
         """
         if self._no_sync:
             return False
@@ -97,10 +95,7 @@ class GradientAccumulation:
         """Returns True if the backward that runs now is known to be the last before an optimizer step.
 
         If the user says that a step ends now, and several micro-batches run in one call, this is the last of them.
-
-        Args:
-            accumulation: micro-batches of an optimizer step.
-            ahead: micro-batches before this one that are under way too, and not counted yet.
+        The micro-batches `ahead` of this one are under way too, and not counted yet.
         """
         if self._no_sync:
             return False
@@ -124,12 +119,9 @@ class GradientAccumulation:
 
     @contextlib.contextmanager
     def several(self, micro_batches: int) -> Iterator[None]:
-        """Makes each backward of the context a micro-batch. The next `step()` ends the last one.
+        """Makes each backward of the context, at most `micro_batches`, a micro-batch. The next `step()` ends the last.
 
         After an exception all of them have ended.
-
-        Args:
-            micro_batches: their number, or more.
         """
         before = self._backwards
         self._until = before + micro_batches
@@ -257,9 +249,8 @@ class OptimizerStep:
             optimizer=optimizer,
             noise_seed=state.settings.seed if components.shards.mode.rounds else None,
         )
-        self._early: EarlyUpdates | None = None
-        """None if no update of this run can be made under the backward."""
-        if components.gradients.completion is not None:
+        self._early = NoEarlyUpdates()
+        if not isinstance(components.gradients.completion, NoCompletion):
             assert isinstance(components.update_worker, UpdateWorker)
             self._early = EarlyUpdates(
                 worker=components.update_worker,
@@ -287,18 +278,15 @@ class OptimizerStep:
 
     def gradients_complete(self, unit: int) -> None:
         """Lets the update of a unit begin whose gradients are complete, if this step is expected to clip nothing."""
-        if self._early is not None:
-            self._early.complete(unit, self._state.parameter_steps[unit], self._state.loss_scale)
+        self._early.complete(unit, self._state.parameter_steps[unit], self._state.loss_scale)
 
     def gradients_changed(self, unit: int) -> None:
         """Withdraws the update of a unit that has begun, since a gradient has changed."""
-        if self._early is not None:
-            self._early.changed(unit)
+        self._early.changed(unit)
 
     def forget_gradients(self) -> None:
         """Withdraws all updates that have begun, since their gradients are dropped."""
-        if self._early is not None:
-            self._early.drop()
+        self._early.drop()
 
     def forget_norm(self) -> None:
         """Drops the norm of the last gradient, after a checkpoint of another moment was loaded."""
@@ -326,15 +314,21 @@ class OptimizerStep:
         known = self._known()
         # Gradients were computed from the scaled loss, so their norm has the loss scale as a factor.
         norm = known.norm / self._state.loss_scale
-        refusal = self._refusal(norm)
+        refusal = "" if math.isfinite(norm) else self._state.scaler.refusal
         try:
-            self._apply(updater, norm, known.present, self._order(), refused=refusal is not None)
+            unforeseen = components.pager.counts().unforeseen
+            if unforeseen > self._unforeseen:
+                more = unforeseen - self._unforeseen
+                logger.debug("step %d: %d uses of units were mispredicted", self._state.global_steps + 1, more)
+                self._unforeseen = unforeseen
+            # The uses of units in this step are the access order predicted for the next one.
+            self._apply(updater, norm, known.present, components.pager.end_step(), refused=bool(refusal))
         except BaseException as error:
             # Counters, gradients and scheduled updates may disagree, also after a Ctrl-C at a wait of `Rule.complete`.
             # Nothing may be committed after it, and the last commit stays valid.
             components.pager.fail(error)
             raise
-        if refusal is not None:
+        if refusal:
             steps = self._state.global_steps
             raise NumericsError(
                 f"the gradient norm of step {steps + 1} is {norm}: the step was not applied, and its gradients were "
@@ -346,7 +340,7 @@ class OptimizerStep:
 
     def stepped(self) -> Stepped:
         """Returns the facts of the last step that the step meter records."""
-        state, norm = self._state, self.grad_norm
+        state, norm, early = self._state, self.grad_norm, self._early.last
         assert norm is not None
         return Stepped(
             state.global_steps,
@@ -354,8 +348,8 @@ class OptimizerStep:
             float(self._optimizer.param_groups[0]["lr"]),
             norm,
             state.skipped_steps,
-            None if state.scaler is None else state.scaler.scale,
-            None if self._early is None else (self._early.last.hits, self._early.last.misses),
+            state.scaler.scale if state.scaler.kind else None,
+            (early.hits, early.misses) if early is not None else None,
         )
 
     def _known(self) -> GradientStats:
@@ -373,56 +367,25 @@ class OptimizerStep:
             extension.add_gradients(stats.present)
         return components.world.step(stats, self._accumulation.count, state.global_steps, settings)
 
-    def _order(self) -> Sequence[int]:
-        """Returns the uses of units in this step as the access order predicted for the next step."""
-        unforeseen = self._components.pager.counts().unforeseen
-        if unforeseen > self._unforeseen:
-            more = unforeseen - self._unforeseen
-            logger.debug("step %d: %d uses of units were mispredicted", self._state.global_steps + 1, more)
-            self._unforeseen = unforeseen
-        return self._components.pager.end_step()
-
     @property
     def _clip(self) -> float:
         """The largest norm of the next gradient; 0 for no clip."""
         return self._state.settings.clip if self._clip_once is None else self._clip_once
 
-    def _refusal(self, norm: float) -> str | None:
-        """Returns the advice for a norm that is inf or NaN and must not be skipped; None if the step may proceed."""
-        scaler = self._state.scaler
-        if math.isfinite(norm):
-            return None
-        if scaler is None:
-            if self._state.settings.skip_nonfinite:
-                return None
-            return 'Lower the learning rate, look at the batch, or set "on_nonfinite": "skip" in the "offload" block'
-        if not scaler.exhausted:
-            return None
-        return (
-            f"The loss scale is {scaler.scale:g} already, its minimum: lower the learning rate, look at the batch, or "
-            "train in bf16"
-        )
-
     def _apply(
         self, updater: UpdateWorker, norm: float, present: Sequence[set[int]], order: Sequence[int], refused: bool
     ) -> None:
-        """Counts the step and schedules its updates.
+        """Counts the step and schedules its updates, in the order of the uses of units.
 
-        Gradients are dropped if the step is skipped or refused.
-
-        Args:
-            norm: the gradient norm, without the loss scale; inf or NaN skips the step.
-            present: for each unit the segments that have a gradient.
-            order: the uses of units, which orders the updates.
-            refused: True if the step raises `NumericsError`.
+        Gradients are dropped if the step is skipped, because the norm is inf or NaN, or refused. `present` are the
+        segments of each unit that have a gradient.
         """
         state = self._state
         micro_batches = self._accumulation.trained(state.settings.accumulation)
         state.count_micro_steps(self._accumulation.passed(state.settings.accumulation))
         self._accumulation.reset()
         self.applied = False
-        if state.scaler is not None:
-            state.scaler.forget_multiplied()
+        state.scaler.forget_multiplied()
         self.grad_norm = norm
         if refused:
             self._optimizer.record(True, state.loss_scale)
@@ -435,7 +398,19 @@ class OptimizerStep:
         updates: list[UnitUpdate] = []
         scale = grad_scale(norm, clip, loss_scale)
         if finite:
-            updates = self._updates(updater, present, order, scale)
+            components, mode = self._components, self._components.shards.mode
+            several = components.world.ranks.size > 1
+            # Ranks that step parameters together need one order, and their predictions may differ.
+            updates = self._update_builder.updates(
+                present, () if several and mode.steps_whole else order, scale, state.parameter_steps
+            )
+            # Gradients are dropped if this rank has no partition to update with them.
+            for update in updates:
+                if not update.segments:
+                    components.gradients.drop(update.unit)
+            if several:
+                shards, gradients, agreement = components.shards, components.gradients, components.agreement
+                updates = self._optimizer.rule.complete(updates, shards, gradients, updater, agreement)
         else:
             self._components.gradients.clear()
             now = state.loss_scale
@@ -443,51 +418,16 @@ class OptimizerStep:
             logger.warning("step %d skipped: its gradient norm is %s%s", state.global_steps, norm, to)
         self._components.unit_views.outdate(update.unit for update in updates)
         updater.schedule(updates, state.global_steps)
-        if self._early is not None:
-            self._early.end_step(state.global_steps, reason_to_clip(norm, clip, scale, loss_scale))
+        self._early.end_step(state.global_steps, reason_to_clip(norm, clip, scale, loss_scale))
         if any(update.shared for update in updates):
-            _finish_together(updater)
+            # Ranks step these together, on their workers: no other collective may come in between.
+            try:
+                updater.finish(commit=False)
+            except EngineFailed as error:
+                if isinstance(error.__cause__, RankError):  # as from a collective of this thread
+                    raise error.__cause__ from None
+                raise
         self.applied = finite
-
-    def _updates(
-        self, updater: UpdateWorker, present: Sequence[set[int]], order: Sequence[int], scale: float
-    ) -> list[UnitUpdate]:
-        """Returns the update of each unit. Gradients are dropped if this rank has no partition to update with them.
-
-        Args:
-            updater: the update worker, whose tiles the rule may borrow.
-            present: for each unit the segments that have a gradient.
-            order: the uses of units.
-            scale: factor for each gradient: the clip and the inverse of the loss scale.
-        """
-        components = self._components
-        several, mode = components.world.ranks.size > 1, components.shards.mode
-        # Ranks that step parameters together need one order, and their predictions may differ.
-        updates = self._update_builder.updates(
-            present, () if several and mode.steps_whole else order, scale, self._state.parameter_steps
-        )
-        for update in updates:
-            if not update.segments:
-                components.gradients.drop(update.unit)
-        if several:
-            shards, gradients, agreement = components.shards, components.gradients, components.agreement
-            updates = self._optimizer.rule.complete(updates, shards, gradients, updater, agreement)
-        return updates
-
-
-def _finish_together(updater: UpdateWorker) -> None:
-    """Waits for updates that ranks step together, on their workers: no other collective may come in between.
-
-    Raises:
-        RankError: another rank is gone.
-        EngineFailed: the worker has failed for another reason.
-    """
-    try:
-        updater.finish(commit=False)
-    except EngineFailed as error:
-        if isinstance(error.__cause__, RankError):  # as from a collective of this thread
-            raise error.__cause__ from None
-        raise
 
 
 # -- train batch ---------------------------------------------------------------------------------------
@@ -507,10 +447,8 @@ def check_batches(batches: Any) -> None:
 def run(model: Callable[..., Any], batch: Any) -> torch.Tensor:
     """Returns the model's loss of `batch`.
 
-    The model returns the loss, or an output whose `.loss`, `["loss"]` or first item is the loss.
-
-    Args:
-        batch: a mapping of keyword arguments, a tuple or list of arguments, or the only argument.
+    The model returns the loss, or an output whose `.loss`, `["loss"]` or first item is the loss. The batch is a mapping
+    of keyword arguments, a tuple or list of arguments, or the only argument.
 
     Raises:
         UsageError: the output contains no loss of one element.
@@ -532,7 +470,6 @@ def run(model: Callable[..., Any], batch: Any) -> torch.Tensor:
 
 
 def _loss(output: Any) -> Any:
-    """Returns the loss in a model's output, or None."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping):

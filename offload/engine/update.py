@@ -62,11 +62,6 @@ class UpdateStatus(enum.Enum):
     """The results are of no use."""
 
 
-def even_cuts(numel: int, tile_numel: int) -> tuple[range, ...]:
-    """Returns the elements of tiles that are all of one size, but the last."""
-    return tuple(range(start, min(start + tile_numel, numel)) for start in range(0, numel, tile_numel))
-
-
 class UnitJob:
     """The update of one unit in flight: its tiles begin in order, pass after pass."""
 
@@ -96,7 +91,9 @@ class UnitJob:
 
     def cut(self, tile_numel: int) -> None:
         """Divides the unit into tiles, before the first begins. The arithmetic may ask for borders of its own."""
-        self._cuts = self.steps.cuts or even_cuts(self.update.numel, tile_numel)
+        numel = self.update.numel
+        even = tuple(range(start, min(start + tile_numel, numel)) for start in range(0, numel, tile_numel))
+        self._cuts = self.steps.cuts or even
 
     @property
     def all_begun(self) -> bool:
@@ -414,7 +411,6 @@ class TilePipeline:
             self.free.append(tile.buffer)
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies between device and host, and waits for the copy."""
         with self._timeline.span(Row.WORKER, "copy of states", destination.nbytes):
             self._shards.device.copy(destination, source)
 
@@ -584,23 +580,37 @@ class Updates:
         return False
 
     def schedule(self, updates: Sequence[UnitUpdate], step: int | None) -> None:
-        """Enqueues updates."""
+        """Enqueues the updates of an optimizer step, in the order of their units' next use.
+
+        Updates and commit of the step before must be finished. A step that is a multiple of `commit_every` is
+        committed; None is for edits, which the next commit contains.
+        """
         raise AssertionError("an engine that trains nothing refuses steps and edits earlier")
 
     def deliver_blob(self, blob: Mapping[str, torch.Tensor]) -> None:
         """Passes the state blob that the commit of the scheduled step waits for."""
 
     def finish(self, commit: bool = True) -> None:
-        """Waits until every scheduled update is written and, with `commit`, until a commit that is due is made."""
+        """Waits until every scheduled update is written and, with `commit`, until a commit that is due is made.
+
+        Raises:
+            EngineFailed: the worker or another background thread has failed.
+        """
 
     def come_to_rest(self, commit: bool = True) -> None:
-        """Waits as `finish` does: afterwards nothing reads or writes states, until the next call."""
+        """Drops all offers and waits as `finish` does: nothing reads or writes states until the next call."""
 
     def drop_spare(self) -> None:
-        """Frees the host memory of promoted states. The caller holds the pager's lock, and no update is in flight."""
+        """Frees the host memory of promoted states, which are stored on DISK too: from now on they are read from there.
+
+        The caller holds the pager's lock, and no update is in flight.
+        """
 
     def close(self) -> None:
-        """Ends the updates. Idempotent."""
+        """Waits until all updates are written, or an error has stopped them, and joins the thread; idempotent.
+
+        A commit whose blob was never delivered is not made.
+        """
 
 
 class UpdateWorker(Updates):
@@ -657,13 +667,6 @@ class UpdateWorker(Updates):
     # -- the caller's thread ------------------------------------------------------------------------
 
     def schedule(self, updates: Sequence[UnitUpdate], step: int | None) -> None:
-        """Enqueues the updates of an optimizer step. Updates and commit of the step before must be finished.
-
-        Args:
-            updates: one for each unit, in the order of their next use.
-            step: number of the step, which is committed if it is a multiple of `commit_every`; None for edits, which
-                the next commit contains.
-        """
         # calling thread: done first. The worker may begin as soon as it sees an update, and no thread may use the units
         # then. No copy of old weights for an early update may begin either: it would read what the update writes.
         with self._weights.speculative.paused():
@@ -688,22 +691,15 @@ class UpdateWorker(Updates):
             self._wake()
 
     def deliver_blob(self, blob: Mapping[str, torch.Tensor]) -> None:
-        """Passes the state blob that the commit of the scheduled step waits for."""
         with self._pager.lock:
             self._blob = blob
             self._wake()
 
     @property
     def wants_blob(self) -> bool:
-        """True if the scheduled step will be committed and lacks its blob."""
         return self._commit_step is not None and self._blob is None
 
     def finish(self, commit: bool = True) -> None:
-        """Waits until every scheduled update is written and, with `commit`, until a commit that is due has been made.
-
-        Raises:
-            EngineFailed: the worker or another background thread has failed.
-        """
         with self._pager.lock:
             # calling thread: from here on the worker does not wait for a host buffer, since perhaps only this thread
             # could free one.
@@ -722,7 +718,6 @@ class UpdateWorker(Updates):
                 self._flushing -= 1
 
     def come_to_rest(self, commit: bool = True) -> None:
-        """Drops all offers and waits as `finish` does: nothing reads or writes states until the next call."""
         self.offers.drop_all()
         self.finish(commit)
 
@@ -733,20 +728,12 @@ class UpdateWorker(Updates):
             return tuple(self._pipeline.free)
 
     def drop_spare(self) -> None:
-        """Frees the host memory of promoted states, which are stored on DISK too: from now on they are read from there.
-
-        The caller holds the pager's lock, and no update is in flight.
-        """
         for key, resident in list(self._shards.residents.items()):
             if resident.spare is not None:
                 del self._shards.residents[key]
                 resident.spare.release()
 
     def close(self) -> None:
-        """Waits until all updates are written, or an error has stopped them, and joins the thread; idempotent.
-
-        A commit whose blob was never delivered is not made.
-        """
         with self._pager.lock:
             self._closing = True
             self._wake()
@@ -878,7 +865,6 @@ class UpdateWorker(Updates):
         return any(self._shards.stored(unit, state) for state in self._shards.mode.states)
 
     def _early_title(self, unit: int) -> str:
-        """Returns the name of an update under the backward on the timeline."""
         return f"{self._shards.sizes[unit].title} under the backward"
 
     # -- the next update ----------------------------------------------------------------------------

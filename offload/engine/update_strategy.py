@@ -216,34 +216,17 @@ class UnitSteps(Protocol):
         """
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Updates the elements of a tile in place, and returns when the arithmetic is done.
-
-        Args:
-            tile: the elements; the memory is the worker's.
-            last: True in the last pass, whose results are kept.
-        """
+        """Updates the elements of a tile in place, and returns when the arithmetic is done. The `last` pass is kept."""
 
 
 class UpdateStrategy(Protocol):
     """A way to update units, one object for all units of an engine."""
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
-        """Returns the elements of `state` that a tile with the elements [start, stop) of a unit contains.
-
-        Args:
-            unit: index of the unit.
-            state: the state.
-            start: first element of the tile, in the trainable shard.
-            stop: end of the tile.
-        """
+        """Returns the elements of `state` in a tile with the elements [start, stop) of a unit's trainable shard."""
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
-        """Returns the steps of a unit whose update begins.
-
-        Args:
-            update: the update, which contains segments.
-            tile_numel: largest number of elements of a tile.
-        """
+        """Returns the steps of a unit whose update, with segments, begins; a tile has at most `tile_numel` elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

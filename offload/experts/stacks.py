@@ -154,7 +154,6 @@ def stack_handles(
             dtype=row_handles[0].dtype,
             shape=(len(row_handles), *row_handles[0].shape),
             device=row_handles[0].device,
-            rules=row_handles[0].rules,
         )
         for name, row_handles in rows.items()
     ]
@@ -205,8 +204,7 @@ class ZeroGradients:
                 if start >= stop:
                     continue  # other ranks have the row
                 # An update of the unit's other parameters may have begun: it lacks this one.
-                if self._gradients.completion is not None:
-                    self._gradients.completion.changed(unit)
+                self._gradients.completion.changed(unit)
                 zeros = torch.zeros(stop - start, dtype=self._gradients.dtype, device=self._device)
                 self._gradients.put(unit, position, start - segment.start, zeros)
         if self._rows:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.callbacks import Extension, ParamOwner
+from offload.engine.callbacks import Extension
+from offload.engine.edits import WeightEdits
 from offload.engine.fill import Values
 from offload.engine.params import ParamHandle, last_keys
 from offload.errors import UsageError
@@ -26,7 +27,7 @@ class ParameterBytes:
     def __init__(self, name: str, unit: int, start: int, device: torch.device) -> None:
         """Describes the bytes; they can be read once `owner` is set. The bytes begin at byte `start` of the unit."""
         self.name, self.unit, self.start, self.device = name, unit, start, device
-        self.owner: ParamOwner | None = None
+        self.owner: WeightEdits | None = None
         """The object that reads the bytes. None before the engine is complete and after its end."""
 
     def read(self, geometry: torch.Tensor) -> torch.Tensor:
@@ -103,7 +104,7 @@ class QuantizedTensors(Values):
         self.content = segment.kind
         self._source = source
 
-    def attach(self, owner: ParamOwner) -> None:
+    def attach(self, owner: WeightEdits) -> None:
         """Makes `owner` the object that reads the bytes."""
         self._source.owner = owner
 

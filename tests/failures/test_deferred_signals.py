@@ -17,7 +17,7 @@ from offload.interrupts import defer_signals, interruptible, restore_signals, un
 from tests.support.models import Mixture, mixture_loss
 from tests.support.oracle import Job, start
 
-OF_PARAMETERS = tuple(f"/offload/engine/{name}.py" for name in ("hooks", "params", "unit_views", "torch_functions"))
+OF_PARAMETERS = tuple(f"/offload/engine/{name}.py" for name in ("hooks", "params", "unit_views"))
 """Files of the code that runs between a module's call and its parameters."""
 
 

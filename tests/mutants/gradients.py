@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "add to a window of gradients that has moved on",
         "offload.engine.gradients",
-        "if not self.spills(unit):",
+        "if unit not in self._spill:",
         "if True:",
         "tests/gradients/test_gradient_spill.py",
     ),
