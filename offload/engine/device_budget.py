@@ -428,12 +428,9 @@ class Sleep:
         self._components, self._device_budget = components, device_budget
         self._aside: dict[_Partition, torch.Tensor] = {}
         """Bytes of partitions on the device that no file contains, in host memory."""
-        self._freed: FreedBytes | None = None
-
-    @property
-    def asleep(self) -> bool:
+        self._freed = FreedBytes(0, 0)
+        self.asleep = False
         """True between `sleep` and `wake`."""
-        return self._freed is not None
 
     def sleep(self, host: bool, micro_batches: int) -> FreedBytes:
         """Gives the device arena's memory back, and with `host` the host arena's too; see `Engine.sleep`.
@@ -488,9 +485,9 @@ class Sleep:
     @uninterrupted
     def _sleep(self, host: bool) -> FreedBytes:
         try:
-            device = self._give_back_device() if self._freed is None else self._freed.device
-            before = 0 if self._freed is None else self._freed.host
-            self._freed = FreedBytes(device, before + (self._give_back_host() if host else 0))
+            device = self._freed.device if self.asleep else self._give_back_device()
+            self._freed = FreedBytes(device, self._freed.host + (self._give_back_host() if host else 0))
+            self.asleep = True
         except BaseException as error:  # memory and residencies may disagree
             self._components.pager.fail(error)
             raise
@@ -509,7 +506,7 @@ class Sleep:
             BudgetError: if the device or the host has less free memory; the engine then sleeps on.
             IoError: if the swap files cannot be read; the engine is then stopped.
         """
-        if self._freed is None:
+        if not self.asleep:
             return
         components = self._components
         # Both checks come before the first change, so that a call that fails can be repeated.
@@ -524,7 +521,7 @@ class Sleep:
             while self._aside:
                 (unit, state), values = self._aside.popitem()
                 components.shards.put(unit, state, 0, values.numpy().data)
-            self._freed = None
+            self._freed, self.asleep = FreedBytes(0, 0), False
             components.pager.end_load()
         except BaseException as error:
             components.pager.fail(error)

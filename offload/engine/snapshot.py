@@ -10,7 +10,6 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -135,45 +134,37 @@ class Snapshot(NamedTuple):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class GeneratorStates:
-    """States of all random generators in the generators' own forms, which take a third of the time of bytes."""
-
-    of_torch: torch.Tensor
-    of_python: tuple[Any, ...]
-    of_numpy: tuple[Any, ...] | None
-    """None if numpy is not imported."""
-    of_device: torch.Tensor | None
-    """None for a device whose generator is torch's own."""
+class GeneratorStates(dict[str, Any]):
+    """States of all random generators by name, in their own forms, which take a third of the time of bytes."""
 
     @classmethod
     def of(cls, device: torch.device) -> GeneratorStates:
         """Returns the states of the generators of torch, Python, numpy (if imported) and `device`."""
-        on_cpu = device.type in ("cpu", "meta")
-        state = None if on_cpu else torch.get_device_module(device).get_rng_state(device)
+        states = cls(torch=torch.get_rng_state(), python=random.getstate())
         # numpy is optional: if nobody has imported it, nobody has drawn from its generator.
-        numpy = sys.modules["numpy.random"].get_state() if "numpy.random" in sys.modules else None
-        return cls(of_torch=torch.get_rng_state(), of_python=random.getstate(), of_numpy=numpy, of_device=state)
+        if "numpy.random" in sys.modules:
+            states["numpy"] = sys.modules["numpy.random"].get_state()
+        if device.type not in ("cpu", "meta"):  # others have a generator of their own
+            states[device.type] = torch.get_device_module(device).get_rng_state(device)
+        return states
 
     def restore(self, device: torch.device) -> None:
         """Puts the generators back into these states; `device` is the one of `of`."""
-        torch.set_rng_state(self.of_torch)
-        random.setstate(self.of_python)
-        if self.of_numpy is not None:
-            sys.modules["numpy.random"].set_state(self.of_numpy)
-        if self.of_device is not None:
-            torch.get_device_module(device).set_rng_state(self.of_device, device)
+        torch.set_rng_state(self["torch"])
+        random.setstate(self["python"])
+        if "numpy" in self:
+            sys.modules["numpy.random"].set_state(self["numpy"])
+        if device.type in self:
+            torch.get_device_module(device).set_rng_state(self[device.type], device)
 
 
 def read_generators(device: torch.device) -> dict[str, torch.Tensor]:
     """Returns the states of the generators of torch, Python, numpy (if imported) and `device`, as bytes."""
-    generators = GeneratorStates.of(device)
-    states = {"torch": generators.of_torch, "python": as_bytes(json.dumps(generators.of_python).encode())}
-    if generators.of_numpy is not None:
-        name, keys, *rest = generators.of_numpy
+    states = dict(GeneratorStates.of(device))
+    states["python"] = as_bytes(json.dumps(states["python"]).encode())
+    if "numpy" in states:
+        name, keys, *rest = states["numpy"]
         states["numpy"] = as_bytes(json.dumps([name, keys.tolist(), *rest]).encode())
-    if generators.of_device is not None:
-        states[device.type] = generators.of_device
     return states
 
 
