@@ -292,7 +292,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         spill: DiskSpill,
         on_device: Mapping[int, torch.Tensor],
         totals: Mapping[int, torch.Tensor],
-        downloads: DeviceToHost | None,
+        downloads: DeviceToHost,
         device: Device,
         device_arena: DeviceArena,
         reduction: Reduction,

@@ -38,7 +38,7 @@ from offload.engine.early_updates import run_may_speculate
 from offload.engine.edits import WeightEdits
 from offload.engine.engine import EngineCore
 from offload.engine.fill import Codes, Values, fill_tiers, make_resident_shards
-from offload.engine.gradient_transfer import DeviceToHost, DiskSpill, NoSpill, windows
+from offload.engine.gradient_transfer import DeviceToHost, DiskSpill, NoDownloads, NoSpill, windows
 from offload.engine.gradients import GradientAccumulator, NoCompletion, UnitCompletion, borders, parameter_starts
 from offload.engine.hooks import ModuleHooks, SavedTensors
 from offload.engine.micro_batches import PassSchedule
@@ -703,7 +703,7 @@ def _gradients(
     dtype, trainable, timeline = plan.parts.gradient_dtype, plan.trainable, pager.table.timeline
     with contextlib.ExitStack() as undo:
         spill: DiskSpill = NoSpill()
-        downloads = None
+        downloads: DeviceToHost = NoDownloads()
         if files.queue is not None and plan.placement.spilled:
             spill = _spill(plan, files, files.queue, host, pager)
             undo.callback(spill.close)

@@ -87,17 +87,6 @@ class Group(NamedTuple):
     """Bytes of padding before each piece but the first, if all are neighbours in host memory; otherwise None."""
 
 
-class Copy(NamedTuple):
-    """One copy to the host, of one gradient or of several that are joined."""
-
-    pieces: Sequence[Piece]
-    source: torch.Tensor
-    """(n,) on the device; of several gradients, their bytes."""
-    target: torch.Tensor | None
-    """(n,) of the same dtype in HOST, or None."""
-    receive: Receive | None
-
-
 class SmallGradients:
     """The gradients of one unit that wait to be joined. Belongs to the thread that sends."""
 
@@ -161,16 +150,15 @@ def group(pieces: Sequence[Piece]) -> list[Group]:
     return [*groups, Group(singles, None)] if singles else groups
 
 
-def copy_of(group: Group) -> Copy:
-    """Returns the copy of the pieces of one group, which the current stream may read."""
+def copy_of(group: Group) -> tuple[torch.Tensor, torch.Tensor | None, Receive | None]:
+    """Returns source, target and callback of the copy of one group, whose pieces the current stream may read."""
     pieces = group.pieces
     if len(pieces) == 1:
-        return Copy(pieces, pieces[0].source, pieces[0].target, pieces[0].receive)
+        return pieces[0].source, pieces[0].target, pieces[0].receive
     if group.gaps is not None:
-        source, target = _side_by_side(pieces, group.gaps)
-        return Copy(pieces, source, target, None)
+        return *_side_by_side(pieces, group.gaps), None
     source, receive = join(pieces)
-    return Copy(pieces, source, None, receive)
+    return source, None, receive
 
 
 def _address(piece: Piece) -> int:
@@ -276,6 +264,9 @@ class DeviceToHost:
     The callers are `uninterrupted`: a Ctrl-C ends a wait, and tensors that were sent by then are received.
     """
 
+    copies = True
+    """False if the host can address the gradients of a backward, so that nothing is copied."""
+
     def __init__(
         self,
         device: Device,
@@ -346,17 +337,18 @@ class DeviceToHost:
             for piece in batch.pieces:
                 self.device.wait_event(piece.computed)
             try:
-                copies = [copy_of(batch)]
+                copies = [(batch, copy_of(batch))]
             # A copy of each gradient by itself needs no memory on the device, and brings the same bytes.
             except torch.OutOfMemoryError:
-                copies = [copy_of(Group([piece], [])) for piece in batch.pieces]
-            for copy in copies:
-                joined = tuple(piece.source for piece in copy.pieces) if len(copy.pieces) > 1 else ()
+                singles = [Group([piece], []) for piece in batch.pieces]
+                copies = [(single, copy_of(single)) for single in singles]
+            for sent, (source, target, receive) in copies:
+                joined = tuple(piece.source for piece in sent.pieces) if len(sent.pieces) > 1 else ()
                 # compute stream: the download stream waits for this event, and so reads the bytes after the join.
                 computed = self.device.record_event()
-                self._send(_Sent(self._small.title, copy.source, computed, copy.target, copy.receive, joined))
+                self._send(_Sent(self._small.title, source, computed, target, receive, joined))
                 # Removed last: if a Ctrl-C ends the wait above, the next call sends the same gradients.
-                self._small.remove(copy.pieces)
+                self._small.remove(sent.pieces)
 
     def with_memory(self, allocate: Callable[[], _T]) -> _T:
         """Returns the result of `allocate`, which runs again if device memory ran out while gradients are in flight.
@@ -513,6 +505,27 @@ class DeviceToHost:
             with self._changed.lock:
                 self._sent.popleft()
                 self._changed.notify_all()
+
+
+class NoDownloads(DeviceToHost):
+    """The downloads from a device whose memory the host can address: none."""
+
+    copies = sums = False
+
+    def __init__(self) -> None:
+        return
+
+    def flush(self) -> None:
+        return
+
+    def drain(self) -> None:
+        return
+
+    def when_received(self, act: Callable[[], None]) -> None:
+        act()
+
+    def close(self) -> None:
+        return
 
 
 # -- disk spill ----------------------------------------------------------------------------------------

@@ -371,7 +371,7 @@ class GradientAccumulator:
         spill: DiskSpill,
         on_device: Mapping[int, torch.Tensor],
         totals: Mapping[int, torch.Tensor],
-        downloads: DeviceToHost | None,
+        downloads: DeviceToHost,
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
         completion: UnitCompletion | None = None,
@@ -382,7 +382,7 @@ class GradientAccumulator:
             parts: the elements of each unit that this rank updates.
             on_device: (numel,) of `dtype` for each unit whose gradients stay on the device.
             totals: the same for units whose gradients are summed on the device, and copied to the host afterwards.
-            downloads: copies from a device whose memory the host cannot address; None if the host can.
+            downloads: copies from a device whose memory the host cannot address.
             completion: notices units whose gradients are complete before `step()`; nobody asks without it.
         """
         self._timeline, self._compute = timeline, compute
@@ -403,7 +403,7 @@ class GradientAccumulator:
                 host_buffer = arena.take_copied(len(part) * dtype.itemsize)
                 assert host_buffer is not None, "the arena's class of gradients was sized for them"
                 memory[unit] = host_buffer.tensor(dtype)
-        self._host = HostGradients(memory, spill, layouts, parts, downloads is None)
+        self._host = HostGradients(memory, spill, layouts, parts, addressable=not downloads.copies)
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
         """Takes device memory, (nbytes,) uint8 by unit, for the totals of more units. Called between steps."""
@@ -414,7 +414,7 @@ class GradientAccumulator:
         """Copies totals of `units` to the host, not in a backward; returns their memory in the form of `add_up_in`."""
         for unit in units:
             self._send_totals(unit)
-        self._drain()
+        self.downloads.drain()
         return {unit: memory.view(torch.uint8) for unit, memory in self.totals.leave(units).items()}
 
     def adder(self, unit: int, segment: int) -> Callable[[torch.Tensor], None]:
@@ -433,7 +433,7 @@ class GradientAccumulator:
         else:
             self._compute.leave_for(unit)
             self._compute.turn_to(unit)
-            timeline = self._timeline if self.downloads is None else OFF  # else recorded on arrival
+            timeline = OFF if self.downloads.copies else self._timeline  # copies are recorded on arrival
             nbytes = gradient.numel() * gradient.element_size()  # a sparse one lacks `nbytes`
             with timeline.span(Row.DOWNLOADS, self._titles[unit], nbytes):
                 self._add(unit, segment, gradient)
@@ -458,8 +458,7 @@ class GradientAccumulator:
 
     def _flush(self) -> None:
         """Processes gradients that were set aside: small ones, which are copied together."""
-        if self.downloads is not None:
-            self.downloads.flush()
+        self.downloads.flush()
 
     @property
     def pending_unit(self) -> int:
@@ -484,16 +483,16 @@ class GradientAccumulator:
             self._callbacks.await_updates()
         if unit in self._on_device:
             self._keep(unit, segment, first, values)
-        elif self.downloads is None:
+        elif not self.downloads.copies:
             self._accumulate(unit, segment, first, values, self._is_new(unit, segment, first))
         # A gradient begins a total on the device, or is added to one, or is copied.
         elif self.totals.has(unit, (segment, first)) or (self._is_new(unit, segment, first) and not self._leaves(unit)):
             start, key = self._start(unit, segment, first), (segment, first)
             self.downloads.with_memory(lambda: self.totals.add(unit, key, start, values))
             if self._leaves(unit):
-                self._send_total(self.downloads, unit, segment, first)
+                self._send_total(unit, segment, first)
         else:
-            self._send(self.downloads, unit, segment, first, values, self._is_new(unit, segment, first))
+            self._send(unit, segment, first, values, self._is_new(unit, segment, first))
 
     def _is_new(self, unit: int, segment: int, first: int) -> bool:
         """Returns True if no gradient was stored at this position since the last step."""
@@ -505,14 +504,13 @@ class GradientAccumulator:
             return True
         return not self.totals.takes(unit) and self._schedule.leaves_block
 
-    def _send_total(self, downloads: DeviceToHost, unit: int, segment: int, first: int) -> None:
-        self._send(downloads, unit, segment, first, self.totals.values(unit, (segment, first)), True)
+    def _send_total(self, unit: int, segment: int, first: int) -> None:
+        self._send(unit, segment, first, self.totals.values(unit, (segment, first)), True)
         self.totals.left(unit, (segment, first))
 
-    def _send(
-        self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor, new: bool
-    ) -> None:
+    def _send(self, unit: int, segment: int, first: int, values: torch.Tensor, new: bool) -> None:
         """Starts the copy of `values` to the host, where they are stored if `new`, otherwise added."""
+        downloads = self.downloads
         if new and values.element_size() > self.dtype.itemsize:
             values = downloads.with_memory(functools.partial(values.to, self.dtype))  # here, for fewer bytes to copy
         summed = downloads.sums and new and values.dtype == self.dtype
@@ -582,13 +580,12 @@ class GradientAccumulator:
         """Starts the copies of all totals that are still on the device, or of those of a unit's segment."""
         for owner, (position, first) in self.totals.ranges():
             if unit in (None, owner) and segment in (None, position):
-                assert self.downloads is not None
-                self._send_total(self.downloads, owner, position, first)
+                self._send_total(owner, position, first)
 
     def receive_totals(self) -> None:
         """Waits until all gradients are copied from the device; sums of squares there become numbers."""
         self._send_totals()
-        if self.downloads is None:
+        if not self.downloads.copies:
             return
         # calling thread: after this wait the receiving thread records no square any more, so the list is complete.
         self.downloads.drain()
@@ -603,10 +600,6 @@ class GradientAccumulator:
             for (squares, key, _), value in zip(pending, values.tolist(), strict=True):
                 squares[key] = value
 
-    def _drain(self) -> None:
-        if self.downloads is not None:
-            self.downloads.drain()
-
     def present(self, unit: int) -> set[int]:
         """Returns the segments of `unit` that have a gradient."""
         return {segment for segment, _ in self._squares[unit]} | self.totals.segments(unit)
@@ -618,7 +611,7 @@ class GradientAccumulator:
     def when_received(self, unit: int, act: Callable[[], None]) -> None:
         """Calls `act` once all gradients of `unit` so far are on the host: now, or on the receiving thread."""
         self._send_totals(unit)
-        act() if self.downloads is None else self.downloads.when_received(act)
+        self.downloads.when_received(act)
 
     def has(self, unit: int, segment: int) -> bool:
         """Returns True if this rank received a gradient of this parameter since the last step."""
@@ -628,7 +621,7 @@ class GradientAccumulator:
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Fills `values`, (n,) on the CPU, with elements [first, first + n) of a segment: all those of this rank."""
         self._send_totals(unit, segment)
-        self._drain()
+        self.downloads.drain()
         start = self._start(unit, segment, first)
         if unit in self._on_device:
             values.copy_(self._on_device[unit][start : start + len(values)])
@@ -641,7 +634,7 @@ class GradientAccumulator:
     @uninterrupted
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Replaces the elements that `look` reads by `values`, (n,) fp32 on the CPU; n may be 0 on this rank."""
-        self._drain()
+        self.downloads.drain()
         self.completion.changed(unit)
         with self._lock:
             self._squares[unit] = {key: square for key, square in self._squares[unit].items() if key[0] != segment}
@@ -702,7 +695,7 @@ class GradientAccumulator:
 
     def clear(self) -> None:
         """Drops every gradient that no update has taken, on this rank alone."""
-        self._drain()
+        self.downloads.drain()
         for unit in range(len(self._layouts)):
             if unit not in self._reading:
                 self.drop(unit)
@@ -710,8 +703,7 @@ class GradientAccumulator:
     def close(self) -> None:
         """Joins the receiving thread and frees drives and device memory. The update worker must have ended."""
         self._on_device = {}
-        if self.downloads is not None:
-            self.downloads.close()
+        self.downloads.close()
         self.spill.close()
         self.totals.close()
 

@@ -9,7 +9,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from offload.swapper.memory.device import Device
 
 if TYPE_CHECKING:
     from offload.distributed.agreement import Agreement
+    from offload.engine.access import OptimizerStates
     from offload.engine.gradients import GradientAccumulator
     from offload.engine.shards import LocalShards
     from offload.engine.update import UpdateWorker
@@ -253,14 +254,6 @@ _OTHER_GROUPS = (
 )
 
 
-class States(Protocol):
-    """Access to the optimizer states of a parameter, which may have none; see `OptimizerStates`."""
-
-    def read(self, parameter: nn.Parameter) -> dict[str, Any]: ...
-    def check(self, parameter: nn.Parameter, state: Mapping[str, Any], number: int) -> None: ...
-    def write(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None: ...
-
-
 class Optimizer(torch.optim.Optimizer):
     """Optimizer of an engine, whose states are stored in the tiers of the engine's memory.
 
@@ -285,7 +278,7 @@ class Optimizer(torch.optim.Optimizer):
         self._engine_regrouped: Callable[[], None] = lambda: None
         self.replaced: torch.optim.Optimizer | None = None
         """The user's torch optimizer that shares these groups, or None."""
-        self.states: States | None = None
+        self.states: OptimizerStates | None = None
         """Access to the engine's states of each parameter; None without an engine."""
 
     def attach(
@@ -293,7 +286,7 @@ class Optimizer(torch.optim.Optimizer):
         step: Callable[[], None],
         zero_grad: Callable[[], None],
         regrouped: Callable[[], None] = lambda: None,
-        states: States | None = None,
+        states: OptimizerStates | None = None,
     ) -> None:
         """Makes this the optimizer of an engine, which trains the parameters that the groups contain now.
 

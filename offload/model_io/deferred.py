@@ -182,12 +182,8 @@ class Draw:
         return 2 if self._module() is module else 1
 
 
-class Copied(NamedTuple):
-    """Origin and draw of a parameter without values at the time when it was copied."""
-
-    origin: Any
-    draw: Draw | None
-
+Copied = tuple[Any, Draw | None]
+"""Origin and draw of a parameter without values at the time when it was copied."""
 
 _MARK = "offload_copied"
 """Attribute of a tensor without values that is a copy of a whole parameter: the origin, and the tensor's version."""
@@ -382,14 +378,14 @@ def _copied_of(tensor: torch.Tensor) -> Copied | None:
         return marked if version == tensor._version else None
     whole = _whole_of(tensor)
     known = isinstance(whole, DeferredParameter) and not tensor.is_part
-    return Copied(whole.origin, whole.draw) if known else None
+    return (whole.origin, whole.draw) if known else None
 
 
 def _begin_as(parameter: DeferredParameter, copied: Copied) -> None:
     """Makes a parameter begin with the values of the copied parameter."""
-    if copied.draw is not None:
-        copied.draw.copied = True
     parameter.origin, parameter.draw = copied
+    if parameter.draw is not None:
+        parameter.draw.copied = True
 
 
 def _refused_part(name: str, where: str) -> ConfigError:
