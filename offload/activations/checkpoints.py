@@ -185,7 +185,9 @@ class UnitCheckpoints(ActivationPolicy):
         # A layer of transformers that checkpoints itself has this attribute.
         if getattr(module, "gradient_checkpointing", False) and module.training:
             return False
-        if any(_is_cache(value) and not _is_dispensable(value, module) for value in (*args, *kwargs.values())):
+        # A call computes the same without an empty cache of a module that trains, and nobody will look into that one.
+        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+        if any(not module.training or _length_of(cache, module) for cache in caches):
             return False
         # A frozen prefix needs no checkpoint: autograd saves none of its activations.
         return any(
@@ -272,11 +274,6 @@ def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
     args = tuple(None if _is_cache(value) else value for value in args)
     kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
     return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})
-
-
-def _is_dispensable(cache: Any, module: nn.Module) -> bool:
-    """Returns True if a call of `module` computes the same without this cache, and nobody will look into the cache."""
-    return module.training and _length_of(cache, module) == 0
 
 
 def _length_of(cache: Any, module: nn.Module) -> int:

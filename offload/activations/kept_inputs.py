@@ -257,6 +257,8 @@ class HostBlocks:
         copied = None if self._device.host_addressable else PinnedRegions(resident=nbytes, promoted=0, tiles=False)
         classes = HostBudget(tiles=0, weights=0, gradients=0, resident=nbytes)
         try:
+            # calling thread: takes the lock of `HostMemory` inside that of `KeptInputs`. Without a budget nothing calls
+            # back from in there, so no two threads wait for each other.
             arena = HostArena(classes, self._device, self._memory, None, None, copied)
         except (BudgetError, OSError):  # the latter if the system has no memory
             return None
@@ -625,6 +627,7 @@ class Staging:
 
     def recover(self, dropped: Sequence[InputMemory]) -> None:
         """Takes back the memory of dropped inputs, as soon as no read or write uses it."""
+        # I/O queue: a transfer in flight still uses the block or the slot, so neither is free before its end.
         self._ending += dropped
         for memory in [done for done in self._ending if done.transfers_done]:
             self.give_back(memory)
@@ -762,7 +765,9 @@ class KeptInputs(UnitCheckpoints):
             if kept_input is None:
                 kept_input = KeptInput(tensor, len(self._kept), self._order.next(), self._released)
                 self._kept.append(weakref.ref(kept_input))
-                self._share(tensor, kept_input)
+                if len(self._shared) >= _MOST_SHARED:
+                    self._shared = {place: entry for place, entry in self._shared.items() if not entry[0].expired()}
+                self._shared[_place(tensor)] = StorageWeakRef(tensor.untyped_storage()), self._kept[-1]
             self._make_room()
             self._count()
             return InputView(kept_input, Form.of(tensor))
@@ -776,11 +781,6 @@ class KeptInputs(UnitCheckpoints):
         if kept_input is None or kept_input.changed or kept_input.version != tensor._version:
             return None
         return kept_input
-
-    def _share(self, tensor: torch.Tensor, kept_input: KeptInput) -> None:
-        if len(self._shared) >= _MOST_SHARED:
-            self._shared = {place: entry for place, entry in self._shared.items() if not entry[0].expired()}
-        self._shared[_place(tensor)] = StorageWeakRef(tensor.untyped_storage()), weakref.ref(kept_input)
 
     def _make_room(self) -> None:
         """Moves the oldest inputs off the device as far as the limit requires, and writes ahead."""
@@ -802,12 +802,20 @@ class KeptInputs(UnitCheckpoints):
         block = self._staging.take_block(kept_input.nbytes, self._alive())
         if block is None:
             kept_input.stays = True
-            self._report_full(kept_input.nbytes)
+            if not self._reported_full:
+                self._reported_full = True
+                logger.warning(
+                    "inputs of checkpointed units stay on the device: host memory has no room for one more of %s, and "
+                    'there is no drive for it. Raise "activation_memory" or "host_memory" in the "offload" block, or '
+                    'set an "nvme_path" there',
+                    format_size(kept_input.nbytes),
+                )
             return
         with self._timeline.span(Row.DOWNLOADS, "input of a unit", kept_input.nbytes):
             # download stream: waits for the compute of the tensor, and for the copies of the block's former input.
             ready = (*block.after, self._device.record_event())
             memory.downloaded = self._device.download(block.bytes(kept_input.nbytes), bytes_of(tensor), ready)
+        # download stream: the block's next owner, and the drive, wait for this copy.
         block.after = (memory.downloaded,)
         memory.block = block
         self._leaving.append(kept_input)
@@ -824,17 +832,6 @@ class KeptInputs(UnitCheckpoints):
             self._device.wait_event(kept_input.memory.downloaded)
             kept_input.changed = kept_input.changed or tensor._version != kept_input.version
             kept_input.memory.tensor = None
-
-    def _report_full(self, nbytes: int) -> None:
-        """Reports once that inputs stay on the device."""
-        if not self._reported_full:
-            self._reported_full = True
-            logger.warning(
-                "inputs of checkpointed units stay on the device: host memory has no room for one more of %s, and "
-                'there is no drive for it. Raise "activation_memory" or "host_memory" in the "offload" block, or set '
-                'an "nvme_path" there',
-                format_size(nbytes),
-            )
 
     # -- backward -----------------------------------------------------------------------------------
 
@@ -861,6 +858,7 @@ class KeptInputs(UnitCheckpoints):
             if tensor is None:
                 if memory.arriving is None:
                     self._upload(kept_input)
+                # autograd's thread: a graph that is kept (`retain_graph`) asks again, and finds the bytes in the block.
                 tensor, memory.arriving = memory.arriving, None
                 # compute stream: waits for the upload; on a GPU this thread continues.
                 self._device.wait_event(memory.uploaded)
@@ -895,6 +893,7 @@ class KeptInputs(UnitCheckpoints):
         ready = (memory.downloaded, self._device.record_event())
         with self._timeline.span(Row.UPLOADS, "input of a unit", kept_input.nbytes):
             memory.uploaded = self._device.upload(bytes_of(tensor), block.bytes(kept_input.nbytes), ready)
+        # upload stream: it reads the block, so nobody may overwrite it before.
         block.after = (memory.downloaded, memory.uploaded)
         memory.arriving = tensor
 
@@ -924,6 +923,7 @@ class KeptInputs(UnitCheckpoints):
                 kept_input.position = position
             self._kept = [weakref.ref(kept_input) for kept_input in alive]
         dropped = []
+        # any thread: a graph that dies appends meanwhile, without the lock. Both calls of the deque are atomic.
         while self._released:
             memory = self._released.popleft()
             # compute stream: waits for the copies. torch may give the memory of these tensors to other compute at once.
@@ -940,6 +940,7 @@ class KeptInputs(UnitCheckpoints):
         with self._lock:
             self._let_go_of_leaving()
             memories = [*(kept_input.memory for kept_input in self._alive()), *self._released]
+            # calling thread: waits for the drives and the device, neither of which needs this lock.
             self._staging.close(memories)
             # A graph that outlives the engine keeps no memory. The device is idle, if it has copied anything.
             for memory in memories:

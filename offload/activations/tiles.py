@@ -135,22 +135,22 @@ class _TiledCall:
 def in_chunks(
     module: nn.Module, run: Callable[[torch.Tensor], Any], hidden: torch.Tensor, dim: int, chunks: list[Chunk]
 ) -> torch.Tensor:
-    """Returns the output of a module, computed chunk by chunk.
+    """Returns the output of a module, computed chunk by chunk. Its parameters that train receive gradients.
 
-    Args:
-        module: its parameters that train receive gradients.
-        run: the forward of its class before `tiled`.
-        chunks: at least one; together all positions of the input along `dim`.
-
-    Raises:
-        UsageError: if a parameter has a hook that would be called too often, or if the output has another form.
+    `run` is the forward of its class before `tiled`; `chunks` are together all positions of the input along `dim`.
+    Raises `UsageError` if a parameter has a hook that would be called too often, or if the output has another form.
     """
     saves = torch.is_grad_enabled() and hidden.requires_grad
     if saves:
         hidden = _Input.apply(hidden)  # type: ignore[no-untyped-call]
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    if torch.is_grad_enabled():
-        _refuse_hooks(module, trained)
+    for name, parameter in trained.items() if torch.is_grad_enabled() else ():
+        if tensor_hooks_of(parameter):
+            raise UsageError(
+                f"parameter {name} of the tiled {type(module).__name__} has a hook of register_hook, which would be "
+                "called for each chunk and for their sum; use register_post_accumulate_grad_hook, or do not tile "
+                "this module"
+            )
     work = _TiledCall(
         module=module,
         run=run,
@@ -172,27 +172,6 @@ def _versions(module: nn.Module) -> dict[str, int]:
         handle = handle_of(parameter) or next((h for engine in engines() if (h := engine.handle(parameter))), None)
         versions[name] = parameter._version if handle is None else handle.engine.updates(handle.unit)
     return versions
-
-
-def _refuse_changes(work: _TiledCall) -> None:
-    """Raises `UsageError` if weights have changed since the forward: the chunks would be computed from others."""
-    for name, version in _versions(work.module).items():
-        if version != work.versions[name]:
-            raise UsageError(
-                f"backward through a graph made before step(): the weights of {name} of the tiled "
-                f"{type(work.module).__name__} have changed since"
-            )
-
-
-def _refuse_hooks(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
-    """Raises `UsageError` for a parameter whose hooks would be called for each chunk, and then for the sum again."""
-    for name, parameter in trained.items():
-        if tensor_hooks_of(parameter):
-            raise UsageError(
-                f"parameter {name} of the tiled {type(module).__name__} has a hook of register_hook, which would be "
-                "called for each chunk and for their sum; use register_post_accumulate_grad_hook, or do not tile "
-                "this module"
-            )
 
 
 class _Input(torch.autograd.Function):
@@ -242,7 +221,12 @@ class _Chunks(torch.autograd.Function):
     def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         work: _TiledCall = ctx.work
         (hidden,) = (work.source or ctx).saved_tensors
-        _refuse_changes(work)
+        for name, version in _versions(work.module).items():
+            if version != work.versions[name]:  # the chunks would be computed from other weights
+                raise UsageError(
+                    f"backward through a graph made before step(): the weights of {name} of the tiled "
+                    f"{type(work.module).__name__} have changed since"
+                )
         trained = [work.module.get_parameter(name) for name in work.names]
         slope_of_input = torch.zeros_like(hidden) if ctx.needs_input_grad[1] else None
         sums: list[torch.Tensor | None] = [None] * len(trained)
@@ -515,7 +499,7 @@ TILE_DIM = -2
 
 def known_mlps(model: nn.Module) -> tuple[str, ...]:
     """Returns the names of the MLPs of a decoder, without those that the user has tiled."""
-    return tuple(name for name, module in _candidates(model) if _is_mlp(module))
+    return tuple(name for name, module in _candidates(model) if _has_form(module) and _change(module) is None)
 
 
 def _candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -529,11 +513,6 @@ def _candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
     names = [f"{layer}.{name}" for layer in layers for name in _NAMES]
     return [(name, modules[name]) for name in names if name in modules]
-
-
-def _is_mlp(module: nn.Module) -> bool:
-    """Returns True if a module has the form of an MLP that computes each token by itself."""
-    return _has_form(module) and _change(module) is None
 
 
 def _has_form(module: nn.Module) -> bool:

@@ -58,8 +58,7 @@ from offload.engine.unit_views import UnitViews
 from offload.engine.update import Updates, UpdateWorker
 from offload.engine.update_strategy import UpdateSetting
 from offload.errors import StoreError
-from offload.experts.adapters import TargetedParameters
-from offload.experts.stacks import StackedExperts, ZeroGradients, stack_handles
+from offload.experts.stacks import StackedExperts, TargetedParameters, ZeroGradients, stack_handles
 from offload.hardware.probe import kept_window
 from offload.launch.environment import rank_number
 from offload.layout.fingerprint import describe

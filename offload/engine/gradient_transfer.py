@@ -387,8 +387,8 @@ class DeviceToHost:
         """Waits until everything sent or collected has been received."""
         self.flush()
         with self._changed.lock:
-            self._changed.notify_all()
-            # calling thread: the wait ends, as in `_send`. The receiving thread needs nothing of this one.
+            # calling thread: the wait ends, as in `_send`, which has woken the receiving thread for each copy. That
+            # thread needs nothing of this one.
             while self._sent and not self._ended:
                 self._changed.wait()
         if self._ended:

@@ -20,7 +20,7 @@ from offload.engine.gradients import GradientAccumulator
 from offload.engine.params import ParamHandle, StorageForm
 from offload.errors import BudgetError, UsageError
 from offload.interrupts import uninterrupted
-from offload.layout.experts import LOOP
+from offload.layout.experts import LOOP, is_parameter_adapter
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.pager import Pager
 from offload.torch_internals import outside_of_compiled_code, plain_tensors
@@ -290,3 +290,37 @@ class StackedExperts(Extension):
 def _is_choice(value: Any) -> bool:
     """Returns True for the router's choice: the argument that contains whole numbers."""
     return isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
+
+
+# -- adapters of whole parameters ------------------------------------------------------------------------
+#
+# Adapters of peft that target whole parameters, such as stacks of experts (`target_parameters`). In each forward peft
+# registers a parametrization of the parameter, where torch calls `parameter.set_(parameter)`. No byte changes, but
+# torch counts a change in place.
+
+
+class TargetedParameters(Extension):
+    """Modules with parameters that adapters target: changes by peft before a forward do not count."""
+
+    def __init__(self, model: nn.Module, handles: Iterable[Iterable[ParamHandle]]) -> None:
+        """Hooks the modules; `handles` are the parameters of each unit."""
+        self._removers: list[Callable[[], None]] = []
+        known = {id(handle.parameter): handle for unit in handles for handle in unit}
+        wrappers: list[Any] = [module for module in model.modules() if is_parameter_adapter(module)]
+        for wrapper in wrappers:
+            module = wrapper.get_base_layer()
+            handle = known.get(id(getattr(module, wrapper.parameter_name)))
+            if handle is not None:
+                self._hook(module, handle)
+
+    def _hook(self, module: nn.Module, handle: ParamHandle) -> None:
+        def before(called: nn.Module, args: tuple[Any, ...]) -> None:
+            if called is module:
+                handle.forgive_changes()
+
+        self._removers.append(module.register_forward_pre_hook(outside_of_compiled_code(before)).remove)
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        while self._removers:
+            self._removers.pop()()

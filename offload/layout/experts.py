@@ -41,7 +41,11 @@ def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> CutStacks:
         if reason is not None:
             return CutStacks((), (_whole(f"{reason}, which a loop over the experts may not replace"),))
     if not RULE_LAYOUTS[optimizer].elementwise:
-        frozen_stacks = tuple(stack for stack in all_stacks if not _trains(model, stack))
+        frozen_stacks = tuple(
+            stack
+            for stack in all_stacks
+            if not any(model.get_parameter(name).requires_grad for name in stack.parameters)
+        )
         if len(frozen_stacks) < len(all_stacks):
             return CutStacks(frozen_stacks, (_whole("the optimizer's rule looks at whole parameters"),))
     return CutStacks(all_stacks, ())
@@ -137,7 +141,3 @@ def is_parameter_adapter(module: nn.Module) -> bool:
     # peft is not imported here: if a model has such an adapter, peft is imported already.
     kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     return kind is not None and isinstance(module, kind)
-
-
-def _trains(model: nn.Module, stack: Stack) -> bool:
-    return any(model.get_parameter(name).requires_grad for name in stack.parameters)

@@ -357,7 +357,12 @@ def write_blocks(form: str, pieces: Iterable[torch.Tensor], memory: torch.Tensor
 
 def frozen_notices(form: str | None, layouts: Sequence[UnitLayout], itemsize: int) -> tuple[str, ...]:
     """Returns a line for the user: which frozen weights are stored as blocks, or why there are none."""
-    as_bytes = _bytes_notices(layouts, itemsize)
+    as_bytes: tuple[str, ...] = ()
+    if quantized := [segment for layout in layouts for segment in layout.segments if segment.inner]:
+        nbytes = sum(segment.numel for segment in quantized) * itemsize
+        weights = count_of(len(quantized), "quantized weight is", "quantized weights are")
+        form_of = "it" if len(quantized) == 1 else "them"
+        as_bytes = (Remark(f"{weights} stored as the model has {form_of}: {format_size(nbytes)}"),)
     if form is None:
         return as_bytes
     blocks = [segment for layout in layouts for segment in layout.segments if segment.form]
@@ -369,15 +374,4 @@ def frozen_notices(form: str | None, layouts: Sequence[UnitLayout], itemsize: in
     return (
         *as_bytes,
         Remark(f"{matrices} stored in {form}: {format_size(stored)} instead of {format_size(values)}"),
-    )
-
-
-def _bytes_notices(layouts: Sequence[UnitLayout], itemsize: int) -> tuple[str, ...]:
-    quantized = [segment for layout in layouts for segment in layout.segments if segment.inner]
-    if not quantized:
-        return ()
-    nbytes = sum(segment.numel for segment in quantized) * itemsize
-    weights = count_of(len(quantized), "quantized weight is", "quantized weights are")
-    return (
-        Remark(f"{weights} stored as the model has {'it' if len(quantized) == 1 else 'them'}: {format_size(nbytes)}"),
     )

@@ -217,19 +217,12 @@ class SequenceAttention:
     ) -> tuple[torch.Tensor, None]:
         """Returns the attention of this rank's part of the sequence; arguments as of transformers' functions.
 
-        Raises `UsageError` if the function takes a tensor that would have to be divided over ranks.
-
-        Args:
-            module: the attention layer.
-            query: (rows, heads, part of the sequence, width).
-            key: (rows, heads of keys, part of the sequence, width).
-            value: (rows, heads of keys, part of the sequence, width of values).
-            attention_mask: of the whole sequence, as the model's own function takes it; None for a causal one.
-            **keywords: of the model's own function.
-
-        Returns:
-            (rows, part of the sequence, heads, width of values), and no attention weights.
+        `query`, `key` and `value` are (rows, heads, part of the sequence, width), `attention_mask` is that of the whole
+        sequence. Returns (rows, part of the sequence, heads, width of values), and no attention weights. Raises
+        `UsageError` if the function takes a tensor that would have to be divided over ranks.
         """
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         self.times_called += 1
         # Such as sinks or a bias of positions: a rank would need only the part for its heads.
         tensors = [name for name, entry in keywords.items() if isinstance(entry, torch.Tensor) and name not in _CUT]
@@ -239,7 +232,9 @@ class SequenceAttention:
                 "value, which sequence parallelism does not divide; leave sequence_parallel_size out for this model"
             )
         keywords = {name: entry for name, entry in keywords.items() if name not in _CUT}
-        own_attention = _own_function(self._own, module)
+        # The function of "eager" is in the Python module of the layer's class.
+        here: Any = sys.modules[module.__class__.__module__]
+        own_attention = here.eager_attention_forward if self._own == "eager" else ALL_ATTENTION_FUNCTIONS[self._own]
         layer: nn.Module | _WithGroups = module
         repeats = repeats_of(query.shape[1], key.shape[1], self._parallel.size)
         if repeats > 1:
@@ -325,15 +320,6 @@ def _whole_mask(own: Callable[..., Any], size: int, *args: Any, q_length: int, *
     `q_length` counts the tokens of this rank's part. The keyword `attention_mask` covers the whole sequence.
     """
     return own(*args, **{**keywords, "q_length": size * q_length, "kv_length": size * q_length})
-
-
-def _own_function(own: str, module: Any) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """Returns the model's own attention function; for "eager" it is in the Python module of the layer's class."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if own != "eager":
-        return ALL_ATTENTION_FUNCTIONS[own]  # type: ignore[no-any-return]
-    return sys.modules[module.__class__.__module__].eager_attention_forward  # type: ignore[no-any-return]
 
 
 # -- checks --------------------------------------------------------------------------------------------

@@ -62,26 +62,17 @@ from offload.torch_internals import (
 # one works: a step of gpt2-small on two cores took 4 to 15 % longer than with one team, in single runs.
 
 
+_LIBRARY = ctypes.CDLL(None)
+"""All functions of the process."""
 _SOFT = 1
 """omp_pause_soft of OpenMP 5.0, section 3.2.43: state that the program has set survives."""
 
 
-def _find() -> Callable[[int], object] | None:
-    # torch loads its OpenMP library for the whole process. A torch that was built without OpenMP loads none.
-    try:
-        function: Callable[[int], object] = ctypes.CDLL(None).omp_pause_resource_all
-    except (OSError, AttributeError):
-        return None
-    return function
-
-
-_pause = _find()
-
-
 def end_team() -> None:
     """Ends the calling thread's OpenMP team; its next parallel operation makes a new team (0.1 ms)."""
-    if _pause is not None:
-        _pause(_SOFT)
+    # torch loads its OpenMP library for the whole process. A torch that was built without OpenMP loads none.
+    with contextlib.suppress(AttributeError):
+        _LIBRARY.omp_pause_resource_all(_SOFT)
 
 
 # -- micro batch ---------------------------------------------------------------------------------------

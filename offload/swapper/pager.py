@@ -404,6 +404,7 @@ class SpeculativeWeights:
     def may_evict(self, unit: int) -> None:
         """Allows eviction of the memory of fresh weights, whose writes have ended."""
         with self._lock:
+            # update thread: from here on another thread may evict the fresh weights, which are in the other slot too.
             self._entries[unit].fresh_stays = False
             self._table.notify()
 
@@ -533,6 +534,7 @@ class WeightUpdates:
                 fresh = Residency.WRITING if unwritten else Residency.HOST
                 if entry.residency is not fresh:
                     self._table.move(entry, fresh)
+            # update thread: threads that fetch this unit wake up, and its fresh weights may be uploaded from here on.
             entry.updating = entry.in_update = False
             self._table.timeline.end(Row.UPDATES, entry.size.title)
             self._table.notify()
@@ -542,6 +544,7 @@ class WeightUpdates:
         """Marks the host buffer of `unit` clean: the last write of its update has ended."""
         with self._lock:
             entry = self._entries[unit]
+            # update thread: the store contains the bytes now, so another thread may evict the buffer.
             entry.unwritten = False
             if entry.residency is Residency.WRITING:
                 self._table.move(entry, Residency.HOST)

@@ -208,12 +208,14 @@ class UnitTable:
     def notify(self) -> None:
         """Wakes all threads that wait for a change."""
         self._record_memory()
+        # any thread: `Pager.version` reads it without the lock, since it only ever grows.
         self.version += 1
         # One condition serves all kinds of waits, so each waiter checks again whether its own wait is over.
         self.changed.notify_all()
 
     def wait(self, what: str) -> None:
         """Waits for a change without the lock. The table must be consistent; `what` is the title on the timeline."""
+        # calling thread: any entry may have changed by the time the lock is held again, so callers look again.
         with self.timeline.span(Row.WAITS, what):
             self.changed.wait()
 
@@ -231,6 +233,8 @@ class UnitTable:
         assert transfer is not None
         failure: Exception | None = None
         try:
+            # threads of the I/O queue: they end the read without this lock, but a callback may take it
+            # (`Prefetcher._arrived`). So the wait must not hold it.
             with self.timeline.span(Row.WAITS, f"waits for read of {entry.size.title}"):
                 self.changed.without_lock(transfer.future.wait)
         except Exception as error:  # not KeyboardInterrupt: the read continues, and a later call delivers it
@@ -258,6 +262,7 @@ class UnitTable:
 
     def check(self) -> None:
         """Raises `EngineFailed`, with its cause, after `fail`. May be called without the lock."""
+        # any thread, without the lock: `failure` is assigned once, and never reset.
         if self.failure is not None:
             cause = str(self.failure) or type(self.failure).__name__  # a KeyboardInterrupt has no text
             raise EngineFailed(

@@ -116,6 +116,7 @@ class HostBuffer:
     def release(self) -> None:
         """Frees the memory. A second call is a bug of this library, not of the user."""
         assert self._region is not None, "a host buffer was returned twice"
+        # any thread: the lock of the arena's owner guards the allocator, usually the pager's.
         self._region.space.give(self.offset, self.nbytes)
         self._region = None
 
@@ -173,7 +174,7 @@ class HostArena:
             copied: the memory that the device copies; None for a device that works in host memory, the CPU.
         """
         self.classes, self.give_cache = classes, give_cache
-        self._memory = HostMemory() if memory is None else memory
+        self._memory = memory or HostMemory()
         self._mapping, self._start = self._memory._take(self._taken_bytes, device, budget)
         copied_nbytes = 0 if copied is None else copied.resident
         sizes = (
@@ -203,7 +204,9 @@ class HostArena:
 
     def _parts_to_pin(self, copied: PinnedRegions) -> dict[str, torch.Tensor]:
         """Returns the parts that the device copies, by name; parts with the most copies in a step come first."""
-        weights, cache = self.weights.start + self.classes.weights, self._start + self._without_cache
+        weights = self.weights.start + self.classes.weights
+        # The cache is the last class, and begins with a whole page: what is before it stays when it is dropped.
+        cache = self._start + align_up(max(self.nbytes - self.classes.cache, 1))
         bounds = {
             "staging": (self.staging.start, self.staging.start + self.classes.staging),
             "weights": (self.weights.start, weights),
@@ -227,11 +230,6 @@ class HostArena:
     def _taken_bytes(self) -> int:
         """Returns the bytes of whole pages that the arena takes from its mapping."""
         return align_up(max(self.nbytes, 1))
-
-    @property
-    def _without_cache(self) -> int:
-        """Returns the bytes of whole pages that the arena takes from its mapping without the cache."""
-        return align_up(max(self.nbytes - self.classes.cache, 1))
 
     @property
     def address(self) -> int:
@@ -269,7 +267,7 @@ class HostArena:
         Buffers stay, and must not be used before `pin`. Their contents are lost. `spared` are (start, stop) within the
         arena of bytes that keep their contents, in ordinary memory.
         """
-        # The system cannot take pinned pages.
+        # calling thread: waits for all streams, so no copy uses the pages any more. The system cannot take pinned ones.
         self._mapping.device.unregister(tuple(self._parts.values()))
         self.given_back = True
         self.pinned = dict.fromkeys(self.pinned, 0)
@@ -278,6 +276,7 @@ class HostArena:
 
     def pin(self) -> None:
         """Pins the parts of the arena that the device copies. Called at the arena's start, and after `give_back`."""
+        # calling thread: the driver pins the pages here, once, so that no copy has to go through a buffer of its own.
         pinned = self._mapping.device.register(tuple(self._parts.values()))
         self.pinned, self.given_back = dict(zip(self._parts, pinned, strict=True)), False
 
@@ -329,7 +328,8 @@ class HostMemory:
                     f"{format_size(self._taken_bytes)} of it, and {format_size(nbytes)} more are needed: call "
                     "destroy() on engines that have failed or are no longer used"
                 )
-            # Memory that other engines have freed is reused before more is mapped.
+            # Memory that other engines have freed is reused before more is mapped. calling thread: the lock is held
+            # since `give_cache`, so no third engine takes that memory first.
             place = self._find(nbytes, device)
             if place is None:
                 mapping = Mapping(nbytes, device)
@@ -345,6 +345,7 @@ class HostMemory:
             return self._taken_bytes
 
     def _join(self, arena: HostArena) -> None:
+        # calling thread: from here on other threads that start an engine count this arena, and may drop its cache.
         with self._lock:
             self._arenas.append(arena)
 
@@ -385,6 +386,7 @@ def process_memory() -> HostMemory:
 def _forget() -> None:
     """Resets the memory in a forked child, which does not inherit the mappings (MADV_DONTFORK)."""
     global _memory
+    # child process: the thread that forked is its only one, and another thread may hold the lock of the old object.
     _memory = HostMemory()
 
 

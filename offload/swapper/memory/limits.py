@@ -32,13 +32,10 @@ def memory_limits() -> Iterator[tuple[int, int]]:
         for place in (folder, folder[: -len(path)]):
             limit, used = _read(f"{place}/{limit_name}").strip(), _read(f"{place}/{used_name}").strip()
             if limit.isdigit() and used.isdigit():
-                yield int(limit), max(0, int(used) - _file_nbytes(_read(f"{place}/memory.stat"), of_files))
-
-
-def _file_nbytes(stat: str, prefix: str) -> int:
-    """Returns the bytes of files in memory from a cgroup's statistics. Rows that include its children have a prefix."""
-    rows = dict(row.split() for row in stat.splitlines())
-    return sum(int(rows.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
+                # Rows that include the group's children have a prefix in the first version of cgroups.
+                rows = dict(row.split() for row in _read(f"{place}/memory.stat").splitlines())
+                files = sum(int(rows.get(f"{of_files}{name}", 0)) for name in ("inactive_file", "active_file"))
+                yield int(limit), max(0, int(used) - files)
 
 
 def _read(path: str) -> str:

@@ -48,7 +48,7 @@ class SpillFile:
         enough room.
         """
         self._queue, self._spans = queue, spans
-        self._written = DriveByteCounter(paths) if written is None else written
+        self._written = written or DriveByteCounter(paths)
         self._title = title
         self._places: dict[int, tuple[int, int]] = {}
         self._sums = {key: PageSums(size) for key, size in nbytes.items()}

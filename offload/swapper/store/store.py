@@ -236,11 +236,6 @@ class SwapFiles:
         for lock in self._locks:
             lock.release()
 
-    def unlink_states(self) -> None:
-        """Deletes the names of the open states files, so that their room is freed however this process ends."""
-        for folder in self.folders:
-            unlink(folder / "states")
-
     def unlink(self, notes: bool = False) -> None:
         """Deletes all files that can be deleted; with `notes` the last rank also deletes the notes of the run's end.
 
@@ -307,7 +302,7 @@ class Store:
         self.newest = [0] * len(spec.partitions)
         self.durable: CommitRecord | None = None
         self._before: CommitRecord | None = None  # before `durable`; other processes may have made no newer one
-        self.written = DriveByteCounter(paths) if written is None else written
+        self.written = written or DriveByteCounter(paths)
         """Bytes written to each drive, by this store and by the other users of a shared count, such as spill files."""
         self.notices: list[str] = []
         """Lines for the user about damage that `open` found and fixed or avoided."""
@@ -347,7 +342,9 @@ class Store:
             self._sums.fill_zeros(self._places)
             if self.spec.slots == 1:
                 self._notes.forget_end()
-                self._files.unlink_states()  # a run with one slot cannot be resumed
+                # A run with one slot cannot be resumed: its room is freed however this process ends.
+                for folder in self.folders:
+                    unlink(folder / "states")
         except BaseException:
             # The store contains nothing yet, so a start that fails deletes its files.
             self._files.unlink()  # before `close` releases the locks, while no other process can open the files
