@@ -209,33 +209,29 @@ _DURABILITIES = ("auto", "step", "none")
 _ACTIVATIONS = ("device", "cpu", "nvme", "auto")
 
 
-class Model(NamedTuple):
-    """A preset or folder, or a number of parameters and layers."""
+class PlanRequest(NamedTuple):
+    """What `offload plan` is asked for. None or empty leaves a value to its default, the config, or the machine."""
 
-    name: str | None
+    # -- model ---------------------------------------------------------------------------------------
+    model: str | None = None
+    """A preset or folder; in its place a number of parameters and layers."""
     parameters: int | None = None
     layers: int | None = None
     adapters: Adapters | None = None
     chunks: bool = True
     """True if the loss of the model can be computed for chunks of tokens."""
-
-
-class Described(NamedTuple):
-    """Options that describe the machine. None or empty leaves a value to the probed machine."""
-
+    # -- machine -------------------------------------------------------------------------------------
     gpu: str | None = None
     ram: str | None = None
-    drives: tuple[str, ...] = ()
-    memory: str | None = None
-    link: str | None = None
-    paths: tuple[str, ...] = ()
-
-
-class Step(NamedTuple):
-    """Options that describe a step. None leaves a value to the config or to its default."""
-
-    batch: int | None = None
-    sequence: int = 1024
+    drive: Sequence[str] | None = None
+    memory_bandwidth: str | None = None
+    pcie: str | None = None
+    nvme_path: Sequence[str] | None = None
+    # -- step ----------------------------------------------------------------------------------------
+    config: Path | None = None
+    """DeepSpeed's JSON. Without it the planner chooses tiers and budgets."""
+    batch_size: int | None = None
+    seq_len: int = 1024
     accumulation: int | None = None
     recompute: bool | None = None
     dtype: str | None = None
@@ -256,49 +252,40 @@ class Step(NamedTuple):
     """False for no updates under the backward."""
 
 
-def planned(
-    model: Model,
-    machine: Described,
-    step: Step,
-    file: Path | None = None,
-    measure: bool = False,
-    tell: Tell = lambda *_: None,
-) -> Planned:
-    """Returns the plan that the options ask for.
-
-    Without a `file` the planner chooses tiers and budgets; `measure` scales the rates of compute by a run of the model.
+def planned(asked: PlanRequest, measure: bool = False, tell: Tell = lambda *_: None) -> Planned:
+    """Returns the plan of a request; `measure` scales the rates of compute by a run of the model.
 
     Raises:
         ConfigError: options or config are wrong.
         BudgetError: the run does not fit.
     """
-    _check(step, file)
-    if measure and (model.name is None or machine.gpu is not None or model.adapters is not None):
+    _check(asked)
+    if measure and (asked.model is None or asked.gpu is not None or asked.adapters is not None):
         raise ConfigError("--measure runs the model on this machine: it needs --model, and neither --gpu nor --lora")
-    content, dtype, units, on, of = _resolved(model, machine, step, file)
-    load = _load(step, on.on_cpu, _in_chunks(model, step), content)
+    content, dtype, units, on, of = _resolved(asked)
+    load = _load(asked, on.on_cpu, _in_chunks(asked), content)
     on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
     if content is not None:
         return recommend.plan(of, on, load, content)
-    options = _options(model, machine, on, step, dtype)
-    return recommend.choose(of, on, load, step.recompute, activations=step.activations, **options)
+    options = _options(asked, on, dtype)
+    return recommend.choose(of, on, load, asked.recompute, activations=asked.activations, **options)
 
 
-def longest(model: Model, machine: Described, step: Step, file: Path | None = None) -> list[Longest]:
-    """Returns the longest sequence for each way to keep activations; arguments as of `planned`.
+def longest(asked: PlanRequest) -> list[Longest]:
+    """Returns the longest sequence for each way to keep activations.
 
     Raises:
         ConfigError: options or config are wrong.
         BudgetError: the states alone do not fit.
     """
-    _check(step, file)
-    content, dtype, _, on, of = _resolved(model, machine, step, file)
+    _check(asked)
+    content, dtype, _, on, of = _resolved(asked)
     # With None, `reach` tries both losses and takes the one that allows the longer sequence.
-    chunked = None if step.chunked_loss is None and model.chunks else _in_chunks(model, step)
-    load = _load(step, on.on_cpu, bool(chunked), content)
+    chunked = None if asked.chunked_loss is None and asked.chunks else _in_chunks(asked)
+    load = _load(asked, on.on_cpu, bool(chunked), content)
     if content is not None:
         return search(of, on, load, [content], chunked)
-    options = _options(model, machine, on, step, dtype)
+    options = _options(asked, on, dtype)
     contents = [
         settings(weights, states, batch=load.batch, accumulation=load.accumulation, **options)
         for weights, states in recommend.PLACEMENTS
@@ -307,128 +294,128 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
     return search(of, on, load, contents, chunked)
 
 
-def _in_chunks(model: Model, step: Step) -> bool:
+def _in_chunks(asked: PlanRequest) -> bool:
     """Returns True if the loss is computed in chunks: as the user chooses, else if the model allows it."""
-    if step.chunked_loss and not model.chunks:
+    if asked.chunked_loss and not asked.chunks:
         raise ConfigError(
-            f"--chunked-loss: the loss of {model.name} cannot be computed in chunks, since the model scales or caps "
+            f"--chunked-loss: the loss of {asked.model} cannot be computed in chunks, since the model scales or caps "
             f"its logits, or its head is no linear layer; leave the option out"
         )
-    return model.chunks if step.chunked_loss is None else step.chunked_loss
+    return asked.chunks if asked.chunked_loss is None else asked.chunked_loss
 
 
-def _resolved(
-    model: Model, machine: Described, step: Step, file: Path | None
-) -> tuple[dict[str, Any] | None, str, Division, Hardware, Shape]:
+def _resolved(asked: PlanRequest) -> tuple[dict[str, Any] | None, str, Division, Hardware, Shape]:
     """Returns the file's content with the user's keys unchanged, dtype, units, machine, and model."""
-    content = None if file is None else read_json(file)
+    content = None if asked.config is None else read_json(asked.config)
     config = None if content is None else load_config(content)
-    dtype = step.dtype or (config.dtype if config is not None else _dtype(machine, step))
-    on = hardware(machine, dtype, config is not None and config.torch_autocast.enabled)
+    dtype = asked.dtype or (config.dtype if config is not None else _dtype(asked))
+    on = hardware(asked, dtype, config is not None and config.torch_autocast.enabled)
     units = division_of(config)
-    return content, dtype, units, on, shape(model, step.sequence, DTYPES[dtype], units)
+    return content, dtype, units, on, _shape(asked, DTYPES[dtype], units)
 
 
-def _load(step: Step, on_cpu: bool, chunked_loss: bool, content: Mapping[str, Any] | None) -> Load:
+def _load(asked: PlanRequest, on_cpu: bool, chunked_loss: bool, content: Mapping[str, Any] | None) -> Load:
     """Returns the work of a step on one rank. The config supplies the numbers that no option gives."""
     config = load_config(content or {})
     sizes = resolve_batch(config, 1)
-    early = makes_early_updates(config.offload.speculate, on_cpu) if step.speculate is None else step.speculate
+    early = makes_early_updates(config.offload.speculate, on_cpu) if asked.speculate is None else asked.speculate
     return Load(
-        step.batch or sizes.micro,
-        step.accumulation or sizes.accumulation,
+        asked.batch_size or sizes.micro,
+        asked.accumulation or sizes.accumulation,
         # Without a config the planner itself tries recomputation.
-        recompute=content is not None and bool(step.recompute),
+        recompute=content is not None and bool(asked.recompute),
         chunked_loss=chunked_loss,
-        schedule=step.schedule or config.offload.schedule,
+        schedule=asked.schedule or config.offload.schedule,
         speculate=early,
     )
 
 
-def _options(model: Model, machine: Described, on: Hardware, step: Step, dtype: str) -> dict[str, Any]:
-    tile = step.tile_mlp
+def _options(asked: PlanRequest, on: Hardware, dtype: str) -> dict[str, Any]:
+    tile = asked.tile_mlp
     options: dict[str, Any] = {
         "dtype": dtype,
-        "durability": step.durability or "auto",
+        "durability": asked.durability or "auto",
         "tile_mlp": None if tile in (None, "off") else tile if tile == "auto" else int(tile),
-        "moments": step.moments,
-        "master": step.master,
-        "frozen": None if model.adapters is None else model.adapters.frozen,
+        "moments": asked.moments,
+        "master": asked.master,
+        "frozen": None if asked.adapters is None else asked.adapters.frozen,
     }
     # Drives of the probed machine have real folders, which the config can name.
-    if machine.gpu is None and on.drives and not machine.drives:
+    if asked.gpu is None and on.drives and not asked.drive:
         options["paths"] = [drive.name for drive in on.drives]
     return options
 
 
-def _dtype(machine: Described, step: Step) -> str:
+def _dtype(asked: PlanRequest) -> str:
     """Returns the default dtype, the choice of `offload train`: fp32 on a GPU without units for bf16, mostly bf16."""
-    if step.master not in (None, "fp32"):
+    if asked.master not in (None, "fp32"):
         return "bf16"
-    if machine.gpu is not None:
-        return "bf16" if find_gpu(machine.gpu)[0].has_bf16 else "fp32"
+    if asked.gpu is not None:
+        return "bf16" if find_gpu(asked.gpu)[0].has_bf16 else "fp32"
     found = kept()
     return "bf16" if found is None else choose(torch.device("cuda" if found.machine["gpu"] else "cpu")).dtype
 
 
-def _check(step: Step, file: Path | None) -> None:
+def _check(asked: PlanRequest) -> None:
     """Raises `ConfigError` for values out of range, and for options that a config file already sets."""
-    for name, value in (("batch-size", step.batch), ("seq-len", step.sequence), ("accumulation", step.accumulation)):
+    for name in ("batch_size", "seq_len", "accumulation"):
+        value = getattr(asked, name)
         if value is not None and value < 1:
-            raise ConfigError(f"expected {name} of at least 1, got {value}")
+            raise ConfigError(f"expected {name.replace('_', '-')} of at least 1, got {value}")
     # Each message is written out, since docs/troubleshooting.md lists it and users search for its words.
-    if step.dtype is not None and step.dtype not in DTYPES:
-        raise ConfigError(f"there is no dtype {step.dtype!r}: expected {', '.join(DTYPES)}")
-    if step.durability is not None and step.durability not in _DURABILITIES:
-        raise ConfigError(f"there is no durability {step.durability!r}: expected {', '.join(_DURABILITIES)}")
-    if step.moments is not None and step.moments not in MOMENT_DTYPES:
-        raise ConfigError(f"expected --moments of {', '.join(MOMENT_DTYPES)}, got {step.moments!r}")
-    if step.master is not None and step.master not in MASTERS:
-        raise ConfigError(f"expected --master of {', '.join(MASTERS)}, got {step.master!r}")
-    if step.activations is not None and step.activations not in _ACTIVATIONS:
-        raise ConfigError(f"expected --activations of {', '.join(_ACTIVATIONS)}, got {step.activations!r}")
-    if step.schedule is not None and step.schedule not in SCHEDULES:
-        raise ConfigError(f"expected --schedule of {', '.join(SCHEDULES)}, got {step.schedule!r}")
-    tile = step.tile_mlp
+    if asked.dtype is not None and asked.dtype not in DTYPES:
+        raise ConfigError(f"there is no dtype {asked.dtype!r}: expected {', '.join(DTYPES)}")
+    if asked.durability is not None and asked.durability not in _DURABILITIES:
+        raise ConfigError(f"there is no durability {asked.durability!r}: expected {', '.join(_DURABILITIES)}")
+    if asked.moments is not None and asked.moments not in MOMENT_DTYPES:
+        raise ConfigError(f"expected --moments of {', '.join(MOMENT_DTYPES)}, got {asked.moments!r}")
+    if asked.master is not None and asked.master not in MASTERS:
+        raise ConfigError(f"expected --master of {', '.join(MASTERS)}, got {asked.master!r}")
+    if asked.activations is not None and asked.activations not in _ACTIVATIONS:
+        raise ConfigError(f"expected --activations of {', '.join(_ACTIVATIONS)}, got {asked.activations!r}")
+    if asked.schedule is not None and asked.schedule not in SCHEDULES:
+        raise ConfigError(f"expected --schedule of {', '.join(SCHEDULES)}, got {asked.schedule!r}")
+    tile = asked.tile_mlp
     if tile not in (None, "auto", "off") and not re.fullmatch("[1-9][0-9]{0,9}", tile or ""):
         raise ConfigError(f"expected --tile-mlp of auto, off or a number of tiles, got {tile!r}")
-    if step.activations is not None and step.recompute is False:
+    if asked.activations is not None and asked.recompute is False:
         raise ConfigError(
             "--activations computes blocks again in the backward, and --no-gradient-checkpointing forbids that; leave "
             "one of them out"
         )
-    if file is not None and (step.dtype or step.durability or step.activations or tile or step.moments or step.master):
+    of_config = (asked.dtype, asked.durability, asked.activations, tile, asked.moments, asked.master)
+    if asked.config is not None and any(of_config):
         raise ConfigError(
             "--dtype, --moments, --master, --durability, --activations and --tile-mlp cannot be given beside --config; "
             "set them in the config"
         )
 
 
-def shape(model: Model, sequence: int, dtype: torch.dtype, units: Division | Sequence[str] = ()) -> Shape:
+def _shape(asked: PlanRequest, dtype: torch.dtype, units: Division) -> Shape:
     """Returns the model in numbers."""
-    if model.name is not None:
-        if model.parameters is not None or model.layers is not None:
+    if asked.model is not None:
+        if asked.parameters is not None or asked.layers is not None:
             raise ConfigError("give --model, or --parameters and --layers, not both")
-        if model.adapters is not None:
-            return from_adapted(model.name, model.adapters, sequence, dtype, units)
-        return from_name(model.name, sequence, dtype, units)
-    if model.parameters is not None and model.layers is None:
+        if asked.adapters is not None:
+            return from_adapted(asked.model, asked.adapters, asked.seq_len, dtype, units)
+        return from_name(asked.model, asked.seq_len, dtype, units)
+    if asked.parameters is not None and asked.layers is None:
         raise ConfigError("--parameters needs --layers, the number of the model's blocks: --parameters 8B --layers 32")
-    if model.parameters is None or model.layers is None:
+    if asked.parameters is None or asked.layers is None:
         raise ConfigError("expected a model: --model llama-7b, or --parameters 13B --layers 40")
-    return from_count(model.parameters, model.layers, sequence, dtype.itemsize)
+    return from_count(asked.parameters, asked.layers, asked.seq_len, dtype.itemsize)
 
 
-def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) -> Hardware:
+def hardware(asked: PlanRequest, dtype: str = "bf16", autocast: bool = False) -> Hardware:
     """Returns the described machine, or the probed one with the given changes."""
-    ram = None if machine.ram is None else parse_memory(machine.ram)
-    drives = tuple(map(parse_drive, machine.drives))
-    memory = None if machine.memory is None else parse_rate(machine.memory)
-    link = None if machine.link is None else parse_rate(machine.link)
-    if machine.gpu is not None:
-        if machine.paths:
+    ram = None if asked.ram is None else parse_memory(asked.ram)
+    drives = tuple(map(parse_drive, asked.drive or ()))
+    memory = None if asked.memory_bandwidth is None else parse_rate(asked.memory_bandwidth)
+    link = None if asked.pcie is None else parse_rate(asked.pcie)
+    if asked.gpu is not None:
+        if asked.nvme_path:
             raise ConfigError("--nvme-path names a drive of the probed machine; with --gpu describe drives by --drive")
-        return described(machine.gpu, ram, drives, memory, link, dtype, autocast)
+        return described(asked.gpu, ram, drives, memory, link, dtype, autocast)
     found = kept()
     if found is None:
         raise ConfigError(
@@ -437,7 +424,7 @@ def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) ->
         )
     if memory is not None or link is not None:
         raise ConfigError("--memory-bandwidth and --pcie belong to a described machine; give --gpu too")
-    on = probed(found, free_host_memory() if ram is None else ram, machine.paths, dtype, autocast)
+    on = probed(found, free_host_memory() if ram is None else ram, asked.nvme_path or (), dtype, autocast)
     if not drives:
         return on
     kept_rates = tuple(rate for rate in on.rates if rate not in drive_rates(on.drives, "measured", "offload probe"))
