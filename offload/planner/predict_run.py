@@ -37,10 +37,6 @@ def predict(
     """Returns the plan of a run on one rank. The model must not be under an engine yet, and stays as it is.
 
     A run with existing swap files reuses their space, so that free disk space does not matter.
-
-    Raises:
-        ConfigError: the config has no plan, or the probe is of another device.
-        BudgetError: a budget is too small.
     """
     config = load_config(content)
     machine = _machine(found, config, has_files)

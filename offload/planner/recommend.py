@@ -106,10 +106,6 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
 
     `load` contains recomputation by the model itself. The config sets the tiers of the blocks' inputs, and the tiles.
     The schedule "auto" chooses the shorter step.
-
-    Raises:
-        ConfigError: the config is wrong, or needs a drive that the machine does not have.
-        BudgetError: a budget is too small, or the activations do not fit.
     """
     memory = settled(shape, hardware, load, content)
     wish = wish_of(memory.config)
@@ -161,12 +157,7 @@ def _timed(
 
 
 def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Memory:
-    """Returns the memory of a config on a machine, as it is before the first step.
-
-    Raises:
-        ConfigError: the config is wrong, or needs a drive that the machine does not have.
-        BudgetError: a budget is too small.
-    """
+    """Returns the memory of a config on a machine, as it is before the first step."""
     memory = _settled(
         shape.layouts, _Content(repr(content), content), _room(hardware), load.accumulation, shape.matrices
     )
@@ -242,11 +233,8 @@ def _budgets(planned: Planned) -> Iterator[int]:
 def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None, **options: Any) -> Planned:
     """Returns the plan with the fastest tiers that fit and the recommended host budget.
 
-    `recompute` None tries a plan with and one without recomputation. `options` are the options of `memory.settings`.
-
-    Raises:
-        ConfigError: nothing fits; the error comes from the candidate that takes the least memory.
-        BudgetError: likewise.
+    `recompute` None tries a plan with and one without recomputation. `options` are the options of `memory.settings`. If
+    nothing fits, the error comes from the candidate that takes the least memory.
     """
     error: Exception | None = None
     found: list[Planned] = []

@@ -253,12 +253,7 @@ class PlanRequest(NamedTuple):
 
 
 def planned(asked: PlanRequest, measure: bool = False, tell: Tell = lambda *_: None) -> Planned:
-    """Returns the plan of a request; `measure` scales the rates of compute by a run of the model.
-
-    Raises:
-        ConfigError: options or config are wrong.
-        BudgetError: the run does not fit.
-    """
+    """Returns the plan of a request; `measure` scales the rates of compute by a run of the model."""
     _check(asked)
     if measure and (asked.model is None or asked.gpu is not None or asked.adapters is not None):
         raise ConfigError("--measure runs the model on this machine: it needs --model, and neither --gpu nor --lora")
@@ -272,12 +267,7 @@ def planned(asked: PlanRequest, measure: bool = False, tell: Tell = lambda *_: N
 
 
 def longest(asked: PlanRequest) -> list[Longest]:
-    """Returns the longest sequence for each way to keep activations.
-
-    Raises:
-        ConfigError: options or config are wrong.
-        BudgetError: the states alone do not fit.
-    """
+    """Returns the longest sequence for each way to keep activations."""
     _check(asked)
     content, dtype, _, on, of = _resolved(asked)
     # With None, `reach` tries both losses and takes the one that allows the longer sequence.

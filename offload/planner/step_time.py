@@ -558,12 +558,7 @@ def _updated(memory: Memory, hardware: Hardware) -> float:
 
 
 def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Timing:
-    """Returns the prediction of a step.
-
-    Raises:
-        BudgetError: units in use at the same time have no room on the device.
-        ConfigError: the step has more than `MOST_MICRO_BATCHES` micro-batches.
-    """
+    """Returns the prediction of a step."""
     if load.accumulation > MOST_MICRO_BATCHES:
         raise ConfigError(
             f"a plan simulates at most {MOST_MICRO_BATCHES} micro-batches a step, got {load.accumulation}; lower "

@@ -66,11 +66,6 @@ def export_distributed(
     """Writes a folder of torch.distributed.checkpoint, completely or not at all.
 
     The source stays open; `out` must not exist, or be empty.
-
-    Raises:
-        StoreError: If `out` cannot be used, there is not enough room, the source does not name the parameters of the
-            optimizer's groups, or is damaged.
-        IoError: If something cannot be read or written.
     """
     out = real_path(out)
     check_target(out)

@@ -129,10 +129,6 @@ def write_states(source: Source, plan: StatesPlan, place: StateFile, progress: C
     """Writes masters and moments, chunk by chunk, each file from its first element to its last.
 
     The source stays open.
-
-    Raises:
-        StoreError: If the source is damaged.
-        IoError: If something cannot be read or written.
     """
     files = _StateFiles(place, plan.shapes)
 

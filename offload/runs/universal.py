@@ -43,10 +43,6 @@ def export_universal(
     """Writes a universal checkpoint into the folder `out`, completely or not at all.
 
     The source stays open; `out` must not exist, or be empty.
-
-    Raises:
-        StoreError: If `out` cannot be used, there is not enough room, or the source is damaged.
-        IoError: If something cannot be read or written.
     """
     out = real_path(out)
     check_target(out)
