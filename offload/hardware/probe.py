@@ -631,7 +631,8 @@ def _busy() -> float | None:
         times = psutil.cpu_times(percpu=True)
         idle = ("idle", "iowait", "guest", "guest_nice")  # `user` includes the seconds of guests
         worked = [times[core]._asdict() for core in _cores()]
-        return sum(value for core in worked for name, value in core.items() if name not in idle)
+        seconds: float = sum(value for core in worked for name, value in core.items() if name not in idle)
+        return seconds
     return None
 
 

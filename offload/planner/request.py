@@ -252,30 +252,30 @@ class PlanRequest(NamedTuple):
     """False for no updates under the backward."""
 
 
-def planned(asked: PlanRequest, measure: bool = False, tell: Tell = lambda *_: None) -> Planned:
+def planned(request: PlanRequest, measure: bool = False, tell: Tell = lambda *_: None) -> Planned:
     """Returns the plan of a request; `measure` scales the rates of compute by a run of the model."""
-    _check(asked)
-    if measure and (asked.model is None or asked.gpu is not None or asked.adapters is not None):
+    _check(request)
+    if measure and (request.model is None or request.gpu is not None or request.adapters is not None):
         raise ConfigError("--measure runs the model on this machine: it needs --model, and neither --gpu nor --lora")
-    content, dtype, units, on, of = _resolved(asked)
-    load = _load(asked, on.on_cpu, _in_chunks(asked), content)
+    content, dtype, units, on, of = _resolved(request)
+    load = _load(request, on.on_cpu, _in_chunks(request), content)
     on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
     if content is not None:
         return recommend.plan(of, on, load, content)
-    options = _options(asked, on, dtype)
-    return recommend.choose(of, on, load, asked.recompute, activations=asked.activations, **options)
+    options = _options(request, on, dtype)
+    return recommend.choose(of, on, load, request.recompute, activations=request.activations, **options)
 
 
-def longest(asked: PlanRequest) -> list[Longest]:
+def longest(request: PlanRequest) -> list[Longest]:
     """Returns the longest sequence for each way to keep activations."""
-    _check(asked)
-    content, dtype, _, on, of = _resolved(asked)
+    _check(request)
+    content, dtype, _, on, of = _resolved(request)
     # With None, `reach` tries both losses and takes the one that allows the longer sequence.
-    chunked = None if asked.chunked_loss is None and asked.chunks else _in_chunks(asked)
-    load = _load(asked, on.on_cpu, bool(chunked), content)
+    chunked = None if request.chunked_loss is None and request.chunks else _in_chunks(request)
+    load = _load(request, on.on_cpu, bool(chunked), content)
     if content is not None:
         return search(of, on, load, [content], chunked)
-    options = _options(asked, on, dtype)
+    options = _options(request, on, dtype)
     contents = [
         settings(weights, states, batch=load.batch, accumulation=load.accumulation, **options)
         for weights, states in recommend.PLACEMENTS
@@ -284,128 +284,128 @@ def longest(asked: PlanRequest) -> list[Longest]:
     return search(of, on, load, contents, chunked)
 
 
-def _in_chunks(asked: PlanRequest) -> bool:
+def _in_chunks(request: PlanRequest) -> bool:
     """Returns True if the loss is computed in chunks: as the user chooses, else if the model allows it."""
-    if asked.chunked_loss and not asked.chunks:
+    if request.chunked_loss and not request.chunks:
         raise ConfigError(
-            f"--chunked-loss: the loss of {asked.model} cannot be computed in chunks, since the model scales or caps "
+            f"--chunked-loss: the loss of {request.model} cannot be computed in chunks, since the model scales or caps "
             f"its logits, or its head is no linear layer; leave the option out"
         )
-    return asked.chunks if asked.chunked_loss is None else asked.chunked_loss
+    return request.chunks if request.chunked_loss is None else request.chunked_loss
 
 
-def _resolved(asked: PlanRequest) -> tuple[dict[str, Any] | None, str, Division, Hardware, Shape]:
+def _resolved(request: PlanRequest) -> tuple[dict[str, Any] | None, str, Division, Hardware, Shape]:
     """Returns the file's content with the user's keys unchanged, dtype, units, machine, and model."""
-    content = None if asked.config is None else read_json(asked.config)
+    content = None if request.config is None else read_json(request.config)
     config = None if content is None else load_config(content)
-    dtype = asked.dtype or (config.dtype if config is not None else _dtype(asked))
-    on = hardware(asked, dtype, config is not None and config.torch_autocast.enabled)
+    dtype = request.dtype or (config.dtype if config is not None else _dtype(request))
+    on = hardware(request, dtype, config is not None and config.torch_autocast.enabled)
     units = division_of(config)
-    return content, dtype, units, on, _shape(asked, DTYPES[dtype], units)
+    return content, dtype, units, on, _shape(request, DTYPES[dtype], units)
 
 
-def _load(asked: PlanRequest, on_cpu: bool, chunked_loss: bool, content: Mapping[str, Any] | None) -> Load:
+def _load(request: PlanRequest, on_cpu: bool, chunked_loss: bool, content: Mapping[str, Any] | None) -> Load:
     """Returns the work of a step on one rank. The config supplies the numbers that no option gives."""
     config = load_config(content or {})
     sizes = resolve_batch(config, 1)
-    early = makes_early_updates(config.offload.speculate, on_cpu) if asked.speculate is None else asked.speculate
+    early = makes_early_updates(config.offload.speculate, on_cpu) if request.speculate is None else request.speculate
     return Load(
-        asked.batch_size or sizes.micro,
-        asked.accumulation or sizes.accumulation,
+        request.batch_size or sizes.micro,
+        request.accumulation or sizes.accumulation,
         # Without a config the planner itself tries recomputation.
-        recompute=content is not None and bool(asked.recompute),
+        recompute=content is not None and bool(request.recompute),
         chunked_loss=chunked_loss,
-        schedule=asked.schedule or config.offload.schedule,
+        schedule=request.schedule or config.offload.schedule,
         speculate=early,
     )
 
 
-def _options(asked: PlanRequest, on: Hardware, dtype: str) -> dict[str, Any]:
-    tile = asked.tile_mlp
+def _options(request: PlanRequest, on: Hardware, dtype: str) -> dict[str, Any]:
+    tile = request.tile_mlp
     options: dict[str, Any] = {
         "dtype": dtype,
-        "durability": asked.durability or "auto",
+        "durability": request.durability or "auto",
         "tile_mlp": None if tile in (None, "off") else tile if tile == "auto" else int(tile),
-        "moments": asked.moments,
-        "master": asked.master,
-        "frozen": None if asked.adapters is None else asked.adapters.frozen,
+        "moments": request.moments,
+        "master": request.master,
+        "frozen": None if request.adapters is None else request.adapters.frozen,
     }
     # Drives of the probed machine have real folders, which the config can name.
-    if asked.gpu is None and on.drives and not asked.drive:
+    if request.gpu is None and on.drives and not request.drive:
         options["paths"] = [drive.name for drive in on.drives]
     return options
 
 
-def _dtype(asked: PlanRequest) -> str:
+def _dtype(request: PlanRequest) -> str:
     """Returns the default dtype, the choice of `offload train`: fp32 on a GPU without units for bf16, mostly bf16."""
-    if asked.master not in (None, "fp32"):
+    if request.master not in (None, "fp32"):
         return "bf16"
-    if asked.gpu is not None:
-        return "bf16" if find_gpu(asked.gpu)[0].has_bf16 else "fp32"
+    if request.gpu is not None:
+        return "bf16" if find_gpu(request.gpu)[0].has_bf16 else "fp32"
     found = kept()
     return "bf16" if found is None else choose(torch.device("cuda" if found.machine["gpu"] else "cpu")).dtype
 
 
-def _check(asked: PlanRequest) -> None:
+def _check(request: PlanRequest) -> None:
     """Raises `ConfigError` for values out of range, and for options that a config file already sets."""
     for name in ("batch_size", "seq_len", "accumulation"):
-        value = getattr(asked, name)
+        value = getattr(request, name)
         if value is not None and value < 1:
             raise ConfigError(f"expected {name.replace('_', '-')} of at least 1, got {value}")
     # Each message is written out, since docs/troubleshooting.md lists it and users search for its words.
-    if asked.dtype is not None and asked.dtype not in DTYPES:
-        raise ConfigError(f"there is no dtype {asked.dtype!r}: expected {', '.join(DTYPES)}")
-    if asked.durability is not None and asked.durability not in _DURABILITIES:
-        raise ConfigError(f"there is no durability {asked.durability!r}: expected {', '.join(_DURABILITIES)}")
-    if asked.moments is not None and asked.moments not in MOMENT_DTYPES:
-        raise ConfigError(f"expected --moments of {', '.join(MOMENT_DTYPES)}, got {asked.moments!r}")
-    if asked.master is not None and asked.master not in MASTERS:
-        raise ConfigError(f"expected --master of {', '.join(MASTERS)}, got {asked.master!r}")
-    if asked.activations is not None and asked.activations not in _ACTIVATIONS:
-        raise ConfigError(f"expected --activations of {', '.join(_ACTIVATIONS)}, got {asked.activations!r}")
-    if asked.schedule is not None and asked.schedule not in SCHEDULES:
-        raise ConfigError(f"expected --schedule of {', '.join(SCHEDULES)}, got {asked.schedule!r}")
-    tile = asked.tile_mlp
+    if request.dtype is not None and request.dtype not in DTYPES:
+        raise ConfigError(f"there is no dtype {request.dtype!r}: expected {', '.join(DTYPES)}")
+    if request.durability is not None and request.durability not in _DURABILITIES:
+        raise ConfigError(f"there is no durability {request.durability!r}: expected {', '.join(_DURABILITIES)}")
+    if request.moments is not None and request.moments not in MOMENT_DTYPES:
+        raise ConfigError(f"expected --moments of {', '.join(MOMENT_DTYPES)}, got {request.moments!r}")
+    if request.master is not None and request.master not in MASTERS:
+        raise ConfigError(f"expected --master of {', '.join(MASTERS)}, got {request.master!r}")
+    if request.activations is not None and request.activations not in _ACTIVATIONS:
+        raise ConfigError(f"expected --activations of {', '.join(_ACTIVATIONS)}, got {request.activations!r}")
+    if request.schedule is not None and request.schedule not in SCHEDULES:
+        raise ConfigError(f"expected --schedule of {', '.join(SCHEDULES)}, got {request.schedule!r}")
+    tile = request.tile_mlp
     if tile not in (None, "auto", "off") and not re.fullmatch("[1-9][0-9]{0,9}", tile or ""):
         raise ConfigError(f"expected --tile-mlp of auto, off or a number of tiles, got {tile!r}")
-    if asked.activations is not None and asked.recompute is False:
+    if request.activations is not None and request.recompute is False:
         raise ConfigError(
             "--activations computes blocks again in the backward, and --no-gradient-checkpointing forbids that; leave "
             "one of them out"
         )
-    of_config = (asked.dtype, asked.durability, asked.activations, tile, asked.moments, asked.master)
-    if asked.config is not None and any(of_config):
+    of_config = (request.dtype, request.durability, request.activations, tile, request.moments, request.master)
+    if request.config is not None and any(of_config):
         raise ConfigError(
             "--dtype, --moments, --master, --durability, --activations and --tile-mlp cannot be given beside --config; "
             "set them in the config"
         )
 
 
-def _shape(asked: PlanRequest, dtype: torch.dtype, units: Division) -> Shape:
+def _shape(request: PlanRequest, dtype: torch.dtype, units: Division) -> Shape:
     """Returns the model in numbers."""
-    if asked.model is not None:
-        if asked.parameters is not None or asked.layers is not None:
+    if request.model is not None:
+        if request.parameters is not None or request.layers is not None:
             raise ConfigError("give --model, or --parameters and --layers, not both")
-        if asked.adapters is not None:
-            return from_adapted(asked.model, asked.adapters, asked.seq_len, dtype, units)
-        return from_name(asked.model, asked.seq_len, dtype, units)
-    if asked.parameters is not None and asked.layers is None:
+        if request.adapters is not None:
+            return from_adapted(request.model, request.adapters, request.seq_len, dtype, units)
+        return from_name(request.model, request.seq_len, dtype, units)
+    if request.parameters is not None and request.layers is None:
         raise ConfigError("--parameters needs --layers, the number of the model's blocks: --parameters 8B --layers 32")
-    if asked.parameters is None or asked.layers is None:
+    if request.parameters is None or request.layers is None:
         raise ConfigError("expected a model: --model llama-7b, or --parameters 13B --layers 40")
-    return from_count(asked.parameters, asked.layers, asked.seq_len, dtype.itemsize)
+    return from_count(request.parameters, request.layers, request.seq_len, dtype.itemsize)
 
 
-def hardware(asked: PlanRequest, dtype: str = "bf16", autocast: bool = False) -> Hardware:
+def hardware(request: PlanRequest, dtype: str = "bf16", autocast: bool = False) -> Hardware:
     """Returns the described machine, or the probed one with the given changes."""
-    ram = None if asked.ram is None else parse_memory(asked.ram)
-    drives = tuple(map(parse_drive, asked.drive or ()))
-    memory = None if asked.memory_bandwidth is None else parse_rate(asked.memory_bandwidth)
-    link = None if asked.pcie is None else parse_rate(asked.pcie)
-    if asked.gpu is not None:
-        if asked.nvme_path:
+    ram = None if request.ram is None else parse_memory(request.ram)
+    drives = tuple(map(parse_drive, request.drive or ()))
+    memory = None if request.memory_bandwidth is None else parse_rate(request.memory_bandwidth)
+    link = None if request.pcie is None else parse_rate(request.pcie)
+    if request.gpu is not None:
+        if request.nvme_path:
             raise ConfigError("--nvme-path names a drive of the probed machine; with --gpu describe drives by --drive")
-        return described(asked.gpu, ram, drives, memory, link, dtype, autocast)
+        return described(request.gpu, ram, drives, memory, link, dtype, autocast)
     found = kept()
     if found is None:
         raise ConfigError(
@@ -414,7 +414,7 @@ def hardware(asked: PlanRequest, dtype: str = "bf16", autocast: bool = False) ->
         )
     if memory is not None or link is not None:
         raise ConfigError("--memory-bandwidth and --pcie belong to a described machine; give --gpu too")
-    on = probed(found, free_host_memory() if ram is None else ram, asked.nvme_path or (), dtype, autocast)
+    on = probed(found, free_host_memory() if ram is None else ram, request.nvme_path or (), dtype, autocast)
     if not drives:
         return on
     kept_rates = tuple(rate for rate in on.rates if rate not in drive_rates(on.drives, "measured", "offload probe"))

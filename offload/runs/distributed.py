@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sized
 from pathlib import Path
@@ -76,15 +75,8 @@ def export_distributed(
         writing = _Writing(folder, source.about.get("tied", {}))
         write_states(source, plan, writing.place, progress)
         writing.finish(state)
-    return Exported(
-        out,
-        source.step,
-        "fp32",
-        tuple(sorted(path.name for path in out.iterdir())),
-        plan.nbytes,
-        sum(map(math.prod, plan.shapes.values())),
-        (*messages, *_notices(source)),
-    )
+    files = sorted(path.name for path in out.iterdir())
+    return plan.exported(out, source.step, files, (*messages, *_notices(source)))
 
 
 def _notices(source: TrainedSource) -> Iterator[str]:

@@ -296,15 +296,15 @@ def _planned(typed: PlanOptions) -> Planned:
     from offload.planner.request import check_target
 
     with _working("reading the model's config"):
-        asked = _request(typed)
+        options = _request(typed)
     # The file to write is checked before the model is timed: a bad path must not cost minutes.
     check_target(typed.write)
     if not typed.measure:
         with _working("counting the model's bytes and operations, and simulating a step"):
-            return request.planned(asked)
+            return request.planned(options)
     # Nothing needs cleaning up while the model runs, so a signal may end the process inside native code.
     with exit_on_signal("stopped; nothing was written"), measuring() as tell:
-        return request.planned(asked, measure=True, tell=tell)
+        return request.planned(options, measure=True, tell=tell)
 
 
 def _request(typed: PlanOptions) -> PlanRequest:
