@@ -157,11 +157,7 @@ Passes = dict[tuple[Case, str], list[TimedTransfer]]
 
 
 def measure(plan: IoPlan, tell: Callable[[str], None] = lambda _: None) -> list[IoRow]:
-    """Runs all contenders in turns, removes the files, and returns a row for each operation and contender.
-
-    Raises:
-        IoError: a file cannot be written or read, or fio fails.
-    """
+    """Runs all contenders in turns, removes the files, and returns a row for each operation and contender."""
     with _contenders(plan, tell) as contenders:
         passes = _in_turns(plan, contenders, tell)
         return [

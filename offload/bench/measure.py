@@ -102,9 +102,6 @@ def drive_rates(
 
     `paths` are one file for each drive, created here and removed afterwards; together they, and a buffer in memory,
     have `nbytes`.
-
-    Raises:
-        IoError: a file cannot be created, written or read.
     """
     buffer = aligned_empty(nbytes)
     fill_with_noise(buffer)

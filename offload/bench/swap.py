@@ -108,9 +108,6 @@ def make_plan(folders: Sequence[str], **settings: Any) -> SwapPlan:
     """Returns the plan of the settings, which are fields of `SwapPlan`; creates no file, allocates no memory.
 
     The bytes of a unit are rounded down to pages, the bytes of the probe's file up.
-
-    Raises:
-        ConfigError: a setting is out of range, or memory or the drive is too small.
     """
     wanted = SwapPlan(folders=tuple(folders), **settings)
     plan = replace(
@@ -505,11 +502,7 @@ class _Model(nn.Module):
 
 
 def measure(plan: SwapPlan, tell: Callable[[str], None] = lambda _: None) -> Result:
-    """Runs the workload, removes its files, and returns the figures with a row for each compute time.
-
-    Raises:
-        OffloadError: the engine or the drive fails.
-    """
+    """Runs the workload, removes its files, and returns the figures with a row for each compute time."""
     load = Load(plan.unit_numel, plan.busy)
     swapped: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
     in_memory: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}

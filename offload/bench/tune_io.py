@@ -56,12 +56,7 @@ def tune(
     rounds: int = 3,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Found:
-    """Tries every shape once, then the best ones `rounds` times in turns; returns the winner and the finalists.
-
-    Raises:
-        ConfigError: a setting is out of range.
-        IoError: a file cannot be written or read.
-    """
+    """Tries every shape once, then the best ones `rounds` times in turns; returns the winner and the finalists."""
     plan = make_plan(
         folders, backends=[backend], blocks=BLOCKS, depths=DEPTHS, operations=("write", "read"), nbytes=nbytes,
         rounds=1, with_fio=False,

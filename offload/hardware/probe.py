@@ -123,12 +123,7 @@ def probe(
     tell: Tell = lambda *_: None,
     seconds: float = SECONDS,
 ) -> Probed:
-    """Measures the machine. During the probe, each folder contains a file of at most `nbytes`.
-
-    Raises:
-        ConfigError: the device does not exist, or `nbytes` is out of range.
-        IoError: a file cannot be written or read.
-    """
+    """Measures the machine. During the probe, each folder contains a file of at most `nbytes`."""
     start = time.perf_counter()
     compute = device_of(device)
     drives = []
@@ -146,10 +141,6 @@ def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 5, seconds: 
     """Measures the drive under `folder` with the I/O queue that runs use, on a temporary file.
 
     A slow drive writes less than `nbytes` and runs fewer rounds, at least one, to end after about `seconds`.
-
-    Raises:
-        ConfigError: `nbytes` is out of range.
-        IoError: the file cannot be written or read.
     """
     check_size(nbytes)
     buffer = aligned_empty(align_up(nbytes))
@@ -632,22 +623,17 @@ def _busy() -> float | None:
     None if the system does not report them, or if a CPU quota makes them meaningless.
     """
     with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
-        if _has_quota():
+        # With a quota most work on these cores belongs to other containers, and does not slow this process.
+        limits = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
+        quotas = [path.read_text().split()[0] for path in limits if path.is_file()]
+        if any(quota not in ("max", "-1") for quota in quotas):
             return None
-        each = psutil.cpu_times(percpu=True)
+        times = psutil.cpu_times(percpu=True)
         idle = ("idle", "iowait", "guest", "guest_nice")  # `user` includes the seconds of guests
-        return sum(sum(value for name, value in each[core]._asdict().items() if name not in idle) for core in _cores())
+        worked = [times[core]._asdict() for core in _cores()]
+        seconds: float = sum(value for core in worked for name, value in core.items() if name not in idle)
+        return seconds
     return None
-
-
-def _has_quota() -> bool:
-    """Returns True if a cgroup limits this process to less than the cores that it sees.
-
-    Most work on those cores then belongs to other containers and does not slow this process.
-    """
-    limits = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
-    quotas = [path.read_text().split()[0] for path in limits if path.is_file()]
-    return any(each not in ("max", "-1") for each in quotas)
 
 
 # -- cache, and results in words --------------------------------------------------------------------

@@ -6,6 +6,7 @@ import hashlib
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from offload.errors import UsageError
 from offload.launch.environment import ONE_MACHINE, PORT, SECRET, SIGNED, exported
@@ -82,24 +83,20 @@ def decide(
             f"{error}. torch finds no GPU on this machine, which has one slot then: for two ranks on its CPU give "
             "--num-gpus 2 in the place of --include and --exclude"
         ) from error
-    if options.max_restarts and not _is_alone(options, hosts, launcher, machine):
+    alone = len(hosts) == 1 and hosts[0].name in machine.names and not options.no_ssh and launcher == "ssh"
+    if options.max_restarts and not alone:
         if options.no_ssh and SECRET not in machine.environ:
             raise UsageError(
                 f"hosts that restart together and are started by hand need the same secret: set {SECRET} on each to "
                 "what `openssl rand -hex 32` has printed once, or leave --max-restarts out"
             )
         exports = {**exports, **_OWN_STORE, SECRET: machine.secret}
+    run = _Run(options, hosts, exports, machine)
     if options.no_ssh:
-        return [_this_node(options, hosts, exports, machine)]
+        return [run.this_node()]
     if launcher == "slurm":
-        return [_by_srun(options, hosts, exports, machine)]
-    if _is_alone(options, hosts, launcher, machine):
-        return [_alone(options, hosts[0], exports, machine)]
-    return [_watched(options, hosts, node, exports, machine) for node in range(len(hosts))]
-
-
-def _is_alone(options: LaunchOptions, hosts: Sequence[Host], launcher: str, machine: LocalMachine) -> bool:
-    return len(hosts) == 1 and hosts[0].name in machine.names and not options.no_ssh and launcher == "ssh"
+        return [run.by_srun()]
+    return [run.alone()] if alone else [run.watched(node) for node in range(len(hosts))]
 
 
 # -- hosts --------------------------------------------------------------------------------------------
@@ -163,138 +160,125 @@ def _names_behind(variables: Mapping[str, str]) -> str:
     return names and f"  # with the variables {names}"
 
 
-def _alone(options: LaunchOptions, host: Host, exports: Mapping[str, str], machine: LocalMachine) -> Command:
-    """Returns the torchrun command for this machine alone. No other machine can reach the rendezvous of its ranks."""
-    address = options.master_addr or "127.0.0.1"
-    place = f"[{address}]" if ":" in address else address
-    # Port 0 is any free one.
-    meeting = ["--rdzv-backend", ONE_MACHINE, "--rdzv-endpoint", f"{place}:{options.master_port or 0}"]
-    arguments = (*_torchrun(options, host, machine), *_restarts(options), *meeting, *_script(options))
-    return _in_place(host.name, arguments, {**exports, **_devices(host, machine.environ)})
+class _Run(NamedTuple):
+    """What the commands of all hosts are computed from."""
 
+    options: LaunchOptions
+    hosts: Sequence[Host]
+    exports: Mapping[str, str]
+    machine: LocalMachine
 
-def _this_node(
-    options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], machine: LocalMachine
-) -> Command:
-    """Returns the torchrun command of this host, if a user types `offload launch` on each host."""
-    node = options.node_rank or 0
-    if node >= len(hosts):
-        raise UsageError(f"--node-rank {node}: the numbers of the hosts are 0 to {len(hosts) - 1}")
-    arguments = _torchrun_of(options, hosts, exports, node, machine)
-    return _in_place(hosts[node].name, arguments, {**exports, **_devices(hosts[node], machine.environ)})
+    def alone(self) -> Command:
+        """Returns the torchrun command for this machine alone, whose rendezvous no other machine can reach."""
+        host, address = self.hosts[0], self.options.master_addr or "127.0.0.1"
+        place = f"[{address}]" if ":" in address else address
+        # Port 0 is any free one.
+        meeting = ["--rdzv-backend", ONE_MACHINE, "--rdzv-endpoint", f"{place}:{self.options.master_port or 0}"]
+        arguments = (*self._torchrun(host), *self._restarts(), *meeting, *self._script())
+        return _in_place(host.name, arguments, {**self.exports, **_devices(host, self.machine.environ)})
 
+    def this_node(self) -> Command:
+        """Returns the torchrun command of this host, if a user types `offload launch` on each host."""
+        node = self.options.node_rank or 0
+        if node >= len(self.hosts):
+            raise UsageError(f"--node-rank {node}: the numbers of the hosts are 0 to {len(self.hosts) - 1}")
+        host, arguments = self.hosts[node], self._torchrun_of(node)
+        return _in_place(host.name, arguments, {**self.exports, **_devices(host, self.machine.environ)})
 
-def _watched(
-    options: LaunchOptions, hosts: Sequence[Host], node: int, exports: Mapping[str, str], machine: LocalMachine
-) -> Command:
-    """Returns the command of one of several hosts: a shell that ends torchrun when its standard input closes."""
-    host = hosts[node]
-    here = host.name in machine.names
-    # This machine's own commands inherit its environment.
-    inherited = {} if here else exported(machine.environ)
-    variables = {**inherited, **exports, **_devices(host, machine.environ if here else {})}
-    settings = [f"{name}={value}" for name, value in _settings(variables).items()]
-    command = shlex.join(["env", *settings, *_torchrun_of(options, hosts, exports, node, machine)])
-    lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in _secrets(variables).items())
-    read = _READ.format(count=lines.count("\n")) if lines and not here else ""
-    port = () if options.ssh_port is None else ("-p", str(options.ssh_port))
-    # The shell of a user may be none that understands this script, so that `sh` is named there, too.
-    ssh = ("ssh", *_SSH, *port, *shlex.split(options.launcher_args), host.name)
+    def watched(self, node: int) -> Command:
+        """Returns the command of one of several hosts: a shell that ends torchrun when its standard input closes."""
+        options, machine, host = self.options, self.machine, self.hosts[node]
+        here = host.name in machine.names
+        # This machine's own commands inherit its environment.
+        inherited = {} if here else exported(machine.environ)
+        variables = {**inherited, **self.exports, **_devices(host, machine.environ if here else {})}
+        settings = [f"{name}={value}" for name, value in _settings(variables).items()]
+        command = shlex.join(["env", *settings, *self._torchrun_of(node)])
+        lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in _secrets(variables).items())
+        read = _READ.format(count=lines.count("\n")) if lines and not here else ""
+        port = () if options.ssh_port is None else ("-p", str(options.ssh_port))
+        # The shell of a user may be none that understands this script, so that `sh` is named there, too.
+        ssh = ("ssh", *_SSH, *port, *shlex.split(options.launcher_args), host.name)
 
-    def start(read: str) -> tuple[str, ...]:
-        shell = ("sh", "-c", _WATCH.format(folder=shlex.quote(machine.folder), read=read, command=command))
-        return shell if here else (*ssh, shlex.join(shell))
+        def start(read: str) -> tuple[str, ...]:
+            shell = ("sh", "-c", _WATCH.format(folder=shlex.quote(machine.folder), read=read, command=command))
+            return shell if here else (*ssh, shlex.join(shell))
 
-    return Command(
-        host=host.name,
-        arguments=start(read),
-        environment=_secrets(variables) if here else {},
-        ends_with_input=True,
-        first_input="" if here else lines,
-        # `shown` leaves these lines out, since a user does not type them.
-        shown=shlex.join(start("")) + _names_behind(variables),
-    )
+        return Command(
+            host=host.name,
+            arguments=start(read),
+            environment=_secrets(variables) if here else {},
+            ends_with_input=True,
+            first_input="" if here else lines,
+            # `shown` leaves these lines out, since a user does not type them.
+            shown=shlex.join(start("")) + _names_behind(variables),
+        )
 
+    def by_srun(self) -> Command:
+        """Returns the srun command that starts a torchrun on each node. Each torchrun reads its node's number there."""
+        options, count = self.options, str(len(self.hosts))
+        if ":" in options.include + options.exclude:
+            raise UsageError("Slurm chooses the GPUs of a node: --include and --exclude name nodes here, without slots")
+        srun = ["srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
+        srun += ["--nodelist", ",".join(host.name for host in self.hosts), *shlex.split(options.launcher_args)]
+        own = "--rdzv-conf is_host=$((SLURM_NODEID == 0))" if options.max_restarts else '--node-rank "$SLURM_NODEID"'
+        begin = shlex.join([*self._torchrun(self.hosts[0]), *self._meeting_place()])
+        shell = f"exec {begin} {own} {shlex.join(self._script())}"
+        # srun passes the environment on through Slurm's own connections.
+        return _in_place("the job's nodes", (*srun, "sh", "-c", shell), self.exports)
 
-def _by_srun(
-    options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], machine: LocalMachine
-) -> Command:
-    """Returns the srun command that starts a torchrun on each node. Each torchrun reads its node's number there."""
-    if ":" in options.include + options.exclude:
-        raise UsageError("Slurm chooses the GPUs of a node: --include and --exclude name nodes here, without slots")
-    count = str(len(hosts))
-    srun = ["srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
-    srun += ["--nodelist", ",".join(host.name for host in hosts), *shlex.split(options.launcher_args)]
-    own = "--rdzv-conf is_host=$((SLURM_NODEID == 0))" if options.max_restarts else '--node-rank "$SLURM_NODEID"'
-    begin = shlex.join([*_torchrun(options, hosts[0], machine), *_meeting_place(options, hosts, exports)])
-    shell = f"exec {begin} {own} {shlex.join(_script(options))}"
-    # srun passes the environment on through Slurm's own connections.
-    return _in_place("the job's nodes", (*srun, "sh", "-c", shell), exports)
+    def _torchrun_of(self, node: int) -> tuple[str, ...]:
+        if not self.options.max_restarts:
+            place = ["--node-rank", str(node)]
+        else:
+            # By default torchrun uses the host's own name, but other hosts may not be able to resolve that name.
+            own = self._address() if node == 0 else self.hosts[node].name.rpartition("@")[2]
+            place = ["--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", own]
+        return (*self._torchrun(self.hosts[node]), *self._meeting_place(), *place, *self._script())
 
+    def _torchrun(self, host: Host) -> list[str]:
+        logs = [] if self.options.rank_logs is None else ["--log-dir", self.options.rank_logs, "--redirects", "3"]
+        start = module_command(self.machine.python, "offload.launch.torchrun")
+        return [*start, "--nproc-per-node", str(len(host.slots)), *logs]
 
-# -- torchrun -----------------------------------------------------------------------------------------
+    def _restarts(self) -> list[str]:
+        return ["--max-restarts", str(self.options.max_restarts)] if self.options.max_restarts else []
+
+    def _meeting_place(self) -> list[str]:
+        """Returns torchrun's options for the rendezvous of the hosts.
+
+        Without restarts, ranks are numbered in the order of the hosts. With restarts, the hosts use the c10d rendezvous
+        with signatures, since only c10d restarts all hosts together. c10d numbers hosts in the order of their names.
+        """
+        address, port = self._address(), PORT if self.options.master_port is None else self.options.master_port
+        count = ["--nnodes", str(len(self.hosts)), *self._restarts()]
+        if self.options.max_restarts:
+            # The id is equal on all hosts but differs between runs, so that two runs at one port by mistake stay apart.
+            run = hashlib.sha256(self.exports[SECRET].encode()).hexdigest()[:16]
+            return [*count, "--rdzv-backend", SIGNED, "--rdzv-id", run, "--rdzv-endpoint", f"{address}:{port}"]
+        return [*count, "--master-addr", address, "--master-port", str(port)]
+
+    def _address(self) -> str:
+        """Returns an address at which the other hosts can reach the first one."""
+        if self.options.master_addr is not None:
+            return self.options.master_addr
+        name = self.hosts[0].name.rpartition("@")[2]
+        if len(self.hosts) > 1 and (name == "localhost" or name.startswith("127.")):
+            raise UsageError(
+                f"the first host is {name}, which other hosts cannot reach: give its address, --master-addr"
+            )
+        return name
+
+    def _script(self) -> list[str]:
+        options = self.options
+        kind = ["--module"] if options.module else ["--no-python"] if options.no_python else []
+        # "--" ends the options of torchrun, even if the script's name starts with a dash.
+        return [*kind, "--", options.script, *options.arguments]
 
 
 def module_command(python: str, module: str) -> list[str]:
     """Returns the command that runs a module of this library from any working folder."""
     return [python, "-c", _MODULE, module]
-
-
-def _torchrun_of(
-    options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], node: int, machine: LocalMachine
-) -> tuple[str, ...]:
-    start = _torchrun(options, hosts[node], machine)
-    return (*start, *_node_options(options, hosts, exports, node), *_script(options))
-
-
-def _torchrun(options: LaunchOptions, host: Host, machine: LocalMachine) -> list[str]:
-    logs = [] if options.rank_logs is None else ["--log-dir", options.rank_logs, "--redirects", "3"]
-    start = module_command(machine.python, "offload.launch.torchrun")
-    return [*start, "--nproc-per-node", str(len(host.slots)), *logs]
-
-
-def _restarts(options: LaunchOptions) -> list[str]:
-    return ["--max-restarts", str(options.max_restarts)] if options.max_restarts else []
-
-
-def _node_options(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], node: int) -> list[str]:
-    meeting = _meeting_place(options, hosts, exports)
-    if not options.max_restarts:
-        return [*meeting, "--node-rank", str(node)]
-    # By default torchrun uses the host's own name, but other hosts may not be able to resolve that name.
-    own = _address(options, hosts) if node == 0 else hosts[node].name.rpartition("@")[2]
-    return [*meeting, "--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", own]
-
-
-def _meeting_place(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str]) -> list[str]:
-    """Returns torchrun's options for the rendezvous of the hosts.
-
-    Without restarts, ranks are numbered in the order of the hosts. With restarts, the hosts use the c10d rendezvous
-    with signatures, since only c10d restarts all hosts together. c10d numbers hosts in the order of their names.
-    """
-    address, port = _address(options, hosts), PORT if options.master_port is None else options.master_port
-    count = ["--nnodes", str(len(hosts)), *_restarts(options)]
-    if options.max_restarts:
-        # The id is equal on all hosts but differs between runs, so that two runs at one port by mistake stay apart.
-        run = hashlib.sha256(exports[SECRET].encode()).hexdigest()[:16]
-        return [*count, "--rdzv-backend", SIGNED, "--rdzv-id", run, "--rdzv-endpoint", f"{address}:{port}"]
-    return [*count, "--master-addr", address, "--master-port", str(port)]
-
-
-def _address(options: LaunchOptions, hosts: Sequence[Host]) -> str:
-    """Returns an address at which the other hosts can reach the first one."""
-    if options.master_addr is not None:
-        return options.master_addr
-    name = hosts[0].name.rpartition("@")[2]
-    if len(hosts) > 1 and (name == "localhost" or name.startswith("127.")):
-        raise UsageError(f"the first host is {name}, which other hosts cannot reach: give its address, --master-addr")
-    return name
-
-
-def _script(options: LaunchOptions) -> list[str]:
-    kind = ["--module"] if options.module else ["--no-python"] if options.no_python else []
-    # "--" ends the options of torchrun, even if the script's name starts with a dash.
-    return [*kind, "--", options.script, *options.arguments]
 
 
 def _devices(host: Host, environ: Mapping[str, str]) -> dict[str, str]:

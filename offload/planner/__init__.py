@@ -10,4 +10,7 @@ recommend         tiers and host budget if the user names none, and the changes 
 reach             the longest sequence and the largest micro-batch of each way to keep activations
 output            a plan as text and as JSON
 predict_run       the plan of a run that is about to start on the probed machine
+
+Functions raise `ConfigError` for options, a config, a model or a machine that are wrong, and `BudgetError` for a run
+that does not fit: a budget is too small, or activations or units in use have no room.
 """

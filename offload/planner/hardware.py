@@ -177,8 +177,7 @@ def _drive_rate(text: str) -> float:
 def parse_memory(text: str) -> int:
     """Returns the bytes of RAM that `text` names as it is sold: "64GB" contains 64 GiB, as "64GiB" does.
 
-    Raises:
-        ConfigError: `text` is not a size, or a number without a unit: a user who types "64" means gigabytes.
+    A number without a unit is refused: a user who types "64" means gigabytes.
     """
     return parse_size(re.sub(r"([kmgt])b\s*$", r"\1ib", _with_unit(text), flags=re.IGNORECASE))
 
@@ -291,9 +290,6 @@ def probed(
     """Returns the machine that `offload probe` measured.
 
     Each drive of `folders` counts once; without folders it is the drive that was probed last.
-
-    Raises:
-        ConfigError: the drive of a folder was not probed.
     """
     rates, of, gpu = found.rates, found.rates.by_dtype[dtype], found.machine["gpu"]
     products = "bf16" if autocast else dtype

@@ -130,12 +130,7 @@ def settle(
     world_size: int = 1,
     matrices: Collection[str] = (),
 ) -> Memory:
-    """Returns the memory of a run on the first rank, by the same decisions as `initialize`.
-
-    Raises:
-        ConfigError: the config is wrong, or the drives have no room for the durability that the config demands.
-        BudgetError: a budget is too small.
-    """
+    """Returns the memory of a run on the first rank, by the same decisions as `initialize`."""
     config = load_config(content)
     # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
     rule = ADAM if config.optimizer is None else rule_name(config.optimizer)

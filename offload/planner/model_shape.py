@@ -382,11 +382,7 @@ _LOSS = {2: 18, 4: 12}
 
 
 def from_preset(name: str, sequence: int, itemsize: int) -> Shape | None:
-    """Returns the shape of a preset in the default division into units; None if only a forward can determine it.
-
-    Raises:
-        ConfigError: the model has fewer positions than the sequence has tokens.
-    """
+    """Returns the shape of a preset in the default division into units; None if only a forward can determine it."""
     if name not in PRESETS or PRESETS[name].config != LLAMA:
         return None
     settings = PRESETS[name].settings
@@ -560,11 +556,7 @@ class Adapters(NamedTuple):
 def from_adapted(
     name: str, adapters: Adapters, sequence: int, dtype: torch.dtype, units: Division | Sequence[str] = ()
 ) -> Shape:
-    """Returns the shape of a preset or folder with adapters. Only the adapters are trained.
-
-    Raises:
-        ConfigError: the name or config is invalid, or the model's code does not run on fake tensors.
-    """
+    """Returns the shape of a preset or folder with adapters. Only the adapters are trained."""
     config = config_of(name)
     check_positions(config, sequence)
     with torch.device("meta"):

@@ -37,33 +37,25 @@ def predict(
     """Returns the plan of a run on one rank. The model must not be under an engine yet, and stays as it is.
 
     A run with existing swap files reuses their space, so that free disk space does not matter.
-
-    Raises:
-        ConfigError: the config has no plan, or the probe is of another device.
-        BudgetError: a budget is too small.
     """
     config = load_config(content)
     machine = _machine(found, config, has_files)
     batch = resolve_batch(config, 1)
     division = division_of(config)
     shape = from_training(model, sequence, DTYPES[config.dtype], division, always, config.offload.frozen)
+    schedule = config.offload.schedule
+    # Without recomputation, the engine takes "auto" for micro-batch-major.
+    if schedule == "auto" and config.activation_tier is None and not recompute:
+        schedule = MICRO_BATCH_MAJOR
     load = Load(
         batch.micro,
         batch.accumulation,
         recompute,
         chunked_loss,
-        schedule=_schedule(config, recompute),
+        schedule=schedule,
         speculate=makes_early_updates(config.offload.speculate, machine.on_cpu),
     )
     return recommend.plan(shape, machine, load, content)
-
-
-def _schedule(config: Config, recompute: bool) -> str:
-    """Returns the schedule for the plan. Without recomputation, the engine takes "auto" for micro-batch-major."""
-    asked = config.offload.schedule
-    if asked == "auto" and config.activation_tier is None and not recompute:
-        return MICRO_BATCH_MAJOR
-    return asked
 
 
 def _machine(found: Probed, config: Config, has_files: bool) -> Hardware:

@@ -110,11 +110,8 @@ def search(
 ) -> list[Longest]:
     """Returns for each way the longest sequence with any of `contents`, configs in the order of their speed.
 
-    With `chunked` None, the loss is the one with the longer sequence.
-
-    Raises:
-        ConfigError: no config can be placed on the machine; the error comes from the last config.
-        BudgetError: likewise.
+    With `chunked` None, the loss is the one with the longer sequence. If no config can be placed on the machine, the
+    error comes from the last one.
     """
     placed, error = [], None
     for content in contents:

@@ -106,10 +106,6 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
 
     `load` contains recomputation by the model itself. The config sets the tiers of the blocks' inputs, and the tiles.
     The schedule "auto" chooses the shorter step.
-
-    Raises:
-        ConfigError: the config is wrong, or needs a drive that the machine does not have.
-        BudgetError: a budget is too small, or the activations do not fit.
     """
     memory = settled(shape, hardware, load, content)
     wish = wish_of(memory.config)
@@ -161,12 +157,7 @@ def _timed(
 
 
 def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Memory:
-    """Returns the memory of a config on a machine, as it is before the first step.
-
-    Raises:
-        ConfigError: the config is wrong, or needs a drive that the machine does not have.
-        BudgetError: a budget is too small.
-    """
+    """Returns the memory of a config on a machine, as it is before the first step."""
     memory = _settled(
         shape.layouts, _Content(repr(content), content), _room(hardware), load.accumulation, shape.matrices
     )
@@ -242,18 +233,20 @@ def _budgets(planned: Planned) -> Iterator[int]:
 def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None, **options: Any) -> Planned:
     """Returns the plan with the fastest tiers that fit and the recommended host budget.
 
-    `recompute` None tries a plan with and one without recomputation. `options` are the options of `memory.settings`.
-
-    Raises:
-        ConfigError: nothing fits; the error comes from the candidate that takes the least memory.
-        BudgetError: likewise.
+    `recompute` None tries a plan with and one without recomputation. `options` are the options of `memory.settings`. If
+    nothing fits, the error comes from the candidate that takes the least memory.
     """
     error: Exception | None = None
     found: list[Planned] = []
     # Without a drive, a folder could not store anything.
     options = options if hardware.drives else {**options, "paths": ()}
-    # Without recomputation first: if both are about as fast, the simpler run is chosen.
-    for again, tier in _ways(recompute, options.pop("activations", None)):
+    # Recomputation by the model, and the tier of the blocks' inputs. Without recomputation first: if both are about as
+    # fast, the simpler run is chosen. The last two move inputs of blocks, so they are tried only for runs that fit in
+    # no other way.
+    ways: list[tuple[bool, str | None]] = [(False, None), (False, "device"), (False, "cpu"), (False, "nvme")]
+    if (tier := options.pop("activations", None)) is not None or recompute is not None:
+        ways = [(bool(recompute), tier)]
+    for again, tier in ways:
         if found and tier not in (None, "device") and not _lacks_room(found):
             break
         on = load._replace(recompute=again)
@@ -287,17 +280,6 @@ def _lacks_room(found: Sequence[Planned]) -> bool:
     """Returns True if no plan so far is layer-major, and moving blocks' inputs off the device may make one fit."""
     wanted = any(each.given.accumulation > 1 and each.given.schedule == "auto" for each in found)
     return wanted and all(each.choice.schedule == MICRO_BATCH_MAJOR for each in found)
-
-
-def _ways(recompute: bool | None, tier: str | None) -> list[tuple[bool, str | None]]:
-    """Returns the ways to keep activations that `choose` tries, as (recomputation by the model, tier of inputs).
-
-    A tier of None leaves the choice open.
-    """
-    if tier is not None or recompute is not None:
-        return [(bool(recompute), tier)]
-    # The last two move inputs of blocks, so they are tried only for runs that fit in no other way.
-    return [(False, None), (False, "device"), (False, "cpu"), (False, "nvme")]
 
 
 def _check_device(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> None:

@@ -209,33 +209,29 @@ _DURABILITIES = ("auto", "step", "none")
 _ACTIVATIONS = ("device", "cpu", "nvme", "auto")
 
 
-class Model(NamedTuple):
-    """A preset or folder, or a number of parameters and layers."""
+class PlanRequest(NamedTuple):
+    """What `offload plan` is asked for. None or empty leaves a value to its default, the config, or the machine."""
 
-    name: str | None
+    # -- model ---------------------------------------------------------------------------------------
+    model: str | None = None
+    """A preset or folder; in its place a number of parameters and layers."""
     parameters: int | None = None
     layers: int | None = None
     adapters: Adapters | None = None
     chunks: bool = True
     """True if the loss of the model can be computed for chunks of tokens."""
-
-
-class Described(NamedTuple):
-    """Options that describe the machine. None or empty leaves a value to the probed machine."""
-
+    # -- machine -------------------------------------------------------------------------------------
     gpu: str | None = None
     ram: str | None = None
-    drives: tuple[str, ...] = ()
-    memory: str | None = None
-    link: str | None = None
-    paths: tuple[str, ...] = ()
-
-
-class Step(NamedTuple):
-    """Options that describe a step. None leaves a value to the config or to its default."""
-
-    batch: int | None = None
-    sequence: int = 1024
+    drive: Sequence[str] | None = None
+    memory_bandwidth: str | None = None
+    pcie: str | None = None
+    nvme_path: Sequence[str] | None = None
+    # -- step ----------------------------------------------------------------------------------------
+    config: Path | None = None
+    """DeepSpeed's JSON. Without it the planner chooses tiers and budgets."""
+    batch_size: int | None = None
+    seq_len: int = 1024
     accumulation: int | None = None
     recompute: bool | None = None
     dtype: str | None = None
@@ -256,49 +252,30 @@ class Step(NamedTuple):
     """False for no updates under the backward."""
 
 
-def planned(
-    model: Model,
-    machine: Described,
-    step: Step,
-    file: Path | None = None,
-    measure: bool = False,
-    tell: Tell = lambda *_: None,
-) -> Planned:
-    """Returns the plan that the options ask for.
-
-    Without a `file` the planner chooses tiers and budgets; `measure` scales the rates of compute by a run of the model.
-
-    Raises:
-        ConfigError: options or config are wrong.
-        BudgetError: the run does not fit.
-    """
-    _check(step, file)
-    if measure and (model.name is None or machine.gpu is not None or model.adapters is not None):
+def planned(request: PlanRequest, measure: bool = False, tell: Tell = lambda *_: None) -> Planned:
+    """Returns the plan of a request; `measure` scales the rates of compute by a run of the model."""
+    _check(request)
+    if measure and (request.model is None or request.gpu is not None or request.adapters is not None):
         raise ConfigError("--measure runs the model on this machine: it needs --model, and neither --gpu nor --lora")
-    content, dtype, units, on, of = _resolved(model, machine, step, file)
-    load = _load(step, on.on_cpu, _in_chunks(model, step), content)
+    content, dtype, units, on, of = _resolved(request)
+    load = _load(request, on.on_cpu, _in_chunks(request), content)
     on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
     if content is not None:
         return recommend.plan(of, on, load, content)
-    options = _options(model, machine, on, step, dtype)
-    return recommend.choose(of, on, load, step.recompute, activations=step.activations, **options)
+    options = _options(request, on, dtype)
+    return recommend.choose(of, on, load, request.recompute, activations=request.activations, **options)
 
 
-def longest(model: Model, machine: Described, step: Step, file: Path | None = None) -> list[Longest]:
-    """Returns the longest sequence for each way to keep activations; arguments as of `planned`.
-
-    Raises:
-        ConfigError: options or config are wrong.
-        BudgetError: the states alone do not fit.
-    """
-    _check(step, file)
-    content, dtype, _, on, of = _resolved(model, machine, step, file)
+def longest(request: PlanRequest) -> list[Longest]:
+    """Returns the longest sequence for each way to keep activations."""
+    _check(request)
+    content, dtype, _, on, of = _resolved(request)
     # With None, `reach` tries both losses and takes the one that allows the longer sequence.
-    chunked = None if step.chunked_loss is None and model.chunks else _in_chunks(model, step)
-    load = _load(step, on.on_cpu, bool(chunked), content)
+    chunked = None if request.chunked_loss is None and request.chunks else _in_chunks(request)
+    load = _load(request, on.on_cpu, bool(chunked), content)
     if content is not None:
         return search(of, on, load, [content], chunked)
-    options = _options(model, machine, on, step, dtype)
+    options = _options(request, on, dtype)
     contents = [
         settings(weights, states, batch=load.batch, accumulation=load.accumulation, **options)
         for weights, states in recommend.PLACEMENTS
@@ -307,128 +284,128 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
     return search(of, on, load, contents, chunked)
 
 
-def _in_chunks(model: Model, step: Step) -> bool:
+def _in_chunks(request: PlanRequest) -> bool:
     """Returns True if the loss is computed in chunks: as the user chooses, else if the model allows it."""
-    if step.chunked_loss and not model.chunks:
+    if request.chunked_loss and not request.chunks:
         raise ConfigError(
-            f"--chunked-loss: the loss of {model.name} cannot be computed in chunks, since the model scales or caps "
+            f"--chunked-loss: the loss of {request.model} cannot be computed in chunks, since the model scales or caps "
             f"its logits, or its head is no linear layer; leave the option out"
         )
-    return model.chunks if step.chunked_loss is None else step.chunked_loss
+    return request.chunks if request.chunked_loss is None else request.chunked_loss
 
 
-def _resolved(
-    model: Model, machine: Described, step: Step, file: Path | None
-) -> tuple[dict[str, Any] | None, str, Division, Hardware, Shape]:
+def _resolved(request: PlanRequest) -> tuple[dict[str, Any] | None, str, Division, Hardware, Shape]:
     """Returns the file's content with the user's keys unchanged, dtype, units, machine, and model."""
-    content = None if file is None else read_json(file)
+    content = None if request.config is None else read_json(request.config)
     config = None if content is None else load_config(content)
-    dtype = step.dtype or (config.dtype if config is not None else _dtype(machine, step))
-    on = hardware(machine, dtype, config is not None and config.torch_autocast.enabled)
+    dtype = request.dtype or (config.dtype if config is not None else _dtype(request))
+    on = hardware(request, dtype, config is not None and config.torch_autocast.enabled)
     units = division_of(config)
-    return content, dtype, units, on, shape(model, step.sequence, DTYPES[dtype], units)
+    return content, dtype, units, on, _shape(request, DTYPES[dtype], units)
 
 
-def _load(step: Step, on_cpu: bool, chunked_loss: bool, content: Mapping[str, Any] | None) -> Load:
+def _load(request: PlanRequest, on_cpu: bool, chunked_loss: bool, content: Mapping[str, Any] | None) -> Load:
     """Returns the work of a step on one rank. The config supplies the numbers that no option gives."""
     config = load_config(content or {})
     sizes = resolve_batch(config, 1)
-    early = makes_early_updates(config.offload.speculate, on_cpu) if step.speculate is None else step.speculate
+    early = makes_early_updates(config.offload.speculate, on_cpu) if request.speculate is None else request.speculate
     return Load(
-        step.batch or sizes.micro,
-        step.accumulation or sizes.accumulation,
+        request.batch_size or sizes.micro,
+        request.accumulation or sizes.accumulation,
         # Without a config the planner itself tries recomputation.
-        recompute=content is not None and bool(step.recompute),
+        recompute=content is not None and bool(request.recompute),
         chunked_loss=chunked_loss,
-        schedule=step.schedule or config.offload.schedule,
+        schedule=request.schedule or config.offload.schedule,
         speculate=early,
     )
 
 
-def _options(model: Model, machine: Described, on: Hardware, step: Step, dtype: str) -> dict[str, Any]:
-    tile = step.tile_mlp
+def _options(request: PlanRequest, on: Hardware, dtype: str) -> dict[str, Any]:
+    tile = request.tile_mlp
     options: dict[str, Any] = {
         "dtype": dtype,
-        "durability": step.durability or "auto",
+        "durability": request.durability or "auto",
         "tile_mlp": None if tile in (None, "off") else tile if tile == "auto" else int(tile),
-        "moments": step.moments,
-        "master": step.master,
-        "frozen": None if model.adapters is None else model.adapters.frozen,
+        "moments": request.moments,
+        "master": request.master,
+        "frozen": None if request.adapters is None else request.adapters.frozen,
     }
     # Drives of the probed machine have real folders, which the config can name.
-    if machine.gpu is None and on.drives and not machine.drives:
+    if request.gpu is None and on.drives and not request.drive:
         options["paths"] = [drive.name for drive in on.drives]
     return options
 
 
-def _dtype(machine: Described, step: Step) -> str:
+def _dtype(request: PlanRequest) -> str:
     """Returns the default dtype, the choice of `offload train`: fp32 on a GPU without units for bf16, mostly bf16."""
-    if step.master not in (None, "fp32"):
+    if request.master not in (None, "fp32"):
         return "bf16"
-    if machine.gpu is not None:
-        return "bf16" if find_gpu(machine.gpu)[0].has_bf16 else "fp32"
+    if request.gpu is not None:
+        return "bf16" if find_gpu(request.gpu)[0].has_bf16 else "fp32"
     found = kept()
     return "bf16" if found is None else choose(torch.device("cuda" if found.machine["gpu"] else "cpu")).dtype
 
 
-def _check(step: Step, file: Path | None) -> None:
+def _check(request: PlanRequest) -> None:
     """Raises `ConfigError` for values out of range, and for options that a config file already sets."""
-    for name, value in (("batch-size", step.batch), ("seq-len", step.sequence), ("accumulation", step.accumulation)):
+    for name in ("batch_size", "seq_len", "accumulation"):
+        value = getattr(request, name)
         if value is not None and value < 1:
-            raise ConfigError(f"expected {name} of at least 1, got {value}")
+            raise ConfigError(f"expected {name.replace('_', '-')} of at least 1, got {value}")
     # Each message is written out, since docs/troubleshooting.md lists it and users search for its words.
-    if step.dtype is not None and step.dtype not in DTYPES:
-        raise ConfigError(f"there is no dtype {step.dtype!r}: expected {', '.join(DTYPES)}")
-    if step.durability is not None and step.durability not in _DURABILITIES:
-        raise ConfigError(f"there is no durability {step.durability!r}: expected {', '.join(_DURABILITIES)}")
-    if step.moments is not None and step.moments not in MOMENT_DTYPES:
-        raise ConfigError(f"expected --moments of {', '.join(MOMENT_DTYPES)}, got {step.moments!r}")
-    if step.master is not None and step.master not in MASTERS:
-        raise ConfigError(f"expected --master of {', '.join(MASTERS)}, got {step.master!r}")
-    if step.activations is not None and step.activations not in _ACTIVATIONS:
-        raise ConfigError(f"expected --activations of {', '.join(_ACTIVATIONS)}, got {step.activations!r}")
-    if step.schedule is not None and step.schedule not in SCHEDULES:
-        raise ConfigError(f"expected --schedule of {', '.join(SCHEDULES)}, got {step.schedule!r}")
-    tile = step.tile_mlp
+    if request.dtype is not None and request.dtype not in DTYPES:
+        raise ConfigError(f"there is no dtype {request.dtype!r}: expected {', '.join(DTYPES)}")
+    if request.durability is not None and request.durability not in _DURABILITIES:
+        raise ConfigError(f"there is no durability {request.durability!r}: expected {', '.join(_DURABILITIES)}")
+    if request.moments is not None and request.moments not in MOMENT_DTYPES:
+        raise ConfigError(f"expected --moments of {', '.join(MOMENT_DTYPES)}, got {request.moments!r}")
+    if request.master is not None and request.master not in MASTERS:
+        raise ConfigError(f"expected --master of {', '.join(MASTERS)}, got {request.master!r}")
+    if request.activations is not None and request.activations not in _ACTIVATIONS:
+        raise ConfigError(f"expected --activations of {', '.join(_ACTIVATIONS)}, got {request.activations!r}")
+    if request.schedule is not None and request.schedule not in SCHEDULES:
+        raise ConfigError(f"expected --schedule of {', '.join(SCHEDULES)}, got {request.schedule!r}")
+    tile = request.tile_mlp
     if tile not in (None, "auto", "off") and not re.fullmatch("[1-9][0-9]{0,9}", tile or ""):
         raise ConfigError(f"expected --tile-mlp of auto, off or a number of tiles, got {tile!r}")
-    if step.activations is not None and step.recompute is False:
+    if request.activations is not None and request.recompute is False:
         raise ConfigError(
             "--activations computes blocks again in the backward, and --no-gradient-checkpointing forbids that; leave "
             "one of them out"
         )
-    if file is not None and (step.dtype or step.durability or step.activations or tile or step.moments or step.master):
+    of_config = (request.dtype, request.durability, request.activations, tile, request.moments, request.master)
+    if request.config is not None and any(of_config):
         raise ConfigError(
             "--dtype, --moments, --master, --durability, --activations and --tile-mlp cannot be given beside --config; "
             "set them in the config"
         )
 
 
-def shape(model: Model, sequence: int, dtype: torch.dtype, units: Division | Sequence[str] = ()) -> Shape:
+def _shape(request: PlanRequest, dtype: torch.dtype, units: Division) -> Shape:
     """Returns the model in numbers."""
-    if model.name is not None:
-        if model.parameters is not None or model.layers is not None:
+    if request.model is not None:
+        if request.parameters is not None or request.layers is not None:
             raise ConfigError("give --model, or --parameters and --layers, not both")
-        if model.adapters is not None:
-            return from_adapted(model.name, model.adapters, sequence, dtype, units)
-        return from_name(model.name, sequence, dtype, units)
-    if model.parameters is not None and model.layers is None:
+        if request.adapters is not None:
+            return from_adapted(request.model, request.adapters, request.seq_len, dtype, units)
+        return from_name(request.model, request.seq_len, dtype, units)
+    if request.parameters is not None and request.layers is None:
         raise ConfigError("--parameters needs --layers, the number of the model's blocks: --parameters 8B --layers 32")
-    if model.parameters is None or model.layers is None:
+    if request.parameters is None or request.layers is None:
         raise ConfigError("expected a model: --model llama-7b, or --parameters 13B --layers 40")
-    return from_count(model.parameters, model.layers, sequence, dtype.itemsize)
+    return from_count(request.parameters, request.layers, request.seq_len, dtype.itemsize)
 
 
-def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) -> Hardware:
+def hardware(request: PlanRequest, dtype: str = "bf16", autocast: bool = False) -> Hardware:
     """Returns the described machine, or the probed one with the given changes."""
-    ram = None if machine.ram is None else parse_memory(machine.ram)
-    drives = tuple(map(parse_drive, machine.drives))
-    memory = None if machine.memory is None else parse_rate(machine.memory)
-    link = None if machine.link is None else parse_rate(machine.link)
-    if machine.gpu is not None:
-        if machine.paths:
+    ram = None if request.ram is None else parse_memory(request.ram)
+    drives = tuple(map(parse_drive, request.drive or ()))
+    memory = None if request.memory_bandwidth is None else parse_rate(request.memory_bandwidth)
+    link = None if request.pcie is None else parse_rate(request.pcie)
+    if request.gpu is not None:
+        if request.nvme_path:
             raise ConfigError("--nvme-path names a drive of the probed machine; with --gpu describe drives by --drive")
-        return described(machine.gpu, ram, drives, memory, link, dtype, autocast)
+        return described(request.gpu, ram, drives, memory, link, dtype, autocast)
     found = kept()
     if found is None:
         raise ConfigError(
@@ -437,7 +414,7 @@ def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) ->
         )
     if memory is not None or link is not None:
         raise ConfigError("--memory-bandwidth and --pcie belong to a described machine; give --gpu too")
-    on = probed(found, free_host_memory() if ram is None else ram, machine.paths, dtype, autocast)
+    on = probed(found, free_host_memory() if ram is None else ram, request.nvme_path or (), dtype, autocast)
     if not drives:
         return on
     kept_rates = tuple(rate for rate in on.rates if rate not in drive_rates(on.drives, "measured", "offload probe"))

@@ -256,19 +256,17 @@ def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] 
         back = (1 + learning) * products + 2 * other + made + of_tiles(shape, use, load, hardware)
         if position == len(shape.uses) - 1:
             back += of_chunks(shape, load, hardware)
-        handed = hardware.handed(use.unit in stay)
-        seconds, back = (_with_host(each, handed, hardware.on_cpu) for each in (products + other, back))
+        seconds, handed = products + other, hardware.handed(use.unit in stay)
+        if hardware.on_cpu:
+            seconds, back = seconds + handed, back + handed
+        else:  # the host prepares a use while the GPU computes
+            seconds, back = max(seconds, handed), max(back, handed)
         found.append(Pass(use.unit, seconds, back, use.lookup, position in inside, choice=use.choice))
     for (block, after), input_ in zip(pairwise(shape.blocks), moving(shape, load), strict=False):
         # A block's input leaves once the next block starts. A backward starts a block with the block's last use.
         found[after.uses[0]] = found[after.uses[0]]._replace(sends=input_)
         found[block.uses[-1]] = found[block.uses[-1]]._replace(receives=input_)
     return found
-
-
-def _with_host(seconds: float, handed: float, on_cpu: bool) -> float:
-    """Returns a use's seconds of compute and of the host's `handed`: one after the other on a CPU, at once on a GPU."""
-    return seconds + handed if on_cpu else max(seconds, handed)
 
 
 class Sums(NamedTuple):
@@ -300,24 +298,21 @@ def backward_seconds(
     if not completes:
         return seconds
     numel = parts_numel[each.unit]
+    stored = numel / hardware.gradient
+    # The gradient is copied after the backward on a CPU, beside it on a GPU.
     if each.unit not in sums.nbytes:
-        return _with_gradient(seconds, numel, hardware)
+        downloaded = hardware.itemsize * numel / hardware.download
+        return seconds + stored if hardware.on_cpu else max(seconds, stored, downloaded)
     nbytes = sums.nbytes[each.unit]
     seconds += (2 * nbytes + hardware.itemsize * numel) / hardware.elementwise
     if not sums.leave:
         return seconds
-    return seconds + numel / hardware.gradient if hardware.on_cpu else max(seconds, nbytes / hardware.download)
+    return seconds + stored if hardware.on_cpu else max(seconds, nbytes / hardware.download)
 
 
 def completing(first: Sequence[Pass]) -> dict[int, int]:
     """Returns for each unit the position of the use whose backward completes the unit's gradient of a micro-batch."""
     return {each.unit: position for position, each in reversed(list(enumerate(first)))}
-
-
-def _with_gradient(seconds: float, numel: int, hardware: Hardware) -> float:
-    """Returns the seconds of a backward and its gradient's copy: one after the other on a CPU, at once on a GPU."""
-    kept = numel / hardware.gradient
-    return seconds + kept if hardware.on_cpu else max(seconds, kept, hardware.itemsize * numel / hardware.download)
 
 
 # -- step order ----------------------------------------------------------------------------------------
@@ -558,12 +553,7 @@ def _updated(memory: Memory, hardware: Hardware) -> float:
 
 
 def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Timing:
-    """Returns the prediction of a step.
-
-    Raises:
-        BudgetError: units in use at the same time have no room on the device.
-        ConfigError: the step has more than `MOST_MICRO_BATCHES` micro-batches.
-    """
+    """Returns the prediction of a step."""
     if load.accumulation > MOST_MICRO_BATCHES:
         raise ConfigError(
             f"a plan simulates at most {MOST_MICRO_BATCHES} micro-batches a step, got {load.accumulation}; lower "

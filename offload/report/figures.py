@@ -199,8 +199,10 @@ def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | 
         "advice": None if by is None else advice(by.by, others),
         "others_share": others,
         "step_parts_seconds": {} if by is None else dict(by.parts),
-        **{f"{name}_bytes": _bytes(log.steps, steady, f"{name}_bytes") for name in ("read", "written")},
-        **{f"{name}_bytes": _bytes(log.steps, steady, f"{name}_bytes") for name in ("uploaded", "gradients")},
+        **{
+            name: _bytes(log.steps, steady, name)
+            for name in ("read_bytes", "written_bytes", "uploaded_bytes", "gradients_bytes")
+        },
         "read_bytes_per_second": _rate(steady, "read_bytes"),
         "written_bytes_per_second": _rate(steady, "written_bytes"),
         "host_peak_bytes": max(column(log.steps, "host_peak_bytes"), default=None),

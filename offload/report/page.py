@@ -119,10 +119,9 @@ def _subtitle(figures: Mapping[str, Any]) -> str:
     if isinstance(about.get("parameters"), int):
         facts.append(count_of(about["parameters"], "parameter"))
     facts += [str(about[name]) for name in ("dtype", "device") if about.get(name)]
-    if about.get("moments") not in (None, "fp32"):
-        facts.append(f"moments in {about['moments']}")
-    if about.get("master") not in (None, "fp32"):
-        facts.append(f"masters in {about['master']}")
+    for name, title in (("moments", "moments"), ("master", "masters")):
+        if about.get(name) not in (None, "fp32"):
+            facts.append(f"{title} in {about[name]}")
     # The facts come from a file, so any type may occur.
     if isinstance(about.get("ranks"), int) and about["ranks"] > 1:
         facts.append(f"{about['ranks']} ranks")
@@ -131,7 +130,7 @@ def _subtitle(figures: Mapping[str, Any]) -> str:
 
 
 def _tiles(figures: Mapping[str, Any]) -> list[Tile]:
-    loss, step = figures["loss"], figures["step_seconds"]
+    step = figures["step_seconds"]
     tiles = [
         Tile(
             "steps",
@@ -139,17 +138,10 @@ def _tiles(figures: Mapping[str, Any]) -> list[Tile]:
             format_time(figures["seconds"]) + " in all",
         )
     ]
-    if loss is not None:
-        tiles.append(
-            Tile(
-                "loss",
-                format_number(loss["last"]),
-                f"from {format_number(loss['first'])}, least {format_number(loss['least'])}",
-            )
-        )
-    if (held_out := figures["eval_loss"]) is not None:
-        more = f"from {format_number(held_out['first'])}, least {format_number(held_out['least'])}"
-        tiles.append(Tile("evaluation loss", format_number(held_out["last"]), more))
+    for title, loss in (("loss", figures["loss"]), ("evaluation loss", figures["eval_loss"])):
+        if loss is not None:
+            more = f"from {format_number(loss['first'])}, least {format_number(loss['least'])}"
+            tiles.append(Tile(title, format_number(loss["last"]), more))
     if step is not None:
         unit = seconds_unit(step["median"])
         slow = f"95 % below {format_number(step['p95'] / unit.size)} {unit.name}"

@@ -299,11 +299,7 @@ def convert(
 ) -> Converted:
     """Writes the new run and commits it. The run that is converted stays as it is.
 
-    The source stays open, and the queue is the caller's.
-
-    Raises:
-        StoreError: if there is a run of the new name, there is not enough room, or the run is damaged.
-        IoError: if something cannot be read or written. Nothing is left of the new run then.
+    The source stays open, and the queue is the caller's. After an error nothing is left of the new run.
     """
     stores: list[Store] = []
     run_id = uuid.uuid4().hex

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sized
 from pathlib import Path
@@ -66,11 +65,6 @@ def export_distributed(
     """Writes a folder of torch.distributed.checkpoint, completely or not at all.
 
     The source stays open; `out` must not exist, or be empty.
-
-    Raises:
-        StoreError: If `out` cannot be used, there is not enough room, the source does not name the parameters of the
-            optimizer's groups, or is damaged.
-        IoError: If something cannot be read or written.
     """
     out = real_path(out)
     check_target(out)
@@ -81,15 +75,8 @@ def export_distributed(
         writing = _Writing(folder, source.about.get("tied", {}))
         write_states(source, plan, writing.place, progress)
         writing.finish(state)
-    return Exported(
-        out,
-        source.step,
-        "fp32",
-        tuple(sorted(path.name for path in out.iterdir())),
-        plan.nbytes,
-        sum(map(math.prod, plan.shapes.values())),
-        (*messages, *_notices(source)),
-    )
+    files = sorted(path.name for path in out.iterdir())
+    return plan.exported(out, source.step, files, (*messages, *_notices(source)))
 
 
 def _notices(source: TrainedSource) -> Iterator[str]:

@@ -69,9 +69,6 @@ def open_source(path: Path, queue: Queue) -> StoreSource | CheckpointSource | Wh
 
     `path` is a run's folder, a checkpoint's, or a folder of several checkpoints, whose latest is taken. The queue is
     the caller's.
-
-    Raises:
-        StoreError: If the folder is none of these, or cannot be read.
     """
     checkpoint = find_own(path)
     if checkpoint is None:
@@ -106,10 +103,6 @@ def export(
     open, and the queue is the caller's, best that of the source's reads. `progress` receives the bytes of each read.
     The tokenizer is copied from the folder `tokenizer`, or written by `write_tokenizer` into the folder that it
     receives.
-
-    Raises:
-        StoreError: If `out` cannot be used, there is not enough room, or the source is damaged.
-        IoError: If something cannot be read or written.
     """
     out = real_path(out)
     check_target(out)

@@ -60,10 +60,6 @@ def open_foreign(path: Path, tag: str | None) -> ForeignCheckpoint:
     """Returns a checkpoint of another program, read except for its tensors.
 
     Without a tag the latest is opened, or `path` itself.
-
-    Raises:
-        StoreError: If there is none, or it is incomplete, damaged or not supported.
-        UsageError: If `tag` cannot name a folder.
     """
     folder = find(path, tag, is_foreign)
     if folder is not None and is_checkpoint(Path(folder)):
@@ -98,10 +94,6 @@ def import_checkpoint(
     """Writes a checkpoint into the folder `out`, under the tag that it has, completely or not at all.
 
     `out` is created if it does not exist, and its `latest` names the new checkpoint. The queue is the caller's.
-
-    Raises:
-        StoreError: If bytes are damaged, there is not enough room, or a folder that is no checkpoint has the name.
-        IoError: If something cannot be read or written.
     """
     checkpoint = out / check_tag(real_path(found.folder).name)
     # Read twice, as in a load, so that damage is noticed before anything is written.

@@ -133,40 +133,36 @@ def _tag_in(latest: Path) -> str | None:
         return None
 
 
+_OF_MANIFEST = ("step", "epoch", "created", "age_seconds", "model", "mode", "world_size", "frozen_weights", "made_by")
+"""Keys of a checkpoint that are None if its manifest cannot be read."""
+
+
 def _checkpoint(path: Path) -> dict[str, Any]:
     """Describes one checkpoint. Only the sizes of its files are compared; `offload verify` compares the checksums."""
-    content: dict[str, Any] = {
-        "path": str(path),
-        "tag": path.name,
-        "step": None,
-        "epoch": None,
-        "created": None,
-        "age_seconds": None,
-        "model": None,
-        "mode": None,
-        "world_size": None,
-        "frozen_weights": None,
-        "made_by": None,
-        "bytes": sum(map(_size_of, path.rglob("*"))),
-        "damaged": [],
-    }
+    known: dict[str, Any] = {}
     try:
         manifest = read_manifest(path)
     except StoreError as error:
-        return {**content, "damaged": [Wrong(str(path / MANIFEST), str(error))._asdict()]}
-    age = datetime.now(timezone.utc) - datetime.fromisoformat(manifest.created)
-    wrong = [Wrong(str(path / name), reason) for name, reason in wrong_files(path, manifest).items()]
+        wrong = [Wrong(str(path / MANIFEST), str(error))]
+    else:
+        wrong = [Wrong(str(path / name), reason) for name, reason in wrong_files(path, manifest).items()]
+        age = datetime.now(timezone.utc) - datetime.fromisoformat(manifest.created)
+        known = {
+            "step": manifest.step,
+            "epoch": manifest.step,
+            "created": manifest.created,
+            "age_seconds": round(max(0.0, age.total_seconds()), 1),
+            "model": _model(manifest.layout, manifest.about),
+            "mode": manifest.layout["mode"],
+            "world_size": manifest.ranks,
+            "frozen_weights": manifest.frozen,
+            "made_by": manifest.about.get("offload"),
+        }
     return {
-        **content,
-        "step": manifest.step,
-        "epoch": manifest.step,
-        "created": manifest.created,
-        "age_seconds": round(max(0.0, age.total_seconds()), 1),
-        "model": _model(manifest.layout, manifest.about),
-        "mode": manifest.layout["mode"],
-        "world_size": manifest.ranks,
-        "frozen_weights": manifest.frozen,
-        "made_by": manifest.about.get("offload"),
+        "path": str(path),
+        "tag": path.name,
+        **{name: known.get(name) for name in _OF_MANIFEST},
+        "bytes": sum(map(_size_of, path.rglob("*"))),
         "damaged": [each._asdict() for each in wrong],
     }
 

@@ -16,10 +16,6 @@ def find_own(path: Path, tag: str | None = None) -> Path | None:
 
     A Trainer's output folder has the checkpoints in its folders `checkpoint-<step>`. Without a tag the result is the
     latest checkpoint, or `path` itself.
-
-    Raises:
-        StoreError: If the checkpoint is of another program, or cannot be found.
-        UsageError: If `tag` cannot name a folder.
     """
     # Checkpoints may have been saved into the folder of a run, but the run's swap files have later steps.
     found = None if tag is None and holds_run(path) else find(path, tag)

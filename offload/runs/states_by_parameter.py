@@ -7,7 +7,7 @@ comes from one rank after the other, and experts that are units of their own are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +27,7 @@ from offload.layout.modes import ADAM, Mode
 from offload.layout.optimizer_states import join, master_sources
 from offload.model_io.source import Source
 from offload.notices import shell_command
+from offload.runs.export import Exported
 from offload.sizes import KIB
 from offload.states import State
 
@@ -72,6 +73,11 @@ class StatesPlan(NamedTuple):
             count * (math.prod(self.shapes[name]) * torch.float32.itemsize + _FILE_NBYTES)
             for name, count in files.items()
         )
+
+    def exported(self, out: Path, step: int, files: Sequence[str], notices: Iterable[str]) -> Exported:
+        """Returns the result of the export into `out`."""
+        parameters = sum(map(math.prod, self.shapes.values()))
+        return Exported(out, step, "fp32", tuple(files), self.nbytes, parameters, tuple(notices))
 
 
 def plan_states(source: TrainedSource, path: Path, kind: str) -> StatesPlan:
@@ -129,10 +135,6 @@ def write_states(source: Source, plan: StatesPlan, place: StateFile, progress: C
     """Writes masters and moments, chunk by chunk, each file from its first element to its last.
 
     The source stays open.
-
-    Raises:
-        StoreError: If the source is damaged.
-        IoError: If something cannot be read or written.
     """
     files = _StateFiles(place, plan.shapes)
 

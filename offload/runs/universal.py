@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -43,10 +42,6 @@ def export_universal(
     """Writes a universal checkpoint into the folder `out`, completely or not at all.
 
     The source stays open; `out` must not exist, or be empty.
-
-    Raises:
-        StoreError: If `out` cannot be used, there is not enough room, or the source is damaged.
-        IoError: If something cannot be read or written.
     """
     out = real_path(out)
     check_target(out)
@@ -71,15 +66,7 @@ def export_universal(
             write_torch_file(folder / tag / name, _model_states(source, plan))
         # Written last, since DeepSpeed takes a folder with this file for a checkpoint.
         (folder / "latest_universal").write_text(tag)
-    return Exported(
-        out,
-        source.step,
-        "fp32",
-        ("latest_universal", tag),
-        plan.nbytes,
-        sum(map(math.prod, plan.shapes.values())),
-        (*messages, *_notices(source, plan)),
-    )
+    return plan.exported(out, source.step, ("latest_universal", tag), (*messages, *_notices(source, plan)))
 
 
 def _check_names(plan: StatesPlan) -> None:

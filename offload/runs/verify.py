@@ -146,11 +146,7 @@ class CheckpointReport(NamedTuple):
 
 
 def open_checking(path: Path) -> CheckpointChecking | RunChecking:
-    """Opens `path` for verification: a run's folder, a checkpoint's, or a folder of checkpoints, whose latest is taken.
-
-    Raises:
-        StoreError: If the folder is none of these, or cannot be verified.
-    """
+    """Opens a run, a checkpoint, or a folder of checkpoints, whose latest is taken, for verification."""
     # A link that the user gives is followed here. No other link below is followed.
     return CheckpointChecking(checkpoint) if (checkpoint := find_own(path)) else RunChecking(real_path(path))
 

@@ -18,7 +18,7 @@ from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
 from offload.planner.output import Asked, cautions, verdict
-from offload.planner.request import Described, hardware
+from offload.planner.request import PlanRequest, hardware
 from offload.sizes import GIB, MIB, format_count, format_time
 from tests.pages import plan_table as table
 
@@ -194,7 +194,12 @@ def test_the_command_of_the_cards_page_plans_its_first_row() -> None:
     ram, load, durability = table.CARD_CASES[0]
     assert f"{load.batch} {load.accumulation}" == f"{given.pop('--batch-size')} {given.pop('--accumulation')}"
     shape = from_count(parse_count(given.pop("--parameters")), int(given.pop("--layers")), int(given.pop("--seq-len")))
-    asked = Described(given.pop("--gpu"), given.pop("--ram"), (given.pop("--drive"),), given.pop("--memory-bandwidth"))
+    asked = PlanRequest(
+        gpu=given.pop("--gpu"),
+        ram=given.pop("--ram"),
+        drive=[given.pop("--drive")],
+        memory_bandwidth=given.pop("--memory-bandwidth"),
+    )
     assert not given and shape == table.card_shape() and durability == "step"
     assert hardware(asked) == table.card_machine(ram)
 

@@ -227,6 +227,18 @@ def _run_all(given: argparse.Namespace) -> int:
     return judge(report["parts"])
 
 
+def option_words(**options: Any) -> list[str]:
+    """Returns options of this command as words; without those that are None or False."""
+    found = []
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            found.append(option)
+        elif value is not None and value is not False:
+            found += [option, str(value)]
+    return found
+
+
 def run_part(part: Part, given: argparse.Namespace, folder: Path, soft: float, hard: float) -> dict[str, Any]:
     """Runs one part in a process of its own, which should end within `soft` seconds and is killed after `hard` seconds.
 
@@ -235,15 +247,10 @@ def run_part(part: Part, given: argparse.Namespace, folder: Path, soft: float, h
     files = folder / "swap"
     files.mkdir()
     figures = folder / "figures.json"
-    command = [sys.executable, "-m", "offload.bench.gpu", "--part", part.name]
-    command += ["--json", str(figures), "--folder", str(files), "--budget-minutes", str(soft / 60)]
-    for key in ("batch_size", "seq_len"):
-        # Sizes that are not given are found by each part: a part in 24 GiB has room for fewer tokens.
-        if getattr(given, key) is not None:
-            command += [f"--{key.replace('_', '-')}", str(getattr(given, key))]
-    command += ["--recompute"] if given.recompute else []
-    for key in _PASSED_ON:
-        command += [f"--{key.replace('_', '-')}", str(getattr(given, key))]
+    # Sizes that are not given are found by each part: a part in 24 GiB has room for fewer tokens.
+    options = {key: getattr(given, key) for key in ("batch_size", "seq_len", "recompute", *_PASSED_ON)}
+    words = option_words(part=part.name, json=figures, folder=files, budget_minutes=soft / 60, **options)
+    command = [sys.executable, "-m", "offload.bench.gpu", *words]
     setting = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part.name == "bits" else {}  # slower, so for this part only
     if _ALLOCATOR not in os.environ:
         setting[_ALLOCATOR] = "expandable_segments:True"  # an engine's own setting, but a part uses CUDA before it

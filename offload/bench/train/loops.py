@@ -385,9 +385,6 @@ def measure(plan: TrainPlan, tell: Callable[[str], None] = lambda _: None) -> Re
 
     Each turn is a new process, so that no contender holds memory while another one is measured. A contender that fails
     takes no further turns.
-
-    Raises:
-        OffloadError: the drive fails.
     """
     rates: list[DriveSpeeds] = []
     turns: dict[str, list[dict[str, Any]]] = {each.name: [] for each in plan.contenders}

@@ -322,14 +322,11 @@ def bench_gpu(typed: GpuOptions) -> None:
         from offload.bench.gpu import __main__ as command
 
         command.check_machine(typed.device)
-    words = ["--folder", typed.folder, "--json", str(typed.output), "--model", typed.model]
-    words += ["--budget-minutes", str(typed.budget_minutes), "--steps", str(typed.steps)]
-    words += ["--nbytes", typed.nbytes, "--device", typed.device]
-    words += [] if typed.batch_size is None else ["--batch-size", str(typed.batch_size)]
-    words += [] if typed.seq_len is None else ["--seq-len", str(typed.seq_len)]
+    names = ("folder", "model", "budget_minutes", "steps", "nbytes", "device", "batch_size", "seq_len")
+    options = {name: getattr(typed, name) for name in names}
+    words = command.option_words(json=typed.output, print_json=typed.json_output, **options)
     for name in typed.only or ():
         words += ["--only", name]
-    words += ["--print-json"] if typed.json_output else []
     raise typer.Exit(command.main(words))
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from offload.planner.model_shape import Adapters
     from offload.planner.output import Asked
     from offload.planner.recommend import Planned
-    from offload.planner.request import Described, Model, Step
+    from offload.planner.request import PlanRequest
 
 _MODEL, _MACHINE, _STEP, _OUTPUT = "Model", "Machine", "Step", "Output"
 
@@ -281,7 +281,7 @@ def _print_longest(typed: PlanOptions, console: Console) -> None:
         if typed.write is not None or typed.measure:
             raise ConfigError("--longest-sequence writes and measures nothing; leave out --write and --measure")
         with _working("searching the longest sequence of each way to keep activations"):
-            found = request.longest(_model(typed), _machine(typed), _step(typed), typed.config)
+            found = request.longest(_request(typed))
     if typed.json_output:
         print(json.dumps(output.longest_json(found)), flush=True)
         return
@@ -296,19 +296,19 @@ def _planned(typed: PlanOptions) -> Planned:
     from offload.planner.request import check_target
 
     with _working("reading the model's config"):
-        model, machine, step = _model(typed), _machine(typed), _step(typed)
+        options = _request(typed)
     # The file to write is checked before the model is timed: a bad path must not cost minutes.
     check_target(typed.write)
     if not typed.measure:
         with _working("counting the model's bytes and operations, and simulating a step"):
-            return request.planned(model, machine, step, typed.config)
+            return request.planned(options)
     # Nothing needs cleaning up while the model runs, so a signal may end the process inside native code.
     with exit_on_signal("stopped; nothing was written"), measuring() as tell:
-        return request.planned(model, machine, step, typed.config, measure=True, tell=tell)
+        return request.planned(options, measure=True, tell=tell)
 
 
-def _model(typed: PlanOptions) -> Model:
-    from offload.planner.request import Model
+def _request(typed: PlanOptions) -> PlanRequest:
+    from offload.planner.request import PlanRequest
 
     # A count of parameters stands for a Llama, whose loss can be computed in chunks.
     chunks = typed.model is None or typed.chunked_loss is False
@@ -316,13 +316,12 @@ def _model(typed: PlanOptions) -> Model:
         from offload.finetune.model import allows_chunks
 
         chunks = allows_chunks(typed.model)
-    return Model(
-        name=typed.model,
-        parameters=None if typed.parameters is None else parse_count(typed.parameters),
-        layers=typed.layers,
-        adapters=_adapters(typed),
-        chunks=chunks,
-    )
+    options = {name: value for name, value in vars(typed).items() if name in PlanRequest._fields}
+    # The planner takes None for "auto".
+    options |= {"dtype": None if typed.dtype == "auto" else typed.dtype, "chunks": chunks}
+    if typed.parameters is not None:
+        options["parameters"] = parse_count(typed.parameters)
+    return PlanRequest(**options, adapters=_adapters(typed))
 
 
 def _adapters(typed: PlanOptions) -> Adapters | None:
@@ -347,37 +346,3 @@ def _adapters(typed: PlanOptions) -> Adapters | None:
         forms.append(load_config(read_json(typed.config)).offload.frozen)
     lora = parse_lora(typed.lora)
     return Adapters(lambda model: adapt(model, lora), forms[0] if forms else None)
-
-
-def _machine(typed: PlanOptions) -> Described:
-    from offload.planner.request import Described
-
-    return Described(
-        gpu=typed.gpu,
-        ram=typed.ram,
-        drives=tuple(typed.drive or ()),
-        memory=typed.memory_bandwidth,
-        link=typed.pcie,
-        paths=tuple(typed.nvme_path or ()),
-    )
-
-
-def _step(typed: PlanOptions) -> Step:
-    from offload.planner.request import Step
-
-    return Step(
-        batch=typed.batch_size,
-        sequence=typed.seq_len,
-        accumulation=typed.accumulation,
-        recompute=typed.recompute,
-        # The planner takes None for "auto".
-        dtype=None if typed.dtype == "auto" else typed.dtype,
-        moments=typed.moments,
-        master=typed.master,
-        durability=typed.durability,
-        activations=typed.activations,
-        chunked_loss=typed.chunked_loss,
-        tile_mlp=typed.tile_mlp,
-        schedule=typed.schedule,
-        speculate=typed.speculate,
-    )

@@ -127,9 +127,6 @@ def simulate(
     from the third on, steps hardly differ. At each position all steps send and receive the same inputs. Without `rates`
     all work ends at once. Without `overlap` a step waits for its updates. `tile_numel` None makes a unit one tile;
     `tile_buffers` None is the number that most optimizers use.
-
-    Raises:
-        BudgetError: units in use leave no room on the device, as in the real pager.
     """
     machine = SimulatedMachine(rates or SimulatedRates())
     pager = SimulatedPager(sizes, Allocator(budgets.host), Allocator(budgets.device), limits or Limits(), machine)
