@@ -79,7 +79,7 @@ MUTANTS = (
         "write the record before the blob",
         "offload.swapper.store.store",
         '        write_in_place(self.folders[0] / f"blob.{which}", data)\n',
-        "        early = Record(self.durable.serial + 1 if self.durable else 1, step, tuple(self.newest), which, "
+        "        early = CommitRecord(self.durable.serial + 1 if self.durable else 1, step, tuple(self.newest), which, "
         "len(data), crc32c(data))\n"
         "        write_in_place(self._commit_path, early.pack(), which * PAGE)\n"
         '        write_in_place(self.folders[0] / f"blob.{which}", data)\n',
