@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload import testing
-from offload.aio import BACKENDS, Bandwidth, DirectFile, IoQueue, aligned_empty
+from offload.aio import Bandwidth, DirectFile, IoQueue, aligned_empty
 from offload.aio import backend as backend_module
 from offload.aio.backend import refusals
 from offload.bench.tune_io import Trial, choose, write_config
@@ -103,35 +103,10 @@ def test_the_real_limit_of_libaio(tmp_path: Path) -> None:
         assert queue.backend == "libaio"
 
 
-def test_there_is_no_other_backend() -> None:
-    with pytest.raises(ConfigError, match="io_uring, libaio, threads"):
-        IoQueue("aio")
-
-
-def test_auto_takes_the_first_that_works() -> None:
-    works = [name for name, refused in refusals().items() if refused is None]
-    with IoQueue() as queue:
-        assert queue.backend == works[0] and queue.backend in BACKENDS
-        assert len(queue.refusals) == BACKENDS.index(queue.backend)
-
-
 def test_threads_have_one_block_each_so_depth_makes_more_of_them() -> None:
     for given, threads in (({}, 4), ({"threads": 2}, 2), ({"depth": 8}, 8), ({"threads": 2, "depth": 32}, 16)):
         with IoQueue("threads", **given) as queue:
             assert (queue.threads, queue.depth) == (threads, 1)
-
-
-def test_no_descriptor_or_thread_is_left_of_a_refusal(tmp_path: Path) -> None:
-    code = """
-import os
-from offload.aio import IoQueue
-before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-for _ in range(5):
-    IoQueue(threads=3).close()
-assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
-print("same")
-"""
-    assert refusing(tmp_path, {"io_uring_setup": errno.EPERM, "io_setup": errno.EAGAIN}, code) == ["same"]
 
 
 def test_registered_memory_and_files_hold_the_same_bytes(backend: str, tmp_path: Path) -> None:
@@ -158,21 +133,6 @@ def test_a_ring_registers_256_regions_of_memory_at_most(backend: str, tmp_path: 
         assert known == (256 * PAGE if backend == "io_uring" else 0)
         with DirectFile(tmp_path / "file", create=True) as file:
             assert queue.write(file, 0, memory).wait() == len(memory), "those that have no slot move all the same"
-
-
-def test_a_registered_file_may_be_closed(backend: str, tmp_path: Path) -> None:
-    """Its number stays taken until the queue is closed, so that no other file can be meant by it."""
-    with IoQueue(backend) as queue:
-        file = DirectFile(tmp_path / "file", create=True)
-        queue.register(file)
-        numbers = {file.descriptors.direct, file.descriptors.buffered} - {-1}
-        file.close()
-        others = [DirectFile(tmp_path / f"other{index}", create=True) for index in range(4)]
-        assert not numbers & {other.descriptors.direct for other in others}
-        for index, other in enumerate(others):
-            queue.write(other, 0, bytes([index]) * 4096).wait()
-        for index in range(4):
-            assert (tmp_path / f"other{index}").read_bytes() == bytes([index]) * 4096
 
 
 def test_less_is_registered_where_memory_may_not_be_locked(tmp_path: Path) -> None:
@@ -240,10 +200,6 @@ def test_the_least_in_flight_of_the_best_is_chosen() -> None:
     assert choose(trials[3:]) == trials[3]
 
 
-def test_a_swap_reads_as_much_as_it_writes() -> None:
-    assert Bandwidth(2e9, 6e9).swap == pytest.approx(3e9)
-
-
 def test_it_writes_the_block_into_a_config(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"train_batch_size": 8, "aio": {"thread_count": 1, "block_size": 4096}}))
@@ -254,20 +210,6 @@ def test_it_writes_the_block_into_a_config(tmp_path: Path) -> None:
     assert set(answer["aio"]) == {"block_size", "queue_depth", "intra_op_parallelism"}
     assert answer["trials"] and all(trial["read_gb_per_s"] > 0 for trial in answer["trials"])
     assert [path.name for path in tmp_path.iterdir()] == ["ds.json"]
-
-
-def test_a_config_that_is_not_there_is_made(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["tune", str(tmp_path), "--config", str(tmp_path / "new.json"), "--size", "1MiB"])
-    assert done.exit_code == 0, done.output
-    assert list(json.loads((tmp_path / "new.json").read_text())) == ["aio"]
-    assert "block_size" in done.stdout
-
-
-def test_the_backend_of_the_config_is_tuned(tmp_path: Path) -> None:
-    config = tmp_path / "ds.json"
-    config.write_text('{"offload": {"io_backend": "threads"}}')
-    done = CliRunner().invoke(app, ["tune", str(tmp_path), "--config", str(config), "--size", "1MiB", "--json"])
-    assert done.exit_code == 0 and json.loads(done.stdout)["backend"] == "threads"
 
 
 @pytest.mark.sample(1)

@@ -21,7 +21,7 @@ from offload.errors import IoError, UsageError
 from offload.fileio import atomic_write, sync_folder, write_new
 from offload.swapper.store.folder import write_durably
 from offload.swapper.store.store import SwapFiles
-from tests.aio.test_aio_queue import noise, queue
+from tests.aio.test_aio_queue import noise
 from tests.store.test_store import blob, created, update
 from tests.support.drives.filesystems import disk, mounted
 from tests.support.processes import warm_process
@@ -94,137 +94,6 @@ def _tell_its_loop_device(image: Path) -> None:
     subprocess.run(["losetup", "-c", listed.partition(":")[0]], check=True)
 
 
-def test_eio_of_some_blocks_alone(tmp_path: Path) -> None:
-    """EIO at one offset of `pread`, put in by LD_PRELOAD: of the threads, since the rings go past libc."""
-    source, library = tmp_path / "eio.c", tmp_path / "eio.so"
-    source.write_text(
-        """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <sys/types.h>
-ssize_t pread64(int fd, void *data, size_t n, off_t at) {
-    static ssize_t (*real)(int, void *, size_t, off_t);
-    if (!real) real = (ssize_t (*)(int, void *, size_t, off_t))dlsym(RTLD_NEXT, "pread64");
-    if (at <= 5 * 65536 && 5 * 65536 < at + (off_t)n) { errno = EIO; return -1; }
-    return real(fd, data, n > 20480 ? 20480 : n, at);
-}
-ssize_t pread(int fd, void *data, size_t n, off_t at) { return pread64(fd, data, n, at); }
-"""
-    )
-    built = subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=False)
-    if built.returncode != 0:
-        pytest.skip("no C compiler")
-    data = random.Random(0).randbytes(16 * 65536)
-    (tmp_path / "file").write_bytes(data)
-    code = f"""
-from offload.aio import DirectFile, IoQueue, aligned_empty
-data = open({str(tmp_path / "file")!r}, "rb").read()
-with DirectFile({str(tmp_path / "file")!r}) as file, IoQueue("threads", block_bytes=65536) as queue:
-    parts = [(at, n, aligned_empty(n)) for at, n in ((0, 5 * 65536), (4 * 65536, 4 * 65536), (6 * 65536, 10 * 65536))]
-    futures = [(at, n, back, queue.read(file, at, back)) for at, n, back in parts]
-    for at, n, back, future in futures:
-        try:
-            print(future.wait(), back == data[at:at + n])
-        except OSError as error:
-            print(error.errno, error.offset, error.nbytes)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"LD_PRELOAD": str(library)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [f"{5 * 65536} True", f"{errno.EIO} {4 * 65536} {4 * 65536}", f"{10 * 65536} True"]
-    assert (done.stdout.splitlines(), done.stderr) == (lines, "")
-
-
-def test_a_file_cut_short_under_its_reader(backend: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(random.Random(0).randbytes(4 * MIB))
-    with DirectFile(tmp_path / "file") as file, IoQueue(backend, block_bytes=256 << 10) as queue:
-        target = aligned_empty(4 * MIB)
-        assert queue.read(file, 0, target).wait() == 4 * MIB
-        os.truncate(tmp_path / "file", 2 * MIB + 100)
-        error = _error_of(queue.read(file, 0, target))
-        assert (error.errno, error.offset, error.nbytes) == (errno.ENODATA, 0, 4 * MIB)
-        assert queue.read(file, 0, target[: 2 * MIB + 100]).wait() == 2 * MIB + 100
-
-
-@pytest.mark.parametrize("size", [0, 1, 4096, 10_000])
-def test_a_read_past_the_end(backend: str, tmp_path: Path, size: int) -> None:
-    (tmp_path / "file").write_bytes(bytes(size))
-    with DirectFile(tmp_path / "file") as file, IoQueue(backend) as queue:
-        for offset, nbytes in ((0, size + 1), (size, 1), (size + 4096, 4096)):
-            assert _error_of(queue.read(file, offset, aligned_empty(nbytes))).errno == errno.ENODATA
-        assert queue.read(file, 0, bytearray(size)).wait() == size
-
-
-def test_a_write_to_a_file_opened_for_reading(backend: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(MIB))
-    with DirectFile(tmp_path / "file", writable=False) as file, IoQueue(backend) as queue:
-        assert _error_of(queue.write(file, 0, aligned_empty(8192))).errno == errno.EBADF
-        assert queue.read(file, 0, aligned_empty(8192)).wait() == 8192
-
-
-def test_a_path_that_is_a_symlink(tmp_path: Path) -> None:
-    (tmp_path / "target").write_bytes(b"kept")
-    (tmp_path / "link").symlink_to("target")
-    with pytest.raises(IoError, match=r"symbolic link.*realpath") as caught:
-        DirectFile(tmp_path / "link", create=True)
-    assert caught.value.errno == errno.ELOOP and (tmp_path / "target").read_bytes() == b"kept"
-    with DirectFile((tmp_path / "link").resolve()) as file:
-        assert file.size() == 4
-
-
-def test_a_folder_is_refused_as_a_file(tmp_path: Path) -> None:
-    with pytest.raises(IoError) as caught:
-        DirectFile(tmp_path)
-    assert caught.value.errno == errno.EISDIR
-
-
-def test_a_closed_queue_refuses_requests(backend: str, tmp_path: Path) -> None:
-    with DirectFile(tmp_path / "file", create=True) as file:
-        queue = IoQueue(backend)
-        queue.close()
-        for call in (
-            lambda: queue.read(file, 0, bytearray(1)),
-            lambda: queue.write(file, 0, b"x"),
-            lambda: queue.register(file),
-        ):
-            with pytest.raises(UsageError, match="closed"):
-                call()
-
-
-@pytest.mark.sample(1)
-def test_a_signal_storm_interrupts_no_request(backend: str, tmp_path: Path) -> None:
-    """Hundreds of interruptions, of every thread that takes signals, and not a byte wrong."""
-    code = f"""
-import random, signal
-from offload.aio import DirectFile, IoQueue, aligned_empty
-count = 0
-def handle(*_):
-    global count
-    count += 1
-signal.signal(signal.SIGALRM, handle)
-signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
-data, back = aligned_empty(8 << 20), aligned_empty(8 << 20)
-data[:] = random.Random(0).randbytes(len(data))
-with DirectFile({str(tmp_path / "file")!r}, create=True) as file, IoQueue({backend!r}, block_bytes=65536) as queue:
-    while count < 500:
-        back[:] = bytes(len(back))
-        for operation, buffer in (("write", data), ("read", back)):
-            step = 512 << 10
-            futures = [getattr(queue, operation)(file, at, buffer[at:at + step]) for at in range(0, len(data), step)]
-            assert sum(future.wait() for future in futures) == len(data)
-        assert back == data
-signal.setitimer(signal.ITIMER_REAL, 0)
-print("right")
-"""
-    done = warm_process.python(code, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "right\n", "")
-
-
 def test_sigterm_ends_the_process_at_once(backend: str, tmp_path: Path) -> None:
     """Python's own answer to the signal is kept; the file holds whole blocks or none, and can be used again."""
     code = f"""
@@ -244,53 +113,6 @@ with DirectFile({str(tmp_path / "file")!r}, create=True) as file, IoQueue({backe
         assert queue.write(file, 0, bytes(4096)).wait() == 4096
 
 
-def test_an_error_does_not_stop_what_else_is_in_flight(backend: str, tmp_path: Path) -> None:
-    (tmp_path / "short").write_bytes(bytes(4096))
-    with (
-        DirectFile(tmp_path / "short") as short,
-        DirectFile(tmp_path / "good", create=True) as good,
-        IoQueue(backend, block_bytes=4096, depth=4) as queue,
-    ):
-        good.reserve(64 << 12)
-        futures: list[tuple[bool, IoFuture]] = []
-        for index in range(64):
-            futures.append((True, queue.read(good, index << 12, aligned_empty(4096))))
-            futures.append((False, queue.read(short, 0, aligned_empty(5 * 4096))))
-        for fine, future in futures:
-            if fine:
-                assert future.wait() == 4096
-            else:
-                assert _error_of(future).errno == errno.ENODATA
-
-
-def test_many_threads_and_errors(backend: str, tmp_path: Path) -> None:
-    """Each error reaches who asked, once a wait, and nobody else."""
-    (tmp_path / "file").write_bytes(bytes(MIB))
-    surprises: list[BaseException] = []
-    with DirectFile(tmp_path / "file") as file, IoQueue(backend, threads=2, depth=3, block_bytes=65536) as queue:
-
-        def work(index: int) -> None:
-            try:
-                for turn in range(50):
-                    if (turn + index) % 3:
-                        assert queue.read(file, 0, bytearray(MIB)).wait() == MIB
-                    else:
-                        future = queue.read(file, MIB - 1, bytearray(MIB))
-                        assert [_error_of(future).errno for _ in range(2)] == [errno.ENODATA] * 2
-            except BaseException as error:
-                surprises.append(error)
-
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not surprises
-
-
-__all__ = ["queue"]  # fixtures
-
-
 def test_close_waits_for_all_requests(tmp_path: Path, backend: str) -> None:
     file = DirectFile(tmp_path / "file", create=True)
     queue = IoQueue(backend, threads=1)
@@ -306,18 +128,6 @@ def test_close_waits_for_all_requests(tmp_path: Path, backend: str) -> None:
     file.close()
 
 
-def test_buffers_live_as_long_as_their_requests(queue: IoQueue, tmp_path: Path) -> None:
-    """Nobody keeps the futures or the buffers: the queue does."""
-    expected = b""
-    with DirectFile(tmp_path / "file", create=True) as file:
-        for index in range(50):
-            data = noise(100_000, index)
-            expected += data
-            queue.write(file, index * 100_000, bytearray(data))
-        queue.close()
-    assert (tmp_path / "file").read_bytes() == expected
-
-
 @pytest.mark.sample(1)
 def test_buffers_live_when_the_queue_is_dropped(tmp_path: Path, backend: str) -> None:
     with DirectFile(tmp_path / "file", create=True) as file:
@@ -330,25 +140,6 @@ def test_buffers_live_when_the_queue_is_dropped(tmp_path: Path, backend: str) ->
         del buffers, buffer, queue
     data = (tmp_path / "file").read_bytes()
     assert data == b"".join(bytes([index + 1]) * (4 << 20) for index in range(16))
-
-
-def test_buffers_end_while_other_threads_submit(tmp_path: Path, backend: str) -> None:
-    """The end of a mapped buffer gives up the GIL in the midst of a submission."""
-    code = f"""
-import sys, threading, time
-from offload.aio import DirectFile, IoQueue, aligned_empty
-sys.setswitchinterval(1e-6)
-file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue({backend!r}, threads=2)
-end = time.monotonic() + 0.4
-def work(index):
-    while time.monotonic() < end:
-        queue.write(file, index << 16, aligned_empty(4096))
-threads = [threading.Thread(target=work, args=(index,)) for index in range(6)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-"""
-    done = warm_process.python(code, timeout=120)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_file_closed_under_its_requests(tmp_path: Path, backend: str) -> None:
@@ -370,17 +161,6 @@ def test_a_file_closed_under_its_requests(tmp_path: Path, backend: str) -> None:
             assert caught.value.errno == errno.EBADF
     assert (tmp_path / "file").read_bytes() == buffer and (tmp_path / "other").stat().st_size == 0
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_close_waits_for_a_close_elsewhere(tmp_path: Path, backend: str) -> None:
-    with DirectFile(tmp_path / "file", create=True) as file:
-        queue = IoQueue(backend, threads=1)
-        future = queue.write(file, 0, aligned_empty(64 << 20))
-        other = threading.Thread(target=queue.close)
-        other.start()
-        queue.close()
-        assert future.done()
-        other.join()
 
 
 def test_threads_that_cannot_be_had_are_an_error() -> None:
@@ -411,30 +191,6 @@ def test_a_buffer_is_free_when_its_request_is_done(queue: IoQueue, tmp_path: Pat
         assert extended.wait(120)
 
 
-def test_nothing_stalls_while_memory_is_registered(backend: str) -> None:
-    if backend != "io_uring":
-        pytest.skip("has nothing to register")
-    turns, stop = 0, threading.Event()
-    with IoQueue(backend) as queue, DirectFile("/dev/zero", writable=False) as file:
-
-        def submit() -> None:
-            nonlocal turns
-            while not stop.is_set():
-                queue.read(file, 0, bytearray(1))
-                turns += 1
-
-        thread = threading.Thread(target=submit)
-        thread.start()
-        during = 0
-        for _ in range(8):  # on a machine with other work the thread may get no core while one registration lasts
-            before = turns
-            queue.register(aligned_empty(256 << 20))
-            during = during or turns - before
-        stop.set()
-        thread.join()
-    assert during > 0
-
-
 def test_a_timeout_leaves_the_request_alone(tmp_path: Path, backend: str) -> None:
     with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend, threads=1) as queue:
         buffer = aligned_empty(64 << 20)
@@ -459,20 +215,6 @@ for index in range(64):
     assert done.returncode == 0 and done.stderr == ""
     data = path.read_bytes()
     assert len(data) == 64 << 20 and all(data[index << 20] == index for index in range(64))
-
-
-def test_a_forked_child_is_refused(queue: IoQueue, tmp_path: Path) -> None:
-    with DirectFile(tmp_path / "file", create=True) as file:
-        child = os.fork()
-        if child == 0:
-            try:
-                queue.write(file, 0, b"x")
-            except UsageError:
-                queue.close()
-                os._exit(7)
-            os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert queue.write(file, 0, b"x").wait() == 1, "and the parent goes on"
 
 
 def test_a_forked_child_ends(tmp_path: Path, backend: str) -> None:
@@ -537,26 +279,6 @@ except KeyboardInterrupt:
     assert done.stdout.strip() == "interrupted" and done.returncode == 0
 
 
-def test_the_gil_is_free_during_a_wait(tmp_path: Path, backend: str) -> None:
-    counted = 0
-    stop = threading.Event()
-
-    def count() -> None:
-        nonlocal counted
-        while not stop.is_set():
-            counted += 1
-            time.sleep(0)
-
-    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend, threads=1) as queue:
-        thread = threading.Thread(target=count)
-        future = queue.write(file, 0, aligned_empty(256 << 20))
-        thread.start()
-        future.wait()
-        stop.set()
-        thread.join()
-    assert counted > 0
-
-
 def test_no_descriptor_or_thread_is_left(tmp_path: Path, backend: str) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -613,17 +335,6 @@ def test_a_request_without_an_answer_is_told_after_half_a_minute_and_every_minut
     lines = [each.getMessage() for each in caplog.records]
     assert [int(line.split(" has not answered for ")[1].split(" s:")[0]) for line in lines] == told
     assert all(f"read of 4096 bytes at offset 8192 of {tmp_path / 'states'};" in line for line in lines)
-
-
-def test_a_wait_with_a_limit_of_its_own_says_nothing(
-    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with DirectFile(tmp_path / "states", create=True) as file:
-        flight: Any = Silent(clock, 100)
-        callbacks: Any = None
-        with pytest.raises(TimeoutError):
-            IoFuture(callbacks, flight, "read", file, 0, 4096, False).wait(50)
-    assert clock.waits == [50] and not caplog.records
 
 
 def test_a_commit_that_waits_for_the_drive_is_told_while_it_waits(

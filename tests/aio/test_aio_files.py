@@ -6,14 +6,12 @@ import errno
 import os
 import random
 import tempfile
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload.aio import (
@@ -36,16 +34,6 @@ layouts = st.builds(
     st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple),
     st.sampled_from([4096, 8192]),
 )
-
-
-@given(layouts, st.integers(0, 200_000), st.integers(0, 200_000))
-def test_every_byte_has_one_place(layout: Layout, offset: int, nbytes: int) -> None:
-    places = list(layout.places(offset, nbytes))
-    assert sum(count for _, _, count in places) == nbytes and all(count > 0 for *_, count in places if nbytes)
-    taken = [set() for _ in layout.weights]
-    for file, start, count in places:
-        assert not taken[file] & set(range(start, start + count, 512))
-        taken[file] |= set(range(start, start + count, 512))
 
 
 @given(layouts, st.integers(0, 300_000))
@@ -88,14 +76,6 @@ def test_weights_become_small_whole_numbers(weights: list[float], complete: tupl
     assert whole_weights(found) == found, "given again they are the same"
 
 
-@given(st.lists(st.floats(0.3, 12), min_size=2, max_size=6))
-def test_no_drive_is_kept_waiting(weights: list[float]) -> None:
-    found = whole_weights(weights)
-    slowest = max(share / sum(found) * sum(weights) / weight for share, weight in zip(found, weights, strict=True))
-    best = max(1.0, sum(weights) / min(weights) / sum(found))
-    assert slowest <= max(1.25, best * 1.05)
-
-
 def test_drives_get_their_share(backend: str, tmp_path: Path) -> None:
     paths = [tmp_path / "fast", tmp_path / "slow"]
     data = random.Random(0).randbytes(6 << 20)
@@ -110,23 +90,6 @@ def test_drives_get_their_share(backend: str, tmp_path: Path) -> None:
     with StripedFile(paths, (2, 1), stripe_bytes=1 << 20, writable=False) as file, IoQueue(backend) as queue:
         back = bytearray(len(data))
         assert queue.read(file, 0, back).wait() == len(data) and back == data
-
-
-def test_drives_of_different_kinds(backend: str, tmp_path: Path) -> None:
-    """One with O_DIRECT and one in memory, in one file."""
-    shared = Path("/dev/shm")
-    if not os.access(shared, os.W_OK):
-        pytest.skip("no /dev/shm")
-    other = shared / f"offload-test-stripe-{os.getpid()}"
-    data = random.Random(0).randbytes(300_001)
-    try:
-        with StripedFile([tmp_path / "disk", other], create=True, stripe_bytes=8192) as file, IoQueue(backend) as queue:
-            queue.write(file, 3, data).wait()
-            back = bytearray(len(data))
-            queue.read(file, 3, back).wait()
-            assert back == data
-    finally:
-        other.unlink(missing_ok=True)
 
 
 def test_an_error_names_the_drive(backend: str, tmp_path: Path) -> None:
@@ -166,32 +129,11 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         StripedFile([a, b])
 
 
-def test_a_checksum_covers_the_complete_request(backend: str, tmp_path: Path) -> None:
-    with StripedFile([tmp_path / "a", tmp_path / "b"], create=True, stripe_bytes=4096) as file:
-        with IoQueue(backend) as queue:
-            queue.write(file, 0, bytes(40_960)).wait()
-            for nbytes in (0, 40_960):
-                with pytest.raises(IoError, match="damaged") as caught:
-                    queue.read(file, 0, bytearray(nbytes), expect_crc32c=1).wait()
-                assert (caught.value.errno, caught.value.nbytes) == (errno.EBADMSG, nbytes)
-                assert caught.value.path == file.path
-
-
 def test_a_path_that_cannot_be_opened_closes_the_others(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(IoError) as caught:
         StripedFile([tmp_path / "a", tmp_path / "none" / "b"], create=True)
     assert caught.value.errno == errno.ENOENT and len(os.listdir("/proc/self/fd")) == before
-
-
-def test_one_path_is_an_ordinary_file(backend: str, tmp_path: Path) -> None:
-    data = random.Random(0).randbytes(100_000)
-    with StripedFile([tmp_path / "file"], create=True) as file, IoQueue(backend) as queue:
-        queue.write(file, 0, data).wait()
-    with DirectFile(tmp_path / "file") as plain, IoQueue(backend) as queue:
-        back = bytearray(len(data))
-        queue.read(plain, 0, back).wait()
-        assert back == data
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4097, 65536, 1_000_003])
@@ -202,14 +144,6 @@ def test_a_request_gives_the_checksum_of_its_bytes(backend: str, tmp_path: Path,
         back = bytearray(nbytes)
         assert queue.read(file, 100, back, checksum=True).crc32c() == crc32c(data)
         assert queue.read(file, 100, back, expect_crc32c=crc32c(data)).wait() == nbytes
-
-
-def test_over_several_files(backend: str, tmp_path: Path) -> None:
-    data = os.urandom(1_000_003)
-    paths = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
-    with StripedFile(paths, [3, 1, 2], stripe_bytes=4096, create=True) as file, IoQueue(backend) as queue:
-        assert queue.write(file, 77, data, checksum=True).crc32c() == crc32c(data)
-        assert queue.read(file, 77, bytearray(len(data)), expect_crc32c=crc32c(data)).wait() == len(data)
 
 
 @pytest.mark.parametrize("bit", [0, 12_345_678])
@@ -234,15 +168,6 @@ def test_a_failed_request_raises_its_own_error_and_not_that_of_its_checksum(back
             assert caught.value.errno == errno.ENODATA
 
 
-def test_a_checksum_that_was_not_asked_for(backend: str, tmp_path: Path) -> None:
-    with (
-        DirectFile(tmp_path / "file", create=True) as file,
-        IoQueue(backend) as queue,
-        pytest.raises(ValueError, match="checksum=True"),
-    ):
-        queue.write(file, 0, b"x").crc32c()
-
-
 def test_long_ranges_have_the_checksum_of_the_table() -> None:
     """The three streams of the instruction, the folding, and what is left over."""
     data = os.urandom(100_000)
@@ -264,7 +189,6 @@ def test_the_sum_of_zeros_needs_no_zeros(nbytes: int) -> None:
 
 
 MIB = 1 << 20
-LONGEST = 64 * MIB
 
 
 class Request(NamedTuple):
@@ -371,67 +295,3 @@ def test_bytes_are_those_of_a_reference(
         for future, back, expected in reads:
             assert future.wait() == len(expected) and back == expected
         assert queue.written_bytes == queue.read_bytes == sum(request.nbytes for request in requests)
-
-
-@pytest.mark.sample(1)
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
-@given(_lengths(LONGEST), st.integers(0, 3 * MIB), st.sampled_from([0, 1, 4095]), st.integers(0, 2**32))
-@example(LONGEST, 0, 0, 0)
-@example(LONGEST - 1, 4095, 1, 0)
-def test_long_requests_move_all_bytes(
-    backend: str, folder: Path, nbytes: int, offset: int, skew: int, seed: int
-) -> None:
-    with DirectFile(folder / "long", create=True) as file, IoQueue(backend) as queue:
-        data, back = (aligned_empty(nbytes + skew)[skew:] for _ in range(2))
-        data[:] = random.Random(seed).randbytes(nbytes)
-        assert queue.write(file, offset, data).wait() == nbytes
-        assert queue.read(file, offset, back).wait() == nbytes
-        assert back == data
-
-
-@pytest.mark.sample(1)
-def test_ten_thousand_requests_at_once(backend: str, tmp_path: Path) -> None:
-    count, nbytes = 10_000, 1000
-    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
-        data = random.Random(1).randbytes(count * nbytes)
-        views = [memoryview(data)[start : start + nbytes] for start in range(0, len(data), nbytes)]
-        order = list(range(count))
-        random.Random(2).shuffle(order)
-        writes = [queue.write(file, index * nbytes, views[index]) for index in order]
-        assert all(write.wait() == nbytes for write in writes)
-        back = bytearray(len(data))
-        targets = [memoryview(back)[start : start + nbytes] for start in range(0, len(data), nbytes)]
-        reads = [queue.read(file, index * nbytes, targets[index]) for index in order]
-        assert all(read.wait() == nbytes for read in reads)
-        assert back == data
-
-
-def test_threads_that_share_a_queue(backend: str, tmp_path: Path) -> None:
-    """Each has its own stretch, of a size that is no multiple of anything."""
-    span = 777_777
-    wrong: list[int] = []
-    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend, threads=2, depth=5) as queue:
-        file.reserve(8 * span)
-        start = threading.Barrier(8)
-
-        def work(index: int) -> None:
-            chance = random.Random(index)
-            mine = bytearray(span)
-            start.wait()
-            for _ in range(25):
-                at = chance.randrange(span)
-                data = chance.randbytes(chance.randrange(1, span - at + 1))
-                mine[at : at + len(data)] = data
-                queue.write(file, index * span + at, data).wait()
-                back = bytearray(len(data))
-                queue.read(file, index * span + at, back).wait()
-                if back != data:
-                    wrong.append(index)
-            back = bytearray(span)
-            queue.read(file, index * span, back).wait()
-            if back != mine:
-                wrong.append(index)
-
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(work, range(8)))
-    assert not wrong

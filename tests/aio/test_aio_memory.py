@@ -79,17 +79,6 @@ def test_large_allocations_use_huge_pages() -> None:
     assert share >= 0.5
 
 
-def test_memory_that_is_not_there_has_no_huge_page() -> None:
-    assert huge_page_share(aligned_empty(4 * HUGE)) == 0
-
-
-def test_huge_pages_of_a_neighbour_are_not_counted() -> None:
-    buffers = [aligned_empty(4 * HUGE) for _ in range(8)]  # the kernel puts them side by side
-    for buffer in buffers[::2]:
-        buffer[:] = bytes(len(buffer))
-    assert [huge_page_share(buffer) for buffer in buffers[1::2]] == [0, 0, 0, 0]
-
-
 def _policy(address: int) -> tuple[int, int]:
     """What the kernel says of the page at `address`: the mode, and the nodes as bits."""
     call = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
@@ -115,24 +104,6 @@ def test_memory_prefers_a_node(nbytes: int) -> None:
     assert buffer[-1] == 7
 
 
-def test_a_range_of_memory_prefers_a_node() -> None:
-    buffer = aligned_empty(4 * HUGE)
-    start = _address(buffer)
-    if not prefer_node(buffer[HUGE + 4096 : HUGE + 8192], 0):
-        pytest.skip("this kernel, or this container, does not let us choose")
-    assert [_policy(start + index * HUGE)[0] for index in range(4)] == [0, 1, 0, 0]
-    assert huge_page_share(buffer) == 0 and not any(buffer[: 2 * HUGE])
-
-
-def test_huge_pages_of_a_node() -> None:
-    buffer = aligned_empty(32 * HUGE)
-    prefer_node(buffer, 0)
-    buffer[:] = bytes(len(buffer))
-    if huge_page_share(buffer) == 0:
-        pytest.skip("the kernel had no huge page to give")
-    assert huge_page_share(buffer) >= 0.5
-
-
 @pytest.mark.parametrize("node", [-1, 63, 1000, 1023, 1024, 10**12])
 def test_a_node_that_does_not_exist_changes_nothing(node: int) -> None:
     if Path(f"/sys/devices/system/node/node{node}").exists():
@@ -141,10 +112,6 @@ def test_a_node_that_does_not_exist_changes_nothing(node: int) -> None:
     before = _policy(_address(buffer))
     assert prefer_node(buffer, node) is False
     assert _policy(_address(buffer)) == before
-
-
-def test_no_bytes_prefer_no_node() -> None:
-    assert prefer_node(aligned_empty(0), 0) is False
 
 
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
@@ -203,16 +170,6 @@ def test_crc_is_that_of_the_definition(data: bytes) -> None:
             crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
     assert crc32c(data) == crc ^ 0xFFFFFFFF
     assert {_native.crc32c_by(way, data, 0) for way in _native.crc32c_ways()} == {crc ^ 0xFFFFFFFF}
-
-
-@given(st.binary(max_size=1500), st.integers(0, 2**32 - 1))
-def test_crc_is_the_same_in_every_way(data: bytes, value: int) -> None:
-    assert {_native.crc32c_by(way, data, value) for way in _native.crc32c_ways()} == {crc32c(data, value)}
-
-
-def test_crc_has_no_other_way() -> None:
-    with pytest.raises(ValueError, match="no way"):
-        _native.crc32c_by("magic", b"", 0)
 
 
 # -- malloc's heap ------------------------------------------------------------------------------------

@@ -73,32 +73,6 @@ def test_windows_are_chosen_only_where_they_take_less_time(drive: Drive) -> None
     assert (window_bytes([drive]) > 0) == (in_windows <= 0.8 * at_once)
 
 
-@given(drives)
-def test_a_drive_that_gains_nothing_by_one_direction_does_both_at_once(drive: Drive) -> None:
-    assert window_bytes([drive._replace(mixed=drive.one_after_the_other)]) == 0
-
-
-@given(rates, rates)
-def test_turns_take_at_most_an_eighth_of_their_windows(read: float, write: float) -> None:
-    drive = Drive(read, write, read)
-    turns = rule.seconds_in_windows(drive) - WINDOW_BYTES / read - WINDOW_BYTES / write
-    assert turns <= (WINDOW_BYTES / read + WINDOW_BYTES / write) / 8 * (1 + 1e-9)
-
-
-@given(drives, st.floats(0.1, 1))
-def test_the_slower_both_at_once_the_sooner_windows(drive: Drive, factor: float) -> None:
-    assert window_bytes([drive._replace(mixed=factor * drive.mixed)]) >= window_bytes([drive])
-
-
-@given(drives)
-def test_a_plan_counts_with_the_faster_order(drive: Drive) -> None:
-    rate = rule.rate_of_both(drive)
-    if window_bytes([drive]):
-        assert drive.mixed / 0.8 <= rate * (1 + 1e-9) and rate < drive.one_after_the_other
-    else:
-        assert rate == pytest.approx(drive.mixed)
-
-
 @given(st.lists(drives, max_size=4))
 def test_several_drives_have_windows_if_each_of_them_gains(several: Sequence[Drive]) -> None:
     all_gain = bool(several) and all(window_bytes([each]) for each in several)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from offload.fileio import (
     LockHeldError,
     atomic_write,
     holder_of,
-    keep_mode_and_owner,
     locked_dir,
     this_process,
     write_new,
@@ -77,19 +75,6 @@ def test_two_threads_that_write_one_file_write_it_one_after_the_other(
     assert path.read_text() == "the first one" and [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-def test_the_mode_stays_where_the_owner_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_permitted(*_: object) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "chown", not_permitted)
-    old, new = tmp_path / "old", tmp_path / "new"
-    for each in (old, new):
-        each.mkdir()
-    old.chmod(0o2750)
-    keep_mode_and_owner(old.stat(), new)
-    assert stat.S_IMODE(new.stat().st_mode) == 0o2750
-
-
 def test_a_new_file_that_cannot_be_written_is_not_left_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -114,14 +99,6 @@ def test_a_kill_before_the_exchange_leaves_the_old_file(tmp_path: Path) -> None:
         atomic_write(path, "new")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert path.read_text() == "old"
-
-
-def test_a_device_is_written_to(tmp_path: Path) -> None:
-    read, write = os.pipe()
-    atomic_write(Path(f"/proc/self/fd/{write}"), "words")
-    assert os.read(read, 9) == b"words"
-    os.close(read)
-    os.close(write)
 
 
 class Request:
@@ -174,19 +151,6 @@ def test_the_error_of_a_write_comes_once_and_after_all_writes(failing: int) -> N
     assert caught.value.errno == errno.EIO and raised == (failing < 2), "at the next use of the buffer, or at the end"
     begun = failing + 2 if failing < 2 else 4
     assert all(request.waited for request in requests[:begun])
-
-
-def test_an_error_elsewhere_is_the_one_that_is_raised() -> None:
-    request = Request(fails=True)
-
-    def convert() -> None:
-        with WriteBehind([memoryview(bytearray(1))]) as behind:
-            behind.take()[1].append(request)  # type: ignore[arg-type]
-            raise ValueError("of a conversion")
-
-    with pytest.raises(ValueError, match="of a conversion"):
-        convert()
-    assert request.waited
 
 
 def test_reads_that_began_before_one_that_cannot_are_awaited() -> None:

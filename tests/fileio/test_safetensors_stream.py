@@ -54,11 +54,6 @@ def test_every_dtype_that_is_named(dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(safetensors.torch.load_file(tmp_path / "x")["x"], value)
 
 
-def test_a_file_of_nothing(tmp_path: Path) -> None:
-    SafetensorsWriter(tmp_path / "x", {}).close()
-    assert safetensors.torch.load_file(tmp_path / "x") == {}
-
-
 @pytest.mark.parametrize("cut", [0, 7, 100, PAGE, PAGE + 10])
 def test_a_file_that_is_cut_is_refused(cut: int, tmp_path: Path) -> None:
     path = tmp_path / "x"

@@ -1,1 +1,1 @@
-"""Tests of the tests' own tools: samples, workers, mutants, storms, the late device."""
+"""Tests of the tests' own oracles: rounding bounds, mutants."""

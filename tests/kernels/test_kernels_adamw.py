@@ -22,61 +22,7 @@ from tests.support.sampling import examples
 
 pytestmark = pytest.mark.numeric
 
-ODD_SIZES = [0, 1, 15, 16, 17, 31, 32, 33, 4095, 4097, 100003]
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize(
-    ("lr", "betas", "eps"),
-    [
-        (1e-3, (0.9, 0.999), 1e-8),
-        (1e-2, (0.95, 0.95), 1e-6),
-        (3e-4, (0.3, 0.99), 1e-3),
-        (1e-3, (0.0, 0.5), 1e-8),
-    ],
-)
-def test_twenty_steps_in_fp32_are_those_of_torch(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool
-) -> None:
-    numel = 4097
-    weight, exp_avg, exp_avg_sq = normal(numel, 0), torch.zeros(numel), torch.zeros(numel)
-    param = torch.nn.Parameter(weight.clone())
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    optimizer = kind([param], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=False, fused=False)
-    for number in range(1, 21):
-        grad = normal(numel, number)
-        param.grad = grad.clone()
-        optimizer.step()
-        step = AdamWStep(lr, *betas, eps, weight_decay, number, 1.0, decoupled)
-        kernels.adamw(weight, None, exp_avg, exp_avg_sq, grad, step)
-    state = optimizer.state[param]
-    # Twenty steps of at most ten roundings of numbers of about one; where they cancel, the error is that of the terms.
-    error = rounding_bounds.sum_error(200)
-    rounding_bounds.same_tensor(weight, param.detach(), error)
-    rounding_bounds.same_tensor(exp_avg, state["exp_avg"], error)
-    rounding_bounds.same_tensor(exp_avg_sq, state["exp_avg_sq"], error)
-
-
-@pytest.mark.parametrize("numel", ODD_SIZES)
-def test_one_step_is_the_formula_operation_by_operation(numel: int) -> None:
-    weight, grad = normal(numel, 1), normal(numel, 2)
-    exp_avg, exp_avg_sq = normal(numel, 3, 0.1), normal(numel, 4).square()
-    lr, beta1, beta2, eps, decay, number, scale = 1e-3, 0.9, 0.999, 1e-8, 0.1, 7, 0.37
-
-    # Every numpy operation below rounds once, as the kernel must: the bits are equal. (torch's own
-    # sqrt is one ulp off in many elements of a large tensor.)
-    f = np.float32
-    g = grad.numpy() * f(scale)
-    p = weight.numpy() * f(1 - lr * decay)
-    m = exp_avg.numpy() + f(1 - beta1) * (g - exp_avg.numpy())
-    v = exp_avg_sq.numpy() * f(beta2) + f(1 - beta2) * g * g
-    denominator = np.sqrt(v) / f((1 - beta2**number) ** 0.5) + f(eps)
-    p = p + f(-(lr / (1 - beta1**number))) * m / denominator
-
-    kernels.adamw(weight, None, exp_avg, exp_avg_sq, grad, AdamWStep(lr, beta1, beta2, eps, decay, number, scale))
-    for got, expected in ((exp_avg, m), (exp_avg_sq, v), (weight, p)):
-        assert got.numpy().tobytes() == expected.tobytes()
+ODD_SIZES = [0, 1, 17, 33, 4097, 100003]
 
 
 @pytest.mark.parametrize("numel", ODD_SIZES)
@@ -100,16 +46,6 @@ def test_a_split_master_takes_the_steps_of_an_fp32_master(numel: int, decoupled:
     assert torch.equal(split_moments[1], whole_moments[1])
 
 
-def test_a_bf16_gradient_is_its_fp32_value() -> None:
-    grad = normal(1001, 1).bfloat16()
-    results = []
-    for given_here in (grad, grad.float()):
-        weight, exp_avg, exp_avg_sq = normal(1001, 2), torch.zeros(1001), torch.zeros(1001)
-        kernels.adamw(weight, None, exp_avg, exp_avg_sq, given_here, AdamWStep(0.1, 0.9, 0.99, 1e-8, 0.0, 1))
-        results.append(weight)
-    assert torch.equal(*results)
-
-
 def test_a_gradient_that_is_not_finite_makes_canonical_nans() -> None:
     grad = torch.tensor([float("nan"), float("inf"), 1.0, -float("inf")] * 20)
     numel = grad.numel()
@@ -120,13 +56,6 @@ def test_a_gradient_that_is_not_finite_makes_canonical_nans() -> None:
     assert (weight.view(torch.int16)[bad] == 0x7FC0).all()
     assert (residual[bad] == 0).all()
     assert weight[~bad].isfinite().all()
-
-
-def test_without_decay_an_infinite_weight_stays_infinite_in_adam_too() -> None:
-    weight = torch.full((3,), float("inf"))
-    step = AdamWStep(0.1, 0.9, 0.99, 1e-8, 0.0, 1, decoupled=False)
-    kernels.adamw(weight, None, torch.zeros(3), torch.zeros(3), torch.ones(3), step)
-    assert weight.isposinf().all()
 
 
 def arguments(numel: int = 8) -> dict[str, torch.Tensor]:
@@ -166,11 +95,6 @@ def test_a_bf16_weight_needs_its_residual_and_an_fp32_weight_has_none() -> None:
         kernels.adamw(**(arguments() | {"residual": None}), step=STEP)
     with pytest.raises(TypeError, match="residual"):
         kernels.adamw(**(arguments() | {"weight": torch.zeros(8)}), step=STEP)
-
-
-def test_steps_are_counted_from_one() -> None:
-    with pytest.raises(ValueError, match="step: expected a number from 1, got 0"):
-        kernels.adamw(**arguments(), step=STEP._replace(step=0))
 
 
 def test_memory_that_does_not_hold_its_values_is_refused() -> None:
@@ -220,6 +144,7 @@ def master_of(part: Partition) -> torch.Tensor:
     return uncut
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("numel", [1, 100, 4096, 10_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -276,17 +201,6 @@ def test_each_parameter_has_its_ratio() -> None:
     kernels.lamb(small, [LambSegment(0, 8000, LAMB_STEP._replace(min_ratio=0.0)), LambSegment(9000, 20_000, LAMB_STEP)])
     moved = (small.weight - before).abs()
     assert moved[:8000].mean() < 1e-2 * moved[9000:].mean() and not moved[8000:9000].any()
-
-
-def test_a_norm_of_zero_has_ratio_one() -> None:
-    part = Partition(torch.zeros(10), torch.ones(10), (torch.zeros(10), torch.zeros(10)))
-    step = LambStep(0.5, 0.9, 0.99, 0.0, 0.0, 1)
-    kernels.lamb(part, [LambSegment(0, 10, step)])
-    # A moment of a tenth over a root of a tenth, and the correction, a tenth over a tenth.
-    torch.testing.assert_close(part.weight, torch.full((10,), -0.5))
-    assert kernels.lamb_ratio(step, []) == 1.0
-    wide = torch.tensor([[1e6, 1.0]], dtype=torch.float64)
-    assert kernels.lamb_ratio(step, [wide]) == 10.0
 
 
 def test_bad_input_is_refused() -> None:
@@ -456,14 +370,6 @@ def test_the_error_of_a_value_is_at_most_half_a_gap_of_its_codes(numel: int, see
         assert (values[part] - back[part]).abs().max() <= gap * values[part].abs().max() * (1 + 2**-8)
 
 
-def test_codes_of_codes_are_the_same_codes() -> None:
-    """A model that was dequantized and is quantized again stays as it is."""
-    for form in FORMATS:
-        found = stored(form, numbers(torch.float32))
-        values = values_of(form, found, NUMEL, torch.float32)
-        assert torch.equal(values_of(form, stored(form, values), NUMEL, torch.float32), values)
-
-
 @given(st.lists(st.integers(0, 300), max_size=8), st.sampled_from(FORMATS), st.sampled_from(DTYPES))
 @settings(max_examples=examples(60), deadline=None)
 def test_values_that_come_in_pieces_make_the_same_bytes(cuts: list[int], form: BlockFormat, dtype: torch.dtype) -> None:
@@ -481,12 +387,6 @@ def test_a_block_with_a_number_that_is_not_finite_becomes_nan(wrong: float) -> N
         back = values_of(form, stored(form, values), len(values), torch.float32)
         assert back[form.values : 2 * form.values].isnan().any()
         assert back[: form.values].isfinite().all() and back[2 * form.values :].isfinite().all()
-
-
-def test_the_largest_numbers_stay_finite() -> None:
-    for form in FORMATS:
-        values = torch.full((form.values,), torch.finfo(torch.float32).max)
-        assert values_of(form, stored(form, values), len(values), torch.float32).isfinite().all()
 
 
 def test_wrong_tensors_are_refused() -> None:

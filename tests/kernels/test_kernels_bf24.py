@@ -17,7 +17,6 @@ from offload.kernels import (
     LambStep,
     Noise,
     Partition,
-    PlainSGDStep,
     Segment,
     _native,
     noise_stream,
@@ -144,7 +143,7 @@ def test_every_stored_master_is_split_to_the_same_bits(isa: str) -> None:
         assert (weight.view(torch.int16)[~finite] == 0x7FC0).all() and not residual[~finite].any()
 
 
-SPREAD = [1.0, 1 + 2**-20, -1.3, math.pi, -7e-5, 3.1e-30, 1e-39, 2.0 - 2**-23, 65280.7]
+SPREAD = [1 + 2**-20, -1.3, 1e-39, 2.0 - 2**-23, 65280.7]
 
 
 @pytest.mark.parametrize("value", SPREAD)
@@ -157,34 +156,6 @@ def test_the_mean_of_many_roundings_is_the_value(value: float) -> None:
     low, high = ((bits & ~0xFF).view(torch.float32).double(), ((bits & ~0xFF) + 0x100).view(torch.float32).double())
     assert ((found == low) | (found == high)).all(), "one of the two neighbours"
     assert abs(float(found.mean() - exact.double())) <= 6 * abs(float(high - low)) / math.sqrt(4 * numel)
-
-
-def test_steps_elements_and_moments_are_independent() -> None:
-    """Roundings of an element in many steps, and of a moment in the same step, agree as often as chance has it."""
-    numel, steps = 1 << 14, 12
-    half = torch.full((numel,), 1 + 2**-16)  # half way between two neighbours
-    streams = [noise_stream(0, 0, step) for step in range(steps)]
-    ups = [joined(*split(half, Noise(stream, 0))) > 1 for stream in streams]
-    ups += [joined(*split(half, Noise(streams[0], 2**20 * each))) > 1 for each in range(1, steps)]
-    ups += [
-        torch.from_numpy((random_bits(streams[0], np.arange(numel)) >> np.uint32(by) & np.uint32(1)) > 0)
-        for by in range(0, 32, 5)
-    ]
-    for one in range(len(ups)):
-        assert abs(float(ups[one].double().mean()) - 0.5) < 6 / math.sqrt(4 * numel)
-        for other in range(one):
-            assert abs(float((ups[one] == ups[other]).double().mean()) - 0.5) < 6 / math.sqrt(4 * numel)
-
-
-def test_a_master_moves_by_less_than_its_spacing() -> None:
-    """By eight spacings in the mean of 1024 steps of a 128th of it, where rounding to nearest moves none."""
-    numel, spacing = 1 << 12, 2**-15
-    weight, residual = split(torch.ones(numel))
-    part = Partition(weight, torch.full((numel,), -spacing / 128), (), residual)
-    for number in range(1024):
-        update(part, [Segment(0, numel, PlainSGDStep(1.0, 0.0), Noise(noise_stream(1, 0, number), 0))])
-    moved = (joined(weight, residual).double() - 1) / spacing
-    assert abs(float(moved.mean()) - 8) < 6 * math.sqrt(8 / numel)
 
 
 @settings(deadline=None, max_examples=examples(30), derandomize=True)

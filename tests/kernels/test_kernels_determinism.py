@@ -77,8 +77,8 @@ def scalar_digest() -> str:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("cuts", [[], [1], [33, 4096, 70_001], [0, 149_999, 150_000]])
+@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize("cuts", [[33, 4096, 70_001], [0, 149_999, 150_000]])
 def test_no_setting_shows_in_the_result(isa: str, threads: int, cuts: list[int], scalar_digest: str) -> None:
     _native.configure(isa, threads)
     assert kernels.thread_count() == threads
@@ -156,11 +156,6 @@ def test_a_wrong_environment_is_a_config_error() -> None:
         settings.isa_from({"OFFLOAD_ISA": "avx512"}, ["scalar", "avx2"])
     with pytest.raises(ValueError, match="does not support sse9"):
         _native.configure("sse9", 1)
-
-
-def test_the_default_is_the_best_instruction_set_and_all_cores() -> None:
-    assert settings.isa_from({}, ["scalar", "avx2"]) == "avx2"
-    assert settings.threads_from({}) == settings.available_cores() >= 1
 
 
 @pytest.mark.parametrize(

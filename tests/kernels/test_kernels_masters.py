@@ -22,9 +22,7 @@ from offload.kernels.update import (
     blocks_of,
     decode_moments,
     encode_moments,
-    keyed,
 )
-from offload.layout.modes import MOMENT_BLOCK
 from tests.kernels.test_kernels_formulas import STEPS, WEIGHTS, clone, formula, master_of, partition, same
 from tests.support.kernel_inputs import ISAS, default_settings, normal
 from tests.support.sampling import examples
@@ -106,7 +104,7 @@ def test_special_values_stay_what_they_are(isa: str) -> None:
     assert found.isinf().any() and found.float().max() == math.inf
 
 
-SPREAD = [1.0, 1 + 2**-12, -1.3, math.pi, -7e-5, 3.1e-30, 1e-39, 2.0 - 2**-23, 65280.5]
+SPREAD = [1 + 2**-12, -1.3, 1e-39, 2.0 - 2**-23, 65280.5]
 
 
 @pytest.mark.parametrize("value", SPREAD)
@@ -142,39 +140,6 @@ def test_steps_and_elements_are_independent() -> None:
     first, second = ((moment.float() > moment.float().mean()) for moment in both.moments)
     mean_of_both = (first & second).double().mean() - first.double().mean() * second.double().mean()
     assert abs(mean_of_both) < bound
-
-
-@settings(deadline=None, max_examples=examples(30), derandomize=True)
-@given(
-    st.lists(st.integers(0, 70_000), max_size=5).map(sorted),
-    st.sampled_from(WITH_MOMENTS),
-    st.sampled_from(ISAS),
-    st.integers(1, 3),
-    st.sampled_from([0, 5, (1 << 32) - 40_001, (1 << 33) - 1, (1 << 40) - 32]),
-)
-def test_cuts_threads_and_instruction_sets_change_no_bit(
-    cuts: list[int], name: str, isa: str, threads: int, element: int
-) -> None:
-    """Also where the number of an element exceeds 32 bits, between two calls or within one."""
-    numel, step = 70_000, STEPS[name]
-    noise = Noise(NOISE.stream, element)
-    start = partition(numel, step, torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    _native.configure("scalar", 1)
-    uncut = clone(start)
-    update(uncut, [Segment(0, numel, step, noise)])
-    _native.configure(isa, threads)
-    for low, high in zip([0, *cuts], [*cuts, numel], strict=True):
-        view = Partition(
-            start.weight[low:high],
-            start.grad[low:high],
-            tuple(moment[low:high] for moment in start.moments),
-            None if start.residual is None else start.residual[low:high],
-        )
-        update(view, [Segment(0, high - low, step, noise.after(low))])
-    assert same(uncut, start)
-    random = random_bits(noise.stream, np.arange(numel, dtype=np.int64) + element)
-    exact = normal(numel, 5)
-    assert torch.equal(bf16(exact, noise).view(torch.int16), rounded(exact.numpy(), random).view(torch.int16))
 
 
 LAMB = LambStep(1e-2, 0.9, 0.99, 1e-6, 0.1, 3)
@@ -215,14 +180,6 @@ def test_lamb_takes_the_norm_of_the_direction_in_which_it_moves(isa: str, elemen
     assert torch.equal(torch.cat(pieces), sums)
     kernels.lamb_move(start, steps, [ratio] * 3)
     assert same(uncut, start)
-
-
-def test_a_segment_is_cut_where_its_key_changes() -> None:
-    """As the launches on a GPU take it."""
-    parts = list(keyed(10, 110, Noise(5, (1 << 32) - 30)))
-    assert [(each.start, each.stop, each.element) for each in parts] == [(10, 40, WORD - 29), (40, 110, 0)]
-    assert parts[0].before != parts[1].before and parts[0].between != parts[1].between
-    assert not list(keyed(10, 10, Noise(5, 0))) and len(list(keyed(0, 7, Noise(5, 1 << 40)))) == 1
 
 
 def test_bf16_moments_need_a_noise() -> None:
@@ -326,10 +283,6 @@ def steps_of(values: torch.Tensor, noise: Noise, root: bool) -> torch.Tensor:
     )
     update(part, [Segment(0, len(values), SUM if root else COPY, noise)])
     return part.moments[0]
-
-
-def test_layout_and_kernels_have_the_same_blocks() -> None:
-    assert BLOCK == MOMENT_BLOCK
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -437,7 +390,7 @@ def test_special_values(isa: str) -> None:
 
 
 @pytest.mark.parametrize("root", [False, True])
-@pytest.mark.parametrize("value", [0.3, 1.0, 2.7, 13.4, 100.01, 126.5])
+@pytest.mark.parametrize("value", [0.3, 13.4, 126.5])
 def test_the_mean_of_many_roundings_is_the_value_codes(value: float, root: bool) -> None:
     """In codes; the chance has 16 bits of which four values at each end are not used, hence up to 2^-13 more."""
     numel = 1 << 18
@@ -451,57 +404,6 @@ def test_the_mean_of_many_roundings_is_the_value_codes(value: float, root: bool)
     assert abs(float(found.mean()) - expected) <= 6 / math.sqrt(4 * found.numel()) + 2**-13
     if not root:
         assert torch.equal(steps_of(-values, CODES_NOISE, root), -steps_of(values, CODES_NOISE, root))
-
-
-@settings(deadline=None, max_examples=examples(30), derandomize=True)
-@given(
-    st.lists(st.integers(0, 273), max_size=5).map(sorted),
-    st.sampled_from(WITH_MOMENTS),
-    st.sampled_from(ISAS),
-    st.integers(1, 3),
-    st.sampled_from([0, 256, (1 << 32) - 156 * 256, (1 << 40) - 512]),
-)
-def test_cuts_threads_and_instruction_sets_change_no_bit_codes(
-    cuts: list[int], name: str, isa: str, threads: int, element: int
-) -> None:
-    """At borders of blocks; also where the number of an element exceeds 32 bits, between two calls or within one."""
-    numel, step = 70_000, STEPS[name]
-    noise = Noise(CODES_NOISE.stream, element)
-    roots = ROOTS[RULES[type(step)][0]]
-    start = coded(partition(numel, step, torch.bfloat16, torch.bfloat16, torch.float32), roots)
-    _native.configure("scalar", 1)
-    uncut = clone_codes(start)
-    update(uncut, [Segment(0, numel, step, noise)])
-    _native.configure(isa, threads)
-    for low, high in zip([0, *(BLOCK * cut for cut in cuts)], [*(BLOCK * cut for cut in cuts), numel], strict=True):
-        assert start.scales is not None and start.residual is not None
-        view = Partition(
-            start.weight[low:high],
-            start.grad[low:high],
-            tuple(moment[low:high] for moment in start.moments),
-            start.residual[low:high],
-            scales=start.scales[low // BLOCK : blocks_of(high)],
-        )
-        update(view, [Segment(0, high - low, step, noise.after(low))])
-    assert stored(uncut) == stored(start)
-    random = random_bits(noise.stream, np.arange(numel, dtype=np.int64) + element)
-    exact = normal(numel, 5)
-    codes, _ = reference(exact.numpy(), False, chances_of(random))
-    assert steps_of(exact, noise, False).numpy().tobytes() == codes.tobytes()
-
-
-def test_segments_leave_the_blocks_between_them_alone() -> None:
-    numel, step = 8 * BLOCK, STEPS["adamw"]
-    start = coded(partition(numel, step, torch.float32, torch.float32, torch.float32), (False, True))
-    before = clone_codes(start)
-    update(start, [Segment(BLOCK, 2 * BLOCK + 9, step, CODES_NOISE), Segment(5 * BLOCK, 6 * BLOCK, step, CODES_NOISE)])
-    for kept in (slice(0, BLOCK), slice(3 * BLOCK, 5 * BLOCK), slice(6 * BLOCK, numel)):
-        for one, other in zip(start.moments, before.moments, strict=True):
-            assert torch.equal(one[kept], other[kept])
-        assert torch.equal(start.weight[kept], before.weight[kept])
-    assert start.scales is not None and before.scales is not None
-    same = (start.scales == before.scales).all(1)
-    assert same.tolist() == [True, False, False, True, True, False, True, True]
 
 
 @pytest.mark.parametrize("element", [0, (1 << 32) - 8192])

@@ -187,21 +187,6 @@ def test_a_plain_backward_is_never_divided(mixed: bool, tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_the_optimizer_called_by_itself(tmp_path: Path) -> None:
-    """It is the boundary too, with the same count; and a second call is refused instead of waiting for ever."""
-    job = models.GPT2
-    engine = start(job, DISK, tmp_path / "called")
-    for step in range(job.steps):
-        engine.backward(job.loss(engine, step, 0))
-        engine.optimizer.step()
-        with pytest.raises(UsageError, match="0 backwards"):
-            engine.optimizer.step()
-    weights = engine.module.state_dict()
-    engine.destroy(remove=True)
-    expected = run(job, DISK, tmp_path / "plain").weights
-    assert_same_tensors(weights, expected)
-
-
 LOOPS = {"counted": counted, "accelerate": as_accelerate, "ddp": as_ddp}
 
 

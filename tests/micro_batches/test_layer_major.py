@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload import testing
-from offload.activations.kept_inputs import KeptInputs, _RequestOrder
+from offload.activations.kept_inputs import KeptInputs
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, SCHEDULES, ScheduleChoice, choose_schedule
 from offload.layout.units import tied_numel
 from tests.device.module import mem_get_info
@@ -25,21 +24,6 @@ from tests.support.ranks.rank_pool import RankPool
 from tests.support.ranks.rank_pool import start as start_ranks
 
 JOB = models.GPT2._replace(accumulation=3, steps=3)
-
-
-def test_the_order_is_newest_first_and_within_a_unit_by_micro_batch() -> None:
-    schedule = mock.Mock(interleaves=False, micro_batch=0)
-    order = _RequestOrder(schedule)
-    alone = [order.next() for _ in range(3)]
-    assert sorted(alone) == alone[::-1]
-    schedule.interleaves, places = True, {}
-    for unit in range(3):
-        for schedule.micro_batch in range(3):
-            places[unit, schedule.micro_batch] = order.next()
-    assert sorted(places, key=lambda place: places[place]) == [
-        (unit, micro) for unit in (2, 1, 0) for micro in range(3)
-    ]
-    assert max(places.values()) < min(alone)
 
 
 def test_the_backward_asks_in_the_expected_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,16 +123,6 @@ def test_a_reason_says_why_auto_takes_the_other_order(other: dict[str, Any], rea
 def test_blocks_that_keep_their_inputs_alone_are_trusted_to_fit(unknown: str) -> None:
     assert chosen(**{unknown: None}).schedule == LAYER_MAJOR
     assert chosen(**{unknown: None, "checkpointed": False}).schedule == MICRO_BATCH_MAJOR
-
-
-def test_tied_weights_may_take_half_of_what_is_free() -> None:
-    assert chosen(activation_nbytes=None, tied_nbytes=6 * GIB).schedule == LAYER_MAJOR
-    # Where the activations are known, these gradients are among them.
-    assert chosen(tied_nbytes=7 * GIB).schedule == LAYER_MAJOR
-
-
-def test_all_activations_that_fit_are_kept() -> None:
-    assert chosen(checkpointed=False).schedule == LAYER_MAJOR
 
 
 @given(

@@ -37,13 +37,11 @@ from tests.support.oracle import (
     assert_same,
     assert_same_tensors,
     dies,
-    kill_and_resume,
     run,
     start,
+    train_step,
     weights_of,
 )
-from tests.support.oracle import train_step as train_step_every
-from tests.support.oracle import train_step as train_step_points
 
 STEPS = 6
 
@@ -88,7 +86,7 @@ def begin(folder: Path, schedule: Callable[[Any], Any] | None = breaks, **option
     return offload.initialize(model=nn.Linear(4, 1), lr_scheduler=schedule, config=config).engine
 
 
-def train_step(engine: offload.Engine) -> tuple[float, float, int]:
+def stepped(engine: offload.Engine) -> tuple[float, float, int]:
     rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(engine.global_steps))
     loss = engine(rows).square().mean()
     engine.backward(loss)
@@ -101,19 +99,19 @@ def train_step(engine: offload.Engine) -> tuple[float, float, int]:
 @pytest.mark.parametrize("leave", ["destroy", "exit"])
 def test_a_step_whose_schedule_was_interrupted_is_not_committed(when: str, leave: str, tmp_path: Path) -> None:
     unbroken = begin(tmp_path / "whole")
-    expected = [train_step(unbroken) for _ in range(STEPS)]
+    expected = [stepped(unbroken) for _ in range(STEPS)]
     unbroken.destroy()
     engine = begin(tmp_path / "cut")
     Breaks.whens.append(when)
-    seen = [train_step(engine) for _ in range(2)]
+    seen = [stepped(engine) for _ in range(2)]
     with pytest.raises(KeyboardInterrupt):
-        train_step(engine)
+        stepped(engine)
     with pytest.raises(EngineFailed):
-        train_step(engine)
+        stepped(engine)
     engine.destroy() if leave == "destroy" else testing.leave(engine)
     again = begin(tmp_path / "cut")
     assert again.global_steps == again.lr_scheduler.last_epoch == 2
-    seen += [train_step(again) for _ in range(2, STEPS)]
+    seen += [stepped(again) for _ in range(2, STEPS)]
     again.destroy()
     assert seen == expected
 
@@ -142,7 +140,7 @@ def test_a_worker_that_is_late_commits_no_step_before_its_updates(
     monkeypatch.setattr(UpdateWorker, "_commit", look_late)
     monkeypatch.setattr(UpdateWorker, "deliver_blob", deliver_and_say)
     engine = begin(tmp_path, None)
-    train_step(engine)
+    stepped(engine)
     testing.settle(engine)
     monkeypatch.setattr(Store, "commit", remember)
     delivered.clear()
@@ -151,8 +149,8 @@ def test_a_worker_that_is_late_commits_no_step_before_its_updates(
         with testing.inspect(engine).pager.lock:
             testing.inspect(engine).update_worker._wake()
         time.sleep(0.001)
-    train_step(engine)
-    train_step(engine)
+    stepped(engine)
+    stepped(engine)
     engine.destroy()
     assert commits == [(2, True), (3, True)]
 
@@ -160,26 +158,26 @@ def test_a_worker_that_is_late_commits_no_step_before_its_updates(
 def test_a_step_that_was_not_counted_stops_nothing(tmp_path: Path) -> None:
     """What raises before the step is decided is a mistake of the loop, and it goes on."""
     engine = begin(tmp_path)
-    train_step(engine)
+    stepped(engine)
     engine.backward(engine(torch.full((2, 4), torch.inf)).square().mean())
     with pytest.raises(offload.errors.NumericsError):
         engine.step()
     assert engine.lr_scheduler.last_epoch == 1
-    train_step(engine)
+    stepped(engine)
     engine.destroy()
 
 
 def test_the_final_message_names_the_committed_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = begin(tmp_path / "whole")
     for _ in range(3):
-        train_step(engine)
+        stepped(engine)
     with caplog.at_level(logging.WARNING, "offload"):
         testing.leave(engine)
     assert "at step 3: " in caplog.text and "a start without it begins anew" in caplog.text
     caplog.clear()
     engine = begin(tmp_path / "failed", durability={"every": 2})
     for _ in range(4):
-        train_step(engine)
+        stepped(engine)
     engine.backward(engine(torch.ones(2, 4)).square().mean())
     engine.step()
     testing.fail(engine, RuntimeError("of the test"))
@@ -195,7 +193,7 @@ def test_the_final_message_names_the_committed_step(tmp_path: Path, caplog: pyte
 def test_a_schedule_that_cannot_be_saved_is_reported_at_the_start_and_at_the_resume(tmp_path: Path) -> None:
     engine = begin(tmp_path / "run", Halves)
     assert sum("Halves has no state_dict()" in line for line in engine.notices) == 1
-    train_step(engine)
+    stepped(engine)
     engine.destroy()
     again = begin(tmp_path / "run", Halves)
     assert sum("Halves keeps the state that this script created, at step 1" in line for line in again.notices) == 1
@@ -210,7 +208,6 @@ def test_a_schedule_that_cannot_be_saved_is_reported_at_the_start_and_at_the_res
 
 DISK = ("nvme", "nvme")
 JOB = models.DROPOUT._replace(dtype="bf16", steps=8, accumulation=2)
-ONE_MICRO = JOB._replace(accumulation=1)
 EVERY = {"durability": {"every": 3}}
 
 
@@ -235,44 +232,30 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return epochs
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("placement", [DISK, ("cpu", "nvme"), ("nvme", "none"), ("cpu", "cpu")])
-@pytest.mark.parametrize("every", [2, 100])
-def test_commits_change_no_bit(every: int, placement: tuple[str, str], tmp_path: Path) -> None:
-    """From the second update of a window on, a slot is read and written in place."""
-    mine = run(JOB, placement, tmp_path / "every", durability={"every": every})
-    assert_same(each_step(placement), mine, "each step and every")
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("placement", [DISK, ("cpu", "cpu")])
 def test_a_commit_every_third_step_and_at_the_end(
-    placement: tuple[str, str], tmp_path: Path, commits: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, commits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every third is counted from the first step of the run; how often is no property of the store."""
+    expected = each_step(DISK).losses
+    del commits[:]
     syncs: list[str] = []
     sync = DirectFile.sync
     monkeypatch.setattr(DirectFile, "sync", lambda file: (syncs.append(file.path), sync(file))[1])
-    engine = start(JOB, placement, tmp_path, **EVERY)
-    for step in range(JOB.steps):
-        train_step_every(engine, JOB, step)
-    assert commits == [0, 3, 6] and recorded_epochs(tmp_path) == [6, 3]
-    engine.destroy()
-    assert commits == [0, 3, 6, 8] and recorded_epochs(tmp_path) == [8, 6]
+
+    def part(steps: range, **options: Any) -> list[float]:
+        engine = start(JOB, DISK, tmp_path, **options)
+        assert engine.global_steps == steps.start
+        losses = [train_step(engine, JOB, step) for step in steps]
+        engine.destroy(remove=steps.stop == JOB.steps)
+        return losses
+
+    losses = part(range(5), **EVERY)
+    assert commits == [0, 3, 5] and recorded_epochs(tmp_path) == [5, 3]
     assert len(syncs) == len(commits), "nothing is synced between commits"
-    engine = start(JOB, placement, tmp_path, resume="must", **EVERY)
-    assert engine.global_steps == 8
-    for step in range(8, 10):
-        train_step_every(engine, JOB, step)
-    engine.destroy(remove=True)
-    assert commits == [0, 3, 6, 8, 9, 10], "every third is counted from the first step of the run"
-
-
-def test_a_run_that_ends_on_a_commit_is_not_committed_twice(tmp_path: Path, commits: list[int]) -> None:
-    engine = start(JOB, DISK, tmp_path, **EVERY)
-    for step in range(6):
-        train_step_every(engine, JOB, step)
-    engine.destroy(remove=True)
-    assert commits == [0, 3, 6]
+    losses += part(range(5, 6), resume="must", **EVERY)
+    assert commits[3:] == [6], "a run that ends on a commit is not committed twice"
+    losses += part(range(6, 8), resume="must", durability="step")
+    assert commits[4:] == [7, 8] and losses == expected
 
 
 # -- killed within a window ---------------------------------------------------------------------------
@@ -283,11 +266,11 @@ def _die_after(folder: Path, placement: tuple[str, str], steps: int, writes: int
     logging.disable(logging.CRITICAL)
     engine = start(JOB, placement, folder, **options)
     for step in range(steps - 1):
-        train_step_every(engine, JOB, step)
+        train_step(engine, JOB, step)
     if testing.inspect(engine).update_worker is not None:
         testing.settle(engine, commit=False)
     die_after_writes(writes)
-    train_step_every(engine, JOB, steps - 1)
+    train_step(engine, JOB, steps - 1)
     engine.destroy()
 
 
@@ -302,7 +285,7 @@ def test_a_kill_loses_the_steps_since_the_last_commit(
     unbroken = each_step(placement)
     engine = start(JOB, placement, tmp_path / "cut", resume="must", **EVERY)
     assert engine.global_steps == committed
-    losses = [train_step_every(engine, JOB, step) for step in range(committed, JOB.steps)]
+    losses = [train_step(engine, JOB, step) for step in range(committed, JOB.steps)]
     weights = engine.module.state_dict()
     assert losses == unbroken.losses[committed:]
     assert_same_tensors(weights, unbroken.weights)
@@ -324,7 +307,7 @@ def _train_with_edits(engine: offload.Engine, steps: range) -> list[float]:
     for step in steps:
         if step in (1, 4, 5):
             _edit(engine, 0.01 * step)
-        losses.append(train_step_every(engine, JOB, step))
+        losses.append(train_step(engine, JOB, step))
     return losses
 
 
@@ -338,18 +321,16 @@ def edited_in_memory() -> tuple[list[float], dict[str, torch.Tensor]]:
         engine.destroy()
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("placement", [DISK, ("cpu", "nvme")])
-def test_edits_in_a_window(placement: tuple[str, str], tmp_path: Path, commits: list[int]) -> None:
+def test_edits_in_a_window(tmp_path: Path, commits: list[int]) -> None:
     """They belong to the next commit, or to that of `destroy`; one that has no step behind it too."""
     expected, _ = edited_in_memory()
-    engine = start(JOB, placement, tmp_path / "disk", **EVERY)
+    engine = start(JOB, DISK, tmp_path / "disk", **EVERY)
     losses = _train_with_edits(engine, range(5))
     _edit(engine, 0.25)  # then another process goes on: it must find it
     edited = weights_of(engine)
     engine.destroy()
     assert commits[-2:] == [3, 5]
-    engine = start(JOB, placement, tmp_path / "disk", resume="must", **EVERY)
+    engine = start(JOB, DISK, tmp_path / "disk", resume="must", **EVERY)
     found = engine.module.state_dict()
     assert_same_tensors(found, edited)
     assert losses == expected[:5]
@@ -380,35 +361,27 @@ def test_a_kill_takes_edits_of_the_window_with_it(tmp_path: Path) -> None:
 # -- a forward that is given up -----------------------------------------------------------------------
 
 
-@functools.cache
-def losses_in_memory(edited: bool) -> list[float]:
-    """Of eight steps, with or without an edit before the sixth."""
-    engine, losses = start(ONE_MICRO, ("none", "none"), Path()), []
-    for step in range(ONE_MICRO.steps):
-        if edited and step == 5:
-            _edit(engine, 0.01)
-        losses.append(train_step_every(engine, ONE_MICRO, step))
-    engine.destroy()
-    return losses
-
-
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("edited", [False, True])
 @pytest.mark.parametrize("durability", ["step", {"every": 3}], ids=str)
-def test_ctrl_c_in_a_forward_and_another_process(durability: Any, edited: bool, tmp_path: Path) -> None:
+def test_ctrl_c_in_a_forward_and_another_process(durability: Any, tmp_path: Path) -> None:
     """The commit of the end is of the moment after the last step: what the forward has drawn since is drawn again."""
-    job, expected = ONE_MICRO, losses_in_memory(edited)
+    job, expected = JOB._replace(accumulation=1), []
+    engine = start(job, ("none", "none"), tmp_path)
+    for step in range(job.steps):
+        if step == 5:
+            _edit(engine, 0.01)
+        expected.append(train_step(engine, job, step))
+    engine.destroy()
     engine = start(job, DISK, tmp_path / "disk", durability=durability)
-    losses = [train_step_every(engine, job, step) for step in range(5)]
-    if edited:
-        _edit(engine, 0.01)
+    losses = [train_step(engine, job, step) for step in range(5)]
+    _edit(engine, 0.01)
     engine.module.transformer.h[2].register_forward_pre_hook(_interrupt)
     with pytest.raises(KeyboardInterrupt):
         job.loss(engine, 5, 0)
     engine.destroy()
     engine = start(job, DISK, tmp_path / "disk", resume="must", durability=durability)
     assert engine.global_steps == 5
-    losses += [train_step_every(engine, job, step) for step in range(5, job.steps)]
+    losses += [train_step(engine, job, step) for step in range(5, job.steps)]
     engine.destroy(remove=True)
     assert losses == expected
 
@@ -417,23 +390,7 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-# -- changes on the way -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_another_window_at_a_resume(tmp_path: Path, commits: list[int]) -> None:
-    """How often is no property of the store."""
-    unbroken = each_step(DISK)
-    losses, done = [], 0
-    del commits[:]
-    for steps, durability in ((2, "step"), (3, {"every": 4}), (3, "step")):
-        engine = start(JOB, DISK, tmp_path / "parts", resume="auto" if done else "never", durability=durability)
-        assert engine.global_steps == done
-        losses += [train_step_every(engine, JOB, step) for step in range(done, done + steps)]
-        done += steps
-        engine.destroy()
-    assert losses == unbroken.losses
-    assert commits == [0, 1, 2, 4, 5, 6, 7, 8]
+# -- states that no commit has ------------------------------------------------------------------------
 
 
 FACTS: dict[str, Any] = {
@@ -600,35 +557,6 @@ def in_call_of(method: str, point: Point) -> None:
     setattr(Store, method, call)
 
 
-def one_commit_back(point: Point | None) -> None:
-    """As where another rank has not made the last commit; die on the way, if a point is given."""
-    newest = Store.newest_serial
-    Store.newest_serial = lambda store: newest(store) - 1  # type: ignore[method-assign,operator]
-    if point is not None:
-        in_call_of("open", point)
-
-
-def after_commit_of(epoch: int, writes: int) -> None:
-    """In the updates of the step behind it: so many of their writes have ended."""
-    commit, write = Store.commit, Store.write
-    left = [0]
-
-    def commit_and_arm(store: Store, number: int, contents: Any) -> None:
-        commit(store, number, contents)
-        left[0] = writes if number == epoch else 0
-
-    def write_and_die(store: Store, *arguments: Any) -> Any:
-        future = write(store, *arguments)
-        if left[0]:
-            future.wait()
-            left[0] -= 1
-            if not left[0]:
-                die()
-        return future
-
-    Store.commit, Store.write = commit_and_arm, write_and_die  # type: ignore[method-assign]
-
-
 # -- a process that dies ------------------------------------------------------------------------------
 
 
@@ -644,7 +572,7 @@ def _steps(engine: Any, log: Path, steps: int) -> None:
     with log.open("a") as lines:
         while engine.global_steps < steps:
             step = engine.global_steps
-            loss = train_step_points(engine, POINTS_JOB, step)
+            loss = train_step(engine, POINTS_JOB, step)
             print(json.dumps([step, loss, engine.get_global_grad_norm()]), file=lines, flush=True)
 
 
@@ -727,47 +655,8 @@ def test_a_kill_in_the_start_leaves_a_store_that_starts_again(point: str, tmp_pa
     resumed(tmp_path, NONE, unbroken)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("moment", "goes_back"),
-    [
-        (Point("pwrite", "commit", "before"), False),
-        (Point("pwrite", "commit", "halfway"), True),
-        (Point("fsync", "commit", "before"), True),
-        (Point("fsync", "commit", "after"), True),
-    ],
-)
-def test_while_a_commit_is_taken_back(moment: Point, goes_back: bool, tmp_path: Path, unbroken: Result) -> None:
-    engine = start(POINTS_JOB, DISK, tmp_path)
-    _steps(engine, tmp_path / "log", EPOCH)
-    engine.destroy()
-    killed(tmp_path, one_commit_back, moment)
-    resumed(tmp_path, EPOCH - goes_back, unbroken)
-
-
-def test_when_a_commit_was_taken_back(tmp_path: Path, unbroken: Result) -> None:
-    """The step is done again, over the slots of the one that was taken back, and killed half done."""
-    engine = start(POINTS_JOB, DISK, tmp_path)
-    _steps(engine, tmp_path / "log", EPOCH)
-    engine.destroy()
-    killed(tmp_path, _back_and_dead, 7)
-    resumed(tmp_path, EPOCH - 1, unbroken)
-
-
-def _back_and_dead(writes: int) -> None:
-    one_commit_back(None)
-    die_after_writes(writes)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("writes", [1, 2, 9])
-def test_in_the_first_update_after_a_commit(writes: int, tmp_path: Path, unbroken: Result) -> None:
-    killed(tmp_path, after_commit_of, EPOCH, writes)
-    resumed(tmp_path, EPOCH, unbroken)
-
-
 def test_while_the_run_is_removed(tmp_path: Path, unbroken: Result) -> None:
-    """It has ended, and is not begun again by `"resume": "auto"`; see `test_power_cut.py` for each moment."""
+    """It has ended, and is not begun again by `"resume": "auto"`; see `test_power_cut.py` for the others."""
     killed(tmp_path, _dead_in_removal)
     status = run_status([tmp_path], "default")
     assert not status.exists and status.finished is not None and status.finished["steps"] == POINTS_JOB.steps
@@ -783,23 +672,6 @@ def _dead_in_removal() -> None:
     Store.close = lambda store: (store.note_end({"steps": POINTS_JOB.steps}), store.remove())  # type: ignore
 
 
-# -- random moments -----------------------------------------------------------------------------------
-
-PLACEMENTS = (DISK, ("cpu", "nvme"), ("nvme", "cpu"), ("none", "nvme"), ("cpu", "cpu"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("durability", ["step", {"every": 3}], ids=str)
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
-def test_a_hundred_random_moments(placement: tuple[str, str], durability: Any, tmp_path: Path) -> None:
-    """Ten for each of ten ways to train; requests come late, so that most moments lie within updates and commits."""
-    job = models.DROPOUT._replace(dtype="bf16", steps=160, accumulation=2)
-    options = {"durability": durability}
-    seed = sum(map(ord, str((placement, durability))))
-    broken = kill_and_resume(job, placement, tmp_path, kills=10, seed=seed, late=0.01, **options)
-    assert_same(run(job, placement, tmp_path / "whole"), broken, "unbroken and killed")
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("when", [0, 3, 7])
 def test_an_optimizer_without_states_has_two_slots_too(when: int, tmp_path: Path) -> None:
@@ -809,7 +681,7 @@ def test_an_optimizer_without_states_has_two_slots_too(when: int, tmp_path: Path
     dies(_die_in_a_write, job, tmp_path / "run", when)
     engine = start(job, DISK, tmp_path / "run", resume="must")
     first = engine.global_steps
-    losses = [train_step_points(engine, job, step) for step in range(first, job.steps)]
+    losses = [train_step(engine, job, step) for step in range(first, job.steps)]
     assert losses == unbroken.losses[first:]
     engine.destroy(remove=True)
 

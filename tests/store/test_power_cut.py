@@ -17,11 +17,10 @@ import pytest
 
 from offload.aio import IoQueue
 from offload.errors import OffloadError
-from offload.states import State
 from offload.swapper.store import drives as drives_module
 from offload.swapper.store import run_status
 from offload.swapper.store.folder import sync_names
-from tests.store.test_store import PAGE, TRAINABLE, Contents, Run, _memory, everything_that_runs_do, label_of
+from tests.store.test_store import PAGE, TRAINABLE, Contents, Run, everything_that_runs_do, label_of
 from tests.support.drives.power_cut import (
     Disk,
     Event,
@@ -35,6 +34,7 @@ from tests.support.drives.power_cut import (
     some_events,
 )
 from tests.support.drives.write_recorder import PlainQueue, Recorder, RecordingQueue
+from tests.support.sampling import drawn
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +104,13 @@ class Case(NamedTuple):
     allowed: Allowed
 
 
-def cases(
-    log: Sequence[Event], random_cuts: int, seed: int = 0, deaf: Callable[[Event], bool] = lambda _: False
-) -> Iterator[Case]:
-    """Different images, for a cut after each event. Syncs of which `deaf` says so are left out."""
+def cases(log: Sequence[Event], random_cuts: int, seed: int = 0) -> Iterator[Case]:
+    """Different images, for a cut after each event."""
     chance, disk, seen = random.Random(seed), Disk(), set()
     allowed: Allowed = ()
     for at, event in enumerate(log):
         if event.what == "note":
             allowed = event.arguments
-        if event.what == "sync" and allowed and deaf(event):
-            continue
         disk.carry_out(event)
         if not allowed:  # what was there before the run
             continue
@@ -193,7 +189,7 @@ def expect_none(log: Log, drives: int, room: Path, random_cuts: int, seed: int =
 @pytest.mark.parametrize("drives", [1, 2])
 def test_a_power_cut_at_any_moment(drives: int, tmp_path: Path, room: Path, queue: IoQueue) -> None:
     log = recorded(tmp_path, drives, queue, everything_that_runs_do)
-    assert expect_none(log, drives, room, 1) > 400
+    assert expect_none(log, drives, room, 0) > 300
 
 
 def edits_on_a_grid(run: Run) -> None:
@@ -207,12 +203,10 @@ def edits_on_a_grid(run: Run) -> None:
     run.take_back()
 
 
-def without_the_commit_before(
-    log: Log, drives: int, room: Path, cuts: int, deaf: Callable[[Event], bool] = lambda _: False
-) -> tuple[int, list[str]]:
+def without_the_commit_before(log: Log, drives: int, room: Path, cuts: int) -> tuple[int, list[str]]:
     """Returns the number of images of a cut behind the second commit, and what is wrong with the first in them."""
     second = next(at for at, event in enumerate(log[0]) if event.what == "note" and event.arguments == ("commit 1",))
-    found = [case for case in cases(log[0], cuts, deaf=deaf) if case.at > second]
+    found = [case for case in cases(log[0], cuts) if case.at > second]
     wrong = []
     for case in found:
         root = room / "image"
@@ -231,32 +225,18 @@ def without_the_commit_before(
     return len(found), wrong
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("drives", [1, 2])
 def test_a_power_cut_after_edits_on_a_grid_leaves_the_commit_before(
     drives: int, tmp_path: Path, room: Path, queue: IoQueue
 ) -> None:
     """Another process may not have made the last one, and all then resume from the one before."""
     log = recorded(tmp_path, drives, queue, edits_on_a_grid)
-    count, wrong = without_the_commit_before(log, drives, room, 2)
+    count, wrong = without_the_commit_before(log, drives, room, 1)
     assert count > 50 and not wrong, wrong[:5]
 
 
-def test_the_copies_of_edits_must_be_synced(tmp_path: Path, room: Path, queue: IoQueue) -> None:
-    log = recorded(tmp_path, 1, queue, edits_on_a_grid)
-    copies = f"{RANK.format(0)}/undo"
-    assert without_the_commit_before(log, 1, room, 2, deaf=lambda event: event.path == copies)[1]
-
-
-def test_a_power_cut_while_a_first_commit_is_given_up(tmp_path: Path, room: Path, queue: IoQueue) -> None:
-    def work(run: Run) -> None:
-        run.create()
-        run.commit()
-        run.start_over()
-        run.commit()
-
-    expect_none(recorded(tmp_path, 2, queue, work), 2, room, 2)
-
-
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("just_made", [False, True])
 def test_a_power_cut_while_a_run_begins(just_made: bool, tmp_path: Path, room: Path, queue: IoQueue) -> None:
     """Without a commit the next start begins anew: no drive looks like one of a run whose first drive is missing."""
@@ -264,8 +244,10 @@ def test_a_power_cut_while_a_run_begins(just_made: bool, tmp_path: Path, room: P
     def work(run: Run) -> None:
         run.create()
         run.commit()
+        run.start_over()
+        run.commit()
 
-    expect_none(recorded(tmp_path, 2, queue, work, just_made=just_made), 2, room, 2)
+    expect_none(recorded(tmp_path, 2, queue, work, just_made=just_made), 2, room, 1)
 
 
 def test_names_are_synced_behind_a_link_and_above_a_folder_that_may_not_be_read(
@@ -337,7 +319,7 @@ def one_after_the_other(seed: int, cuts: int, root: Path, room: Path) -> None:
 
 
 def test_cut_again_and_again(room: Path) -> None:
-    for seed in range(4):
+    for seed in drawn(range(300), 2):
         one_after_the_other(seed, 4, room / "runs", room)
 
 
@@ -346,55 +328,3 @@ def test_cut_again_and_again(room: Path) -> None:
 def test_a_power_cut_at_any_moment_of_any_run(seed: int, room: Path) -> None:
     drives = 1 + seed % 3
     expect_none(recorded(room / "run", drives, PlainQueue(), random_run(12), seed), drives, room, 12, seed)
-
-
-@pytest.mark.slow
-def test_cut_again_and_again_and_again(room: Path) -> None:
-    for seed in range(100, 400):
-        one_after_the_other(seed, 6, room / "runs", room)
-
-
-# -- a cut that loses something is seen ---------------------------------------------------------------
-
-
-RANK = "drives/{}/run/rank0"
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "path",
-    [
-        *(f"{RANK.format(0)}/{name}" for name in ("states", "blob.0", "blob.1", "commit")),
-        f"{RANK.format(1)}/states",
-        *(folder.format(drive) for folder in (RANK, "drives/{}/run", "drives/{}") for drive in (0, 1)),
-        "drives",
-        "",
-    ],
-)
-def test_each_sync_is_needed(path: str, tmp_path: Path, room: Path, queue: IoQueue) -> None:
-    """Without any one of them, some cut loses a commit; so this file sees it when one is forgotten."""
-    log = recorded(tmp_path, 2, queue, everything_that_runs_do)
-    found = cases(log[0], 4, deaf=lambda event: event.path == path)
-    assert next(faults(log, 2, room, found), None) is not None
-
-
-def test_a_sync_before_the_writes_have_ended_is_seen(tmp_path: Path, queue: IoQueue) -> None:
-    def work(run: Run) -> None:
-        run.create()
-        write = run.store.write(0, State.WEIGHT, 1, 0, _memory(bytes(4096)))
-        try:
-            run.commit()
-        finally:
-            write.wait()
-            run.store.close()
-
-    with pytest.raises(AssertionError, match="only writes that have ended"):
-        recorded(tmp_path, 1, queue, work)
-
-
-def test_what_is_not_recorded_is_seen(tmp_path: Path, queue: IoQueue) -> None:
-    def work(run: Run) -> None:
-        (tmp_path / "secret").write_bytes(b"1")
-
-    with pytest.raises(AssertionError, match="not recorded"):
-        recorded(tmp_path, 1, queue, work)

@@ -56,13 +56,6 @@ def test_it_is_replaced_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert_same(first, again)
 
 
-def test_it_can_be_gone_on_with(tmp_path: Path) -> None:
-    first, _ = script(tmp_path)
-    going_on, messages = script(tmp_path, resume="auto")
-    assert going_on.losses == [] and not any("is replaced" in line for line in messages)
-    assert_same(Result([], [], first.weights), going_on)
-
-
 def test_one_that_is_to_be_kept_is_refused_and_unharmed(tmp_path: Path) -> None:
     first, _ = script(tmp_path, remove=False)
     with pytest.raises(StoreError, match=r'"resume": "auto".*"resume": "restart".*offload rm'):
@@ -79,36 +72,34 @@ OTHERS = {
     "model": (MIXTURE._replace(steps=2), "model GPT2LMHeadModel.* is now Mixture.*, .*layout/"),
 }
 """Jobs other than `JOB`, and how an error tells the difference."""
+ARITHMETIC: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"torch_autocast": {"enabled": True}}, "autocast off is now bf16"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, "dtype of sums of gradients auto is now bf16"),
+)
+"""Keys of a config that compute otherwise."""
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_one_of_another_job_is_refused_and_unharmed(other: str, tmp_path: Path) -> None:
+def test_one_of_another_job_is_refused_and_unharmed(tmp_path: Path) -> None:
     first, _ = script(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "default").rglob("*") if path.name != "lock"}
-    job, words = OTHERS[other]
     how = r'"run" in the "offload" block.*"resume": "restart" there.*offload export \S+/default FOLDER'
-    with pytest.raises(StoreError, match=f"holds a run that ended at step 2 and .*{words}.*{how}"):
-        start(job, DISK, tmp_path)
+    for job, words in OTHERS.values():
+        with pytest.raises(StoreError, match=f"holds a run that ended at step 2 and .*{words}.*{how}"):
+            start(job, DISK, tmp_path)
+    for block, words in ARITHMETIC:
+        with pytest.raises(StoreError, match=words):
+            offload.initialize(model=JOB.model(), config=config(JOB, DISK, tmp_path) | block)
     assert before == {path: path.stat().st_mtime_ns for path in before}, "nothing was touched"
     assert_same(Result([], [], first.weights), script(tmp_path, resume="must")[0])
 
 
-@pytest.mark.parametrize(
-    ("block", "words"),
-    [
-        ({"torch_autocast": {"enabled": True}}, "autocast off is now bf16"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "dtype of sums of gradients auto is now bf16"),
-        ({"fp16": {"enabled": True, "loss_scale": 8}}, "loss scale 16.0 is now 8.0"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_one_of_other_arithmetic_is_refused(block: dict[str, Any], words: str, tmp_path: Path) -> None:
-    job = JOB._replace(dtype="fp16", loss_scale=16) if "fp16" in block else JOB
+def test_one_of_another_loss_scale_is_refused(tmp_path: Path) -> None:
+    job = JOB._replace(dtype="fp16", loss_scale=16)
     engine = start(job, DISK, tmp_path)
     train_step(engine, job, 0)
     engine.destroy()
-    with pytest.raises(StoreError, match=words):
-        offload.initialize(model=job.model(), config=config(job, DISK, tmp_path) | block)
+    with pytest.raises(StoreError, match=r"loss scale 16\.0 is now 8\.0"):
+        start(job._replace(loss_scale=8), DISK, tmp_path)
 
 
 def test_a_name_of_its_own_or_a_word_begins_another_job(tmp_path: Path) -> None:
@@ -256,7 +247,9 @@ def test_one_that_was_killed_is_refused_and_restarted_by_a_word(tmp_path: Path) 
         script(tmp_path)
     restarted, messages = script(tmp_path, resume="restart")
     assert any("which did not end, is replaced" in line for line in messages)
-    assert_same(restarted, script(tmp_path / "other")[0])
+    begun, messages = script(tmp_path / "other", resume="restart")
+    assert not any("is replaced" in line for line in messages), "nothing was there"
+    assert_same(restarted, begun)
 
 
 def _goes_on_and_dies(folder: Path) -> None:
@@ -279,11 +272,6 @@ def test_a_run_that_trains_is_reported_as_such(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=r"in use by process \d+ on .*; call destroy\(\) on that engine of"):
             script(tmp_path, resume=resume)
     engine.destroy(remove=True)
-
-
-def test_restart_where_nothing_is_begins(tmp_path: Path) -> None:
-    found, messages = script(tmp_path, resume="restart")
-    assert len(found.losses) == JOB.steps and not any("is replaced" in line for line in messages)
 
 
 def _on_ranks(folder: Path) -> tuple[Result, tuple[str, ...]]:
@@ -311,25 +299,21 @@ def test_on_several_ranks_rank_0_notes_the_end_for_all(tmp_path: Path) -> None:
     assert "a start without it begins anew" in line and others == []
 
 
-def test_on_several_ranks_the_complete_run_is_replaced(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
-    first = ranks.run(_on_ranks, tmp_path)
-    again = ranks.run(_on_ranks, tmp_path)
-    for (one, _), (other, _) in zip(first, again, strict=True):
-        assert_same(one, other)
-    messages = [any("is replaced" in line for line in notices) for _, notices in again]
-    assert messages == [True, False], "the first rank says it for all"
-
-
 def _refused_on_ranks(folder: Path) -> str:
     with pytest.raises(StoreError) as refused:
         rank_pool.start(OTHERS["learning rate"][0], DISK, folder)
     return str(refused.value)
 
 
-def test_on_several_ranks_another_job_is_refused_on_each(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
-    ranks.run(_on_ranks, tmp_path)
+def test_on_several_ranks_another_job_is_refused_on_each_and_the_same_replaces(
+    ranks: rank_pool.RankPool, tmp_path: Path
+) -> None:
+    first = ranks.run(_on_ranks, tmp_path)
     words = ranks.run(_refused_on_ranks, tmp_path)
     assert words[0].startswith(f"{tmp_path}/default holds a run that ended at step 2 and that nothing has saved")
     assert words[1].startswith(f"rank 0 could not replace the run, so no rank did: StoreError: {words[0][:40]}")
-    (one, _), _ = ranks.run(_on_ranks, tmp_path)
-    assert len(one.losses) == JOB.steps, "the same job still replaces it"
+    again = ranks.run(_on_ranks, tmp_path)
+    for (one, _), (other, _) in zip(first, again, strict=True):
+        assert_same(one, other)
+    messages = [any("is replaced" in line for line in notices) for _, notices in again]
+    assert messages == [True, False], "the first rank says it for all"

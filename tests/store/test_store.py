@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import itertools
 import json
 import logging
 import os
 import random
-import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
-from offload.aio import DirectFile, IoQueue, aligned_empty, crc32c
+from offload.aio import IoQueue, aligned_empty, crc32c
 from offload.cli.main import app
 from offload.errors import IoError, StoreError
 from offload.report.figures import forecast, warning
@@ -31,13 +28,10 @@ from offload.runs.inspection import inspect
 from offload.sizes import PAGE as STORE_PAGE
 from offload.states import State
 from offload.swapper.store import DriveByteCounter, Rating, Store, StoreSpec, remove_run, run_status
-from offload.swapper.store import store as store_module
-from offload.swapper.store import store as swap_files
-from offload.swapper.store.format import MAX_UNITS, CommitRecord, StoreManifest
+from offload.swapper.store.format import MAX_UNITS, CommitRecord
 from offload.swapper.store.spill_file import SpillFile
 from tests import ROOT
 from tests.support import models
-from tests.support.drives import filesystems
 from tests.support.drives.filesystems import mounted
 from tests.support.oracle import Job, start, train_step
 from tests.support.processes import warm_process
@@ -308,37 +302,6 @@ def test_a_commit_is_what_open_finds(tmp_path: Path, queue: IoQueue) -> None:
     store.close()
 
 
-def test_commits_share_one_copy_of_the_manifest(
-    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It names each parameter of the model, so a commit must not make it again."""
-    made: list[int] = []
-    pack = StoreManifest.pack
-
-    def counted(manifest: StoreManifest, drive: int = 0) -> bytes:
-        made.append(drive)
-        return pack(manifest, drive)
-
-    monkeypatch.setattr(StoreManifest, "pack", counted)
-    store = created(tmp_path, queue)
-    for epoch in range(3):
-        store.commit(epoch, blob("text"))
-    store.close()
-    assert made == [0, 0], "one for the file and one for all blobs"
-
-
-def test_what_was_not_committed_is_forgotten(tmp_path: Path, queue: IoQueue) -> None:
-    store = created(tmp_path, queue)
-    update(store, 0, 1)
-    store.commit(1, blob("one"))
-    for value in (2, 3, 4):  # all to the slot that the record does not name
-        update(store, 0, value)
-    store.close()
-    store, text = opened(tmp_path, queue)
-    assert text == "one" and weight(store, 0) == 1
-    store.close()
-
-
 def damage(path: Path, offset: int, nbytes: int) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
@@ -396,25 +359,6 @@ def test_two_torn_records_are_an_error(tmp_path: Path, queue: IoQueue) -> None:
         opened(tmp_path, queue)
 
 
-def test_data_is_durable_before_its_record(tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a power cut needs: every drive, then the blob, then the record; each synced before the next begins."""
-    store = Store([tmp_path / "a", tmp_path / "b"], "run", 0, STORE_SPEC, queue)
-    store.create()
-    events: list[str] = []
-    sync, write = DirectFile.sync, store_module.write_in_place
-    monkeypatch.setattr(
-        DirectFile, "sync", lambda file: (sync(file), events.append(f"sync {Path(file.path).parts[-4]}"))[0]
-    )
-    monkeypatch.setattr(
-        store_module, "write_in_place", lambda path, *args: (write(path, *args), events.append(path.name))[0]
-    )
-    store.commit(1, blob("one"))
-    assert events == ["sync a", "sync b", "blob.0", "commit"]
-    store.commit(2, blob("two"))
-    assert events[4:] == ["sync a", "sync b", "blob.1", "commit"]
-    store.close()
-
-
 def test_a_cut_file_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     store.commit(1, blob("one"))
@@ -423,16 +367,6 @@ def test_a_cut_file_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
     os.truncate(rank / "states", 4096)
     with pytest.raises(StoreError, match="cut short"):
         opened(tmp_path, queue)
-
-
-def test_extents_lie_one_behind_the_other() -> None:
-    extents = sorted(
-        {each for row in STORE_SPEC.places() for slots in row.values() for place in slots for each in place.extents}
-    )
-    assert extents[0].offset == 0
-    for left, right in itertools.pairwise(extents):
-        assert left.offset + left.nbytes == right.offset
-    assert sum(extent.nbytes for extent in extents) == STORE_SPEC.nbytes == 2 * 2 * (8192 + 16384) + 4096
 
 
 def test_too_many_units_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
@@ -466,7 +400,7 @@ def test_remove_run_wants_a_run_folder_that_nobody_holds(tmp_path: Path, queue: 
     assert not (tmp_path / "a" / "run").exists() and not (tmp_path / "b" / "run").exists()
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"drives": 3}', "\x00"])
+@pytest.mark.parametrize("damage", ["{", '{"drives": 3}'])
 def test_a_run_whose_notes_are_broken_can_still_be_removed(damage: str, tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     store.commit(1, blob("one"))
@@ -503,24 +437,6 @@ def test_not_enough_room_is_an_error_with_both_numbers(tmp_path: Path, queue: Io
     assert not (tmp_path / "run").exists(), "a start that fails leaves nothing behind"
 
 
-def test_a_reservation_on_a_full_disk_leaves_it_unchanged(
-    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reserving more than it has leaves it as it was."""
-    with filesystems.disk(tmp_path, 16 << 20) as mount:
-        before = shutil.disk_usage(mount).free
-        store = Store([mount], "run", 0, StoreSpec(({State.WEIGHT: 12 << 20},), 2, {}), queue)
-        # One extent: a frozen unit. Take the check's word away, so that the reservation itself must fail.
-        (mount / "filler").write_bytes(os.urandom(8 << 20))
-        for check in ("find_shortage", "find_drive_shortage"):
-            monkeypatch.setattr(swap_files, check, lambda *_: None)
-        with pytest.raises(OSError, match="No space left"):
-            store.create()
-        (mount / "filler").unlink()
-        assert not (mount / "run").exists()
-        assert shutil.disk_usage(mount).free >= before - (64 << 10)
-
-
 # -- taking a commit back -----------------------------------------------------------------------------
 
 
@@ -532,15 +448,6 @@ def two_commits(folder: Path, queue: IoQueue) -> None:
     store.commit(1, blob("one"))
     update(store, 0, 20)
     store.commit(2, blob("two"))
-    store.close()
-
-
-def test_the_commit_before_can_be_opened_while_nothing_was_written_since(tmp_path: Path, queue: IoQueue) -> None:
-    two_commits(tmp_path, queue)
-    store = Store([tmp_path], "run", 0, STORE_SPEC, queue)
-    assert store.newest_serial() == 2
-    assert text_of(store.open(1)) == "one"
-    assert [weight(store, unit) for unit in (0, 1)] == [10, 10]
     store.close()
 
 
@@ -568,12 +475,6 @@ def test_a_commit_that_is_not_there_is_an_error(tmp_path: Path, queue: IoQueue) 
         store.open(7)
     store, text = opened(tmp_path, queue)
     assert text == "two", "and nothing was taken back"
-    store.close()
-
-
-def test_a_store_without_a_commit_is_empty(tmp_path: Path, queue: IoQueue) -> None:
-    store = created(tmp_path, queue)
-    assert store.newest_serial() is None
     store.close()
 
 
@@ -690,7 +591,7 @@ def test_copies_of_another_run_are_not_put_back(tmp_path: Path, queue: IoQueue) 
 
 
 @pytest.mark.usefixtures("equal_drives")
-@pytest.mark.parametrize("left", [1, PAGE, PAGE + 100, 2 * PAGE + 8192, 3 * PAGE + 8192 + 10])
+@pytest.mark.parametrize("left", [PAGE, PAGE + 100, 3 * PAGE + 8192 + 10])
 def test_a_copy_that_a_kill_has_interrupted_is_passed_over(left: int, tmp_path: Path, queue: IoQueue) -> None:
     """Its slot is whole: the edit waits for the copy."""
     edited = Edited(tmp_path, queue, (0,))
@@ -773,12 +674,9 @@ def begin(folder: Path, drives: int = 1, **more: Any) -> offload.Engine:
     return start(JOB, DISK, folder, **{"nvme_path": paths, **more})
 
 
-@pytest.mark.parametrize("drives", [1, 2])
-def test_what_goes_to_each_drive_is_what_was_asked_for_and_commits(
-    drives: int, tmp_path: Path, equal_drives: None
-) -> None:
+def test_what_goes_to_each_drive_is_what_was_asked_for_and_commits(tmp_path: Path, equal_drives: None) -> None:
     # Else a row of stripes may be so long, by what was measured, that all of so small a store lies on the first.
-    engine = begin(tmp_path, drives)
+    engine = begin(tmp_path, 2)
     before = engine.io_bytes().written, sum(each.run_bytes for each in engine.drive_writes())
     for step in range(3):
         train_step(engine, JOB, step)
@@ -786,12 +684,11 @@ def test_what_goes_to_each_drive_is_what_was_asked_for_and_commits(
     found = engine.drive_writes()
     grown = engine.io_bytes().written - before[0]
     commits = sum(each.run_bytes for each in found) - before[1] - grown
-    assert [Path(each.path).name for each in found] == ["a", "b"][:drives]
+    assert [Path(each.path).name for each in found] == ["a", "b"]
     assert all(each.run_bytes == each.life_bytes for each in found)
     assert grown > 2 * sum(p.numel() for p in model().parameters()) * 12
     assert 2 * 4096 < commits < 3 * 100_000, "records and blobs of two or three commits"
-    if drives == 2:
-        assert min(each.run_bytes for each in found) > grown / 10
+    assert min(each.run_bytes for each in found) > grown / 10
     engine.destroy(remove=True)
 
 
@@ -801,6 +698,10 @@ def test_a_resumed_run_goes_on_counting_and_inspect_tells(tmp_path: Path) -> Non
         train_step(engine, JOB, step)
     (first,) = engine.drive_writes()
     engine.destroy()
+    (rank,) = inspect(tmp_path / "a")["runs"][0]["ranks"]
+    assert rank["rated_bytes"] == 2e12
+    words = CliRunner().invoke(app, ["inspect", str(tmp_path / "a" / "default")]).stdout
+    assert "of the 2 TB that it is rated for" in words
     engine = begin(tmp_path, durability="step", resume="must")
     (again,) = engine.drive_writes()
     assert again.run_bytes == 0 and again.life_bytes >= first.run_bytes - 200_000
@@ -812,18 +713,6 @@ def test_a_resumed_run_goes_on_counting_and_inspect_tells(tmp_path: Path) -> Non
     assert again.life_bytes < rank["written_bytes"][0] <= later.life_bytes and rank["rated_bytes"] is None
     words = CliRunner().invoke(app, ["inspect", str(tmp_path / "a" / "default")]).stdout
     assert "in the life of the run" in words
-
-
-def test_inspect_tells_of_the_rated_life(tmp_path: Path) -> None:
-    engine = begin(tmp_path, durability="step", drive_tbw=1e-3)
-    train_step(engine, JOB, 0)
-    engine.destroy()
-    (rank,) = inspect(tmp_path / "a")["runs"][0]["ranks"]
-    assert rank["rated_bytes"] == 1e9
-    assert (
-        "of the 1 GB that it is rated for"
-        in CliRunner().invoke(app, ["inspect", str(tmp_path / "a" / "default")]).stdout
-    )
 
 
 def test_a_commit_of_before_these_counts_begins_at_nothing() -> None:
@@ -856,24 +745,6 @@ def test_a_life_is_warned_of_once_with_numbers(caplog: pytest.LogCaptureFixture)
     assert message.startswith("/mnt/a: this run has written 120 GB to this drive, 12.0 % of its rated 1 TB")
 
 
-def test_two_threads_that_exceed_a_life_at_once_warn_once(caplog: pytest.LogCaptureFixture) -> None:
-    """One of them is stopped where it knows that the rating is exceeded, until the other has added too."""
-
-    class Slow(Rating):
-        def used(self, nbytes: float) -> float:
-            if not second.is_alive():
-                second.start()
-                second.join(0.2)
-            return super().used(nbytes)
-
-    counts = DriveByteCounter(["/mnt/a"], Slow(1e12, 0.1))
-    second = threading.Thread(target=counts.add, args=(0, 10**11))
-    with caplog.at_level(logging.WARNING):
-        counts.add(0, 2 * 10**11)
-        second.join()
-    assert len(caplog.records) == 1
-
-
 def test_a_run_is_foreseen_to_its_end() -> None:
     use = forecast("/mnt/a", 1e9, 1e9, 99, tbw=0.5)
     assert (use.at_end_bytes, use.share) == (1e11, 0.2)
@@ -897,9 +768,7 @@ print("trained", flush=True)
 """
 ENDS = {
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
-    "SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGTERM)",
     "Ctrl-C": "raise KeyboardInterrupt",
-    "an exception": "raise RuntimeError('of the loop')",
 }
 
 
@@ -907,24 +776,19 @@ def named_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("end", ENDS)
 def test_nothing_is_left_that_takes_room(end: str, tmp_path: Path) -> None:
-    done = warm_process.python(PROGRAM.format(folder=str(tmp_path), end=end), cwd=ROOT)
+    done = warm_process.python(PROGRAM.format(folder=str(tmp_path), end=ENDS[end]), cwd=ROOT)
     assert done.returncode != 0 and "trained" in done.stdout
     assert named_bytes(tmp_path) < 64 << 10
     assert not list(tmp_path.rglob("states"))
+    if end == "SIGKILL":
+        run = str(tmp_path / "default")
+        result = CliRunner().invoke(app, ["inspect", run, "--json"])
+        assert result.exit_code == 0 and json.loads(result.stdout)["ranks"][0]["damaged"] == []
+        assert "nothing is committed" in CliRunner().invoke(app, ["inspect", run]).output
+        assert CliRunner().invoke(app, ["verify", run]).exit_code == 2
     engine = start(models.GPT2, DISK, tmp_path, durability="none")  # the same run begins again
     train_step(engine, models.GPT2, 0)
     engine.destroy()
     assert not named_bytes(tmp_path)
-
-
-def test_leftovers_of_a_kill_are_reported_and_can_be_removed(tmp_path: Path) -> None:
-    warm_process.python(PROGRAM.format(folder=str(tmp_path), end=ENDS["SIGKILL"]), cwd=ROOT)
-    run = tmp_path / "default"
-    result = CliRunner().invoke(app, ["inspect", str(run), "--json"])
-    assert result.exit_code == 0 and json.loads(result.stdout)["ranks"][0]["damaged"] == []
-    assert "nothing is committed" in CliRunner().invoke(app, ["inspect", str(run)]).output
-    assert CliRunner().invoke(app, ["verify", str(run)]).exit_code == 2
-    assert CliRunner().invoke(app, ["rm", str(run), "--yes"]).exit_code == 0 and not run.exists()

@@ -11,9 +11,7 @@ import os
 import random
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -68,7 +66,7 @@ def read_in(store: Store, unit: int, state: State, nbytes: int) -> None:
         store.read(unit, state, store.newest[unit], begin, aligned_empty(min(nbytes, total - begin))).wait()
 
 
-@pytest.mark.parametrize("chunk", [512, 4096, 3000, 6000, 8192, 16384])
+@pytest.mark.parametrize("chunk", [512, 6000, 16384])
 def test_a_flipped_bit_is_noticed_however_it_is_read(chunk: int, tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     update(store, 0, 7)
@@ -88,8 +86,7 @@ def test_a_flipped_bit_is_noticed_however_it_is_read(chunk: int, tmp_path: Path,
     store.close()
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("chunk", [512, 3000, 8192])
+@pytest.mark.parametrize(("slots", "chunk"), [(1, 3000), (2, 8192)])
 def test_what_was_written_or_compared_here_is_compared_at_each_read(
     slots: int, chunk: int, tmp_path: Path, queue: IoQueue
 ) -> None:
@@ -181,24 +178,6 @@ def test_bytes_that_differ_are_read_once_more(tmp_path: Path, queue: IoQueue, ca
     store.close()
 
 
-def test_swapped_extents_are_noticed(tmp_path: Path, queue: IoQueue) -> None:
-    store = created(tmp_path, queue)
-    for unit in (0, 1):
-        update(store, unit, 20 + unit)
-    store.commit(1, blob("one"))
-    offsets = [store._places[unit][State.EXP_AVG][store.newest[unit]].offset(0) for unit in (0, 1)]
-    store.close()
-    path = tmp_path / "run" / "rank0" / "states"
-    data = bytearray(path.read_bytes())
-    left, right = (slice(offset, offset + 16384) for offset in offsets)
-    data[left], data[right] = data[right], data[left]
-    path.write_bytes(data)
-    store, _ = opened(tmp_path, queue)
-    with pytest.raises(IoError, match="use exp_avg of unit 1"):
-        read_in(store, 1, State.EXP_AVG, 4096)
-    store.close()
-
-
 def test_room_that_was_never_written_is_checked_too(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     store.commit(0, blob("zero"))
@@ -209,23 +188,6 @@ def test_room_that_was_never_written_is_checked_too(tmp_path: Path, queue: IoQue
     read_in(store, 0, State.EXP_AVG, 4096)
     with pytest.raises(IoError, match="use exp_avg of unit 1, slot A"):
         read_in(store, 1, State.EXP_AVG, 6000)
-    store.close()
-
-
-def test_a_stale_slot_is_noticed(tmp_path: Path, queue: IoQueue) -> None:
-    """A drive that says that it has written and has not."""
-    store = created(tmp_path, queue)
-    update(store, 0, 1)
-    store.commit(1, blob("one"))
-    path = tmp_path / "run" / "rank0" / "states"
-    lost = path.read_bytes()
-    update(store, 0, 2)
-    store.commit(2, blob("two"))
-    store.close()
-    path.write_bytes(lost)
-    store, _ = opened(tmp_path, queue)
-    with pytest.raises(IoError, match="use weight of unit 0"):
-        read_in(store, 0, State.WEIGHT, 8192)
     store.close()
 
 
@@ -357,7 +319,7 @@ def _be_late(store: Store, seed: int) -> None:
     read(store, 0, State.EXP_AVG, 3000, TRAINABLE)  # it begins in the middle: of the old ones nothing is known any more
 
 
-@pytest.mark.parametrize("tile", [1024, 4096, 5000, TRAINABLE])
+@pytest.mark.parametrize("tile", [1024, 5000])
 def test_damage_before_frozen_weights_is_noticed_whatever_the_tiles(tile: int, store: Store) -> None:
     """The update worker reads a tile, what is frozen behind all tiles, and then the other tiles."""
     update_checksums(store, 4096, 1)
@@ -366,15 +328,6 @@ def test_damage_before_frozen_weights_is_noticed_whatever_the_tiles(tile: int, s
         read(store, 0, State.WEIGHT, TRAINABLE, ALL)
         for start in range(tile, TRAINABLE, tile):
             read(store, 0, State.WEIGHT, start, min(start + tile, TRAINABLE))
-
-
-def test_damage_is_found_by_a_chunked_and_by_a_complete_read(store: Store) -> None:
-    update_checksums(store, 4096, 1)
-    with by_another_process(store, 11000) as other:
-        for start, stop in ((0, 6000), (0, ALL), (6000, TRAINABLE)):
-            with pytest.raises(IoError, match="use weight of unit 0"):
-                read(other, 0, State.WEIGHT, start, stop)
-        read(other, 0, State.WEIGHT, TRAINABLE, ALL)
 
 
 class HeldQueue:
@@ -406,10 +359,7 @@ class Held:
             function(self)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_damage_is_found_while_a_timeline_records(
-    order: tuple[int, int], store: Store, queue: IoQueue, tmp_path: Path
-) -> None:
+def test_damage_is_found_while_a_timeline_records(store: Store, queue: IoQueue, tmp_path: Path) -> None:
     """The spans are made where and when the reads end: the comparison stays with the one who waits, in their order."""
     store.commit(1, {})
     damage_checksums(store, 0, State.WEIGHT, 7000)
@@ -418,7 +368,7 @@ def test_damage_is_found_while_a_timeline_records(
     other = Store([tmp_path], "run", 0, CHECKSUMS_SPEC, held, spans=DriveSpans(timeline, ["one", "two"]))
     other.open()
     reads = [other.read(0, State.WEIGHT, other.newest[0], start, aligned_empty(4096)) for start in (0, 4096)]
-    for index in order:
+    for index in (1, 0):
         held.reads[index].end()
     assert [span.name for span in timeline._spans] == ["one weight"] * 2
     for _ in range(2):  # who waits again, as a cleanup does, is told again
@@ -426,14 +376,6 @@ def test_damage_is_found_while_a_timeline_records(
             with pytest.raises(IoError, match="use weight of unit 0"):
                 each.wait()
     other.close()
-
-
-def test_two_threads_that_wait_for_one_read_both_learn_of_damage(store: Store) -> None:
-    with by_another_process(store, 7000) as other:
-        future = other.read(0, State.WEIGHT, other.newest[0], 6144, aligned_empty(TRAINABLE - 6144))
-        with ThreadPoolExecutor(2) as pool:
-            waits = [pool.submit(future.wait) for _ in range(2)]
-            assert all(isinstance(wait.exception(), IoError) for wait in waits)
 
 
 def test_a_read_that_is_submitted_during_an_update_is_compared_with_the_bytes_before(
@@ -467,7 +409,7 @@ def test_frozen_weights_are_compared_whichever_slot_is_the_newest(store: Store) 
                 read(other, 0, State.WEIGHT, start, ALL)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, ALL), (5000, TRAINABLE + 1), (TRAINABLE - 1, ALL), (TRAINABLE, ALL)])
+@pytest.mark.parametrize(("start", "stop"), [(5000, TRAINABLE + 1), (TRAINABLE - 1, ALL)])
 def test_a_read_goes_on_behind_what_trains_in_either_slot(start: int, stop: int, store: Store) -> None:
     """One request: frozen weights lie behind slot B, and behind slot A there is B."""
     seen = set()
@@ -485,8 +427,7 @@ def test_a_read_goes_on_behind_what_trains_in_either_slot(start: int, stop: int,
     assert seen == {0, 1}
 
 
-@pytest.mark.parametrize("nbytes", [4096, TRAINABLE, TRAINABLE + 4096, ALL])
-@pytest.mark.parametrize("stops_at", [None, 0, 1])
+@pytest.mark.parametrize(("nbytes", "stops_at"), [(TRAINABLE, 1), (ALL, None), (ALL, 0), (ALL, 1)])
 def test_a_slot_is_shared_extent_by_extent(
     nbytes: int, stops_at: int | None, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -604,40 +545,6 @@ def test_reads_that_never_reach_a_border_are_forgotten_and_alarm_nobody() -> Non
     assert passages.compare(key, slot, 998, 2, crc32c(b"??")) == (False, range(1000))
 
 
-def test_many_threads_read_while_one_updates(store: Store) -> None:
-    """As in training: readers of the frozen unit at any time, those of the other between its updates."""
-    update_checksums(store, 4096, 0)
-    errors: list[BaseException] = []
-    over, turn = threading.Event(), threading.Lock()
-
-    def reader(seed: int) -> None:
-        chance = random.Random(seed)
-        try:
-            while not over.is_set():
-                chunk = chance.choice([1024, 3000, 4096, 6000, ALL])
-                unit = chance.randrange(2)
-                with turn if unit == 0 else threading.Lock():
-                    for start in range(0, ALL, chunk):
-                        if chance.random() < 0.02:
-                            break  # an interrupt
-                        read(store, unit, State.WEIGHT, start, min(start + chunk, ALL))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=reader, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for seed in range(60):
-        with turn:
-            update_checksums(store, random.Random(seed).choice([1024, 4096, 5000]), seed)
-            if seed % 3 == 0:
-                store.commit(seed, {})
-    over.set()
-    for thread in threads:
-        thread.join()
-    assert not errors
-
-
 DISK = ("nvme", "nvme")
 
 
@@ -731,7 +638,7 @@ def refused(folder: Path, unit_name: str, state: State, placement: tuple[str, st
     assert records(folder) == before
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_flipped_bit_is_named_before_it_is_committed(place: str, tmp_path: Path) -> None:
     begin(tmp_path)
@@ -739,7 +646,7 @@ def test_a_flipped_bit_is_named_before_it_is_committed(place: str, tmp_path: Pat
     refused(tmp_path, *PLACES[place][:2])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_flipped_bit_is_named_by_other_tiles(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resumed with less memory: what was written in one request is read in many, and units come piece by piece."""
@@ -749,6 +656,7 @@ def test_a_flipped_bit_is_named_by_other_tiles(place: str, tmp_path: Path, monke
     refused(tmp_path, *PLACES[place][:2], host_memory=least_host_memory(JOB, tmp_path, resume="must"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", ["a weight", "a moment", "a frozen weight beside others"])
 @pytest.mark.parametrize("placement", [("cpu", "cpu"), ("none", "nvme")])
 def test_a_flipped_bit_is_named_where_states_are_read_back(
@@ -757,27 +665,6 @@ def test_a_flipped_bit_is_named_where_states_are_read_back(
     begin(tmp_path, placement, durability="step")
     flip(tmp_path, *PLACES[place])
     refused(tmp_path, *PLACES[place][:2], placement, durability="step")
-
-
-def test_a_flipped_bit_in_a_window_is_named_before_the_next_commit(tmp_path: Path) -> None:
-    begin(tmp_path, durability={"every": 2})
-    flip(tmp_path, *PLACES["a moment"])
-    refused(tmp_path, *PLACES["a moment"][:2], durability={"every": 2})
-
-
-def test_the_slot_that_is_not_named_may_be_anything(tmp_path: Path, unbroken: list[float]) -> None:
-    begin(tmp_path)
-    rank = tmp_path / "default" / "rank0"
-    spec, newest = read_manifest(rank / "manifest.json").spec, records(tmp_path)[0]
-    with (rank / "states").open("r+b") as file:
-        for unit, row in enumerate(spec.places()):
-            for slots in row.values():
-                named = slots[newest.slots[unit]].extents
-                for extent in slots[1 - newest.slots[unit]].extents:
-                    if extent not in named:
-                        file.seek(extent.offset)
-                        file.write(os.urandom(extent.nbytes))
-    go_on(tmp_path, DONE, unbroken)
 
 
 # -- two processes ------------------------------------------------------------------------------------
@@ -891,7 +778,7 @@ def failing(call: str, file: str, number: int) -> Callable[..., Any]:
     return fail
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("what", CALLS)
 def test_a_commit_that_fails_stops_the_engine_at_the_one_before(
@@ -914,7 +801,7 @@ def test_a_commit_that_fails_stops_the_engine_at_the_one_before(
     go_on(tmp_path, DONE - 1, unbroken)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", CALLS)
 def test_the_last_commit_of_all_fails(
     what: str, tmp_path: Path, unbroken: list[float], monkeypatch: pytest.MonkeyPatch
@@ -952,27 +839,6 @@ def test_a_commit_that_is_intact_after_all_is_not_called_damaged(rank: Path, tmp
     ]
 
 
-def test_a_comparison_that_fails_leaves_no_file_open(
-    rank: Path, tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The read itself, as when no memory is left; the caller of `newest_serial` may try again."""
-
-    def fails(*_: object) -> None:
-        raise MemoryError
-
-    def states_open() -> int:
-        links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
-        return sum(os.path.exists(link) and os.readlink(link).endswith("run/rank0/states") for link in links)
-
-    (rank / "suspect").touch()
-    store = Store([tmp_path], "run", 0, SPEC, queue)
-    monkeypatch.setattr(store_module, "first_damage", fails)
-    with pytest.raises(MemoryError):
-        store.newest_serial()
-    assert states_open() == 0
-    store.close()
-
-
 # -- files that cannot be read ------------------------------------------------------------------------
 
 
@@ -987,8 +853,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, number: 
     monkeypatch.setattr(module, "read_whole", read)
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES])
-@pytest.mark.parametrize("name", ["commit", "blob.1"])
+@pytest.mark.parametrize(("name", "number"), [("commit", errno.EIO), ("blob.1", errno.EMFILE)])
 def test_a_run_whose_commits_cannot_be_read_is_not_taken_for_none(
     name: str, number: int, rank: Path, tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1006,9 +871,8 @@ def test_a_run_whose_commits_cannot_be_read_is_not_taken_for_none(
     assert (rank / "states").stat().st_size == SPEC.nbytes
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES])
 def test_a_blob_that_cannot_be_read_is_not_damaged(
-    number: int, rank: Path, tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+    rank: Path, tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commit before would be resumed, and the newest written over."""
     store, _ = opened(tmp_path, queue)
@@ -1017,20 +881,18 @@ def test_a_blob_that_cannot_be_read_is_not_damaged(
     store = Store([tmp_path], "run", 0, SPEC, queue)
     with monkeypatch.context() as patch:
         for module in (inspection, format):
-            unreadable(patch, module, "blob.1", number)
+            unreadable(patch, module, "blob.1", errno.EACCES)
         with pytest.raises(IoError, match=f"cannot read {rank / 'blob.1'}: ") as caught:
             store.newest_serial()
-        assert caught.value.errno == number
+        assert caught.value.errno == errno.EACCES
     store.close()
     store, text = opened(tmp_path, queue)
     store.close()
     assert text == "two" and not store.notices
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
 def test_a_drive_whose_manifest_cannot_be_read_is_not_taken(
-    number: int, tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be the second drive of another run, which a start would write over."""
     one, two, three = (tmp_path / name for name in ("one", "two", "three"))
@@ -1043,18 +905,12 @@ def test_a_drive_whose_manifest_cannot_be_read_is_not_taken(
     for begin in (lambda: Store([three, two], "run", 0, SPEC, queue), lambda: Store([one, two], "run", 0, SPEC, queue)):
         mine = begin()
         with monkeypatch.context() as patch:
-            for module in (inspection, format, format):
-                unreadable(patch, module, "manifest.json", number)
+            for module in (inspection, format):
+                unreadable(patch, module, "manifest.json", errno.EIO)
             with pytest.raises(IoError, match=r"cannot read .*manifest\.json: "):
                 mine.create() if mine.newest_serial() is None else mine.open(mine.newest_serial())
         mine.close()
         assert manifest.read_bytes() == before
-
-
-def test_a_run_that_is_not_there_is_none(tmp_path: Path) -> None:
-    assert not format.was_committed(tmp_path / "none")
-    (tmp_path / "rank0").touch()  # in the place of a folder
-    assert not format.was_committed(tmp_path / "rank0")
 
 
 @pytest.mark.parametrize("name", ["commit", "blob.0", "manifest.json"])
@@ -1131,7 +987,7 @@ def test_a_manifest_nested_deeper_than_python_parses_is_damage(rank: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", ["finished.json", "closed.json"])
-@pytest.mark.parametrize("content", ["[" * 100_000, "", "no note", '["steps"]', '{"steps": "3"}', '{"step": 3}'])
+@pytest.mark.parametrize("content", ["[" * 100_000, "", '{"steps": "3"}', '{"step": 3}'])
 def test_a_note_that_cannot_be_read_ends_no_run(content: str, name: str, rank: Path, tmp_path: Path) -> None:
     """The swap files beside it may be all that there is of the run: no start takes them for remainders."""
     (rank.parent / name).write_text(content)

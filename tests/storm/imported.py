@@ -17,7 +17,6 @@ from tests.storm import life, plan
 LATER = (
     "numpy.ctypeslib",
     "offload.parallel.pipeline",
-    "offload.parallel.pipeline",
     "offload.planner.simulation.updater",
     "torch._subclasses.schema_check_mode",
     "torch.distributed.tensor.parallel",

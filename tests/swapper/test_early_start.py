@@ -26,7 +26,6 @@ from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.pager import Pager
 from offload.swapper.policy import AccessOrder, Limits, PassKind
-from offload.swapper.prefetch import may_upload_elsewhere
 from offload.swapper.table import Residency, UnitSize, pieces_of
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
@@ -181,14 +180,6 @@ def test_a_published_update_is_uploaded_before_anyone_asks(rig: Rig) -> None:
     assert rig.pager.counts().on_device == 2
 
 
-def test_updates_that_are_ready_out_of_order_are_uploaded_in_the_order_of_their_uses(rig: Rig) -> None:
-    rig.pager.begin_updates([0, 1])
-    rig.update(1, 41)
-    assert rig.pager.residency(1) is Residency.WRITING, "the unit before it must find its room"
-    rig.update(0, 40)
-    assert rig.pager.residency(0) is rig.pager.residency(1) is Residency.DEVICE
-
-
 def test_an_upload_ahead_gives_way_to_a_unit_that_is_needed_now() -> None:
     """The worker would fill the room for which the model's thread waits, and its unit would leave again at once."""
     rig = Rig([2, 2, 2], weights=6, device=4, order=[2, 0, 1, 1, 0, 2])
@@ -204,21 +195,6 @@ def test_an_upload_ahead_gives_way_to_a_unit_that_is_needed_now() -> None:
     rig.update(0, 40)
     waiting.join(60)
     assert not waiting.is_alive()
-    rig.pager.close()
-
-
-def test_an_upload_ahead_drops_nothing_that_is_used_sooner() -> None:
-    rig = Rig([1, 1, 1], weights=3, device=2, order=FORWARD_AND_BACKWARD)
-    for unit in (0, 1):
-        rig.pager.acquire(unit, ahead=False)
-        rig.pager.release(unit)
-    rig.pager.table.access_order = AccessOrder.of(FORWARD_AND_BACKWARD)
-    rig.pager.begin_updates([2])
-    rig.update(2, 42)
-    assert rig.pager.residency(0) is rig.pager.residency(1) is Residency.DEVICE
-    assert rig.pager.residency(2) is Residency.WRITING
-    for unit in (0, 1, 2):
-        rig.use(unit, 42 if unit == 2 else unit + 1)
     rig.pager.close()
 
 
@@ -284,15 +260,6 @@ def test_a_read_that_ends_is_uploaded_before_anyone_asks(rig: Rig) -> None:
     assert rig.device.uploads == ["callbacks"] * 3
 
 
-def test_reads_that_end_out_of_order_are_uploaded_in_the_order_of_their_uses(rig: Rig) -> None:
-    rig.store.slow = True
-    rig.pager.prefetch()
-    rig.store.reads[1].end()
-    assert rig.pager.residency(1) is Residency.HOST
-    rig.store.reads[0].end()
-    assert rig.pager.residency(0) is rig.pager.residency(1) is Residency.DEVICE
-
-
 def test_a_read_that_has_ended_when_it_is_watched_is_uploaded_at_once(rig: Rig) -> None:
     rig.pager.prefetch()
     assert [rig.pager.residency(unit) for unit in range(3)] == [Residency.DEVICE] * 3
@@ -308,25 +275,11 @@ def test_a_read_ahead_that_fails_stops_the_engine_with_its_cause(rig: Rig) -> No
     assert rig.pager.residency(1) is Residency.FAILED
 
 
-def test_reads_that_end_after_the_engine_stopped_start_nothing(rig: Rig) -> None:
-    rig.store.slow = True
-    rig.pager.prefetch()
-    rig.pager.fail(RuntimeError("of the test"))
-    rig.store.reads[0].end()
-    assert not rig.device.uploads and rig.pager.residency(0) is Residency.READING
-
-
 # -- who may ------------------------------------------------------------------------------------------
 
 
-def test_only_a_device_with_memory_of_its_own_and_no_other_ranks_is_served_by_other_threads() -> None:
-    assert may_upload_elsewhere(host_addressable=False, several_ranks=False)
-    assert not may_upload_elsewhere(host_addressable=True, several_ranks=False)
-    assert not may_upload_elsewhere(host_addressable=False, several_ranks=True)
-
-
 ON_DEVICE = (Residency.UPLOADING, Residency.DEVICE)
-JOB = models.GPT2._replace(dtype="bf16", steps=5)
+JOB = models.GPT2._replace(dtype="bf16", steps=3)
 
 
 def first_unit(engine: offload.Engine) -> int:
@@ -361,6 +314,7 @@ def chain_loss(model: Any, step: int, micro: int) -> torch.Tensor:
 CHAIN = Job(Chain, chain_loss, dtype="bf16", steps=4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.cpu_only("the engine is on the late device")
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_the_first_unit_of_the_next_forward_is_on_its_way_when_step_returns(
@@ -378,24 +332,6 @@ def test_the_first_unit_of_the_next_forward_is_on_its_way_when_step_returns(
             pager = testing.inspect(engine).pager
             assert pager.sizes[first_unit(engine)].name == "embedding"
             assert residency_of_first(engine) in (*ON_DEVICE, Residency.READING)
-    engine.destroy(remove=True)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.cpu_only("the engine is on the late device")
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_the_first_unit_of_the_next_forward_comes_with_its_update(
-    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = LateDevice(0, 0.0)
-    use_device(monkeypatch, device)
-    engine = start(JOB, (tier, tier), tmp_path, device_memory=room_for(JOB, 2))
-    with Ticks(device):
-        for step in range(JOB.steps):
-            train_step(engine, JOB, step)
-            testing.settle(engine, commit=False)
-            assert residency_of_first(engine) is Residency.DEVICE
-            assert not device.broken
     engine.destroy(remove=True)
 
 
@@ -581,19 +517,3 @@ class Storm:
 @pytest.mark.parametrize("seed", range(60))
 def test_each_use_sees_the_newest_weights(seed: int) -> None:
     Storm(seed).run()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_many_storms() -> None:
-    for seed in range(1000, 6000):
-        Storm(seed).run()
-
-
-def test_a_storm_brings_every_unit_to_the_device_ahead_of_some_uses() -> None:
-    """Otherwise the storms show little."""
-    storm = Storm(4)
-    storm.run()
-    stats = storm.pager.counts()
-    assert 0 < stats.on_device < stats.uses
-    assert Residency.FAILED not in [storm.pager.residency(unit) for unit in range(len(storm.pages))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from offload.passes import layer_major
 from offload.swapper.memory.device import Device
 from tests.support.oracle import Job, accumulated_step, start
 
@@ -48,27 +46,6 @@ def on_a_thread(work: Any) -> list[int]:
     thread.start()
     thread.join()
     return counted
-
-
-def compute() -> None:
-    torch.ones(ELEMENTS).add_(1)
-
-
-def test_a_thread_that_computes_has_a_team() -> None:
-    before, after = on_a_thread(compute)
-    assert after == before + 1
-
-
-def test_a_thread_may_end_its_team() -> None:
-    def work() -> None:
-        for _ in range(8):
-            compute()
-            layer_major.end_team()
-        while threads() > before:  # they end by themselves
-            time.sleep(0.001)
-
-    before = threads() + 1
-    on_a_thread(work)
 
 
 def test_copies_of_the_librarys_threads_take_no_team() -> None:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from offload import testing
 from offload.aio import aligned_empty
@@ -25,7 +21,6 @@ from offload.swapper.memory.device import (
     CudaHostSide,
     Device,
     DeviceRoom,
-    cut,
     memory_node,
 )
 from offload.swapper.memory.host_arena import HostArena, HostBudget, HostBuffer, HostMemory, PinnedRegions
@@ -175,7 +170,7 @@ def pages(nbytes: int) -> int:
 
 __all__ = ["install"]  # fixtures
 
-SIZES = [1, PAGE, SMALL - PAGE, SMALL - 1, SMALL, SMALL + 1, SMALL + PAGE, 3 * SMALL, 3 * SMALL + PAGE + 1]
+SIZES = [1, SMALL - 1, SMALL, 3 * SMALL + PAGE + 1]
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
@@ -197,16 +192,7 @@ def test_a_part_is_pinned_in_chunks_and_released(
     assert not caplog.records
 
 
-def test_an_empty_range_is_not_pinned(install: Install) -> None:
-    device, cuda = install()
-    memory = host_memory(0)
-    assert pinned(device, memory) == 0
-    device.unregister([memory])
-    assert cuda.calls == []
-
-
-@pytest.mark.parametrize("nbytes", [SMALL - 1, 4 * SMALL - PAGE, 4 * SMALL])
-@pytest.mark.parametrize("granted", range(4))
+@pytest.mark.parametrize(("granted", "nbytes"), [(0, SMALL - 1), (1, 4 * SMALL - PAGE), (3, 4 * SMALL)])
 def test_what_is_refused_stays_ordinary_memory(
     granted: int, nbytes: int, install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -237,19 +223,6 @@ def test_the_warning_contains_the_amount_the_reason_the_cost_and_the_fix(
     assert "ulimit" not in message, "the driver of CUDA does not look at that limit"
 
 
-def test_two_allocations_are_pinned_independently(install: Install) -> None:
-    device, cuda = install(lambda call: call == 4)
-    one, other = host_memory(3 * SMALL), host_memory(3 * SMALL)
-    assert pinned(device, one) == 3 * SMALL and pinned(device, other) == SMALL
-    device.unregister([one])
-    assert list(cuda.pinned) == [other.data_ptr()]
-    away = torch.zeros(3 * SMALL, dtype=torch.uint8)
-    device.upload(away, other.random_(0, 256))
-    assert torch.equal(away, other)
-    device.unregister([other])
-    assert not cuda.pinned
-
-
 def test_a_chunk_that_stays_pinned_does_not_keep_the_others(install: Install) -> None:
     device, cuda = install()
     memory = host_memory(4 * SMALL)
@@ -260,20 +233,6 @@ def test_a_chunk_that_stays_pinned_does_not_keep_the_others(install: Install) ->
     assert set(cuda.pinned) == cuda.faults and not cuda.left_error
     device.unregister([memory])
     assert sum(name == "unregister" for name, _ in cuda.calls) == 4, "each piece is tried once"
-
-
-def test_a_fault_of_the_gpu_does_not_keep_memory_pinned(install: Install) -> None:
-    device, cuda = install()
-    memory = host_memory(2 * SMALL)
-    pinned(device, memory)
-
-    def fault(*_: Any) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    cuda.synchronize = fault
-    with pytest.raises(RuntimeError, match="illegal"):
-        device.unregister([memory])
-    assert not cuda.pinned
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before it is pinned", "after"])
@@ -297,20 +256,8 @@ def test_ctrl_c_while_pinning_leaves_nothing_pinned(after: bool, install: Instal
 
 # -- copies -------------------------------------------------------------------------------------------
 
-addresses = st.integers(0, 60)
 
-
-@given(addresses, addresses, st.sets(addresses))
-def test_ranges_cover_the_memory_and_cross_no_border(start: int, nbytes: int, borders: set[int]) -> None:
-    ranges = cut(start, start + nbytes, sorted(borders))
-    assert ranges[0][0] == start and ranges[-1][1] == start + nbytes
-    assert all(one[1] == other[0] for one, other in pairwise(ranges))
-    assert not any(first < border < last for first, last in ranges for border in borders)
-    inside = {border for border in borders if start < border < start + nbytes}
-    assert len(ranges) == len(inside) + 1, "and no more than that"
-
-
-@pytest.mark.parametrize("granted", range(5))
+@pytest.mark.parametrize("granted", [2, 5])
 def test_a_copy_over_borders_is_complete(granted: int, install: Install) -> None:
     device, _ = install(lambda call: call >= granted)
     memory, away = host_memory(4 * SMALL), torch.zeros(4 * SMALL, dtype=torch.uint8)
@@ -324,24 +271,6 @@ def test_a_copy_over_borders_is_complete(granted: int, install: Install) -> None
             away.random_(0, 256)
             device.download(memory[start:stop], away[start:stop])
             assert torch.equal(away[start:stop], memory[start:stop])
-
-
-def test_a_copy_over_borders_of_other_than_bytes(install: Install) -> None:
-    device, _ = install()
-    memory = host_memory(3 * SMALL)
-    pinned(device, memory)
-    here, away = memory.view(torch.float32), torch.randn(3 * SMALL // 4)
-    device.copy(here[1:-1], away[1:-1])
-    assert torch.equal(here[1:-1], away[1:-1])
-
-
-def test_an_uncut_copy_over_borders_would_be_refused(install: Install) -> None:
-    """Or the tests here show nothing."""
-    device, _ = install()
-    memory = host_memory(2 * SMALL)
-    pinned(device, memory)
-    with pytest.raises(RuntimeError, match="invalid argument"):
-        torch.zeros(2 * PAGE, dtype=torch.uint8).copy_(memory[SMALL - PAGE : SMALL + PAGE], non_blocking=True)
 
 
 @pytest.mark.sample(1)
@@ -369,10 +298,6 @@ def test_pieces_are_halved_down_to_the_least(install: Install) -> None:
     device.unregister([memory])
     assert not cuda.pinned
     assert PIN_LEAST == 16 << 20 and PIN_CHUNK == 1 << 30
-
-
-def test_chunks_consist_of_complete_huge_pages() -> None:
-    assert PIN_CHUNK % (2 << 20) == 0
 
 
 GPU = SimpleNamespace(pci_domain_id=0x10000, pci_bus_id=0xDC, pci_device_id=3)
@@ -499,30 +424,11 @@ def test_what_the_device_copies_is_pinned_and_nothing_else(install: Install) -> 
     assert not cuda.pinned
 
 
-def test_tiles_are_pinned_last_if_states_live_on_the_device(install: Install) -> None:
-    device, cuda = install()
-    arena = arena_over(device, replace(COPIED, tiles=True))
-    assert list(arena.pinned.items()) == [*PINNED.items(), ("tiles", 8 * SMALL)]
-    assert lies_in(cuda, arena.tiles.take(8 * SMALL)) and not lies_in(cuda, arena.resident.take(4 * SMALL))
-    arena.close()
-
-
-def test_a_cpu_pins_nothing_and_keeps_one_class_of_host_partitions() -> None:
-    arena = arena_over(Device(torch.device("cpu")), None)
-    assert arena.pinned == {} and arena.pinned_bytes == 0 and "copied" not in arena.regions
-    buffer = arena.take_copied(SMALL)
-    assert buffer is not None and buffer.offset == 0 and arena.resident.space.used_bytes == SMALL
-    arena.close()
-
-
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
         (0, {}),
-        (SMALL, {"staging": SMALL}),
-        (3 * SMALL, {"staging": SMALL, "weights": 2 * SMALL}),
         (4 * SMALL + PAGE, {"staging": SMALL, "weights": 2 * SMALL, "gradients": SMALL, "cache": PAGE}),
-        (6 * SMALL, {"staging": SMALL, "weights": 2 * SMALL, "gradients": SMALL, "cache": 2 * SMALL}),
         (8 * SMALL, PINNED | {"copied": SMALL}),
         (100 * SMALL, PINNED),
     ],
@@ -557,7 +463,7 @@ def test_the_cache_that_another_engine_takes_is_unpinned_and_pinned_for_that_eng
     assert not cuda.pinned and not cuda.left_error
 
 
-@pytest.mark.parametrize("interrupted_at", range(5))
+@pytest.mark.parametrize("interrupted_at", [0, 3])
 def test_ctrl_c_while_an_arena_is_pinned_leaves_no_arena(interrupted_at: int, install: Install) -> None:
     device, cuda = install()
     plain, memory = cuda.cudaHostRegister, HostMemory()

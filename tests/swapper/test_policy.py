@@ -16,9 +16,9 @@ from offload.layout.placement import MachineMemory, Placement, place
 from offload.layout.tiers import Partitions, PlacementRequest, TierMap
 from offload.sizes import GIB, MIB, align_up
 from offload.states import State, Tier
-from offload.swapper.memory.allocator import Allocator, free_regions
-from offload.swapper.memory.device import DONE, Device
-from offload.swapper.memory.device_arena import DeviceArena, check_budget
+from offload.swapper.memory.allocator import Allocator
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.device_arena import check_budget
 from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.policy import (
     NEVER,
@@ -26,9 +26,6 @@ from offload.swapper.policy import (
     Floor,
     Limits,
     UnitBlock,
-    _best_place,
-    _places,
-    _Question,
     find_room,
     keeps,
     largest_beside,
@@ -80,25 +77,6 @@ def test_one_victim_of_equal_size_is_the_one_used_last(order: list[int], pages: 
     assert trace.distance(going) == max(trace.distance(unit) for unit in present)
 
 
-@given(orders, sizes, st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)), st.integers(1, 20), st.booleans())
-def test_a_place_is_free_once_its_victims_are_gone(
-    order: list[int], pages: list[int], present: set[int], used: set[int], wanted: int, scatter: bool
-) -> None:
-    trace = AccessOrder.of(order)
-    space, blocks = _filled(pages, present)
-    space.scatter = random.Random(1) if scatter else None
-    free = [block for block in blocks if block.unit not in used]
-    place = find_room(space, wanted * PAGE, free, trace, Floor(0, 40 * PAGE, 9 * PAGE))
-    if place is None:
-        assert not space.could_take(wanted * PAGE, (block[1:] for block in free))
-        return
-    going = [block for block in free if block.unit in place.victims]
-    assert len(going) == len(place.victims)
-    for block in going:
-        space.give(*block[1:])
-    space.take_at(place.offset, wanted * PAGE)
-
-
 @given(st.lists(st.integers(0, 5), max_size=60), st.integers(9, 17), st.booleans())
 def test_two_units_that_have_room_together_can_be_in_use(uses: list[int], room: int, scatter: bool) -> None:
     """Whatever came and went before; the arena has room for the largest, or for more, up to the two largest."""
@@ -124,18 +102,6 @@ def test_two_units_that_have_room_together_can_be_in_use(uses: list[int], room: 
         held = [unit]  # the next one comes while this one is in use
 
 
-def test_the_largest_unit_beside_another_is_one_that_has_room() -> None:
-    ascending = [(2 * PAGE, 3), (4 * PAGE, 0), (4 * PAGE, 1), (9 * PAGE, 2)]
-
-    def beside(unit: int, nbytes: int, room: int) -> int:
-        return largest_beside(unit, nbytes, ascending, room * PAGE) // PAGE
-
-    assert beside(0, 4 * PAGE, 13) == 9 and beside(0, 4 * PAGE - 1, 13) == 9
-    assert beside(0, 4 * PAGE, 12) == 4 and beside(1, 4 * PAGE, 12) == 4, "not the largest, which has no room"
-    assert beside(2, 9 * PAGE, 13) == 4 and beside(2, 9 * PAGE, 12) == 2 and beside(2, 9 * PAGE, 10) == 0
-    assert beside(3, 2 * PAGE, 100) == 9 and beside(2, 9 * PAGE, 100) == 4, "itself is none"
-
-
 def test_the_nearest_that_is_not_there_comes_first() -> None:
     trace = AccessOrder.of([0, 1, 2, 3])
 
@@ -154,50 +120,6 @@ def test_a_unit_stays_where_its_next_use_is_near(order: list[int], unit: int, re
     near = trace.distance(unit) < NEVER and trace.distance(unit) * PAGE <= reuse * PAGE
     assert keeps(trace, unit, lambda _: PAGE, Limits(reuse=reuse * PAGE)) == near
     assert keeps(trace, unit, lambda _: PAGE, Limits())
-
-
-@given(orders, orders, sizes, st.sets(st.integers(0, 9)), st.integers(1, 20), st.integers(-1, 20))
-def test_a_choice_is_the_same_when_it_is_made_again(
-    order: list[int], uses: list[int], pages: list[int], present: set[int], wanted: int, beyond: int
-) -> None:
-    """Choices are remembered; the present order, distances and free memory are part of the question."""
-    trace = AccessOrder.of(order)
-    space, blocks = _filled(pages, present)
-    space.scatter = None
-    floor = Floor(0, 40 * PAGE, 9 * PAGE)
-    for unit in uses:
-        remembered = find_room(space, wanted * PAGE, blocks, trace, floor, beyond)
-        _best_place.cache_clear()
-        assert find_room(space, wanted * PAGE, blocks, trace, floor, beyond) == remembered
-        if blocks:
-            space.give(*blocks.pop()[1:])
-        trace.use(unit)
-
-
-@given(st.integers(0, 2**32), st.booleans())
-def test_the_best_of_many_places_is_found_without_a_look_at_each(seed: int, ahead: bool) -> None:
-    """With hundreds of evictable units of several sizes, some of them used at the same distance."""
-    chance = random.Random(seed)
-    blocks, holes, offset = [], [], 0
-    for unit in range(chance.randint(120, 260)):
-        pages, kind = chance.choice((1, 1, 1, 2, 5)), chance.random()
-        if kind < 0.8:
-            blocks.append(UnitBlock(unit, offset, pages * PAGE))
-        elif kind < 0.9:
-            holes.append((offset, offset + pages * PAGE))
-        offset += pages * PAGE
-    question = _Question(
-        nbytes=PAGE * chance.choice((1, 2, 5)),
-        holes=tuple(free_regions(holes, [])),
-        evictable=tuple(blocks),
-        distances=tuple(chance.choice((chance.randint(0, 400), chance.randint(0, 400), NEVER)) for _ in blocks),
-        floor=Floor(0, offset, PAGE * chance.choice((1, 5, 40))),
-        beyond=chance.randint(0, 400) if ahead else -1,
-    )
-    scores = {place: score[:3] for score, place in _places(question)}
-    found = _best_place(question)
-    assert (found is None) == (not scores)
-    assert found is None or scores[found] == max(scores.values())
 
 
 MODE = MODES["bf16"]
@@ -399,12 +321,6 @@ def test_else_they_come_to_the_host(placement_request: PlacementRequest, kernels
     assert Tier.DEVICE not in tiers(on_gpu(BLOCKS, placement_request, 100 * GIB, kernels, mode).tiers, State.GRAD)
 
 
-def test_with_a_share_of_the_states_there_so_is_that_of_their_gradients() -> None:
-    found = on_gpu(BLOCKS, PlacementRequest(weights=Tier.DEVICE, states=Tier.HOST, states_off_device=0.3), 100 * GIB)
-    assert tiers(found.tiers, State.GRAD) == tiers(found.tiers, State.EXP_AVG)
-    assert tiers(found.tiers, State.GRAD).count(Tier.DEVICE) == 7
-
-
 def test_on_a_gpu_the_arena_may_grow_to_all_units_where_no_number_was_given() -> None:
     """At first it has room for three of the largest; what activations leave is known after a step."""
     block = 2 * BLOCKS[0]
@@ -527,34 +443,6 @@ def test_blocks_are_aligned_disjoint_and_come_back(steps: list[int], scatter: bo
     assert space.take(space.nbytes) == 0, "all holes have become one again"
 
 
-def test_best_fit_takes_the_smallest_hole() -> None:
-    space = Allocator(5 * 4096)
-    blocks = [space.take(4096) for _ in range(5)]
-    space.give(blocks[0], 4096)
-    space.give(blocks[2], 4096)
-    space.give(blocks[3], 4096)
-    assert space.take(4096) == blocks[0]
-
-
-def test_a_block_that_is_returned_twice_is_noticed() -> None:
-    space = Allocator(8192)
-    offset = space.take(4096)
-    space.give(offset, 4096)
-    with pytest.raises(AssertionError):
-        space.give(offset, 4096)
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.sets(st.integers(0, 11)), st.integers(1, 40))
-def test_what_could_be_taken_can_be(sizes: list[int], given_back: set[int], wanted: int) -> None:
-    space = Allocator(40 * 4096, random.Random(0))
-    blocks = [(offset, size * 4096) for size in sizes if (offset := space.take(size * 4096)) is not None]
-    back = [block for index, block in enumerate(blocks) if index in given_back]
-    could = space.could_take(wanted * 4096, back)
-    for block in back:
-        space.give(*block)
-    assert (space.take(wanted * 4096) is not None) == could
-
-
 def test_classes_do_not_lend_to_each_other() -> None:
     host = HostArena(HostBudget(4096, 8192, 4096, 0), CPU)
     assert host.tiles.take(4096) is not None and host.tiles.take(4096) is None
@@ -562,31 +450,6 @@ def test_classes_do_not_lend_to_each_other() -> None:
     assert first is not None and host.weights.take(1) is None
     first.release()
     assert host.weights.take(8192) is not None
-
-
-def test_a_host_buffer_is_the_same_memory_for_io_and_for_tensors() -> None:
-    with HostArena(HostBudget(0, 8192, 0, 0), CPU).weights.take(8192) as buffer:
-        buffer.tensor(torch.float32).fill_(1.5)
-        assert bytes(buffer.buffer[:4]) == b"\x00\x00\xc0\x3f"
-
-
-def test_poison_fills_what_is_given_back() -> None:
-    arena = DeviceArena(64 * 4096, CPU, poison=True)
-    space_block = arena.take(4096)
-    view = arena.view(space_block)
-    view.zero_()
-    arena.give(space_block, DONE, DONE)
-    assert bool(view.view(torch.bfloat16).isnan().all()) and bool(view.view(torch.float32).isnan().all())
-
-
-def test_poison_places_device_buffers_at_more_than_one_address() -> None:
-    arena = DeviceArena(64 * 4096, CPU, poison=True)
-    seen = set()
-    for _ in range(20):
-        space_block = arena.take(4096)
-        seen.add(space_block.offset)
-        arena.give(space_block, DONE, DONE)
-    assert len(seen) > 1
 
 
 def test_a_budget_that_is_too_small_is_an_error_with_the_least() -> None:

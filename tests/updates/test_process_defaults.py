@@ -14,7 +14,7 @@ from torch import nn
 
 from offload.hf import OffloadTrainer
 from offload.losses import causal_lm
-from tests.support.oracle import DTYPES, Job, Result, assert_same, start, trained
+from tests.support.oracle import Job, Result, assert_same, start, trained
 from tests.support.trainer_runs import FEW, Texts, arguments, config, ended, offloaded, result, seeded
 from tests.support.trainer_runs import assert_same as assert_same_runs
 
@@ -71,7 +71,7 @@ def run(job: Job, folder: Path) -> tuple[Result, dict[str, torch.Tensor]]:
         engine.destroy(remove=True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.works(
     "Engines and processes", "`torch.set_default_dtype` and `torch.set_default_device` change no bit", "right"
 )
@@ -115,8 +115,7 @@ def test_a_trainer_logs_and_trains_the_same_bits(precision: str, tmp_path: Path)
             assert_same_runs(result(mine), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values())
-@pytest.mark.parametrize("items", [None, 5, 5.0, torch.tensor(5)])
+@pytest.mark.parametrize(("dtype", "items"), [(torch.bfloat16, None), (torch.float32, torch.tensor(5))])
 def test_the_loss_in_chunks_has_the_same_bits(dtype: torch.dtype, items: Any) -> None:
     draw = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(count, 16, generator=draw).to(dtype) for count in (9, 24))

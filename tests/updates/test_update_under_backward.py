@@ -69,15 +69,13 @@ def trained(
         engine.destroy(remove=True)
 
 
-def in_all_ways(
+def in_both_ways(
     job: Job, folder: Path, between: Between | None = None, more: int = 0, **options: Any
 ) -> list[tuple[int, int]]:
-    """Asserts the same bits in memory, on disk, and on disk with updates under the backward; returns their counts."""
+    """Asserts the same bits in memory, and on disk with updates under the backward; returns their counts."""
     seen: list[tuple[int, int]] = []
     memory = trained(job, MEMORY, folder / "memory", between, more, **options)
-    late = trained(job, DISK, folder / "late", between, more, speculate=False, **options)
     early = trained(job, DISK, folder / "early", between, more, seen, speculate=True, **options)
-    assert_same(memory, late, "memory and disk")
     assert_same(memory, early, "memory and disk, updated under the backward")
     return seen
 
@@ -89,18 +87,10 @@ def in_all_ways(
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_a_step_that_clips_nothing_confirms_every_update(tmp_path: Path, dtype: str, accumulation: int) -> None:
-    seen = in_all_ways(JOB._replace(dtype=dtype, accumulation=accumulation), tmp_path)
+    seen = in_both_ways(JOB._replace(dtype=dtype, accumulation=accumulation), tmp_path)
     # With several micro-batches the first ones of the first step tell already when a unit is complete.
     first = 0 if accumulation > 1 else 1
     assert all(hits > 0 for hits, _ in seen[first:]) and not any(misses for _, misses in seen)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "Lion", "Adagrad", "SGD", "Muon", "SinkGD"])
-def test_every_rule_of_one_pass_is_confirmed(tmp_path: Path, optimizer: str) -> None:
-    params = (("momentum", 0.9),) if optimizer == "SGD" else ()
-    seen = in_all_ways(JOB._replace(optimizer=optimizer, params=params, steps=3), tmp_path)
-    assert sum(hits for hits, _ in seen) > 0 and not any(misses for _, misses in seen)
 
 
 @pytest.mark.sample(1)
@@ -111,7 +101,7 @@ def test_other_models_are_confirmed_or_made_again(tmp_path: Path, name: str) -> 
         job = JOB._replace(model=getattr(models, name.lower()), loss=models.language_loss)
         if name == "T5":
             job = job._replace(loss=models.translation_loss)
-    seen = in_all_ways(job._replace(steps=3, clip=0.0), tmp_path)
+    seen = in_both_ways(job._replace(steps=3, clip=0.0), tmp_path)
     assert sum(hits for hits, _ in seen) > 0
 
 
@@ -133,21 +123,13 @@ def test_a_schedule_of_the_learning_rate_misses_nothing(tmp_path: Path) -> None:
     assert seen[1].hits > 0 and not seen[1].misses
 
 
-def test_an_update_that_is_still_under_way_is_confirmed_too(tmp_path: Path) -> None:
-    """No wait of any kind: how far the worker has come when `step()` decides differs from step to step."""
-    job = JOB._replace(steps=12, model=lambda: models.gpt2(layers=6))
-    late = run(job, DISK, tmp_path / "late", speculate=False)
-    early = run(job, DISK, tmp_path / "early", speculate=True)
-    assert_same(late, early)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("clip", "dtype"), [(0.0, "fp32"), (0.01, "fp32"), (1.3, "bf16")])
 def test_requests_that_end_late_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float, dtype: str
 ) -> None:
     """Updates are dropped or confirmed at any point: unread, computed, half written; and made again at once."""
-    job = JOB._replace(steps=25, clip=clip, dtype=dtype)
+    job = JOB._replace(steps=15, clip=clip, dtype=dtype)
     late = run(job, DISK, tmp_path / "late", speculate=False)
     use_queue(monkeypatch, lambda: LateQueue(0, 0.003))
     early = run(job, DISK, tmp_path / "early", speculate=True)
@@ -165,7 +147,7 @@ def test_each_update_of_a_step_that_clips_is_made_again(tmp_path: Path, optimize
     clip = sorted(free.norms)[2]  # some steps clip, others do not
     job = without._replace(clip=clip, steps=8)
     norms = trained(job, MEMORY, tmp_path / "norms").norms
-    seen = in_all_ways(job, tmp_path)
+    seen = in_both_ways(job, tmp_path)
     clipped = [norm + 1e-6 > clip for norm in norms]
     assert True in clipped[1:] and False in clipped[1:]
     for was_clipped, (hits, misses) in list(zip(clipped, seen, strict=True))[1:]:
@@ -235,7 +217,7 @@ def test_a_rate_that_changes_between_backward_and_step_is_the_one_that_counts(tm
             for group in engine.optimizer.param_groups:
                 group["lr"] *= 0.5
 
-    seen = in_all_ways(JOB, tmp_path, between)
+    seen = in_both_ways(JOB, tmp_path, between)
     for step, (hits, misses) in list(enumerate(seen))[1:]:
         assert (hits == 0 and misses > 0) if step % 2 else (hits > 0 and misses == 0)
 
@@ -245,7 +227,7 @@ def test_a_rate_that_changes_between_backward_and_step_is_the_one_that_counts(tm
 def test_a_second_backward_counts_after_the_update_of_the_first(tmp_path: Path, accumulation: int) -> None:
     """The graph is kept, and a unit's weights are used once more after they were updated early."""
     if accumulation == 1:
-        seen = in_all_ways(JOB, tmp_path, more=1)
+        seen = in_both_ways(JOB, tmp_path, more=1)
         assert sum(misses for _, misses in seen) > 0 and not any(hits for hits, _ in seen[1:])
     else:  # by the user's own word, since the count would take a second backward for a micro-batch
 
@@ -253,37 +235,7 @@ def test_a_second_backward_counts_after_the_update_of_the_first(tmp_path: Path, 
             loss = JOB.loss(engine, step, 7)
             backward(engine, loss)
 
-        in_all_ways(JOB, tmp_path, declare)
-
-
-def test_two_losses_of_one_forward_add_up(tmp_path: Path) -> None:
-    class TwoHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-            self.heads = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            for layer in self.layers:
-                x = layer(x).relu()
-            first, second = self.heads
-            return first(x), second(x)
-
-    results = []
-    for placement, speculate in ((MEMORY, False), (DISK, False), (DISK, True)):
-        engine = start(
-            JOB._replace(model=TwoHeads), placement, tmp_path / f"{placement}{speculate}", speculate=speculate
-        )
-        for step in range(5):
-            torch.manual_seed(step)
-            first, second = engine(torch.randn(3, 64))
-            backward(engine, first.square().mean(), retain_graph=True)
-            backward(engine, second.abs().mean())
-            engine.step()
-        results.append(weights_of(engine))
-        engine.destroy(remove=True)
-    assert_same_tensors(results[0], results[1])
-    assert_same_tensors(results[0], results[2])
+        in_both_ways(JOB, tmp_path, declare)
 
 
 def test_zero_grad_in_place_of_step_leaves_the_old_states(tmp_path: Path) -> None:
@@ -356,10 +308,9 @@ def test_weights_states_and_evaluation_are_the_old_ones_until_the_step(tmp_path:
         found["gradient"] = offload.safe_get_full_grad(parameter)
         looks.append(found)
 
-    seen = in_all_ways(JOB, tmp_path, between)
-    third = len(looks) // 3
-    for memory, late, early in zip(looks[:third], looks[third : 2 * third], looks[2 * third :], strict=True):
-        assert_same_tensors(memory, late)
+    seen = in_both_ways(JOB, tmp_path, between)
+    half = len(looks) // 2
+    for memory, early in zip(looks[:half], looks[half:], strict=True):
         assert_same_tensors(memory, early)
     # A look changes nothing, so the updates are confirmed.
     assert sum(hits for hits, _ in seen) > 0 and not any(misses for _, misses in seen)
@@ -370,7 +321,7 @@ def test_a_checkpoint_between_backward_and_step_holds_the_old_states(tmp_path: P
         if step == 2:
             engine.save_checkpoint(str(tmp_path / "saved" / str(testing.inspect(engine).sizes[0].tier)), tag="2")
 
-    seen = in_all_ways(JOB, tmp_path, between)
+    seen = in_both_ways(JOB, tmp_path, between)
     assert seen[2][0] == 0 and seen[2][1] > 0
     found = []
     for folder in sorted((tmp_path / "saved").iterdir()):
@@ -392,7 +343,7 @@ def test_an_edit_between_backward_and_step_is_not_lost(tmp_path: Path) -> None:
         if step == 4:
             offload.safe_set_full_grad(parameter, torch.full(parameter.shape, 0.125))
 
-    seen = in_all_ways(JOB, tmp_path, between)
+    seen = in_both_ways(JOB, tmp_path, between)
     # How many updates have begun by then depends on the moments at which threads run.
     assert any(misses > 0 for _, misses in seen[2:5]), "an edit ends the updates under the backward"
 
@@ -468,7 +419,7 @@ def test_nothing_is_updated_early_where_the_old_states_would_be_lost_or_norms_ar
 
 
 def test_between_two_commits_both_slots_are_needed(tmp_path: Path) -> None:
-    seen = in_all_ways(JOB._replace(steps=9), tmp_path, durability={"every": 3})
+    seen = in_both_ways(JOB._replace(steps=9), tmp_path, durability={"every": 3})
     assert [hits > 0 for hits, _ in seen] == [step and step % 3 == 0 for step in range(9)]
 
 
@@ -541,20 +492,6 @@ def test_no_byte_is_moved_twice(tmp_path: Path, first: int, fresh_in_memory: ran
     assert moved[1][0] <= moved[0][0] + weights / 2
 
 
-def test_weights_that_an_early_update_copies_keep_their_place_on_the_device(tmp_path: Path) -> None:
-    engine = start(JOB, DISK, tmp_path, speculate=True)
-    JOB.loss(engine, 0, 0)
-    pager = testing.inspect(engine).pager
-    with pager.lock:
-        cache = pager._device_cache
-        units = [block.unit for block in cache._droppable()]
-        assert units
-        pager._entries[units[0]].copying += 1
-        assert [block.unit for block in cache._droppable()] == units[1:] and not cache.idle(pager._entries[units[0]])
-        pager._entries[units[0]].copying -= 1
-    engine.destroy(remove=True)
-
-
 KILLED_DISK = ("nvme", "nvme")
 KILLED_JOB = models.DROPOUT._replace(dtype="bf16", steps=6, clip=0.0)
 KILLED = 3
@@ -606,24 +543,11 @@ def test_a_kill_under_the_backward_resumes_at_the_step_before(tmp_path: Path, wr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_kills_at_random_moments_change_nothing(tmp_path: Path, dtype: str, clip: float) -> None:
-    """Each request is late, so that most moments lie between an update's first write and the commit."""
-    job = models.DROPOUT._replace(dtype=dtype, steps=80, clip=clip)
-    unbroken = run(job, KILLED_DISK, tmp_path / "whole", speculate=False)
-    killed = kill_and_resume(job, KILLED_DISK, tmp_path, kills=2, seed=len(dtype), late=0.003, speculate=True)
-    assert_same(unbroken, killed)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["micro_batch_major", "layer_major"])
-@pytest.mark.parametrize("seed", range(5))
-def test_fifty_kills_at_random_moments_change_nothing(tmp_path: Path, seed: int, schedule: str) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_kills_at_random_moments_change_nothing(tmp_path: Path, seed: int, schedule: str) -> None:
     """Ten for each seed; a part of the steps clips."""
-    job = models.DROPOUT._replace(
-        dtype=("bf16", "fp32")[seed % 2], steps=240, clip=1.2, accumulation=1 + 2 * (seed > 1)
-    )
+    job = models.DROPOUT._replace(dtype=("bf16", "fp32")[seed % 2], steps=240, clip=1.2, accumulation=1 + 2 * seed)
     plain = {"by": accumulated_step, "schedule": "micro_batch_major", "speculate": False}
     unbroken = run(job, KILLED_DISK, tmp_path / "whole", **plain)
     early = {"by": accumulated_step, "schedule": schedule, "speculate": True}
