@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import testing
 from offload.activations import tiles
 from tests.activations.test_chunked_loss import Peak
 from tests.support import models, rounding_bounds
@@ -544,37 +543,6 @@ def grid_of(layer: offload.TiledLinear, gradient: bool = False) -> tuple[torch.T
     return weight, torch.cat(bias) if bias else None
 
 
-@pytest.mark.numeric
-@given(splits=SPLITS, bias=st.booleans(), name=st.sampled_from(["fp32", "bf16"]), seed=st.integers(0, 1000))
-def test_values_and_gradients_differ_from_the_exact_ones_by_the_stated_bound(
-    splits: tuple[int, int], bias: bool, name: str, seed: int
-) -> None:
-    """The bound of [Note: bits] in offload/activations/linear.py, beside that of one sum."""
-    torch.manual_seed(seed)
-    dtype, u, wide = DTYPES[name], unit(name), unit()
-    whole = nn.Linear(19, 13, bias=bias).to(dtype)
-    layer = offload.TiledLinear(19, 13, bias, *splits, init_linear=whole, dtype=dtype)
-    hidden, slope = torch.randn(2, 5, 19).to(dtype).requires_grad_(), torch.randn(2, 5, 13).to(dtype)
-    output = layer(hidden)
-    output.backward(slope)
-    x, s = (each.detach().double().flatten(0, 1) for each in (hidden, slope))
-    weight = whole.weight.detach().double()
-    added = torch.zeros(13) if whole.bias is None else whole.bias.detach().double()
-    of_weight, of_bias = grid_of(layer, gradient=True)
-    assert hidden.grad is not None
-    for found, right, size, terms, parts in (
-        (output, x @ weight.T + added, x.abs() @ weight.T.abs() + added.abs(), 20, splits[0]),
-        (hidden.grad, s @ weight, s.abs() @ weight.abs(), 13, splits[1]),
-    ):
-        bound = (terms + 2) * wide + (2 * parts + 1) * u
-        assert torch.all((found.flatten(0, 1).double() - right).abs() <= bound * size * 1.01)
-    assert torch.all((of_weight.double() - s.T @ x).abs() <= (12 * wide + u) * (s.T.abs() @ x.abs()) * 1.01)
-    if bias:
-        assert of_bias is not None and torch.all(
-            (of_bias.double() - s.sum(0)).abs() <= (12 * wide + u) * s.abs().sum(0)
-        )
-
-
 @given(splits=SPLITS, bias=st.booleans())
 def test_blocks_hold_the_weights_of_the_whole_layer(splits: tuple[int, int], bias: bool) -> None:
     whole = nn.Linear(17, 12, bias=bias)
@@ -823,32 +791,6 @@ def test_a_small_budget_changes_no_bit(units: tuple[str, ...], tmp_path: Path) -
     room = 2 * matrix + 2048 if units else room_for(job, 1)
     found = run(job, DISK, tmp_path / "small", tile_mlp=3, units=list(units), device_memory=room)
     assert_same(expected, found)
-
-
-def acquired(engine: Any, work: Callable[[], Any]) -> list[str]:
-    """Returns the units that the pager is asked for, in order, while `work` runs."""
-    pager, found = testing.inspect(engine).pager, list[int]()
-    with pytest.MonkeyPatch.context() as patch:
-        testing.intercept(patch, "pager.acquire", lambda real, *call: (found.append(call[1]), real(*call))[1])
-        work()
-    names = [entry.size.name for entry in pager.table.entries]
-    return [names[unit] for unit in found]
-
-
-@pytest.mark.parametrize("chunks", [2, 8])
-def test_weights_are_brought_once_for_all_chunks(chunks: int, tmp_path: Path) -> None:
-    """In the forward by the layer, if it is a unit, else by the MLP; in the backward by the MLP."""
-    for units in ([], ["Linear"]):
-        job, room = JOBS["llama"], room_for(JOBS["llama"], 3)
-        engine = start(job, DISK, tmp_path / str(len(units)), tile_mlp=chunks, units=units, device_memory=room)
-        loss = list[torch.Tensor]()
-        forward = acquired(engine, lambda: loss.append(models.language_loss(engine, 0, 0)))  # noqa: B023
-        backward = acquired(engine, lambda: engine.backward(loss[0]))  # noqa: B023
-        unit = "model.layers.0.mlp.up_proj" if units else "model.layers.0"
-        assert forward.count(unit) == 1
-        # The attention of the layer needs the unit again, after its MLP.
-        assert backward.count(unit) == (1 if units else 2)
-        engine.destroy(remove=True)
 
 
 @pytest.mark.sample(1)

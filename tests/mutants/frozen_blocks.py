@@ -10,7 +10,7 @@ MUTANTS = (
         "offload.swapper.caches",
         "            entry.uploaded = self._table.changed.without_lock(work)",
         "            self._table.changed.without_lock(work)",
-        "tests/frozen/test_frozen_blocks.py",
+        "tests/accelerators/test_device_engine.py",
     ),
     Mutant(
         "drop the values that less than a block has left",

@@ -376,17 +376,9 @@ def start(
     folder: Path, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ) -> tuple[offload.Engine, torch.optim.Optimizer]:
     """Returns an engine on a small model, and the optimizer that it was given."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 1))
+    model = _model()
     optimizer = make(list(model.parameters()))
-    tier = {"device": "nvme", "nvme_path": str(folder)}
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": 3, "offload_param": tier, "offload_optimizer": tier},
-        "offload": {"device": "cpu"},
-    }
-    return offload.initialize(model=model, optimizer=optimizer, config=config)[0], optimizer
+    return _start(folder, optimizer, model), optimizer
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -395,15 +387,6 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def rprop(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Rprop(parameters, lr=1e-2)
-
-
-def train(engine: offload.Engine, *steps: int) -> dict[str, torch.Tensor]:
-    """Trains the steps and returns the weights."""
-    for step in steps:
-        rows = torch.randn(4, 12, generator=torch.Generator().manual_seed(step))
-        engine.backward(engine(rows).square().mean())
-        engine.step()
-    return engine.state_dict()
 
 
 def assert_same_states(mine: dict[int, dict[str, torch.Tensor]], theirs: dict[int, dict[str, torch.Tensor]]) -> None:
@@ -419,7 +402,7 @@ def test_it_saves_the_states_of_the_engine(
     """A dict without states would be a checkpoint that has lost them."""
     engine, optimizer = start(tmp_path, make)
     assert optimizer.state_dict()["state"] == {}
-    train(engine, 0, 1)
+    _train(engine, 0, 1)
     mine, theirs = optimizer.state_dict(), engine.optimizer.state_dict()
     assert mine["param_groups"] == theirs["param_groups"] and mine["state"].keys() == {0, 1, 2, 3}
     assert_same_states(mine["state"], theirs["state"])
@@ -430,22 +413,22 @@ def test_it_saves_the_states_of_the_engine(
 
 def test_what_it_loads_the_engine_trains_on_with(tmp_path: Path) -> None:
     engine, optimizer = start(tmp_path / "one", adamw)
-    weights = {name: value.clone() for name, value in train(engine, 0, 1).items()}
+    weights = {name: value.clone() for name, value in _train(engine, 0, 1).items()}
     state = copy.deepcopy(optimizer.state_dict())
-    after = train(engine, 2, 3)
+    after = _train(engine, 2, 3)
     engine.destroy(remove=True)
     engine, optimizer = start(tmp_path / "other", adamw)
     engine.module.load_state_dict(weights)
     optimizer.load_state_dict(state)
     assert_same_states(optimizer.state_dict()["state"], state["state"])
-    assert_same_tensors(train(engine, 2, 3), after)
+    assert_same_tensors(_train(engine, 2, 3), after)
     engine.destroy(remove=True)
 
 
 def test_a_schedule_on_it_acts_on_the_engine_also_after_a_load(tmp_path: Path) -> None:
     engine, optimizer = start(tmp_path, adamw)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    train(engine, 0)
+    _train(engine, 0)
     schedule.step()
     optimizer.load_state_dict(optimizer.state_dict())
     schedule.step()
@@ -457,7 +440,7 @@ def test_one_whose_list_of_groups_is_replaced_is_refused(tmp_path: Path) -> None
     engine, optimizer = start(tmp_path, adamw)
     optimizer.param_groups = [*optimizer.param_groups]
     with pytest.raises(UsageError, match="its list param_groups was replaced"):
-        train(engine, 0)
+        _train(engine, 0)
     engine.destroy(remove=True)
 
 
@@ -474,7 +457,7 @@ def test_a_look_at_its_states_before_the_start_changes_nothing(
 
     expected, _ = start(tmp_path / "plain", make)
     engine, _ = start(tmp_path / "looked at", looked_at)
-    assert_same_tensors(train(engine, 0, 1), train(expected, 0, 1))
+    assert_same_tensors(_train(engine, 0, 1), _train(expected, 0, 1))
     expected.destroy(remove=True)
     engine.destroy(remove=True)
 
@@ -482,7 +465,7 @@ def test_a_look_at_its_states_before_the_start_changes_nothing(
 def test_a_look_at_its_states_during_training_is_an_error(tmp_path: Path) -> None:
     """They are in the engine: code that went on with an empty dict would do nothing, without a word."""
     engine, optimizer = start(tmp_path, adamw)
-    train(engine, 0)
+    _train(engine, 0)
     for each in (optimizer, engine.optimizer):
         with pytest.raises(UsageError, match="are in the engine"):
             each.state[each.param_groups[0]["params"][0]]
@@ -492,7 +475,7 @@ def test_a_look_at_its_states_during_training_is_an_error(tmp_path: Path) -> Non
 
 def test_hooks_on_the_state_dict_meet_the_states(tmp_path: Path) -> None:
     engine, _ = start(tmp_path, adamw)
-    train(engine, 0)
+    _train(engine, 0)
     seen: list[str] = []
     hooks = (
         engine.optimizer.register_state_dict_post_hook(lambda _, found: {**found, "phases": len(found["state"])}),

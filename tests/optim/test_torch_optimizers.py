@@ -317,19 +317,6 @@ def test_a_parameter_without_a_gradient_keeps_what_is_kept_of_it(tmp_path: Path)
     assert_same_tensors(_weights(engine), masters.state_dict())
 
 
-def test_parameters_of_one_element(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 1), nn.Linear(1, 1))
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.NAdam(plain.parameters())
-    config = {"train_micro_batch_size_per_gpu": 6, "gradient_clipping": 0.0, "offload": {"device": "cpu"}}
-    engine = offload.initialize(model=model, optimizer=torch.optim.NAdam(model.parameters()), config=config)[0]
-    for step in range(3):
-        _plain_step(plain, optimizer, step)
-    train(engine, range(3))
-    assert_same_tensors(_weights(engine), plain.state_dict())
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["Adafactor", "states of many kinds"])
 def test_the_budget_is_kept_and_the_least_of_it_works(name: str, tmp_path: Path) -> None:
