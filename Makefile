@@ -46,10 +46,7 @@ test-avx2: $(VENV)/.dev ## Run the tests of arithmetic as a processor with no mo
 	else echo "make test-avx2: this processor has no AVX2, so there is nothing to limit; nothing was run"; fi
 
 # Of each kind of use one file: graphs, looking at weights, modules, features together, tight budgets, autocast.
-ON_DEVICE := tests/activations/test_activation_graphs.py \
-	tests/activations/test_activation_inputs.py \
-	tests/activations/test_activation_input_caches.py \
-	tests/activations/test_activation_inputs_kept.py \
+ON_DEVICE := tests/activations/test_activation_inputs.py \
 	tests/models/test_autograd.py \
 	tests/params/test_param_access.py \
 	tests/models/test_module_kinds.py \

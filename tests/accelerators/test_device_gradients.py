@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import testing
-from offload.engine import assembly
 from offload.engine.gradient_transfer import DeviceToHost, Piece, SmallGradients, join
-from offload.errors import EngineFailed
 from offload.sizes import GIB, MIB
 from offload.swapper.memory.device import DONE, Device, DeviceRoom, Event
 from offload.swapper.memory.host_arena import HostArena, HostBudget
-from offload.swapper.store import spill_file as scratch
-from offload.timeline import Row, Timeline
 from tests.micro_batches.test_gradient_accumulation import as_accelerate, as_ddp, counted, no_sync_with_steps
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
@@ -73,34 +68,25 @@ class HeldDevice(Device):
         return Held(self, destination, source)
 
 
-class Engine:
-    """What `DeviceToHost` knows of the engine."""
-
-    error: BaseException | None = None
-
-    def fail(self, error: BaseException) -> None:
-        self.error = error
-
-    def check(self) -> None:
-        if self.error is not None:
-            raise EngineFailed(str(self.error)) from self.error
+def refuse(error: BaseException) -> None:
+    raise error
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[tuple[DeviceToHost, HeldDevice, Engine]]:
-    device, engine = HeldDevice(), Engine()
+def made() -> Iterator[tuple[DeviceToHost, HeldDevice]]:
+    """Downloads whose copies end at once, until a test clears `go`."""
+    device = HeldDevice()
+    device.go.set()
     arena = HostArena(HostBudget(0, 0, 0, 0, 3 * STAGING), device)
-    leases = [arena.staging.take(STAGING) for _ in range(3)]
-    timeline = Timeline(tmp_path / "trace.json")
-    free = [each for each in leases if each]
-    downloads = DeviceToHost(device, free, 16384, True, engine.fail, engine.check, timeline=timeline)
-    yield downloads, device, engine
+    staging = [arena.staging.take(STAGING) for _ in range(3)]
+    downloads = DeviceToHost(device, [each for each in staging if each], 16384, True, refuse, lambda: None)
+    yield downloads, device
     device.go.set()
     downloads.close()
     arena.close()
 
 
-Made = tuple[DeviceToHost, HeldDevice, Engine]
+Made = tuple[DeviceToHost, HeldDevice]
 
 
 def numbers(count: int, seed: int) -> torch.Tensor:
@@ -109,7 +95,8 @@ def numbers(count: int, seed: int) -> torch.Tensor:
 
 def test_who_sends_goes_on_until_so_much_is_on_its_way(made: Made) -> None:
     """Although no copy ends, and although it is more than all staging buffers together."""
-    downloads, device, _ = made
+    downloads, device = made
+    device.go.clear()
     sources = [numbers(1024, seed) for seed in range(5)]
     kept = [torch.zeros(1024) for _ in sources]
     for number in range(4):
@@ -137,66 +124,18 @@ def test_who_sends_goes_on_until_so_much_is_on_its_way(made: Made) -> None:
     assert all(torch.equal(source, got) for source, got in zip(sources, kept, strict=True))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("numel", [1, 1023, 1024, 1025, 2048, 9000])
 def test_a_gradient_larger_than_a_staging_buffer_arrives_in_ordered_chunks(
     numel: int, dtype: torch.dtype, made: Made
 ) -> None:
-    downloads, device, _ = made
-    device.go.set()
+    downloads, _ = made
     source, pieces = numbers(numel, 0).to(dtype), list[tuple[int, torch.Tensor]]()
     downloads.send("it", source, None, lambda position, some: pieces.append((position, some.clone())))
     downloads.drain()
     assert [position for position, _ in pieces] == list(range(0, numel, STAGING // dtype.itemsize))
     assert torch.equal(torch.cat([some for _, some in pieces]), source)
-
-
-def test_the_last_of_many_is_received_before_it_is_closed(made: Made) -> None:
-    downloads, device, _ = made
-    device.go.set()
-    sources = [numbers(100, seed) for seed in range(200)]
-    kept = [torch.zeros(100) for _ in sources]
-    for source, target in zip(sources, kept, strict=True):
-        downloads.send("one", source, target, None)
-    downloads.close()
-    assert all(torch.equal(source, got) for source, got in zip(sources, kept, strict=True))
-    assert torch.equal(torch.stack(kept), torch.stack(sources))
-
-
-def test_fetch_comes_behind_all_that_was_sent(made: Made) -> None:
-    downloads, device, _ = made
-    device.go.set()
-    order: list[str] = []
-    downloads.send("one", numbers(5000, 0), None, lambda *_: order.append("one"))
-    found = downloads.fetch(numbers(3, 1))
-    assert order == ["one"] * 5 and torch.equal(found, numbers(3, 1)) and found.device.type == "cpu"
-
-
-def test_an_error_is_raised_by_every_later_call(made: Made) -> None:
-    downloads, device, engine = made
-    device.go.set()
-
-    def receive(*_: Any) -> None:
-        raise OSError("the drive is gone")
-
-    downloads.send("one", numbers(10, 0), None, receive)
-    for call in (downloads.drain, lambda: downloads.send("two", numbers(10, 0), torch.zeros(10), None)):
-        with pytest.raises(EngineFailed, match="the drive is gone"):
-            call()
-    assert isinstance(engine.error, OSError)
-    downloads.close()
-
-
-def test_a_time_line_has_what_came(made: Made) -> None:
-    downloads, device, _ = made
-    device.go.set()
-    downloads.send("gradient of a", numbers(4096, 0), torch.zeros(4096), None)
-    downloads.send("gradient of b", numbers(1500, 1), None, lambda *_: None)
-    downloads.drain()
-    spans = [(span.row, span.name, span.nbytes) for span in downloads._timeline._spans]
-    assert spans == [
-        (Row.DOWNLOADS, f"gradient of {name}", size) for name, size in (("a", 16384), ("b", 4096), ("b", 1904))
-    ]
 
 
 NEVER = 0
@@ -206,26 +145,6 @@ NEVER = 0
 # -- downloads ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def made_small() -> Iterator[tuple[DeviceToHost, HeldDevice]]:
-    device, engine = HeldDevice(), Engine()
-    device.go.set()
-    arena = HostArena(HostBudget(0, 0, 0, 0, 3 * STAGING), device)
-    staging = [arena.staging.take(STAGING) for _ in range(3)]
-    downloads = DeviceToHost(device, [each for each in staging if each], 16384, True, engine.fail, engine.check)
-    yield downloads, device
-    device.go.set()
-    downloads.close()
-    arena.close()
-
-
-SmallMade = tuple[DeviceToHost, HeldDevice]
-
-
-def full(*_: Any) -> Any:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-
-
 def collect(downloads: DeviceToHost, unit: int, segment: int, source: torch.Tensor) -> torch.Tensor:
     """Collects a gradient, and returns where it comes to."""
     target = torch.zeros_like(source)
@@ -233,28 +152,13 @@ def collect(downloads: DeviceToHost, unit: int, segment: int, source: torch.Tens
     return target
 
 
-def test_gradients_of_a_unit_leave_together_and_arrive_apart(made_small: SmallMade) -> None:
-    downloads, device = made_small
-    sources = [numbers(7, 0), numbers(3, 1).bfloat16(), numbers(100, 2), numbers(5, 3).half(), numbers(1, 4)]
-    received: list[tuple[int, torch.Tensor]] = []
-    targets = [collect(downloads, 0, segment, source) for segment, source in enumerate(sources)]
-    downloads.collect(
-        "gradient of 0", (0, 9, 0), sources[0], None, lambda at, some: received.append((at, some.clone()))
-    )
-    assert device.begun == 0
-    downloads.drain()
-    assert device.begun == 1
-    assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
-    assert [at for at, _ in received] == [0] and torch.equal(received[0][1], sources[0])
-
-
 @pytest.mark.parametrize(("missing", "copies"), [(None, 1), (1, 3)])
 def test_neighbours_in_host_memory_are_copied_straight_to_their_places(
-    missing: int | None, copies: int, made_small: SmallMade, monkeypatch: pytest.MonkeyPatch
+    missing: int | None, copies: int, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the padding between them, and with no byte of a parameter that has no gradient."""
     testing.replace(monkeypatch, "size.staged_gradient", 100)
-    downloads, device = made_small
+    downloads, device = made
     memory = torch.full((256,), 7.0)
     places = [slice(0, 40), slice(64, 65), slice(96, 160), slice(160, 193), slice(224, 226)]  # of 32 elements or more
     sources = {segment: numbers(place.stop - place.start, segment) for segment, place in enumerate(places)}
@@ -272,63 +176,8 @@ def test_neighbours_in_host_memory_are_copied_straight_to_their_places(
     assert bool((memory[226:] == 7.0).all()) and (missing is None or bool((memory[64:96] == 7.0).all()))
 
 
-def test_gradients_that_have_no_room_to_be_joined_leave_alone(
-    made_small: SmallMade, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    downloads, device = made_small
-    targets = [collect(downloads, 0, segment, numbers(10, segment)) for segment in range(3)]
-    monkeypatch.setattr(torch, "cat", full)
-    downloads.drain()
-    assert device.begun == 3
-    assert all(torch.equal(numbers(10, segment), target) for segment, target in enumerate(targets))
-
-
-def test_an_allocation_is_tried_again_when_gradients_in_flight_have_left_their_memory(made_small: SmallMade) -> None:
-    downloads, device = made_small
-    device.go.clear()
-    sources = [numbers(1000, seed) for seed in range(2)]
-    alive, tried = [weakref.ref(source) for source in sources], []
-    targets = [collect(downloads, 0, segment, sources.pop(0)) for segment in range(2)]
-
-    def allocate() -> str:
-        tried.append(sum(each() is not None for each in alive))
-        device.go.set()
-        return full() if tried[-1] else "memory"
-
-    assert downloads.with_memory(allocate) == "memory" and tried == [2, 0]
-    assert all(torch.equal(numbers(1000, segment), target) for segment, target in enumerate(targets))
-    with pytest.raises(torch.OutOfMemoryError):  # there is nothing to wait for
-        downloads.with_memory(full)
-
-
-def test_a_gradient_of_another_unit_sends_those_before(made_small: SmallMade) -> None:
-    downloads, device = made_small
-    first, second = (collect(downloads, 0, segment, numbers(10, segment)) for segment in range(2))
-    third = collect(downloads, 1, 0, numbers(10, 2))
-    downloads.flush()
-    downloads.flush()
-    downloads.drain()
-    assert device.begun == 2
-    for seed, target in enumerate((first, second, third)):
-        assert torch.equal(target, numbers(10, seed))
-
-
-def test_a_large_gradient_leaves_alone_and_at_once(made_small: SmallMade) -> None:
-    downloads, device = made_small
-    small = collect(downloads, 0, 0, numbers(10, 0))
-    large = collect(downloads, 0, 1, numbers(2000, 1))  # larger than a staging buffer
-    also = collect(downloads, 0, 2, numbers(10, 2))
-    alone = torch.zeros(10)
-    assert len(downloads._small.pieces) == 2 and not downloads._small.accepts(large)
-    downloads.collect("gradient of 0", None, numbers(10, 3), alone, None)
-    downloads.drain()
-    assert device.begun == 3
-    for seed, target in enumerate((small, large, also, alone)):
-        assert torch.equal(target, numbers(len(target), seed))
-
-
-def test_gradients_of_one_place_arrive_in_their_order(made_small: SmallMade) -> None:
-    downloads, device = made_small
+def test_gradients_of_one_place_arrive_in_their_order(made: Made) -> None:
+    downloads, device = made
     order: list[float] = []
     for value in (1.0, 2.0, 3.0):
         source = torch.full((4,), value)
@@ -338,8 +187,8 @@ def test_gradients_of_one_place_arrive_in_their_order(made_small: SmallMade) -> 
     assert order == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5] and device.begun == 3
 
 
-def test_together_they_never_exceed_a_staging_buffer(made_small: SmallMade) -> None:
-    downloads, device = made_small
+def test_together_they_never_exceed_a_staging_buffer(made: Made) -> None:
+    downloads, device = made
     targets = [collect(downloads, 0, segment, numbers(300, segment)) for segment in range(10)]
     assert downloads._small.nbytes <= STAGING
     downloads.drain()
@@ -347,8 +196,8 @@ def test_together_they_never_exceed_a_staging_buffer(made_small: SmallMade) -> N
     assert all(torch.equal(target, numbers(300, segment)) for segment, target in enumerate(targets))
 
 
-def test_what_a_ctrl_c_kept_from_leaving_leaves_later(made_small: SmallMade, monkeypatch: pytest.MonkeyPatch) -> None:
-    downloads, device = made_small
+def test_what_a_ctrl_c_kept_from_leaving_leaves_later(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    downloads, device = made
     device.go.clear()
     large = collect(downloads, 0, 0, numbers(4096, 0))  # all that may be in flight
     targets = [collect(downloads, 1, segment, numbers(10, segment)) for segment in range(3)]
@@ -413,29 +262,6 @@ def test_a_unit_of_small_gradients_is_one_download(
     assert_same(results[MIB], results[NEVER])
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("sums", [True, False])
-def test_frozen_tied_and_unused_parameters_change_no_bit(
-    sums: bool, dtype: str, accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the device sums squares and where the host does, with totals on the device and without."""
-    job = models.MIXTURE._replace(steps=3, accumulation=accumulation, dtype=dtype)
-    expected = run(job, ("none", "none"), tmp_path / "plain")
-    for small, spare in ((MIB, 0), (1 << 10, GIB), (MIB, GIB)):
-        device = late(monkeypatch, small)
-        device.spare = DeviceRoom(spare, 0)
-        engine = start(job, ("cpu", "cpu"), tmp_path / f"{small}-{spare}")
-        gradients = testing.inspect(engine).gradients
-        gradients.downloads.sums = sums
-        with Ticks(device):
-            found = trained(engine, job)
-        engine.destroy(remove=True)
-        assert_same(expected, found)
-        assert device.broken == []
-
-
 def test_an_error_in_a_backward_leaves_what_a_backward_has_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,62 +292,6 @@ def test_an_error_in_a_backward_leaves_what_a_backward_has_added(
     assert_same_tensors(found["at once"][1], found["late"][1])
 
 
-def test_a_gradient_is_read_edited_and_dropped_before_a_step_as_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = models.GPT2._replace(steps=2)
-    found: dict[int, list[Any]] = {}
-    for small in (MIB, NEVER):
-        device = late(monkeypatch, small)
-        engine = start(job, ("cpu", "cpu"), tmp_path)
-        weight = engine.module.transformer.h[0].ln_1.weight
-        engine.backward(job.loss(engine, 0, 0))
-        gradient = offload.safe_get_full_grad(weight)
-        offload.safe_set_full_grad(weight, gradient * 2)
-        read = offload.safe_get_full_grad(weight)
-        engine.step()
-        norm = engine.get_global_grad_norm()
-        engine.backward(job.loss(engine, 1, 0))
-        engine.zero_grad()
-        found[small] = [gradient, read, torch.tensor(norm), torch.tensor(train_step(engine, job, 1))]
-        assert device.broken == [] and torch.equal(read, gradient * 2)
-        engine.destroy(remove=True)
-    assert all(torch.equal(a, b) for a, b in zip(found[MIB], found[NEVER], strict=True))
-
-
-class Penalized(nn.Module):
-    """A model whose loss contains the gradient of its output by its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        batch = batch.requires_grad_()
-        hidden = batch
-        for layer in self.layers:
-            hidden = torch.tanh(layer(hidden))
-        (slope,) = torch.autograd.grad(hidden.sum(), batch, create_graph=True)
-        return hidden.square().mean() + slope.square().mean()
-
-
-def penalized_loss(model: Any, step: int, micro: int) -> torch.Tensor:
-    batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(step * 10 + micro))
-    return model(batch)  # type: ignore[no-any-return]
-
-
-def test_a_double_backward_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(Penalized, penalized_loss, steps=3, accumulation=2)
-    expected = run(job, ("none", "none"), tmp_path / "plain")
-    for small in (MIB, NEVER):
-        device = late(monkeypatch, small)
-        engine = start(job, ("cpu", "cpu"), tmp_path / str(small))
-        with Ticks(device):
-            assert_same(expected, trained(engine, job))
-        assert device.broken == []
-        engine.destroy(remove=True)
-
-
 def test_gradients_that_spill_leave_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones that came late would fetch windows from the drive that were written already."""
     small_pieces(monkeypatch)
@@ -533,13 +303,6 @@ def test_gradients_that_spill_leave_alone(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         testing.replace(patch, "gradient.add_small", None)
         train_step(engine, models.GPT2, 0)
-    engine.destroy(remove=True)
-
-
-def test_a_cpu_copies_nothing_more(tmp_path: Path) -> None:
-    engine = start(models.GPT2, ("cpu", "cpu"), tmp_path, device="cpu")
-    assert not testing.inspect(engine).gradients.downloads.copies
-    assert isinstance(testing.inspect(engine).device, Device)
     engine.destroy(remove=True)
 
 
@@ -591,38 +354,6 @@ def test_a_step_downloads_the_gradients_of_one_micro_batch(
     squares = 8 * 3 * sum(1 for _ in job.model().parameters())
     assert moved[True] == 3 * once + squares, "in fp32, once"
     assert moved[False] == 3 * 4 * once // 2, "in bf16, after each micro-batch"
-
-
-@pytest.mark.slow
-def test_what_spills_moves_as_often_as_with_one_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_pieces(monkeypatch)
-    moved: dict[str, int] = {}
-    for name in ("read", "write"):
-        monkeypatch.setattr(scratch.SpillFile, name, counting(moved, name, getattr(scratch.SpillFile, name)))
-    late_totals(monkeypatch)
-    results, bytes_moved = {}, {}
-    for accumulation, room in ((4, ALL_UNITS), (4, room_for(models.GPT2, 3)), (1, ALL_UNITS)):
-        job = models.GPT2._replace(accumulation=accumulation, steps=2)
-        least = least_host_memory(job, tmp_path)
-        engine = start(job, ("nvme", "nvme"), tmp_path, device_memory=room, host_memory=least)
-        inspected = testing.inspect(engine)
-        assert all(inspected.gradients_spill(unit) for unit in range(len(inspected.layouts)))
-        key = accumulation, all_added(engine)
-        moved |= {"read": 0, "write": 0}
-        results[key] = trained(engine, job)
-        bytes_moved[key] = dict(moved)
-        engine.destroy(remove=True)
-    assert_same(results[4, True], results[4, False])
-    assert bytes_moved[4, True] == bytes_moved[1, False]
-    assert all(bytes_moved[4, False][name] > 2 * bytes_moved[1, False][name] for name in moved)
-
-
-def counting(moved: dict[str, int], name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(self: Any, *given: Any) -> Any:
-        moved[name] += len(given[-1])
-        return real(self, *given)
-
-    return counted
 
 
 def test_what_the_first_step_has_left_free_is_for_weights_first(
@@ -804,33 +535,6 @@ def test_a_step_that_is_skipped_leaves_nothing_of_its_gradients(
             engine.destroy(remove=True)
     assert found[0][0] == found[1][0]
     assert_same_tensors(found[0][1], found[1][1])
-
-
-def test_where_the_device_sums_no_squares_the_host_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU without kernels of ours: totals then go through staging buffers."""
-    expected = run(JOB, ("cpu", "cpu"), tmp_path)
-    make = assembly._downloads
-
-    def made(*given: Any) -> DeviceToHost:
-        downloads = make(*given)
-        downloads.sums = False
-        return downloads
-
-    testing.replace(monkeypatch, "gradient.downloads", made)
-    device = late_totals(monkeypatch)
-    engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=ALL_UNITS)
-    with Ticks(device):
-        assert_same(expected, trained(engine, JOB))
-    assert all_added(engine) and device.broken == []
-    engine.destroy(remove=True)
-
-
-def test_where_the_cpu_computes_nothing_is_added_elsewhere(tmp_path: Path) -> None:
-    engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=ALL_UNITS, device="cpu")
-    assert not any(
-        testing.inspect(engine).gradients_add_up_on_device(unit) for unit in range(len(testing.inspect(engine).layouts))
-    )
-    engine.destroy(remove=True)
 
 
 def test_a_total_on_its_way_at_a_ctrl_c_is_not_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

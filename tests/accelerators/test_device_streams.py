@@ -286,25 +286,6 @@ def test_the_record_shows_a_missing_wait(fault: str, tmp_path: Path, monkeypatch
     assert fault.partition(",")[0] in device.broken
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_gradient_that_is_not_waited_for_shows_itself(
-    accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether it is copied to where it stays, or added there: what a copy has not filled yet are NaNs."""
-    job = JOB._replace(accumulation=accumulation)
-    real = DeviceToHost._receive
-
-    def early(self: DeviceToHost) -> None:
-        self._arriving[0] = self._arriving[0]._replace(done=DONE)
-        real(self)
-
-    testing.replace(monkeypatch, "gradient.receive", early)
-    device = LateDevice(0, 1.0)
-    use_device(monkeypatch, device)
-    with pytest.raises(offload.OffloadError):
-        train(job, ("cpu", "cpu"), tmp_path, device)
-
-
 def test_a_gradient_that_cannot_leave_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = LateDevice(0, 0.0)
     use_device(monkeypatch, device)

@@ -1,12 +1,18 @@
-"""A fault of a drive under the inputs of blocks is told once, training goes on, and nothing is lost."""
+"""A fault of a drive, or a Ctrl-C, under the inputs of blocks is told once, training goes on, and nothing is lost."""
 
 from __future__ import annotations
 
 import errno
 import gc
 import os
+import signal
+import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -16,9 +22,9 @@ import torch
 import offload
 from offload import testing
 from offload.aio import DirectFile, File
-from offload.errors import IoError, StoreError, UsageError
+from offload.errors import EngineFailed, IoError, StoreError, UsageError
 from offload.swapper.memory.host_arena import process_memory
-from offload.swapper.store.spill_file import SpillFile
+from offload.torch_internals import top_saved_tensor_hooks
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.modules.checkpointed import (
     JOB,
@@ -33,12 +39,21 @@ from tests.support.modules.checkpointed import (
 from tests.support.oracle import Job, train_step
 
 AREA = "Activation checkpointing"
-DEEP = JOB._replace(model=stack(16))
+DEEP = JOB._replace(model=stack(12))
 
 
 @pytest.fixture(autouse=True)
 def _tiny_inputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
     small_inputs_move(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def _losses(job: Job, folder: Path, **options: Any) -> list[float]:
@@ -127,46 +142,6 @@ def test_after_a_request_that_failed_the_same_graph_can_be_asked_again(
         gives_back(engine)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("operation", ["read", "write"])
-def test_a_request_that_cannot_start_is_told_and_training_goes_on(
-    operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The memory whose bytes it would have moved keeps them, and is no one else's."""
-    expected = _losses(DEEP, tmp_path / "whole")
-    with running(DEEP, tmp_path / "cut", activations="nvme") as engine:
-        losses = [train_step(engine, DEEP, 0)]
-        original, calls = getattr(SpillFile, operation), 0
-
-        def refuse(file: SpillFile, *arguments: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls in (3, 4, 9):
-                raise OSError(errno.ENOMEM, "of the test")
-            return original(file, *arguments)
-
-        monkeypatch.setattr(SpillFile, operation, refuse)
-        loss, failures = None, 0
-        while loss is None or calls < 9:
-            # If a read was refused, the same graph asks for the input again.
-            try:
-                loss = DEEP.loss(engine, 1, 0) if loss is None else loss
-                torch.autograd.grad(loss, [engine.module.first.weight], retain_graph=True)
-            except OSError as error:
-                assert error.errno == errno.ENOMEM
-                failures += 1
-        assert failures == 3
-        monkeypatch.undo()
-        small_inputs_move(monkeypatch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-        del loss
-        gc.collect()
-        assert [*losses, train_step(engine, DEEP, 2)] == expected
-        gives_back(engine)
-
-
 @pytest.mark.works(AREA, "no room on the drive for the inputs", "refused")
 def test_a_full_drive_is_told_and_training_goes_on_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -187,19 +162,6 @@ def test_a_full_drive_is_told_and_training_goes_on_when_there_is_room(
                 gives_back(engine)
         assert [train_step(engine, DEEP, step) for step in range(DEEP.steps)] == expected
         gives_back(engine)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("tier", ["cpu", "nvme", "auto"])
-@pytest.mark.parametrize("seed", range(3))
-def test_requests_that_are_late_change_no_bit(
-    seed: int, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until a read has ended, its memory holds NaN."""
-    job = JOB._replace(model=stack(12 + seed), accumulation=2)
-    expected = _losses(job, tmp_path / "plain")
-    use_queue(monkeypatch, lambda: LateQueue(seed, 0.004))
-    assert _losses(job, tmp_path / "late", activations=tier) == expected
 
 
 def _failing(engine: offload.Engine) -> None:
@@ -251,3 +213,151 @@ def test_an_engine_whose_drive_is_gone_can_be_destroyed(tmp_path: Path, monkeypa
             engine.zero_grad()
         assert kept(engine)
     assert process_memory().needed_bytes == before
+
+
+PATIENCE = 0.5
+"""Seconds after which a request goes on though nothing else has begun: somebody waits for it."""
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    with running(DEEP, tmp_path_factory.mktemp("plain")) as engine:
+        return [train_step(engine, DEEP, step) for step in range(DEEP.steps)]
+
+
+class Stuck:
+    """Holds one request for an input until so many others have begun after it; a Ctrl-C comes meanwhile."""
+
+    def __init__(self, operation: str, index: int, others: int) -> None:
+        self._operation, self._index, self._others = operation, index, others
+        self._lock = threading.Lock()
+        self._free = threading.Event()
+        self.armed = self.reached = False
+
+    def __call__(self, operation: str, file: File, offset: int) -> bool:
+        if not self.armed or ".offload-spill" not in str(file.path):
+            return False
+        with self._lock:
+            if self.reached:
+                self._others -= 1
+                if self._others <= 0:
+                    self._free.set()
+                return False
+            self._index -= operation == self._operation
+            if operation != self._operation or self._index >= 0:
+                return False
+            self.reached = True
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        self._free.wait(PATIENCE)
+        return False
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("others", [2, 3, 5, 7, 9, 12, 15])
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_ctrl_c_at_a_wait_leaves_the_memory_to_the_request(
+    operation: str, others: int, expected: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(operation, 4, others)
+    use_queue(monkeypatch, lambda: LateQueue(0, 0.0, stuck))
+    with running(DEEP, tmp_path, activations="nvme") as engine:
+        assert train_step(engine, DEEP, 0) == expected[0]
+        stuck.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(square_loss(engine, 1, 0))
+            time.sleep(10)
+        engine.zero_grad()
+        gc.collect()
+        assert stuck.reached
+        assert [train_step(engine, DEEP, step) for step in (1, 2)] == expected[1:]
+        gives_back(engine)
+
+
+WATCHED = ("/offload/activations/", "/tests/support/drives/fault_injection.py")
+"""Where calls are counted. The second has the waits for I/O."""
+
+
+@contextmanager
+def _signal_at(call: int, number: int, only_waits: bool = False) -> Iterator[list[int]]:
+    """Sends a signal at a call of a watched function on this thread; yields the count of calls."""
+    counted = [0]
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        watched = any(part in frame.f_code.co_filename for part in WATCHED)
+        if event == "call" and watched and (frame.f_code.co_name == "wait" or not only_waits):
+            counted[0] += 1
+            if counted[0] == call:
+                os.kill(os.getpid(), number)
+
+    sys.setprofile(count)
+    try:
+        yield counted
+    finally:
+        sys.setprofile(None)
+
+
+def _interrupted(engine: offload.Engine, step: int) -> None:
+    """A forward and a backward. The signal may arrive a moment later than it was sent."""
+    engine.backward(square_loss(engine, step, 0))
+    time.sleep(1)
+
+
+def _goes_on(engine: offload.Engine, expected: list[float]) -> None:
+    engine.zero_grad()
+    gc.collect()
+    assert top_saved_tensor_hooks() is None
+    gives_back(engine)
+    assert [train_step(engine, DEEP, step) for step in (1, 2)] == expected[1:]
+    gives_back(engine)
+
+
+@pytest.mark.works(AREA, "Ctrl-C in forward and backward, at any moment", "right")
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("only_waits", [False, True])
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 7, 10, 12, 14, 17, 30, 44, 60, 99, 150, 200, 290, 333, 404, 505])
+def test_a_ctrl_c_at_a_call_gives_everything_back(
+    call: int, only_waits: bool, expected: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_queue(monkeypatch, lambda: LateQueue(call, 0.003))
+    with running(DEEP, tmp_path, activations="nvme") as engine:
+        assert train_step(engine, DEEP, 0) == expected[0]
+        try:
+            with _signal_at(call, signal.SIGINT, only_waits) as counted:
+                _interrupted(engine, 1)
+        except KeyboardInterrupt:
+            pass
+        else:
+            assert counted[0] < call, "the signal was lost"
+        _goes_on(engine, expected)
+
+
+@pytest.mark.works(AREA, "a handler of a signal that destroys the engine, at any moment", "right")
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.parametrize("only_waits", [False, True])
+@pytest.mark.parametrize("call", [1, 2, 3, 5, 8, 12, 40, 77, 140, 222])
+def test_a_handler_may_destroy_the_engine(
+    call: int, only_waits: bool, raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call that was interrupted raises the handler's error, or that the engine is closed."""
+    use_queue(monkeypatch, lambda: LateQueue(call, 0.003))
+    before = process_memory().needed_bytes
+
+    class Stopped(Exception):
+        pass
+
+    with running(DEEP, tmp_path, activations="nvme") as engine:
+
+        def stop(number: int, frame: Any) -> None:
+            engine.destroy()
+            if raises:
+                raise Stopped
+
+        signal.signal(signal.SIGTERM, stop)
+        train_step(engine, DEEP, 0)
+        with pytest.raises((Stopped, UsageError, EngineFailed)), _signal_at(call, signal.SIGTERM, only_waits):
+            _interrupted(engine, 1)  # the signal may come after both, or never
+            engine.destroy()
+            raise Stopped
+    assert process_memory().needed_bytes == before
+    assert top_saved_tensor_hooks() is None

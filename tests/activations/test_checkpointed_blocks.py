@@ -20,7 +20,6 @@ from offload.swapper.pager import Pager
 from offload.swapper.store import Store
 from offload.swapper.table import Residency
 from tests.support import models
-from tests.support.modules.mixtures import few_tokens, qwen
 from tests.support.oracle import Job, assert_same, least_host_memory, room_for, run, small_pieces, start, train_step
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
@@ -42,10 +41,6 @@ def llama(reentrant: bool | None, **adapters: Any) -> nn.Module:
     )
 
 
-def mixture(reentrant: bool | None) -> nn.Module:
-    return adapted(qwen(16), reentrant, target_modules=["q_proj", "v_proj"])
-
-
 @pytest.mark.sample(1)
 @pytest.mark.works("Training", "LoRA beside `gradient_checkpointing_enable()`, with the default budgets", "right")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -60,14 +55,6 @@ def test_adapters_train_within_the_default_budgets(
     plain = run(job, MEMORY, tmp_path / "plain", **options)
     again = job._replace(model=partial(llama, reentrant, **adapters))
     assert_same(plain, run(again, DISK, tmp_path / "again", **options))
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_frozen_experts_are_taken_one_by_one_in_a_recomputation_too(tmp_path: Path) -> None:
-    job = Job(partial(mixture, None), few_tokens, steps=3)
-    plain = run(job, MEMORY, tmp_path / "plain")
-    again = job._replace(model=partial(mixture, False))
-    assert_same(plain, run(again, DISK, tmp_path / "again", device_memory="150KB"))
 
 
 LAYERS = 8

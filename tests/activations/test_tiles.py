@@ -23,11 +23,54 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.activations import tiles
-from tests.activations.in_pieces import Gated, equal, gradients, in_pieces, inputs
 from tests.activations.test_chunked_loss import Peak
 from tests.support import models, rounding_bounds
-from tests.support.oracle import DTYPES, Job, PlainEngine, config, plain_loop, run, same_bits, start
+from tests.support.oracle import (
+    DTYPES,
+    Job,
+    assert_same,
+    config,
+    plain_loop,
+    room_for,
+    run,
+    same_bits,
+    start,
+    train_step,
+    trained,
+)
 from tests.support.rounding_bounds import unit
+
+
+class Gated(nn.Module):
+    """The MLP of a Llama."""
+
+    def __init__(self, features: int = 16, inner: int = 40, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(features, inner, bias=False), nn.Linear(features, inner, bias=False)
+        self.down, self.dropout = nn.Linear(inner, features), nn.Dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.down(F.silu(self.gate(hidden)) * self.up(hidden)))  # type: ignore[no-any-return]
+
+
+def inputs(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+
+
+def in_pieces(module: nn.Module, hidden: torch.Tensor, length: int) -> torch.Tensor:
+    """Returns what a loop over chunks computes, whose graph holds everything."""
+    return torch.cat([module(part) for part in hidden.split(length, 1)], 1)
+
+
+def gradients(module: nn.Module, output: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the gradients of a sum of squares: those of `others`, then those of the module."""
+    wanted = [*others, *(each for each in module.parameters() if each.requires_grad)]
+    return list(torch.autograd.grad(output.float().square().sum(), wanted))
+
+
+def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
 
 TIERS = [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")]
 DISK = ("nvme", "nvme")
@@ -184,15 +227,6 @@ def test_a_whole_use_after_a_tiled_one_in_the_same_autocast_has_its_gradient() -
     assert all(each.any() for each in gradients(module, short))
 
 
-def test_autograd_receives_one_gradient_for_each_parameter() -> None:
-    module, calls = offload.tiled(Gated(), chunks=5), list[int]()
-    for each in module.parameters():
-        each.register_post_accumulate_grad_hook(lambda parameter: calls.append(id(parameter)))
-    for _ in range(2):
-        module(inputs(1, 16, 16)).sum().backward()
-    assert len(calls) == 2 * 4 == 2 * len(set(calls))
-
-
 def test_the_gradient_of_the_output_is_not_changed() -> None:
     """For a sum it is that of a parameter too, and autograd gives it as it is."""
 
@@ -210,15 +244,6 @@ def test_the_gradient_of_the_output_is_not_changed() -> None:
     assert torch.equal(module.added.grad, slope.view(3, 1, 4, 8).sum(0))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sums_over_chunks_are_wide(dtype: torch.dtype) -> None:
-    """In bf16, 300 times one is 256: from there on, one is half a unit."""
-    layer, hidden = nn.Linear(1, 1).to(dtype), torch.ones(1, 300, 1, dtype=dtype)
-    offload.tiled(layer, chunk_length=1)(hidden).sum().backward()
-    assert layer.weight.grad.dtype == dtype and layer.weight.grad.item() == torch.tensor(300.0, dtype=dtype)
-    assert layer.bias.grad.item() == torch.tensor(300.0, dtype=dtype)
-
-
 def test_frozen_weights_receive_nothing_and_pass_on_the_gradient() -> None:
     torch.manual_seed(0)
     module, hidden = Gated(), inputs(2, 16, 16)
@@ -231,23 +256,6 @@ def test_frozen_weights_receive_nothing_and_pass_on_the_gradient() -> None:
     module(hidden).square().sum().backward()
     assert torch.equal(hidden.grad, right[0]) and not any(each.grad is not None for each in module.parameters())
     assert not module(hidden.detach()).requires_grad
-
-
-def test_a_parameter_that_no_chunk_uses_receives_none() -> None:
-    module = Gated()
-    module.unused = nn.Linear(3, 3)
-    offload.tiled(module, chunks=3)(inputs(1, 9, 16)).sum().backward()
-    assert module.unused.weight.grad is None and module.up.weight.grad is not None
-
-
-def test_without_gradients_there_is_no_graph() -> None:
-    module, hidden = Gated(), inputs(2, 16, 16)
-    expected = in_pieces(module, hidden, 4)
-    offload.tiled(module, chunks=4)
-    with torch.no_grad():
-        assert torch.equal(module(hidden), expected) and not module(hidden).requires_grad
-    with torch.inference_mode():
-        assert torch.equal(module(hidden), expected)
 
 
 def test_a_retained_graph_gives_its_gradients_again() -> None:
@@ -288,29 +296,6 @@ def test_compiled_code_around_it_changes_no_bit() -> None:
     expected = gradients(module, module(hidden), hidden)
     compiled = torch.compile(module, backend="eager")
     assert equal(gradients(module, compiled(hidden), hidden), expected)
-
-
-def test_an_exception_in_a_chunk_leaves_nothing_behind() -> None:
-    module, hidden = Gated(dropout=0.5), inputs(1, 16, 16)
-    offload.tiled(module, chunks=4)
-    torch.manual_seed(1)
-    right = gradients(module, module(hidden), hidden)
-    fails_at = [3, 7, 8, 11]  # calls: of a forward, of a backward, of a forward and a backward
-    calls = 0
-
-    def fail(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls in fails_at:
-            raise ValueError("in a chunk")
-
-    hook = module.up.register_forward_hook(fail)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="in a chunk"):
-            gradients(module, module(hidden), hidden)
-    hook.remove()
-    torch.manual_seed(1)
-    assert torch.is_grad_enabled() and equal(gradients(module, module(hidden), hidden), right)
 
 
 def test_a_second_derivative_is_refused_by_torch() -> None:
@@ -379,14 +364,6 @@ def test_the_number_of_chunks_follows_the_input(arguments: dict[str, Any], shape
     assert len(counted) == calls
 
 
-def test_a_module_is_tiled_again_by_other_numbers() -> None:
-    module = offload.tiled(offload.tiled(Gated(), chunks=2), chunks=4)
-    calls = list[int]()
-    module.up.register_forward_hook(lambda *_: calls.append(1))
-    module(inputs(1, 8, 16))
-    assert len(calls) == 4 and type(offload.untiled(module)) is Gated
-
-
 # -- memory -------------------------------------------------------------------------------------------
 
 
@@ -395,36 +372,6 @@ def peak(run: Callable[[], Any]) -> int:
     with Peak() as counted:
         run()
     return counted.peak
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("positions", [2048, 8192])
-def test_memory_is_one_chunk_and_the_gradients(positions: int, dtype: torch.dtype) -> None:
-    """The formula of offload/activations/tiles.py, with what a gated MLP saves and makes for one chunk."""
-    features, inner, length, size = 32, 128, 512, dtype.itemsize
-    module = offload.tiled(Gated(features, inner), chunk_length=length).to(dtype)
-    hidden = torch.randn(1, positions, features, dtype=dtype, requires_grad=True)
-    weights = sum(each.numel() for each in module.parameters())
-    output = positions * features * size
-    generators = 2 * torch.get_rng_state().numel() + 256
-    used = peak(lambda: module(hidden))
-    # Three inner tensors at a time: silu, up, and their product.
-    assert used <= output + length * 3 * inner * size + generators
-    result = module(hidden)
-    slope = torch.ones_like(result)
-    used = peak(lambda: result.backward(slope))
-    # Six: gate, silu and up, and the gradients of the product and its factors. The output of a chunk has a graph.
-    chunk = length * (6 * inner + features) * size
-    assert used <= output + chunk + weights * (size + 4) + generators < positions * 4 * inner * size
-
-
-def test_a_graph_holds_the_input_alone() -> None:
-    module, hidden = offload.tiled(Gated(), chunks=4), inputs(1, 16, 16)
-    saved = list[torch.Tensor]()
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: (saved.append(each), each)[1], lambda each: each):
-        module(hidden)
-    assert [each.data_ptr() for each in saved] == [hidden.data_ptr()]
 
 
 def begun(model: nn.Module, folder: Path, **options: Any) -> tuple[Any, ...]:
@@ -583,11 +530,6 @@ def test_a_model_without_known_mlps(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert '"tile_mlp": "auto" found no MLP of a decoder' in caplog.text
 
 
-def test_the_plain_engine_is_not_tiled() -> None:
-    """The oracle of this file is the whole computation."""
-    assert not tiles.is_tiled(PlainEngine(JOBS["llama"]).module.model.layers[0].mlp)
-
-
 SPLITS = st.tuples(st.integers(1, 12), st.integers(1, 12))
 
 
@@ -599,37 +541,6 @@ def grid_of(layer: offload.TiledLinear, gradient: bool = False) -> tuple[torch.T
     bias = [value(row[-1].bias) for row in rows if row[-1].bias is not None]
     assert all(block.bias is None for row in rows for block in row[:-1])
     return weight, torch.cat(bias) if bias else None
-
-
-@pytest.mark.numeric
-@given(splits=SPLITS, bias=st.booleans(), name=st.sampled_from(["fp32", "bf16"]), seed=st.integers(0, 1000))
-def test_values_and_gradients_differ_from_the_exact_ones_by_the_stated_bound(
-    splits: tuple[int, int], bias: bool, name: str, seed: int
-) -> None:
-    """The bound of [Note: bits] in offload/activations/linear.py, beside that of one sum."""
-    torch.manual_seed(seed)
-    dtype, u, wide = DTYPES[name], unit(name), unit()
-    whole = nn.Linear(19, 13, bias=bias).to(dtype)
-    layer = offload.TiledLinear(19, 13, bias, *splits, init_linear=whole, dtype=dtype)
-    hidden, slope = torch.randn(2, 5, 19).to(dtype).requires_grad_(), torch.randn(2, 5, 13).to(dtype)
-    output = layer(hidden)
-    output.backward(slope)
-    x, s = (each.detach().double().flatten(0, 1) for each in (hidden, slope))
-    weight = whole.weight.detach().double()
-    added = torch.zeros(13) if whole.bias is None else whole.bias.detach().double()
-    of_weight, of_bias = grid_of(layer, gradient=True)
-    assert hidden.grad is not None
-    for found, right, size, terms, parts in (
-        (output, x @ weight.T + added, x.abs() @ weight.T.abs() + added.abs(), 20, splits[0]),
-        (hidden.grad, s @ weight, s.abs() @ weight.abs(), 13, splits[1]),
-    ):
-        bound = (terms + 2) * wide + (2 * parts + 1) * u
-        assert torch.all((found.flatten(0, 1).double() - right).abs() <= bound * size * 1.01)
-    assert torch.all((of_weight.double() - s.T @ x).abs() <= (12 * wide + u) * (s.T.abs() @ x.abs()) * 1.01)
-    if bias:
-        assert of_bias is not None and torch.all(
-            (of_bias.double() - s.sum(0)).abs() <= (12 * wide + u) * s.abs().sum(0)
-        )
 
 
 @given(splits=SPLITS, bias=st.booleans())
@@ -655,17 +566,6 @@ def test_weights_are_drawn_as_for_the_whole_layer() -> None:
     with offload.init(None):
         deferred: Any = offload.TiledLinear(400, 300, in_splits=4, out_splits=3)
     assert deferred.linears[0][0].weight.is_meta
-
-
-def test_a_second_derivative_is_that_of_the_whole_layer() -> None:
-    hidden = torch.randn(3, 6, requires_grad=True, dtype=torch.float64)
-    whole = nn.Linear(6, 4, dtype=torch.float64)
-    layer = offload.TiledLinear(6, 4, in_splits=2, out_splits=2, init_linear=whole, dtype=torch.float64)
-    found = []
-    for each in (whole, layer):
-        (first,) = torch.autograd.grad(each(hidden).pow(3).sum(), hidden, create_graph=True)
-        found.append(torch.autograd.grad(first.sum(), hidden)[0])
-    assert torch.allclose(*found)
 
 
 # -- under an engine ----------------------------------------------------------------------------------
@@ -719,12 +619,6 @@ def test_a_layer_larger_than_the_budget_trains(tmp_path: Path) -> None:
     anywhere = same_bits(TILED, tmp_path / "tiers", [("none", "none"), ("cpu", "cpu"), DISK])
     assert all(each.losses == anywhere.losses and each.norms == anywhere.norms for each in room)
     rounding_bounds.same_training(anywhere, plain_loop(TILED), TILED)
-
-
-def test_training_is_that_of_the_whole_layer(tmp_path: Path) -> None:
-    mine, right = run(TILED, DISK, tmp_path / "tiled"), run(WHOLE, DISK, tmp_path / "whole")
-    rounding_bounds.same_losses(mine.losses, right.losses, WHOLE)
-    rounding_bounds.same_norms(mine.norms, right.norms, WHOLE)
 
 
 def test_parameters_of_a_paged_model_are_copied(tmp_path: Path) -> None:
@@ -863,3 +757,136 @@ def test_weights_that_have_changed_since_the_forward_are_refused() -> None:
         module.up.weight.mul_(2)
     with pytest.raises(offload.UsageError, match=r"the weights of up\.weight of the tiled Gated have changed since"):
         output.sum().backward()
+
+
+@pytest.mark.numeric
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.works("Graphs", "MLPs computed in chunks of the sequence (`tile_mlp`, `offload.tiled`)", "right")
+def test_bits_do_not_depend_on_the_tier(name: str, tmp_path: Path) -> None:
+    """And numbers are those of the untiled model but for roundings; see the bound in `rounding_bounds`."""
+    job = JOBS[name]
+    mine = same_bits(job, tmp_path / "tiled", TIERS, tile_mlp=3)
+    rounding_bounds.same_training(mine, plain_loop(job), job, reordered=True)
+    assert mine.losses[1:] != run(job, DISK, tmp_path / "whole").losses[1:] or name != "llama, bf16", (
+        "nothing was tiled"
+    )
+
+
+def test_the_config_the_call_and_plain_torch_give_the_same(tmp_path: Path) -> None:
+    """The first two the same bits, and a plain loop the same numbers."""
+    job = JOBS["llama"]
+    by_hand = job._replace(model=tiled_by_hand)
+    assert_same(run(job, DISK, tmp_path / "1", tile_mlp=3), run(by_hand, DISK, tmp_path / "2"))
+    rounding_bounds.same_training(run(by_hand, DISK, tmp_path / "3"), plain_loop(by_hand), by_hand)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("units", [(), ("Linear",)], ids=["layers", "matrices"])
+def test_a_small_budget_changes_no_bit(units: tuple[str, ...], tmp_path: Path) -> None:
+    """With matrices as units and room for two, the three of an MLP never fit together."""
+    job = JOBS["llama"]
+    expected = run(job, ("none", "none"), tmp_path / "whole", tile_mlp=3)
+    matrix = 64 * 128 * 4
+    room = 2 * matrix + 2048 if units else room_for(job, 1)
+    found = run(job, DISK, tmp_path / "small", tile_mlp=3, units=list(units), device_memory=room)
+    assert_same(expected, found)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_in_a_chunk_is_recovered_from(error: type[BaseException], tmp_path: Path) -> None:
+    """In the forward, and in the backward; the next micro-batch gives the bits that it would have given."""
+    job = JOBS["llama"]._replace(accumulation=1)
+    expected = run(job, DISK, tmp_path / "expected", tile_mlp=4)
+    engine = start(job, DISK, tmp_path / "fails", tile_mlp=4)
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 2 + 4 + 2):  # the second chunk of the first forward, and of the second one's backward
+            raise error("in a chunk")
+
+    hook = engine.module.model.layers[1].mlp.act_fn.register_forward_hook(fail)
+    for _ in range(2):
+        with pytest.raises(error, match="in a chunk"):
+            engine.backward(models.language_loss(engine, 0, 0))
+        engine.zero_grad()
+    hook.remove()
+    assert_same(trained(engine, job), expected)
+    engine.destroy(remove=True)
+
+
+def test_a_graph_made_before_a_step_is_refused(tmp_path: Path) -> None:
+    """Chunks that were computed again would be those of newer weights."""
+
+    def stack() -> nn.Module:
+        return nn.Sequential(*(offload.tiled(nn.Sequential(nn.Linear(8, 8)), chunks=2) for _ in range(2)))
+
+    def loss(model: Any, step: int, micro: int) -> torch.Tensor:
+        return model(torch.ones(1, 6, 8)).square().mean()  # type: ignore[no-any-return]
+
+    job = Job(stack, loss)
+    engine = start(job, DISK, tmp_path)
+    old = loss(engine, 0, 0)
+    train_step(engine, job, 0)
+    with pytest.raises(offload.UsageError, match=r"graph made before step\(\): the weights of 0\.weight of the tiled"):
+        old.backward()
+    engine.destroy(remove=True)
+
+
+def test_a_tiled_module_runs_alone(tmp_path: Path) -> None:
+    """Outside of the model's call, and its backward is then the whole backward."""
+    job = JOBS["llama"]
+    gradients = []
+    for how in (3, False):
+        engine = start(job, DISK, tmp_path / str(how), tile_mlp=how)
+        mlp = engine.module.model.layers[0].mlp
+        hidden = torch.ones(1, 9, 64).cumsum(1).div(9).to(engine.device).requires_grad_()
+        mlp(hidden).square().sum().backward()
+        gradients.append([hidden.grad, *(offload.safe_get_full_grad(each) for each in mlp.parameters())])
+        engine.destroy(remove=True)
+    for mine, right in zip(*gradients, strict=True):
+        assert right.any() and torch.allclose(mine, right, rtol=0, atol=float(right.abs().max()) * 64 * 2.0**-24)
+
+
+class Stack(nn.Module):
+    """Residual MLPs, as in a decoder without attention."""
+
+    def __init__(self, layers: int, features: int, inner: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gated(features, inner) for _ in range(layers))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return hidden
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("positions", [1024, 4096])
+def test_device_memory_of_a_step_is_the_hidden_states_and_one_tile(positions: int, dtype: str, tmp_path: Path) -> None:
+    """Beside the arena: a hidden state for each layer, some of the backward, one tile, and gradients of one MLP."""
+    layers, features, inner, length, size = 3, 32, 128, 64, DTYPES[dtype].itemsize
+
+    def stack() -> nn.Module:
+        model = Stack(layers, features, inner)
+        for layer in model.layers:
+            offload.tiled(layer, chunk_length=length)
+        return model
+
+    engine = start(Job(stack, models.language_loss, dtype=dtype), ("cpu", "cpu"), tmp_path)
+    hidden = torch.randn(1, positions, features, dtype=DTYPES[dtype])
+    with Peak() as counted:
+        output = engine(hidden)
+        output.backward(torch.ones_like(output))
+    engine.destroy(remove=True)
+    state = positions * features * size
+    tile = length * (6 * inner + 2 * features) * size
+    gradients = (3 * features * inner + features) * (4 + size)
+    small = 4 * torch.get_rng_state().numel() + 1024
+    # States: the sums of the layers, and in the backward the slope, the slope of the MLP's input, and their sum.
+    formula = (layers + 3) * state + tile + gradients + small
+    assert (layers + 1) * state < counted.peak <= formula < layers * positions * 4 * inner * size

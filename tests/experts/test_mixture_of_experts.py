@@ -177,29 +177,6 @@ def test_what_no_token_visits_is_neither_read_nor_updated(
     engine.destroy(remove=True)
 
 
-def test_more_experts_that_nobody_visits_move_no_byte(tmp_path: Path) -> None:
-    """What is written, and how often units are used, with the experts of index `NEVER` and without them."""
-
-    class Fewer(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            for layer in self.layers:
-                layer.experts[NEVER] = nn.Identity()
-
-    written = []
-    for model in (Model, Fewer):
-        job = JOB._replace(model=model, dtype="bf16")
-        engine = start(job, DISK, tmp_path / model.__name__, device_memory=room_for(job, 3), durability="none")
-        testing.settle(engine, commit=False)
-        at_start, used = engine.io_bytes().written, engine.use_counts().uses
-        for step in range(job.steps):
-            train_step(engine, job, step)
-        testing.settle(engine, commit=False)
-        written.append((engine.io_bytes().written - at_start, engine.use_counts().uses - used))
-        engine.destroy(remove=True)
-    assert written[0] == written[1]
-
-
 @pytest.mark.sample(1)
 @pytest.mark.works("Modules", "experts in one fused parameter, some without a token", "right")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -20,9 +20,6 @@ from offload import testing
 from offload.cli.main import app
 from offload.errors import StoreError, UsageError
 from offload.layout.frozen import stored_as_blocks
-from offload.states import State
-from tests import device
-from tests.accelerators.test_device_engine import on_device
 from tests.support import models
 from tests.support.frozen_blocks import deep, dequantized, through_blocks
 from tests.support.oracle import (
@@ -32,8 +29,6 @@ from tests.support.oracle import (
     config,
     kill_and_resume,
     least_host_memory,
-    room_for,
-    rounded,
     run,
     same_bits,
     small_pieces,
@@ -143,27 +138,6 @@ def test_other_models_have_the_bits_of_values_in_memory(made: Callable[[], nn.Mo
     expected = run(dequantized(job, "nf4"), ("none", "none"), tmp_path / "values")
     assert_same(expected, run(job, DISK, tmp_path / "blocks", frozen="nf4"))
     assert names(made())
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_of_adapters_are_those_of_torch(form: str, tmp_path: Path) -> None:
-    engine = start(JOB, DISK, tmp_path, frozen=form)
-    torch.manual_seed(JOB.seed)
-    model = dequantized(JOB, form).model()
-    for parameter in model.parameters():  # buffers stay in fp32, as the engine leaves them
-        parameter.data = rounded(parameter.data, torch.bfloat16)
-    JOB.loss(model, 0, 0).backward()
-    engine.backward(JOB.loss(engine, 0, 0))
-    compared = 0
-    for (name, parameter), mine in zip(model.named_parameters(), engine.module.parameters(), strict=True):
-        if parameter.requires_grad:
-            found = offload.safe_get_full_grad(mine)
-            assert parameter.grad is not None and found is not None
-            assert torch.equal(found.to(torch.bfloat16), parameter.grad), name
-            compared += 1
-    assert compared == 8
-    engine.destroy(remove=True)
 
 
 @pytest.mark.works(AREA, "the same bits wherever they are", "right")
@@ -300,41 +274,6 @@ def test_a_run_says_what_it_stores(tmp_path: Path) -> None:
     (line,) = [line for line in engine.notices if "in nf4" in line]
     assert line.startswith("14 frozen matrices are stored in nf4: ")
     engine.destroy(remove=True)
-
-
-def test_weights_of_the_moment_are_values(tmp_path: Path) -> None:
-    expected = run(dequantized(JOB, "int8"), ("cpu", "cpu"), tmp_path / "values")
-    engine = start(JOB, ("cpu", "cpu"), tmp_path / "blocks", frozen="int8")
-    for step in range(JOB.steps):
-        train_step(engine, JOB, step)
-    assert_same_tensors(expected.weights, weights_of(engine))
-    tiers = testing.inspect(engine).state_bytes
-    assert all(State.WEIGHT in row for row in tiers)
-    engine.destroy(remove=True)
-
-
-SHORT = JOB._replace(steps=3, accumulation=2)
-
-
-@pytest.mark.test_device
-@pytest.mark.sample(2)
-@pytest.mark.works(AREA, "a device with streams of its own (that of the tests)", "right")
-@pytest.mark.parametrize("placement", [("none", "cpu"), ("cpu", "cpu"), DISK], ids=str)
-@pytest.mark.parametrize("form", FORMS)
-def test_late_streams_keep_every_bit(form: str, placement: tuple[str, str], tmp_path: Path) -> None:
-    expected = run(dequantized(SHORT, form), ("none", "none"), tmp_path / "values", device="cpu")
-    for seed, lateness in enumerate((0.5, 0.95, 1.0)):
-        device.seed(seed, lateness)
-        options = {"device_memory": 2 * room_for(SHORT, 2 + seed)}
-        assert_same(expected, on_device(SHORT, placement, tmp_path / str(seed), frozen=form, **options))
-
-
-@pytest.mark.test_device
-def test_units_are_streamed_in_chunks_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run(dequantized(SHORT, "nf4"), ("none", "none"), tmp_path / "values", device="cpu")
-    small_pieces(monkeypatch)
-    device.seed(3, 0.95)
-    assert_same(expected, on_device(SHORT, DISK, tmp_path / "late", frozen="nf4", host_memory="3MiB"))
 
 
 def trained_files(folder: Path, steps: int = 2, **options: Any) -> offload.Engine:
@@ -576,16 +515,10 @@ def _loaded(folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.works(AREA, "a checkpoint of two ranks on one", "right")
-def test_a_checkpoint_of_two_ranks_is_loaded_by_one(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.works(AREA, "a checkpoint of two ranks on one, and its export", "right")
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_exported(ranks: RankPool, tmp_path: Path) -> None:
     expected = ranks.run(_exported_weights, tmp_path / "two", tmp_path / "out")[0]
-    found = _loaded(tmp_path / "one", tmp_path / "two" / "checkpoint")
-    assert_same_tensors(expected, found)
-
-
-@pytest.mark.works(AREA, "an export of two ranks", "right")
-def test_two_ranks_export_values(ranks: RankPool, tmp_path: Path) -> None:
-    expected = ranks.run(_exported_weights, tmp_path / "two", tmp_path / "out")[0]
+    assert_same_tensors(expected, _loaded(tmp_path / "one", tmp_path / "two" / "checkpoint"))
     (tag,) = (path for path in (tmp_path / "two" / "checkpoint").iterdir() if path.is_dir())
     assert CliRunner().invoke(app, ["export", str(tag), str(tmp_path / "exported")]).exit_code == 0
     for folder in ("out", "exported"):

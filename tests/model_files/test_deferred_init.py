@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import offload
-from offload.errors import ConfigError, OffloadError, UsageError
+from offload.errors import ConfigError, OffloadError
 from offload.model_io.deferred import materialize
 from tests.support import models
 from tests.support.families import FAMILIES, tiny_config
@@ -42,19 +42,6 @@ def test_weights_depend_on_the_seed_alone(job: Job, tmp_path: Path) -> None:
     other = _weights(job, ("none", "none"), tmp_path, seed=1)
     assert_same_tensors(first, again)
     assert any(not torch.equal(first[name], other[name]) for name in first)
-
-
-def test_they_are_distributed_as_the_library_wants(tmp_path: Path) -> None:
-    """Standard deviation of each matrix, ones of each norm, zeros of each bias: as when built the usual way."""
-    weights = _weights(models.GPT2, ("none", "none"), tmp_path)
-    torch.manual_seed(0)
-    for name, usual in models.gpt2().state_dict().items():
-        found = weights[name]
-        assert found.shape == usual.shape
-        if usual.std() == 0:
-            assert torch.equal(found, usual), name
-        else:
-            assert abs(float(found.std() / usual.std()) - 1) < 0.2, name
 
 
 def test_ties_and_buffers_stay() -> None:
@@ -158,25 +145,6 @@ def test_a_parameter_that_is_registered_twice_stays_one() -> None:
         model = Shared()
     assert model.one.weight is model.other.weight is model.third.weight
     assert len(list(model.parameters())) == 4
-
-
-def test_copies_within_a_constructor_are_equal(tmp_path: Path) -> None:
-    """`nn.TransformerEncoder` copies its layer, which is itself in no model."""
-
-    def encoder() -> nn.Module:
-        return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
-
-    weights = _weights(Job(encoder, models.language_loss), ("none", "none"), tmp_path)
-    first, second = (weights[f"layers.{layer}.linear1.weight"] for layer in range(2))
-    assert first.isfinite().all() and first.std() > 0 and torch.equal(first, second)
-
-
-def test_a_model_without_weights_cannot_be_used() -> None:
-    with offload.init():
-        model = nn.Linear(2, 2)
-    for use in (lambda: model(torch.ones(2)), lambda: model.weight.data.zero_(), lambda: model.weight.sum()):
-        with pytest.raises(UsageError, match=r"offload\.initialize"):
-            use()
 
 
 def _on_ranks(folder: Path) -> dict[str, torch.Tensor]:
@@ -285,7 +253,7 @@ def assert_begins_as_plain(name: str, settings: Any, folder: Path) -> None:
             assert 0.8 < float(found[each][~shared].std() / values[~shared].std()) < 1.25, each
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_no_draw_is_equal(family: str, tmp_path: Path) -> None:
     name, settings = FAMILIES[family]
@@ -486,17 +454,6 @@ def test_a_transformer_of_torch_begins_as_in_torch(tmp_path: Path) -> None:
         assert float(found[name].abs().max()) <= bound, name
         if values.dim() > 1:
             assert float(found[name].abs().max()) > 0.95 * bound, name
-
-
-def test_an_initializer_leaves_buffers_and_values_of_others_as_they_are(tmp_path: Path) -> None:
-    def model() -> nn.Module:
-        built = ByReset()
-        built.norm.running_mean.fill_(4.0)
-        nn.init.constant_(built.layers[2].weight, 6.0)
-        return built
-
-    found = _begins_with(model, tmp_path)
-    assert bool((found["norm.running_mean"] == 4.0).all()) and bool((found["layers.2.weight"] == 6.0).all())
 
 
 def test_values_that_are_computed_from_another_unit_are_an_error(tmp_path: Path) -> None:

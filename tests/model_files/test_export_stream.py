@@ -54,6 +54,7 @@ def written(run: Path, out: Path, dtype: str, queue: Any, shard_nbytes: int = 10
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_requests_that_end_late_and_in_any_order_give_the_same_files(dtype: str, run: Path, tmp_path: Path) -> None:
     with IoQueue() as queue:
@@ -76,6 +77,7 @@ def test_a_file_system_without_direct_io_gives_the_same_files(
         assert written(run, tmp_path / "cached", "fp32", queue) == expected
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("at", [1, 9, 40])
 def test_a_request_that_fails_in_the_middle_is_the_error_and_leaves_nothing(
@@ -99,22 +101,6 @@ def test_a_request_that_fails_in_the_middle_is_the_error_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
     with IoQueue() as queue:
         assert written(run, tmp_path / "out", "fp32", queue)
-
-
-def test_weights_are_written_from_where_direct_io_can_write_them(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    distances: list[int] = []
-    real = IoQueue.write
-
-    def noted(queue: IoQueue, file: Any, offset: int, data: memoryview, **options: Any) -> Any:
-        distances.append(torch.frombuffer(data, dtype=torch.uint8).data_ptr() - offset)
-        return real(queue, file, offset, data, **options)
-
-    testing.replace(monkeypatch, "io.write", noted)
-    with IoQueue() as queue:
-        written(run, tmp_path / "out", "fp32", queue)
-    assert len(distances) > 10 and not any(distance % PAGE for distance in distances)
 
 
 def test_memory_is_that_of_the_buffers_for_any_model(
@@ -223,9 +209,3 @@ def test_each_byte_of_a_chunk_goes_to_its_place_in_each_file(
     assert bool(firsts) == bool(pieces) and all(run.at + run.nbytes <= room for run in runs)
     if len(runs) <= save._GAPS // PAGE and not written_twice:
         assert all((run.at - run.place.offset) % PAGE == 0 for run in runs), "O_DIRECT can write them"
-
-
-def test_neighbours_in_a_file_are_one_run() -> None:
-    plan = a_plan([100, 200, 300], [0, 8, 8], set(), 1)
-    _, runs = arranged(plan, plan.places(), WeightChunk(0, 0, 0, 0, plan.layouts[0].numel, (State.WEIGHT,)))
-    assert [run.nbytes for run in runs] == [2400]

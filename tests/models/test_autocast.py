@@ -119,16 +119,6 @@ def test_under_a_context_of_the_users_own(recomputed: bool, tmp_path: Path) -> N
     engine.destroy(remove=True)
 
 
-def test_after_an_error_in_a_forward_torch_keeps_casts_again(tmp_path: Path) -> None:
-    engine = start(models.MIXTURE, DISK, tmp_path)
-    with torch.autocast(engine.device.type, torch.bfloat16):
-        with pytest.raises(RuntimeError):
-            engine(torch.zeros(1, 2))
-        assert torch.is_autocast_cache_enabled()
-    assert engine(torch.zeros(1, 2, dtype=torch.int64)).dtype == torch.float32
-    engine.destroy(remove=True)
-
-
 def test_after_a_ctrl_c_in_a_forward_torch_keeps_casts_again(tmp_path: Path) -> None:
     engine = start(models.MIXTURE, DISK, tmp_path)
 

@@ -121,12 +121,6 @@ def test_a_packed_sequence() -> None:
     assert torch.equal(moved.batch_sizes, given.batch_sizes) and moved.sorted_indices.is_meta
 
 
-def test_a_frozen_mapping_without_a_tensor_to_move_stays_the_same_object() -> None:
-    """A class of mappings need not be one that can be made from a dict."""
-    given = Frozen({"x": x(), "name": "a"})
-    assert to_device(given, torch.device("cpu"), torch.float32) is given
-
-
 # -- to an accelerator ----------------------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ def _nothing_compiled_yet() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore")  # of torch.compile itself
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(

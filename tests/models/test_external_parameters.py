@@ -16,11 +16,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import testing
 from offload.errors import ConfigError, UsageError
 from tests.support import models, rounding_bounds
-from tests.support.modules.autograd_modules import Launching
-from tests.support.oracle import Job, assert_same, plain_loop, room_for, run, start, train_step
+from tests.support.oracle import Job, assert_same, plain_loop, run, start, train_step
 
 DISK = ("nvme", "nvme")
 
@@ -79,19 +77,6 @@ def test_a_registered_parameter_is_there(tmp_path: Path) -> None:
         engine.destroy(remove=True)
 
 
-@pytest.mark.numeric
-def test_a_kernel_that_reads_by_address_and_strides_needs_no_announcement(tmp_path: Path) -> None:
-    """As a launcher of Triton kernels does, of a weight whose module does not run, forward and backward."""
-    job = Job(Launching, models.mixture_loss, steps=2)
-    engine = start(job, DISK, tmp_path, device_memory=room_for(job, 3))
-    found = [train_step(engine, job, step) for step in range(2)]
-    rounding_bounds.same_losses(found, plain_loop(job).losses, job)
-    weight = engine.module.first.weight
-    assert weight.stride() == (0, 0) and weight.data_ptr() and not weight.is_contiguous(), "outside as they were"
-    assert not any(testing.inspect(engine).pins)
-    engine.destroy(remove=True)
-
-
 def test_only_modules_and_parameters_can_be_registered() -> None:
     linear = nn.Linear(2, 2)
     for arguments in ((linear, torch.ones(2)), (linear.weight, linear.weight)):
@@ -125,6 +110,7 @@ class Passing(nn.Module):
 @pytest.mark.numeric
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("placement", [DISK, ("none", "none")], ids="-".join)
+@pytest.mark.sample(2)
 def test_a_checkpointed_function_takes_parameters(reentrant: bool, placement: tuple[str, str], tmp_path: Path) -> None:
     job = Job(partial(Passing, reentrant), models.mixture_loss, steps=2)
     expected = plain_loop(job)
@@ -232,34 +218,6 @@ JOB = Job(Net, loss, steps=3)
 def test_a_saved_wrapper_of_weights_trains_as_plain_tensors_do(placement: tuple[str, str], tmp_path: Path) -> None:
     expected = run(JOB._replace(model=PlainNet), ("none", "none"), tmp_path / "plain")
     assert_same(expected, run(JOB, placement, tmp_path / "wrapped"))
-
-
-def test_its_gradients_are_those_of_torch(tmp_path: Path) -> None:
-    torch.manual_seed(JOB.seed)
-    plain = Net()
-    loss(plain, 0, 0).backward()
-    engine = start(JOB, ("nvme", "nvme"), tmp_path)
-    engine.backward(loss(engine, 0, 0))
-    for parameter, weight in zip(plain.parameters(), engine.module.parameters(), strict=True):
-        assert torch.equal(offload.safe_get_full_grad(weight).cpu(), parameter.grad)
-    engine.destroy(remove=True)
-
-
-@pytest.mark.parametrize("outer", [False, True], ids=["", "save_on_cpu"])
-def test_a_graph_of_wrappers_holds_no_weights(outer: bool, tmp_path: Path) -> None:
-    """Six units pass through the room of two: a wrapper that kept its view would keep its unit there."""
-    engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=room_for(JOB, 2))
-    for step in range(2):
-        if outer:
-            with torch.autograd.graph.save_on_cpu():
-                value = loss(engine, step, 0)
-        else:
-            value = loss(engine, step, 0)
-        assert not testing.inspect(engine).live_views
-        engine.backward(value)
-        engine.step()
-    train_step(engine, JOB, 2)
-    engine.destroy(remove=True)
 
 
 class SharedPair(nn.Module):
@@ -426,6 +384,7 @@ def of_the_script(model: SharedPair) -> None:
 
 
 @pytest.mark.numeric
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("share", [columns_of_one, tied, frozen, normed, of_the_script])
 def test_what_shares_nothing_that_trains_apart_is_as_in_pytorch(
     share: Callable[[SharedPair], None], tmp_path: Path

@@ -52,7 +52,7 @@ def first_weights(job: Job, placement: tuple[str, str], folder: Path, **options:
         engine.destroy(remove=True)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("master", ["fp32", "bf24"])
 @pytest.mark.parametrize("placement", [("nvme", "nvme"), ("cpu", "nvme"), ("none", "none")], ids="-".join)
 @pytest.mark.parametrize("model", MODELS)

@@ -18,9 +18,7 @@ import torch
 import transformers
 from torch import nn
 
-import offload
 from offload.hf import OffloadTrainer
-from offload.losses import chunk_loss_of
 from tests import ROOT
 from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, accumulated_step, assert_same, plain_loop, run, same_bits
@@ -128,20 +126,6 @@ def test_same_bits_in_every_tier(dtype: str, tmp_path: Path) -> None:
     same_bits(job(dtype), tmp_path, [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
-def test_blocks_that_are_computed_again_keep_the_bits(tmp_path: Path) -> None:
-    kept = same_bits(job("fp32"), tmp_path / "kept", [("nvme", "nvme")])
-    again = same_bits(job("fp32"), tmp_path / "again", [("nvme", "nvme")], activations="nvme")
-    assert_same(kept, again, "activations kept and computed again")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
-def test_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
-    """One micro-batch and no clip, so that nothing is added up in another order."""
-    plain = job("fp32", accumulation=1)._replace(clip=0.0)
-    assert plain_loop(plain).losses == same_bits(plain, tmp_path, [("nvme", "nvme")]).losses
-
-
 FUSED_LOSS_ALONE = {"rope": False, "rms_norm": False, "swiglu": False}
 
 
@@ -190,19 +174,6 @@ def train_in_every_tier(dtype: str) -> None:
 @pytest.mark.numeric
 def test_bits_do_not_depend_on_the_tier_and_losses_are_those_without_liger(dtype: str) -> None:
     interpreted(f"train_in_every_tier({dtype!r})")
-
-
-def leave_alone() -> None:
-    with pytest.raises(offload.UsageError, match="does not compute its loss from the output of lm_head itself"):
-        chunk_loss_of(fused_loss())
-
-
-@pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("liger_kernel", "triton")),
-    reason="needs liger-kernel and triton",
-)
-def test_its_loss_is_not_replaced() -> None:
-    interpreted("leave_alone()")
 
 
 def train_by_the_trainer(patched_before: bool) -> None:

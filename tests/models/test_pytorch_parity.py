@@ -174,13 +174,7 @@ COVER = [Case(*row) for row in pairwise(AXES)]
 REST = [case for case in itertools.starmap(Case, itertools.product(*AXES)) if case not in COVER]
 
 
-def test_the_cover_has_each_pair() -> None:
-    for (i, left), (j, right) in itertools.combinations(enumerate(AXES), 2):
-        assert {(case[i], case[j]) for case in COVER} == set(itertools.product(left, right))
-    assert len(COVER) < 25 and len(COVER) + len(REST) == 7 * 3 * 3 * 2 * 2
-
-
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "case", [*COVER, *(pytest.param(case, marks=pytest.mark.slow) for case in REST)], ids=lambda case: str(case)
 )
@@ -192,14 +186,3 @@ def test_as_pytorch_and_the_same_bits_in_another_tier(case: Case, tmp_path: Path
     plain = plain_loop(job)
     assert not case.clips or min(plain.norms) > job.clip, "the clip shall act at every step"
     rounding_bounds.same_training(mine, plain, job)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("model", JOBS)
-def test_the_bounds_see_a_clip(model: str) -> None:
-    """Else a case with a clip would show nothing. In bf16 what it does is below the roundings of the deepest two."""
-    with_clip, without = (Case(model, "fp32", "none", 1, clips).job for clips in (True, False))
-    clipped, free = plain_loop(with_clip), plain_loop(without)
-    for dtype in ("fp32", "fp16") if model in ("T5", "LoRA") else DTYPES:
-        with pytest.raises(AssertionError):
-            rounding_bounds.same_weights(clipped.weights, free.weights, with_clip._replace(dtype=dtype))

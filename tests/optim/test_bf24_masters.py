@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from typer.testing import CliRunner
-from typer.testing import Result as MomentsResult
 
 import offload
 from offload import testing
@@ -29,33 +28,23 @@ from offload.finetune.options import Options, in_options, merge
 from offload.kernels import Noise, Partition, PlainSGDStep, Segment, noise_stream, update
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
-from offload.planner.activations import Load
-from offload.planner.hardware import described, parse_drive
-from offload.planner.memory import Room, settings, settle
-from offload.planner.model_shape import from_count
-from offload.planner.recommend import advise, plan
+from offload.planner.memory import Room, settle
 from offload.sizes import GIB
-from offload.states import State, Tier
+from offload.states import State
 from offload.swapper.store import Store
 from tests.kernels.test_kernels_bf24 import joined, split
-from tests.optim.test_narrow_states import JOB, RULES, assert_close_to_nearest, bytes_of_a_parameter
+from tests.optim.test_narrow_states import JOB, RULES, assert_close_to_nearest
 from tests.support import models
 from tests.support.drives.fault_injection import flip_bit
 from tests.support.oracle import (
     Job,
-    Result,
-    assert_same,
     assert_same_tensors,
     config,
-    kill_and_resume,
-    run,
-    same_bits,
     start,
     train_step,
     weights_of,
 )
 from tests.support.ranks.rank_pool import RankPool
-from tests.support.ranks.rank_pool import train as train_on_ranks
 
 DISK, HOST = ("nvme", "nvme"), ("cpu", "cpu")
 BF24: dict[str, Any] = {"master": "bf24"}
@@ -111,14 +100,6 @@ def test_the_bits_are_those_of_seed_unit_update_and_element(tmp_path: Path) -> N
     engine.destroy(remove=True)
 
 
-@pytest.mark.slow
-def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
-    """12 of disk traffic, and a sixteenth for the scales: 5 each way, and 2 as the backward reads weights."""
-    found = bytes_of_a_parameter(tmp_path, **SMALL)
-    assert found.moved <= 12.3
-    assert 10 < found.stored <= 10.1
-
-
 def test_masters_are_read_set_and_exported(tmp_path: Path) -> None:
     """fp32 values are rounded to nearest, once; what is stored can be set, and is the same."""
     engine = trained(tmp_path, **SMALL)
@@ -144,25 +125,6 @@ def _safetensors(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return {key: each for file in sorted(folder.glob("*.safetensors")) for key, each in load_file(file).items()}
-
-
-def muon_on_ranks(folder: Path) -> Result:
-    return train_on_ranks(MUON, DISK, folder, **BF24)
-
-
-@pytest.mark.slow
-def test_muon_rounds_the_masters_of_matrices_alike_everywhere(ranks: RankPool, tmp_path: Path) -> None:
-    """In every placement, after a kill, and where two ranks divide the matrices of a unit."""
-    found = same_bits(MUON, tmp_path / "one", [DISK, HOST], **BF24)
-    (tmp_path / "killed").mkdir()
-    job = MUON._replace(steps=40)
-    killed = kill_and_resume(job, DISK, tmp_path / "killed", kills=2, late=0.02, **BF24)
-    assert_same(run(job, DISK, tmp_path / "whole", **BF24), killed, "unbroken and killed")
-    for each in ranks.run(muon_on_ranks, tmp_path / "two"):
-        assert_same_tensors(found.weights, each.weights, "one rank and two")
-    other = run(MUON, HOST, tmp_path / "other", seed=9, **BF24)
-    matrix = next(name for name in found.weights if name.endswith("c_fc.weight"))
-    assert not torch.equal(found.weights[matrix], other.weights[matrix]), "by chance, and not to nearest"
 
 
 # -- what users see -----------------------------------------------------------------------------------
@@ -234,32 +196,6 @@ def convert(*given: object) -> Any:
     return CliRunner().invoke(app, ["convert", *map(str, given)])
 
 
-@pytest.mark.slow
-def test_a_converted_run_goes_on(tmp_path: Path) -> None:
-    """To bf24 to nearest, with moments alone bit for bit; there and back with all moments; also what is frozen."""
-    job = JOB._replace(model=with_a_frozen_part)
-    engine = trained(tmp_path, job)
-    exact, moments = masters(engine), engine.optimizer.state_dict()["state"]
-    engine.destroy()
-    frozen = {name for name, each in job.model().named_parameters() if not each.requires_grad}
-    expected = {key: each if key in frozen else nearest(each) for key, each in exact.items()}
-    done = convert(tmp_path / "default", "--master", "bf24")
-    assert done.exit_code == 0 and "master in bf24 in place of fp32" in done.output, done.output
-    assert "--run default-bf24 --master bf24 --resume must" in done.output
-    assert convert(tmp_path / "default-bf24", "--moments", "int8", "--run", "small").exit_code == 0
-    assert convert(tmp_path / "small", "--master", "fp32", "--moments", "fp32", "--run", "wide").exit_code == 0
-    for name, options in (("default-bf24", BF24), ("small", SMALL), ("wide", {})):
-        engine = start(job, DISK, tmp_path, run=name, resume="must", **options)
-        assert engine.global_steps == 2
-        assert_same_tensors(masters(engine), expected)
-        states = engine.optimizer.state_dict()["state"]
-        if name == "default-bf24":
-            for number, state in moments.items():
-                assert all(torch.equal(states[number][key], value) for key, value in state.items())
-        train_step(engine, job, 2)
-        engine.destroy(remove=True)
-
-
 def test_units_of_several_chunks_are_loaded_and_converted(tmp_path: Path) -> None:
     """A unit of 2.1 million elements."""
     job = JOB._replace(model=lambda: models.gpt2(layers=1, width=416))
@@ -324,45 +260,6 @@ def test_a_plan_is_what_a_run_takes(tmp_path: Path) -> None:
         engine.destroy(remove=True)
 
 
-def test_a_device_with_kernels_updates_them_and_keeps_their_gradients(tmp_path: Path) -> None:
-    model = JOB.model()
-    plain = layouts_of(model, find_units(model))
-    lion = JOB._replace(optimizer="Lion")
-    for job, options, tier in ((JOB, BF24, Tier.DEVICE), (JOB, SMALL, Tier.DEVICE), (lion, BF24, Tier.HOST)):
-        given = config(job, ("none", "none"), tmp_path, **options)
-        planned = settle(plain, given, Room(host=8 * GIB, device=8 * GIB, disk=None))
-        assert {row[State.GRAD] for row in planned.placement.tiers} == {tier}
-
-
-@pytest.mark.slow
-def test_a_plan_counts_them_and_names_them_as_a_change() -> None:
-    """10 bytes of disk in place of 12, and 2 of updates less, of states in RAM more; the drive bounds the step."""
-    shape, machine = from_count(7_000_000_000, 32, 1024), described("24GB", 16 * GIB, [parse_drive("7GB/s,5GB/s")])
-    whole, small = (
-        plan(shape, machine, Load(1), settings("nvme", "nvme", dtype="bf16", batch=1, moments="int8", master=master))
-        for master in ("fp32", "bf24")
-    )
-    assert small.memory.stored / whole.memory.stored == pytest.approx(10 / 12, rel=0.01)
-    moved = [each.timing.moved.read + each.timing.moved.written for each in (whole, small)]
-    assert 2 <= (moved[0] - moved[1]) / sum(whole.memory.parts.trainable_numel) < 3
-    assert small.timing.seconds < whole.timing.seconds
-    assert "masters in bf24" in [change.words for change in advise(whole).changes]
-    assert "masters in bf24" not in [change.words for change in advise(small).changes]
-
-
-MOMENTS_DISK = ("nvme", "nvme")
-MOMENTS_JOB = models.GPT2._replace(dtype="bf16", steps=4)
-MOMENTS_RULES = {
-    "AdamW": MOMENTS_JOB,
-    "Lion": MOMENTS_JOB._replace(optimizer="Lion", lr=1e-4),
-    "Adagrad": MOMENTS_JOB._replace(optimizer="Adagrad", lr=1e-2),
-}
-
-
-def call(*given: object) -> MomentsResult:
-    return CliRunner().invoke(app, ["convert", *map(str, given)])
-
-
 def moments_of(engine: offload.Engine) -> dict[str, torch.Tensor]:
     states = engine.optimizer.state_dict()["state"]
     return {f"{number} {name}": torch.as_tensor(each) for number, row in states.items() for name, each in row.items()}
@@ -370,7 +267,7 @@ def moments_of(engine: offload.Engine) -> dict[str, torch.Tensor]:
 
 def trained_moments(job: Job, folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A run of two steps: its weights and its moments."""
-    engine = start(job, MOMENTS_DISK, folder, **options)
+    engine = start(job, DISK, folder, **options)
     for step in range(2):
         train_step(engine, job, step)
     found = weights_of(engine), moments_of(engine)
@@ -398,22 +295,22 @@ def assert_converted(found: dict[str, torch.Tensor], before: dict[str, torch.Ten
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("name", MOMENTS_RULES)
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "Adagrad"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(
     ("before", "after"), [("fp32", "int8"), ("int8", "fp32"), ("bf16", "int8"), ("int8", "bf16"), ("fp32", "bf16")]
 )
-def test_a_converted_run_goes_on_moments(name: str, dtype: str, before: str, after: str, tmp_path: Path) -> None:
+def test_a_converted_run_goes_on(name: str, dtype: str, before: str, after: str, tmp_path: Path) -> None:
     """On two drives, with weights that are frozen: masters stay bit for bit, and so does what fp32 can hold."""
-    job = MOMENTS_RULES[name]._replace(dtype=dtype, model=with_a_frozen_part_moments)
+    job = RULES[name]._replace(dtype=dtype, model=with_a_frozen_part)
     drives = [str(tmp_path / each) for each in ("one", "two")]
     weights, moments = trained_moments(job, tmp_path, moments=before, nvme_path=drives)
     kept = {each: files(Path(each) / "default") for each in drives}
-    done = call(tmp_path / "one" / "default", "--moments", after)
+    done = convert(tmp_path / "one" / "default", "--moments", after)
     assert done.exit_code == 0, done.output
     assert f"moments in {after} in place of {before}" in done.output
     assert {each: files(Path(each) / "default") for each in drives} == kept, "the run is only read"
-    engine = start(job, MOMENTS_DISK, tmp_path, moments=after, nvme_path=drives, run=f"default-{after}", resume="must")
+    engine = start(job, DISK, tmp_path, moments=after, nvme_path=drives, run=f"default-{after}", resume="must")
     assert engine.global_steps == 2
     assert_same_tensors(weights, weights_of(engine))
     assert_converted(moments_of(engine), moments, after)
@@ -421,21 +318,15 @@ def test_a_converted_run_goes_on_moments(name: str, dtype: str, before: str, aft
     engine.destroy(remove=True)
 
 
-def with_a_frozen_part_moments() -> Any:
-    model = MOMENTS_JOB.model()
-    model.transformer.wte.weight.requires_grad_(False)
-    return model
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "fp32")])
 def test_units_of_several_chunks_are_converted(before: str, after: str, tmp_path: Path) -> None:
     """A unit of 2.1 million elements, whose parameters begin within blocks where moments are not in 8 bits."""
-    job, folder = MOMENTS_JOB._replace(model=lambda: models.gpt2(layers=1, width=416)), tmp_path / "my files"
+    job, folder = JOB._replace(model=lambda: models.gpt2(layers=1, width=416)), tmp_path / "my files"
     weights, moments = trained_moments(job, folder, moments=before)
-    done = call(folder / "default", "--moments", after, "--run", "other")
+    done = convert(folder / "default", "--moments", after, "--run", "other")
     assert done.exit_code == 0 and f"`offload rm '{folder}/default'` deletes" in done.output, "no line to paste"
-    engine = start(job, MOMENTS_DISK, folder, moments=after, run="other", resume="must")
+    engine = start(job, DISK, folder, moments=after, run="other", resume="must")
     assert_same_tensors(weights, weights_of(engine))
     assert_converted(moments_of(engine), moments, after)
     engine.destroy(remove=True)
@@ -443,14 +334,14 @@ def test_units_of_several_chunks_are_converted(before: str, after: str, tmp_path
 
 def test_there_and_back_is_the_same_run(tmp_path: Path) -> None:
     """fp32 holds every value of 8 bits, and they are encoded to the same codes: both runs train with the same bits."""
-    trained_moments(MOMENTS_JOB, tmp_path, moments="int8")
-    assert call(tmp_path / "default", "--moments", "fp32", "--run", "wide").exit_code == 0
-    assert call(tmp_path / "wide", "--moments", "int8", "--run", "again").exit_code == 0
+    trained_moments(JOB, tmp_path, moments="int8")
+    assert convert(tmp_path / "default", "--moments", "fp32", "--run", "wide").exit_code == 0
+    assert convert(tmp_path / "wide", "--moments", "int8", "--run", "again").exit_code == 0
     results = []
     for run_name in ("default", "again"):
-        engine = start(MOMENTS_JOB, MOMENTS_DISK, tmp_path, moments="int8", run=run_name, resume="must")
+        engine = start(JOB, DISK, tmp_path, moments="int8", run=run_name, resume="must")
         for step in (2, 3):
-            train_step(engine, MOMENTS_JOB, step)
+            train_step(engine, JOB, step)
         results.append((weights_of(engine), moments_of(engine)))
         engine.destroy(remove=True)
     for one, other in zip(*results, strict=True):
@@ -458,7 +349,7 @@ def test_there_and_back_is_the_same_run(tmp_path: Path) -> None:
 
 
 def on_two_ranks(job: Job, folder: Path, run: str, moments: str) -> dict[str, torch.Tensor]:
-    engine = start(job, MOMENTS_DISK, folder, run=run, moments=moments, resume="auto")
+    engine = start(job, DISK, folder, run=run, moments=moments, resume="auto")
     for step in range(engine.global_steps, 2):
         train_step(engine, job, step)
     found = moments_of(engine)
@@ -475,21 +366,21 @@ def fails_for_rank_1(store: Store, step: int, contents: Any, real: Any = Store.c
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "bf16")])
 def test_a_run_of_two_ranks_is_converted(before: str, after: str, ranks: RankPool, tmp_path: Path) -> None:
-    job = MOMENTS_JOB._replace(clip=0.0)
+    job = JOB._replace(clip=0.0)
     one, _ = ranks.run(on_two_ranks, job, tmp_path, "default", before)
     with pytest.MonkeyPatch.context() as patch:
         testing.replace(patch, "store.commit", fails_for_rank_1)
-        assert call(tmp_path / "default", "--moments", after, "--run", "other").exit_code == 1
+        assert convert(tmp_path / "default", "--moments", after, "--run", "other").exit_code == 1
     assert not (tmp_path / "other").exists(), "a part of the new run is left"
-    done = call(tmp_path / "default", "--moments", after, "--run", "other")
+    done = convert(tmp_path / "default", "--moments", after, "--run", "other")
     assert done.exit_code == 0, done.output
     for found in ranks.run(on_two_ranks, job, tmp_path, "other", after):
         assert_converted(found, one, after)
 
 
 def test_json_names_the_new_run(tmp_path: Path) -> None:
-    trained_moments(MOMENTS_JOB, tmp_path)
-    done = call(tmp_path / "default", "--moments", "int8", "--json")
+    trained_moments(JOB, tmp_path)
+    done = convert(tmp_path / "default", "--moments", "int8", "--json")
     found = json.loads(done.stdout)
     assert found["run"] == str(tmp_path / "default-int8") and found["step"] == 2
     assert (found["before"], found["after"]) == (
@@ -500,10 +391,10 @@ def test_json_names_the_new_run(tmp_path: Path) -> None:
     assert found["nbytes"] == size < (tmp_path / "default" / "rank0" / "states").stat().st_size
 
 
-def test_what_cannot_be_converted_is_refused_moments(tmp_path: Path) -> None:
-    trained_moments(MOMENTS_JOB, tmp_path)
+def test_moments_that_cannot_be_converted_are_refused(tmp_path: Path) -> None:
+    trained_moments(JOB, tmp_path)
     run = tmp_path / "default"
-    plain = MOMENTS_JOB._replace(optimizer="SGD", lr=0.05)
+    plain = JOB._replace(optimizer="SGD", lr=0.05)
     trained_moments(plain, tmp_path, run="plain")
     before = files(tmp_path)
     for given, message in (
@@ -516,24 +407,24 @@ def test_what_cannot_be_converted_is_refused_moments(tmp_path: Path) -> None:
         ((tmp_path / "plain", "--moments", "int8"), "has no moments to convert"),
         ((tmp_path / "none", "--moments", "int8"), "there is no folder"),
     ):
-        done = call(*given)
+        done = convert(*given)
         assert done.exit_code == 2 and message in done.output, (given, done.output)
     assert files(tmp_path) == before
 
 
 def test_a_damaged_run_is_not_converted(tmp_path: Path) -> None:
-    trained_moments(MOMENTS_JOB, tmp_path)
+    trained_moments(JOB, tmp_path)
     states = tmp_path / "default" / "rank0" / "states"
     for offset in range(0, states.stat().st_size, 4096):  # both slots of some state
         flip_bit(states, offset)
-    done = call(tmp_path / "default", "--moments", "int8")
+    done = convert(tmp_path / "default", "--moments", "int8")
     assert done.exit_code == 2 and "is damaged, and is not converted" in done.output, done.output
     assert not (tmp_path / "default-int8").exists()
 
 
 @pytest.mark.slow
 def test_a_killed_conversion_leaves_the_run_and_can_be_made_again(tmp_path: Path) -> None:
-    job = MOMENTS_JOB._replace(model=lambda: models.gpt2(layers=8, width=256))
+    job = JOB._replace(model=lambda: models.gpt2(layers=8, width=256))
     weights, moments = trained_moments(job, tmp_path)
     kept = files(tmp_path / "default")
     command = [sys.executable, "-m", "offload", "convert", str(tmp_path / "default"), "--moments", "int8"]
@@ -551,13 +442,13 @@ def test_a_killed_conversion_leaves_the_run_and_can_be_made_again(tmp_path: Path
         assert files(tmp_path / "default") == kept
         if (made / "commit").exists() and process.returncode == 0:
             break
-        if call(tmp_path / "default-int8").exit_code != 2:
+        if convert(tmp_path / "default-int8").exit_code != 2:
             raise AssertionError("no form was given")
     assert killed
     if not _is_whole(tmp_path / "default-int8"):
-        done = call(tmp_path / "default", "--moments", "int8")
+        done = convert(tmp_path / "default", "--moments", "int8")
         assert done.exit_code == 0, done.output
-    engine = start(job, MOMENTS_DISK, tmp_path, moments="int8", run="default-int8", resume="must")
+    engine = start(job, DISK, tmp_path, moments="int8", run="default-int8", resume="must")
     assert_same_tensors(weights, weights_of(engine))
     assert_converted(moments_of(engine), moments, "int8")
     engine.destroy(remove=True)

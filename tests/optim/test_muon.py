@@ -18,11 +18,9 @@ from offload.layout.flat_layout import UnitLayout, lay_out
 from offload.layout.modes import make_mode
 from offload.layout.optimizer_states import cuts, matrices_of, product_flops, whole_sizes
 from offload.optimizers.matrices import Workspace, balance, orthogonalize
-from offload.planner import step_time
 from offload.planner.memory import Memory, Room, settings, settle
-from offload.planner.model_shape import Shape, from_training
+from offload.planner.model_shape import from_training
 from offload.precision import has_products_in_bf16, products_in_bf16
-from offload.states import State
 from tests.optim.test_narrow_states import JOB, bytes_of_a_parameter
 from tests.optim.test_optimizers import assert_resumes_and_loads
 from tests.support import rounding_bounds
@@ -60,6 +58,7 @@ NUMBERS: dict[str, tuple[tuple[str, Any], ...]] = {
 
 @with_torch
 @in_bf16
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_it_is_the_muon_of_torch_bit_for_bit(dtype: str, accumulation: int, tmp_path: Path) -> None:
@@ -71,24 +70,13 @@ def test_it_is_the_muon_of_torch_bit_for_bit(dtype: str, accumulation: int, tmp_
 
 @with_torch
 @in_bf16
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_its_numbers_are_those_of_torch(name: str, tmp_path: Path) -> None:
     job = MUON._replace(params=(*MUON.params, *NUMBERS[name]))
     mine, plain = run(job, ("cpu", "cpu"), tmp_path), plain_loop(job)
     assert mine.losses == plain.losses
     assert_same_tensors(mine.weights, plain.weights)
-
-
-@with_torch
-@in_bf16
-@pytest.mark.numeric
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_with_a_clip_it_follows_torch(dtype: str, tmp_path: Path) -> None:
-    """The norm is summed in another order, so that the last bits of the clipped gradient may differ."""
-    job = MUON._replace(dtype=dtype, clip=0.1, accumulation=2)
-    mine, plain = run(job, DISK, tmp_path), plain_loop(job)
-    assert max(plain.norms) > job.clip
-    rounding_bounds.same_losses(mine.losses, plain.losses, job)
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (24, 24)])
@@ -141,52 +129,28 @@ def test_flags_of_the_processor_and_limits_decide_on_bf16() -> None:
     assert not has_products_in_bf16("flags : fpu amx_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX2"})
 
 
-@pytest.mark.sample(1)
+BOTH = pytest.mark.parametrize("job", [MUON, SINKGD], ids=["Muon", "SinkGD"])
+
+
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_placements_have_the_same_bits(accumulation: int, dtype: str, tmp_path: Path) -> None:
-    same_bits(MUON._replace(dtype=dtype, accumulation=accumulation, clip=0.1), tmp_path)
+@BOTH
+def test_placements_have_the_same_bits(job: Job, accumulation: int, dtype: str, tmp_path: Path) -> None:
+    same_bits(job._replace(dtype=dtype, accumulation=accumulation, clip=0.1), tmp_path, SOME)
 
 
-def test_a_small_budget_has_the_same_bits(tmp_path: Path) -> None:
-    job = MUON._replace(dtype="bf16")
+@pytest.mark.sample(1)
+@BOTH
+def test_a_small_budget_has_the_same_bits(job: Job, tmp_path: Path) -> None:
+    job = job._replace(dtype="bf16")
     least = least_host_memory(job, tmp_path / "least")
     assert_same(run(job, DISK, tmp_path / "small", host_memory=least), run(job, ("none", "none"), tmp_path / "large"))
 
 
-def test_one_thread_has_the_bits_of_one_thread_in_any_placement(tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        same_bits(MUON._replace(steps=2), tmp_path, SOME)
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_run_is_resumed_and_saved_with_its_states(dtype: str, tmp_path: Path) -> None:
-    assert_resumes_and_loads(MUON._replace(dtype=dtype), tmp_path, units=["blocks.0", "embed"])
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    job = MUON._replace(steps=20, dtype="bf16")
-    assert_same(kill_and_resume(job, DISK, tmp_path / "killed", 8), run(job, DISK, tmp_path / "whole"))
-
-
-def test_a_matrix_has_one_moment_and_the_rest_two(tmp_path: Path) -> None:
-    engine = start(MUON._replace(dtype="bf16"), DISK, tmp_path)
-    inspected = testing.inspect(engine)
-    inner = matrices_of(Words())
-    for layout, states in zip(inspected.layouts, inspected.state_bytes, strict=True):
-        assert {s.name for s in layout.segments if layout.is_matrix(s)} == inner & {s.name for s in layout.segments}
-        numel = {name: sum(s.numel for s in layout.segments if (s.name in inner) is name) for name in (True, False)}
-        values = states.get(State.EXP_AVG, 0) + states.get(State.EXP_AVG_SQ, 0)
-        # Padding: up to 2048 elements behind each matrix and the others, and 32 behind each of these.
-        padding = 8 * (2048 * (1 + len(inner)) + 32 * len(layout.segments))
-        assert 0 <= values - (4 * numel[True] + 8 * numel[False]) <= padding
-    engine.destroy(remove=True)
+@BOTH
+def test_a_run_is_resumed_and_saved_with_its_states(job: Job, tmp_path: Path) -> None:
+    assert_resumes_and_loads(job._replace(dtype="bf16"), tmp_path, units=["blocks.0", "embed"])
 
 
 def test_its_state_dict_names_the_states_as_torch(tmp_path: Path) -> None:
@@ -292,18 +256,6 @@ def test_a_parameter_stays_what_it_was(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_frozen_matrices_have_no_states(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Words()
-    frozen = model.get_parameter("blocks.1.1.weight").requires_grad_(False)
-    before = frozen.detach().clone()
-    engine = offload.initialize(model=model, config=config(MUON, DISK, tmp_path))[0]
-    for step in range(2):
-        train_step(engine, MUON, step)
-    assert torch.equal(weights_of(engine)["blocks.1.1.weight"], before)
-    engine.destroy(remove=True)
-
-
 # -- configs -------------------------------------------------------------------------------------------
 
 
@@ -378,19 +330,6 @@ def test_a_plan_has_the_bytes_of_the_run(optimizer: str, tmp_path: Path) -> None
     engine.destroy(remove=True)
 
 
-def test_a_plan_counts_fewer_bytes_for_a_matrix() -> None:
-    layouts = _plan("Muon").layouts
-    numel = {
-        matrix: sum(s.numel for layout in layouts for s in layout.segments if layout.is_matrix(s) is matrix)
-        for matrix in (True, False)
-    }
-    moments = {name: _plan(name).nbytes_on_disk(State.EXP_AVG, State.EXP_AVG_SQ) for name in ("Muon", "SinkGD")}
-    count = sum(len(layout.segments) for layout in layouts)
-    padding = 8 * (32 * count + 2048 * (numel[True] // 64**2 + len(layouts)))
-    assert 0 <= moments["Muon"] - (4 * numel[True] + 8 * numel[False]) <= padding
-    assert 0 <= moments["SinkGD"] - 8 * numel[False] <= padding
-
-
 def test_a_plan_counts_the_products() -> None:
     layouts = _plan("Muon").layouts
     matrices = [s for layout in layouts for s in layout.segments if layout.is_matrix(s)]
@@ -406,7 +345,7 @@ def test_a_plan_counts_the_products() -> None:
     assert product_flops(layouts, "sinkgd", 5) == product_flops(layouts, "adam", 5) == 0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_it_does_what_its_paper_has_bit_for_bit(dtype: str, accumulation: int, tmp_path: Path) -> None:
@@ -416,37 +355,6 @@ def test_it_does_what_its_paper_has_bit_for_bit(dtype: str, accumulation: int, t
     assert_same_tensors(mine.weights, plain.weights)
 
 
-def test_its_iterations_are_those_of_the_config(tmp_path: Path) -> None:
-    job = SINKGD._replace(params=(*SINKGD.params, ("iterations", 1)))
-    mine, plain = run(job, DISK, tmp_path), plain_loop(job)
-    assert_same_tensors(mine.weights, plain.weights)
-    other = run(SINKGD, DISK, tmp_path / "other")
-    assert not torch.equal(mine.weights["blocks.0.1.weight"], other.weights["blocks.0.1.weight"])
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_placements_have_the_same_bits_sinkgd(accumulation: int, dtype: str, tmp_path: Path) -> None:
-    same_bits(SINKGD._replace(dtype=dtype, accumulation=accumulation, clip=0.1), tmp_path)
-
-
-def test_a_small_budget_has_the_same_bits_sinkgd(tmp_path: Path) -> None:
-    job = SINKGD._replace(dtype="bf16")
-    least = least_host_memory(job, tmp_path / "least")
-    assert_same(run(job, DISK, tmp_path / "small", host_memory=least), run(job, ("none", "none"), tmp_path / "large"))
-
-
-def test_a_run_is_resumed_and_saved_with_its_states_sinkgd(tmp_path: Path) -> None:
-    assert_resumes_and_loads(SINKGD._replace(dtype="bf16"), tmp_path, units=["blocks.0", "embed"])
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_with_the_same_bits_sinkgd(tmp_path: Path) -> None:
-    job = SINKGD._replace(steps=20, dtype="bf16")
-    assert_same(kill_and_resume(job, DISK, tmp_path / "killed", 8), run(job, DISK, tmp_path / "whole"))
-
-
 def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
     """No state is read or written: a weight and its low bits each way, and 2 as the backward reads weights.
 
@@ -454,17 +362,6 @@ def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
     """
     found = bytes_of_a_parameter(tmp_path, JOB._replace(optimizer="SinkGD"))
     assert found.moved <= 10.35 and 8 < found.stored <= 8.4
-
-
-def test_a_matrix_has_no_state(tmp_path: Path) -> None:
-    engine = start(SINKGD, DISK, tmp_path)
-    train_step(engine, SINKGD, 0)
-    found = engine.optimizer.state_dict()
-    matrices, others = (len(group["params"]) for group in engine.optimizer.param_groups)
-    engine.destroy(remove=True)
-    # The number of updates alone, as of SGD without a momentum.
-    kept = [set(state) for state in found["state"].values()]
-    assert kept == [{"step"}] * 9 + [{"step", "exp_avg", "exp_avg_sq"}] * others and matrices == 9
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (2, 2), (1, 5)])
@@ -529,44 +426,6 @@ def test_of_several_ranks_each_has_its_parts_of_matrices_in_one_tile() -> None:
         assert [each for tile in found for each in tile] == list(range(len(part)))
         of_matrices = [tile for tile in found if tile.stop > len(layout.rest(rank, 2))]
         assert of_matrices == [range(len(layout.rest(rank, 2)), len(part))]
-
-
-def _plan_tiles(optimizer: str) -> tuple[Memory, Shape]:
-    shape = from_training(gpt2(), 16, torch.bfloat16, (), {})
-    content = settings() | {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
-    return settle(shape.layouts, content, Room(host=8 << 30, device=0, disk=None), matrices=shape.matrices), shape
-
-
-def test_a_plan_plays_the_tiles_of_the_run() -> None:
-    memory, shape = _plan_tiles("Muon")
-    for layout, cost in zip(memory.layouts, step_time._costs(memory, shape), strict=True):
-        assert cost is not None
-        tiles = cuts(layout, memory.mode, layout.trainable(0, 1), True, step_time._tile_numel(memory))
-        assert cost.stops == tuple(tile.stop for tile in tiles) and cost.stops[-1] == layout.trainable_stop
-
-
-def test_states_of_elements_in_no_matrix_alone_are_read_with_their_tiles(tmp_path: Path) -> None:
-    """Of a matrix nothing of the second moment is read, or written."""
-    engine = start(MUON._replace(dtype="bf16"), DISK, tmp_path)
-    inspected = testing.inspect(engine)
-    train_step(engine, MUON, 0)
-    testing.settle(engine, commit=False)
-    seen: list[tuple[int, State, int, int]] = []
-    real = inspected.store.write  # type: ignore[union-attr]
-
-    def write(unit: int, state: State, slot: int, first: int, buffer: Any) -> Any:
-        seen.append((unit, state, first, first + len(buffer)))
-        return real(unit, state, slot, first, buffer)
-
-    inspected.store.write = write  # type: ignore[method-assign, union-attr]
-    train_step(engine, MUON, 1)
-    testing.settle(engine, commit=False)
-    engine.destroy(remove=True)
-    for unit, layout in enumerate(inspected.layouts):
-        for state, limit in ((State.EXP_AVG, layout.trainable_stop), (State.EXP_AVG_SQ, layout.rest_stop)):
-            written = sorted((first, stop) for number, each, first, stop in seen if (number, each) == (unit, state))
-            assert [first for first, _ in written] == [0, *(stop for _, stop in written)][: len(written)]
-            assert (written[-1][1] if written else 0) == 4 * limit
 
 
 @pytest.mark.slow

@@ -15,14 +15,13 @@ import offload
 from offload import testing
 from offload.engine.optimizer import Optimizer, Rule
 from offload.engine.update_strategy import TileContent, UnitSteps, UnitUpdate, UpdateSetting
-from offload.errors import ConfigError, StoreError, UsageError
+from offload.errors import ConfigError, StoreError
 from offload.layout import modes
 from offload.optimizers.fused import segments_in
 from offload.states import State
 from tests.support import rounding_bounds
 from tests.support.oracle import (
     Job,
-    assert_same,
     assert_same_tensors,
     config,
     plain_loop,
@@ -33,7 +32,6 @@ from tests.support.oracle import (
     train_step,
     weights_of,
 )
-from tests.support.param_states import GPT2
 from tests.support.param_states import MIXTURE as THREE_BLOCKS
 
 DISK = ("nvme", "nvme")
@@ -84,7 +82,7 @@ JOBS = {
 
 
 @pytest.mark.numeric
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", JOBS)
 def test_it_is_the_optimizer_of_torch(name: str, dtype: str, tmp_path: Path) -> None:
@@ -99,11 +97,6 @@ def test_it_is_the_optimizer_of_torch(name: str, dtype: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", [name for name in JOBS if name != "AdamW"])
 def test_placements_have_the_same_bits(name: str, dtype: str, tmp_path: Path) -> None:
     same_bits(JOBS[name]._replace(dtype=dtype), tmp_path, SOME)
-
-
-@pytest.mark.numeric
-def test_fp16_has_the_same_bits_in_all_placements(tmp_path: Path) -> None:
-    same_bits(GPT2._replace(dtype="fp16", steps=3), tmp_path)
 
 
 @pytest.mark.numeric
@@ -140,7 +133,7 @@ def _square(model: Any, step: int, micro: int) -> torch.Tensor:
 
 
 @pytest.mark.numeric
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["Lamb", "Adagrad", "Lion", "SGD", "momentum"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_run_is_resumed_and_saved_with_its_states(name: str, dtype: str, tmp_path: Path) -> None:
@@ -206,62 +199,7 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
 
 
 @pytest.mark.numeric
-def test_a_momentum_that_comes_later_is_refused(tmp_path: Path) -> None:
-    job = JOBS["SGD"]
-    engine = start(job, DISK, tmp_path)
-    train_step(engine, job, 0)
-    engine.optimizer.param_groups[0]["momentum"] = 0.9
-    with pytest.raises((UsageError, offload.EngineFailed), match="momentum"):
-        train_step(engine, job, 1)
-    engine.destroy()
-
-
-@pytest.mark.numeric
-def test_groups_have_numbers_of_their_own(tmp_path: Path) -> None:
-    """Two groups with other rates, by the config's optimizer, are two groups of torch's."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    plain = copy.deepcopy(model)
-    groups = [{"params": list(part.parameters()), "lr": lr} for part, lr in zip(model, (0.1, 0.01), strict=True)]
-    theirs = [{"params": list(part.parameters()), "lr": lr} for part, lr in zip(plain, (0.1, 0.01), strict=True)]
-    settings = config(Job(_wide, _square, optimizer="SGD", params=(("momentum", 0.5),), clip=0.0), DISK, tmp_path)
-    engine = offload.initialize(model=model, model_parameters=groups, config=settings)[0]
-    optimizer = torch.optim.SGD(theirs, momentum=0.5, weight_decay=0.1)
-    for step in range(3):
-        rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        engine.backward(engine(rows).square().mean())
-        engine.step()
-        plain(rows).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    mine = engine.module.state_dict()
-    for name, value in plain.state_dict().items():
-        rounding_bounds.same_tensor(
-            mine[name], value, rounding_bounds.sum_error(3 * 4 * 8)
-        )  # three steps of 4 rows of 8 numbers
-    engine.destroy(remove=True)
-
-
-@pytest.mark.numeric
-def test_the_bytes_of_each_mode(tmp_path: Path) -> None:
-    """What is kept of a parameter, as the room of the store says: weights, masters, moments."""
-    expected = {"AdamW": (12, 12, 14), "Lion": (8, 8, 10), "SGD": (4, 4, 6), "momentum": (8, 8, 10)}
-    for name, numbers in expected.items():
-        for dtype, nbytes in zip(("fp32", "bf16", "fp16"), numbers, strict=True):
-            engine = start(JOBS[name]._replace(dtype=dtype), DISK, tmp_path / name / dtype)
-            assert testing.inspect(engine).mode.element_bytes == nbytes, (name, dtype)
-            engine.destroy(remove=True)
-
-
-@pytest.mark.numeric
-def test_assert_same_can_fail(tmp_path: Path) -> None:
-    one, other = (run(JOBS[name]._replace(steps=1), DISK, tmp_path / name) for name in ("AdamW", "Lion"))
-    with pytest.raises(AssertionError):
-        assert_same(one, other)
-
-
-@pytest.mark.numeric
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_momentum_of_one_group_leaves_the_other_as_torch_does(dampening: float, dtype: str, tmp_path: Path) -> None:

@@ -25,9 +25,8 @@ from offload.errors import ConfigError, StoreError, UsageError
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import from_training
 from offload.states import State
-from tests.support import rounding_bounds
 from tests.support.models import gpt2
-from tests.support.oracle import DTYPES, Job, PlainOptimizer, assert_same_tensors, rounded, weights_of
+from tests.support.oracle import DTYPES, PlainOptimizer, assert_same_tensors, rounded, weights_of
 
 DISK = ("nvme", "nvme")
 PLACEMENTS = (DISK, ("cpu", "cpu"), ("none", "nvme"), ("none", "none"))
@@ -207,20 +206,6 @@ def test_it_does_what_it_does_in_a_plain_loop_bit_for_bit(name: str, dtype: str,
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.numeric
-def test_with_a_clip_it_follows_the_plain_loop(dtype: str, tmp_path: Path) -> None:
-    """The norm is summed in another order, so its last bits may differ."""
-    engine = _start("NAdam", tmp_path, dtype=dtype, clip=0.05)
-    train(engine, range(4))
-    mine, plain = _weights(engine), _plain("NAdam", dtype, 4, clip=0.05)
-    for key, value in plain.items():
-        assert value.isfinite().all(), key
-    job = Job(make_model, lambda model, step, _: _loss(model, step), steps=4, lr=1e-2, dtype=dtype)
-    rounding_bounds.same_weights(mine, plain, job)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "states of many kinds"])
 def test_placements_have_the_same_bits(name: str, dtype: str, tmp_path: Path) -> None:
     first: tuple[list[float], dict[str, torch.Tensor]] | None = None
@@ -332,39 +317,6 @@ def test_a_parameter_without_a_gradient_keeps_what_is_kept_of_it(tmp_path: Path)
     assert_same_tensors(_weights(engine), masters.state_dict())
 
 
-def test_parameters_of_one_element(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 1), nn.Linear(1, 1))
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.NAdam(plain.parameters())
-    config = {"train_micro_batch_size_per_gpu": 6, "gradient_clipping": 0.0, "offload": {"device": "cpu"}}
-    engine = offload.initialize(model=model, optimizer=torch.optim.NAdam(model.parameters()), config=config)[0]
-    for step in range(3):
-        _plain_step(plain, optimizer, step)
-    train(engine, range(3))
-    assert_same_tensors(_weights(engine), plain.state_dict())
-
-
-def test_a_schedule_moves_its_groups(tmp_path: Path) -> None:
-    plain, model = make_model(), make_model()
-    theirs, mine = OPTIMIZERS["Muon"](plain), OPTIMIZERS["Muon"](model)
-    settings = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}}
-    batch = {"train_micro_batch_size_per_gpu": 6, "gradient_clipping": 0.0, "offload": {"device": "cpu"}}
-    engine = offload.initialize(
-        model=model,
-        optimizer=mine,
-        lr_scheduler=torch.optim.lr_scheduler.StepLR(mine, 1, 0.5),
-        config=settings | batch,
-    )[0]
-    schedule = torch.optim.lr_scheduler.StepLR(theirs, 1, 0.5)
-    for step in range(4):
-        _plain_step(plain, theirs, step)
-        schedule.step()
-        train(engine, [step])
-    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.05 / 16, 0.02 / 16]
-    assert_same_tensors(_weights(engine), plain.state_dict())
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["Adafactor", "states of many kinds"])
 def test_the_budget_is_kept_and_the_least_of_it_works(name: str, tmp_path: Path) -> None:
@@ -372,12 +324,12 @@ def test_the_budget_is_kept_and_the_least_of_it_works(name: str, tmp_path: Path)
         _start(name, tmp_path, dtype="bf16", host_memory=1)
     least = int(str(error.value).split("the least that works is ")[1].split("(")[1].split(" bytes")[0])
     results = []
-    for number, budget in enumerate((least, least + 4096, 2 * least, "64MiB")):
+    for number, budget in enumerate((least, "64MiB")):
         engine = _start(name, tmp_path / str(number), dtype="bf16", host_memory=budget)
         results.append((train(engine, range(4)), _weights(engine)))
-    for losses, weights in results[1:]:
-        assert losses == results[0][0]
-        assert_same_tensors(weights, results[0][1])
+    (losses, weights), (expected, whole) = results
+    assert losses == expected
+    assert_same_tensors(weights, whole)
 
 
 def test_the_torch_fallback_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -462,19 +414,6 @@ def test_a_class_with_a_kernel_uses_the_kernel(tmp_path: Path) -> None:
     engine.destroy(remove=True)
     engine = begin({"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}, "b")
     assert train(engine, range(2)) == losses
-    engine.destroy(remove=True)
-
-
-def test_a_run_is_resumed(tmp_path: Path) -> None:
-    block = _named("Adafactor", {"lr": 1e-2})
-    engine = offload.initialize(model=make_model(), config=_settings(tmp_path / "a", block))[0]
-    losses = train(engine, range(4))
-    engine.destroy(remove=True)
-    engine = offload.initialize(model=make_model(), config=_settings(tmp_path / "b", block))[0]
-    first = train(engine, range(2))
-    engine.destroy()
-    engine = offload.initialize(model=make_model(), config=_settings(tmp_path / "b", block, resume="must"))[0]
-    assert first + train(engine, range(2, 4)) == losses
     engine.destroy(remove=True)
 
 

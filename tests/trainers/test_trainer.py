@@ -307,16 +307,6 @@ def test_device_memory_is_that_of_both(tmp_path: Path) -> None:
             mine.evaluate()
 
 
-@pytest.mark.slow
-def test_host_memory_is_that_of_both(tmp_path: Path) -> None:
-    with offloaded_reference(tmp_path / "alone") as mine:
-        mine.evaluate()
-        needed = mine.engine.host_memory + mine.accelerator.references[0].host_memory
-    with offloaded_reference(tmp_path / "given", host_memory=needed) as mine:
-        mine.train()
-        assert mine.engine.host_memory + mine.accelerator.references[0].host_memory <= needed
-
-
 def test_a_reference_that_comes_later_finds_no_device_memory(tmp_path: Path) -> None:
     content = config(tmp_path)
     content["offload"]["device_memory"] = "64MiB"
@@ -718,14 +708,6 @@ def test_two_ranks_give_what_one_gives(two: RankPool, tmp_path: Path) -> None:
     assert_same_tensors(saved, mine.weights)
 
 
-@pytest.mark.slow
-def test_two_ranks_resume(two: RankPool, tmp_path: Path) -> None:
-    single, _ = two.run(train, tmp_path / "whole")
-    two.run(train, tmp_path / "broken", 4)
-    resumed, _ = two.run(train, tmp_path / "broken", 0, True)
-    assert_same(single, resumed)
-
-
 def draw_on_one_rank(folder: Path) -> list[float]:
     """Dropout on rank 0 alone: by itself rank 1 would take turns from the third step on."""
     model = models.gpt2 if rank_and_size()[0] else models.gpt2_dropout
@@ -739,25 +721,6 @@ def draw_on_one_rank(folder: Path) -> list[float]:
 def test_ranks_take_one_order_where_the_model_of_one_alone_draws_random_numbers(two: RankPool, tmp_path: Path) -> None:
     one, other = two.run(draw_on_one_rank, tmp_path)
     assert len(one) == 4 and one == other
-
-
-def evaluate_and_save_best(folder: Path) -> tuple[list[float], float]:
-    best = {
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "load_best_model_at_end": True,
-        "greater_is_better": True,
-        "ddp_backend": "gloo",
-    }
-    with ended(trainer(folder, per_device_train_batch_size=2, **SAVED | best)) as mine:
-        mine.train()
-        losses = [log["eval_loss"] for log in mine.state.log_history if "eval_loss" in log]
-        return losses, mine.evaluate()["eval_loss"]
-
-
-def test_two_ranks_evaluate_and_load_the_best(two: RankPool, tmp_path: Path) -> None:
-    for losses, loaded in two.run(evaluate_and_save_best, tmp_path):
-        assert max(losses) > losses[-1] and loaded == max(losses)
 
 
 def accelerated(folder: Path) -> list[float]:

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 import offload
 from offload.errors import StoreError
-from offload.hf import OffloadTrainer
 from tests.support import models
 from tests.support.oracle import assert_same_tensors
 from tests.support.trainer_runs import (
@@ -88,28 +87,6 @@ def test_resumed_where_a_sampler_draws_from_the_generator_of_all(tmp_path: Path)
     complete = offloaded(tmp_path / "whole", model=models.gpt2_dropout, **grouped)
     broken_off(tmp_path / "broken", 3, **grouped)
     assert_same(complete, resumed(tmp_path / "broken", **grouped))
-
-
-@pytest.mark.slow
-def test_resumed_between_two_epochs(tmp_path: Path) -> None:
-    complete = unbroken(models.gpt2_dropout)
-    changed = {"save_steps": 3}
-    broken_off(tmp_path / "broken", 4, **changed)
-    assert_same(complete, resumed(tmp_path / "broken", **changed))
-
-
-@pytest.mark.slow
-def test_resumed_where_states_lie_elsewhere(tmp_path: Path) -> None:
-    broken_off(tmp_path, 3)
-    runs = [resumed(tmp_path, str(tmp_path / "out" / "checkpoint-2"), tier) for tier in (DISK, MEMORY)]
-    assert_same(*runs)
-
-
-def test_the_configs_schedule_goes_on(tmp_path: Path) -> None:
-    blocks = {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto"}}}
-    complete = offloaded(tmp_path / "whole", blocks=blocks)
-    broken_off(tmp_path / "broken", 3, model=models.gpt2, blocks=blocks)
-    assert_same(complete, resumed(tmp_path / "broken", model=models.gpt2, blocks=blocks))
 
 
 def test_transformers_loads_what_a_checkpoint_holds(tmp_path: Path) -> None:
@@ -194,6 +171,7 @@ def test_a_checkpoint_of_the_stock_trainer_is_refused(tmp_path: Path) -> None:
     assert mine.engine is None, "nothing was touched"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("left", [None, b'{"epoch": 0.5, "glo'], ids=["without a state", "with half a state"])
 def test_a_save_that_was_cut_short_is_passed_over(
     left: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -268,31 +246,3 @@ def test_an_engine_of_ones_own_loads_a_checkpoint(tmp_path: Path) -> None:
         assert folder is not None and Path(folder).name == "global_step2"
     finally:
         engine.destroy()
-
-
-@pytest.mark.slow
-def test_of_a_trainer_of_ones_own(tmp_path: Path) -> None:
-    """Its loss is its own; the rest is as above."""
-
-    class Mine(OffloadTrainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            outputs = model(**inputs)
-            loss = outputs.logits.float().square().mean()
-            return (loss, outputs) if return_outputs else loss
-
-        loss_is_scaled_for_ga = False
-
-    def made(folder: Path) -> Mine:
-        return Mine(
-            model=seeded(), args=arguments(folder, **SAVED), train_dataset=Texts(FEW), offload_config=config(folder)
-        )
-
-    with ended(made(tmp_path / "whole")) as mine:
-        mine.train()
-        complete = result(mine)
-    with ended(made(tmp_path / "broken")) as mine:
-        mine.add_callback(Break(3))
-        mine.train()
-    with ended(made(tmp_path / "broken")) as mine:
-        mine.train(resume_from_checkpoint=True)
-        assert_same(complete, result(mine))

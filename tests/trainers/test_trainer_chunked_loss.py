@@ -14,7 +14,6 @@ import torch
 import transformers
 from torch.nn import functional
 
-import offload
 from offload.errors import ConfigError, UsageError
 from offload.hf import OffloadMixin, OffloadTrainer
 from offload.losses import causal_model, chunk_loss_of, chunked
@@ -210,30 +209,6 @@ def test_a_prediction_step_of_ones_own_receives_all_logits(calls: list[torch.Siz
         assert len(calls) == 5 and mine.evaluate()["eval_loss"] > 0 and len(calls) == 5
 
 
-def with_a_hook() -> Any:
-    """A model whose hook adds a term of the logits to its loss."""
-
-    def add(model: Any, args: Any, output: Any) -> Any:
-        output.loss = output.loss + 0.01 * output.logits.float().logsumexp(-1).square().mean()
-        return output
-
-    model: Any = models.llama()
-    model.register_forward_hook(add)
-    return model
-
-
-@pytest.mark.numeric
-def test_a_hook_on_the_model_trains_as_in_the_stock_trainer(
-    calls: list[torch.Size], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "offload")
-    mine, theirs = offloaded(tmp_path / "mine", model=with_a_hook), stock(tmp_path / "stock", model=with_a_hook)
-    assert_close(mine, theirs, with_a_hook)
-    assert (
-        not calls and caplog.text.count("not computed in chunks of tokens: LlamaForCausalLM has the forward hook") == 1
-    )
-
-
 def test_a_callback_that_calls_the_model_receives_all_logits(calls: list[torch.Size], tmp_path: Path) -> None:
     """Also in the middle of a training: only the Trainer's own steps compute chunks."""
     shapes: list[tuple[int, ...]] = []
@@ -264,19 +239,6 @@ def test_a_replaced_method_of_the_trainers_class_receives_all_logits(
     with ended(made(tmp_path)) as mine:
         mine.train()
     assert not calls
-
-
-def test_the_users_own_loss_function_stays(calls: list[torch.Size], tmp_path: Path) -> None:
-    model, seen = seeded(models.llama), []
-
-    def mine(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
-        seen.append(logits.shape)
-        return functional.cross_entropy(logits.transpose(1, 2).float(), labels)
-
-    model.loss_function = mine
-    with ended(made(tmp_path, model=lambda: model)) as each:
-        each.train()
-    assert model.loss_function is mine and set(seen) == {torch.Size((2, 12, 128))} and not calls
 
 
 def test_off_is_off_and_the_impossible_is_an_error(calls: list[torch.Size], tmp_path: Path) -> None:
@@ -310,18 +272,6 @@ class OwnLossOfNothing(OffloadTrainer):
         outputs = model(**inputs)
         assert outputs.logits.shape[1] == 0
         return outputs.loss
-
-
-def test_an_evaluation_before_the_training_changes_nothing(calls: list[torch.Size], tmp_path: Path) -> None:
-    results = []
-    for name in ("first", "later"):
-        with ended(made(tmp_path / name)) as mine:
-            if name == "first":
-                mine.evaluate()
-            mine.train()
-            results.append(result(mine))
-    assert_same(*results)
-    assert len(calls) == 3 + 5 + 5
 
 
 # -- resumed ------------------------------------------------------------------------------------------
@@ -375,18 +325,3 @@ def test_a_resumed_run_computes_its_loss_as_it_began(
     assert not calls and "not computed in chunks of tokens: the run has begun with all logits" in caplog.text
     trained(tmp_path / "e", old, chunked_loss=True)
     assert calls
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_an_earlier_version_is_resumed_with_all_logits(
-    calls: list[torch.Size], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such a checkpoint says nothing of the loss."""
-    save = offload.Engine.save_checkpoint
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            offload.Engine, "save_checkpoint", lambda self, out, client_state, **more: save(self, out, **more)
-        )
-        old = begun(tmp_path / "old", chunked_loss=False)
-    assert_same(trained(tmp_path / "new", old), trained(tmp_path / "unbroken", chunked_loss=False))
-    assert not calls

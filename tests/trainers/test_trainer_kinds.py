@@ -55,21 +55,6 @@ def evaluations(trainer: Any) -> list[float]:
     return [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
 
 
-@pytest.mark.slow
-@pytest.mark.numeric
-def test_evaluation_on_the_way(tmp_path: Path) -> None:
-    """Losses of the evaluations are the stock ones, and those of the training are as without any."""
-    theirs = transformers.Trainer(
-        model=seeded(), args=arguments(tmp_path / "stock", **EVALUATED), train_dataset=Texts(FEW), eval_dataset=Texts(5)
-    )
-    theirs.train()
-    with ended(trainer(tmp_path / "mine", rows=FEW, **EVALUATED)) as mine:
-        mine.train()
-        assert_same(result(mine), unbroken())
-        assert len(evaluations(mine)) == 3
-        rounding_bounds.same_losses(evaluations(mine), evaluations(theirs), models.GPT2)
-
-
 def test_evaluation_before_training(tmp_path: Path) -> None:
     with ended(trainer(tmp_path / "mine", rows=FEW)) as mine:
         before = mine.evaluate()["eval_loss"]
@@ -167,25 +152,6 @@ def test_lora_equals_the_stock_trainer(tmp_path: Path) -> None:
     mine = unbroken(lora)
     assert_close(mine, stock(tmp_path / "stock", model=lora), lora)
     assert_same(mine, offloaded(tmp_path / "memory", MEMORY, model=lora))
-
-
-@pytest.mark.slow
-def test_lora_saves_adapters_and_goes_on(tmp_path: Path) -> None:
-    reference = unbroken(lora)
-    saved = {"save_strategy": "steps", "save_steps": 2}
-    with ended(trainer(tmp_path, model=lora, rows=FEW, **saved)) as mine:
-        mine.train()
-    folder = tmp_path / "out" / "checkpoint-2"
-    assert (folder / "adapter_model.safetensors").exists() and not (folder / "model.safetensors").exists()
-    assert sum(path.stat().st_size for path in folder.rglob("*.safetensors")) < 200_000, (
-        "frozen weights are not in the checkpoint"
-    )
-    with ended(trainer(tmp_path, model=lora, rows=FEW, **saved)) as mine:
-        mine.train(resume_from_checkpoint=str(folder))
-        assert_same(reference, result(mine))
-        loaded = peft.PeftModel.from_pretrained(seeded(), tmp_path / "out" / "checkpoint-6").state_dict()
-        for name, value in result(mine).weights.items():
-            assert torch.equal(loaded[name], value), name
 
 
 @pytest.mark.sample(1)

@@ -13,7 +13,6 @@ import transformers
 from offload.hf import OffloadMixin, OffloadTrainer
 from offload.losses import causal_lm, causal_model
 from tests.support import models
-from tests.support.oracle import least_host_memory, room_for
 from tests.support.trainer_runs import (
     CHECKPOINTING,
     DISK,
@@ -127,26 +126,6 @@ def test_logits_of_all_tokens_are_never_computed(tmp_path: Path, monkeypatch: py
     assert shapes == [(1, 12, 64)] * 20
 
 
-@pytest.mark.slow
-def test_further_micro_batches_read_no_more_weights_of_blocks(tmp_path: Path) -> None:
-    """By the counters of the engine: one by one each further micro-batch reads all weights of blocks twice again."""
-    job = models.GPT2._replace(model=lambda: models.gpt2(6, 64))
-    room: dict[str, Any] = {"device_memory": room_for(job, 2)}
-    room["host_memory"] = least_host_memory(job, tmp_path / "least", **room)
-
-    def read(folder: Path, schedule: str, micro_batches: int) -> int:
-        changed = {"gradient_accumulation_steps": micro_batches, "max_steps": 5, "model": job.model, "more": room}
-        with ended(trainer(folder, schedule, **changed)) as mine:
-            counter = Counter(mine)
-            mine.add_callback(counter)
-            mine.train()
-            return counter.read[4] - counter.read[2]
-
-    two, four = (read(tmp_path / f"one by one {count}", ONE_BY_ONE, count) for count in (2, 4))
-    layered = [read(tmp_path / f"layered {count}", LAYERED, count) for count in (2, 4)]
-    assert max(layered) < two and layered[1] - layered[0] < 0.2 * (four - two)
-
-
 class Counter(transformers.TrainerCallback):
     """Bytes read until each step, in the store's own count, and the calls of the loop."""
 
@@ -176,30 +155,6 @@ def test_callbacks_see_each_micro_batch(tmp_path: Path) -> None:
             mine.train()
             seen.append(counter.calls)
     assert seen[0] == seen[1] == [*["begin", *["substep"] * 3, "end"] * 2, "begin", "substep", "end"] * 2
-
-
-# -- resuming -----------------------------------------------------------------------------------------
-
-
-class Break(transformers.TrainerCallback):
-    """Ends a training after its fourth step."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step == 4
-
-
-@pytest.mark.slow
-def test_a_training_resumed_in_the_middle_of_an_epoch_keeps_its_bits_with_dropout(tmp_path: Path) -> None:
-    saved = {"model": models.gpt2_dropout, "save_strategy": "steps", "save_steps": 2}
-    unbroken = trained(tmp_path / "unbroken", LAYERED, **saved)
-    with ended(trainer(tmp_path / "broken", LAYERED, **saved)) as mine:
-        mine.add_callback(Break())
-        mine.train()
-    (tmp_path / "broken" / "out" / "checkpoint-4").rename(tmp_path / "fourth")
-    for checkpoint in (tmp_path / "broken" / "out" / "checkpoint-2", tmp_path / "fourth"):
-        with ended(trainer(tmp_path / "resumed", LAYERED, **saved)) as mine:
-            mine.train(resume_from_checkpoint=str(checkpoint))
-            assert_same(unbroken, result(mine))
 
 
 # -- dropout ------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ def norms() -> Any:
 
 @pytest.mark.works("Trainers", "biases or norms alone (BitFit, peft's `LNTuningConfig`)", "right")
 @pytest.mark.numeric
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [biases, norms])
 def test_norms_or_biases_alone_train_as_in_the_stock_trainer(model: Any, tmp_path: Path) -> None:
     """None of them decays, so the first of the Trainer's groups of parameters is empty."""
@@ -78,7 +79,7 @@ def shared_bases() -> Any:
 METHODS = [prompts, prefixes, encoded_prompts, sparse, best_vectors, shared_projections, shared_bases]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.works("Trainers", "checkpoints of peft's prompt tuning, prefix tuning, P-tuning, SHiRA, VeRA", "right")
 @pytest.mark.numeric
 @pytest.mark.parametrize("model", METHODS)
