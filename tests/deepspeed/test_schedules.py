@@ -154,20 +154,16 @@ def make(table: Table) -> Any:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_each_step_has_the_rate_of_the_table(name: str) -> None:
+def test_each_step_has_the_rate_and_the_momentum_of_the_table(name: str) -> None:
     table = TABLES[name]
     assert rates(make(table), len(table.rates)) == pytest.approx(table.rates, rel=1e-6, abs=0)
-
-
-@pytest.mark.parametrize("name", [name for name, table in TABLES.items() if table.momenta])
-def test_the_momentum_goes_the_other_way(name: str) -> None:
-    table, found = TABLES[name], []
-    schedule = make(table)
-    for _ in table.rates:
-        found.append(schedule.optimizer.param_groups[0]["betas"])
-        schedule.step()
-    assert [betas[0] for betas in found] == pytest.approx(table.momenta)
-    assert {betas[1] for betas in found} == {0.999}, "the second moment's is the optimizer's"
+    if table.momenta:
+        schedule, betas = make(table), []
+        for _ in table.rates:
+            betas.append(schedule.optimizer.param_groups[0]["betas"])
+            schedule.step()
+        assert [first for first, _ in betas] == pytest.approx(table.momenta)
+        assert {second for _, second in betas} == {0.999}, "the second moment's is the optimizer's"
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -207,13 +203,7 @@ def test_defaults_of_class_and_block_are_the_same(name: str) -> None:
     ("name", "params"),
     [
         ("WarmupLR", {"warmup_min_lr": 1e-3, "warmup_max_lr": [1e-2], "warmup_num_steps": 4}),
-        ("OneCycle", {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 2, "cycle_min_mom": 0.5}),
-        ("StepLR", {"step_size": 2, "gamma": 0.5}),
         ("MultiStepLR", {"milestones": [1, 3], "gamma": 0.5}),
-        (
-            "CyclicLR",
-            {"base_lr": 1e-3, "max_lr": 1e-2, "step_size_up": 2, "cycle_momentum": False, "mode": "triangular"},
-        ),
     ],
 )
 def test_a_number_in_quotes_is_that_number(name: str, params: dict[str, Any]) -> None:
@@ -273,7 +263,7 @@ def kill(engine: offload.Engine) -> None:
     testing.abandon(engine, remove=False)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TABLES)
 def test_a_run_that_is_killed_has_the_rates_of_the_table(name: str, tmp_path: Path) -> None:
     """Again and again; what the next step will have is there as soon as the run has begun."""

@@ -19,13 +19,10 @@ from offload import testing
 from offload.aio import File
 from offload.aio.protocols import Future
 from offload.aio.shared_queue import SharedQueue
-from offload.config import Config
-from offload.engine import assembly, setup
-from offload.engine import engine as core
 from offload.errors import BudgetError, ConfigError, EngineFailed, IoError, StoreError
 from offload.swapper.memory.host_arena import process_memory
 from offload.swapper.store import Store
-from tests.failures.test_processes import start_processes as start_status
+from tests.failures import linear_engine
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import assert_same_tensors, config, run, start, train_step, weights_of
@@ -59,7 +56,7 @@ def failing(operation: str, after: int) -> object:
 def test_a_failed_request_stops_the_engine(
     operation: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = models.GPT2._replace(steps=10)
+    job = models.GPT2._replace(steps=5)
     unbroken = run(job, DISK, tmp_path / "whole")
     with monkeypatch.context() as patch:
         use_queue(patch, lambda: LateQueue(0, 0.001, failing(operation, after)))
@@ -187,30 +184,27 @@ def workers() -> int:
     return sum(thread.name == "offload-update" for thread in threading.enumerate())
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("where", "name"),
-    [
-        *(
-            (assembly, "compute_spans"),
-            (assembly, "KeptInputs"),
-            (assembly, "ModuleHooks"),
-            (assembly, "WeightEdits"),
-            (assembly, "UpdateWorker"),
-        ),
-        *((assembly, "_meter"), (core, "OptimizerStep"), (setup, "Engine")),
-    ],
-)
-def test_a_start_that_fails_late_leaves_nothing(
-    where: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("point", ["device.arena", "store.commit"])
+def test_a_start_that_fails_leaves_nothing(point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[nn.Module] = []
+    opened: set[SharedQueue] = set()
     job = models.GPT2._replace(model=lambda: made.append(models.GPT2.model()) or made[-1])
+
+    def opens(open_queue: Callable[..., SharedQueue], *arguments: Any) -> SharedQueue:
+        opened.add(queue := open_queue(*arguments))
+        return queue
+
+    def closes(close: Callable[[SharedQueue], None], queue: SharedQueue) -> None:
+        close(queue)
+        opened.discard(queue)
+
     with monkeypatch.context() as patch:
-        patch.setattr(where, name, fails)
+        testing.intercept(patch, "io.open_queue", opens)
+        testing.intercept(patch, "io.close_queue", closes)
+        testing.replace(patch, point, fails)
         with pytest.raises(RuntimeError, match="of the test"):
             start(job, DISK, tmp_path, activations="nvme")
-    assert not workers() and not list(tmp_path.rglob("states"))
+    assert not opened and not workers() and not list(tmp_path.rglob("states"))
     assert not any(m._forward_pre_hooks or m._forward_hooks or m._state_dict_hooks for m in made[0].modules())
     start(job, DISK, tmp_path).destroy(remove=True)
 
@@ -247,36 +241,15 @@ def test_a_start_that_is_refused_late_keeps_the_run_that_it_would_replace(
     again.destroy(remove=True)
 
 
-@pytest.mark.parametrize("name", ["_written", "_meter", "Store"])
-def test_a_start_that_fails_early_leaves_no_queue_open(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: set[SharedQueue] = set()
-    make, close = assembly._queue, SharedQueue.close
-
-    def made(config: Config) -> SharedQueue:
-        opened.add(queue := make(config))
-        return queue
-
-    testing.replace(monkeypatch, "io.open_queue", made)
-    testing.replace(monkeypatch, "io.close_queue", lambda queue: (close(queue), opened.discard(queue)))
-    monkeypatch.setattr(assembly, name, fails)
-    with pytest.raises(RuntimeError, match="of the test"):
-        start(models.GPT2, DISK, tmp_path)
-    assert not opened
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("part", ["update_worker", "gradients", "pager", "queue"])
+@pytest.mark.parametrize("point", ["pager.close", "io.close_queue"])
 def test_a_component_that_cannot_be_closed_keeps_nothing_open(
-    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(models.GPT2, DISK, tmp_path)
-    it = getattr(testing.inspect(engine), part)
-    closed = it.close
-    monkeypatch.setattr(it, "close", lambda: (closed(), fails()))
-    with pytest.raises(RuntimeError, match="of the test"):
-        engine.destroy()
+    with monkeypatch.context() as patch:
+        testing.intercept(patch, point, lambda close, component: (close(component), fails()))
+        with pytest.raises(RuntimeError, match="of the test"):
+            engine.destroy()
     assert not workers() and testing.inspect(engine).host_arena not in process_memory().arenas
     again = start(models.GPT2, DISK, tmp_path, resume="must")  # the lock is free
     again.destroy(remove=True)
@@ -327,27 +300,20 @@ def test_the_last_commit_is_called_intact_only_where_it_is(tmp_path: Path) -> No
 SCRIPT = """
 import sys, threading
 from pathlib import Path
-from tests.failures.test_background_errors import start, train
-engine = start(Path({folder!r}))
-train(engine)
+from tests.failures import linear_engine
+engine = linear_engine.start(Path({folder!r}))
+linear_engine.train(engine)
 {ending}
 """
 FAILS = {
-    "a number": "sys.exit(1)",
     "words": "sys.exit('no more room')",
     "a caught error": "try:\n    raise ValueError('a bad batch')\nexcept ValueError:\n    sys.exit(2)",
 }
 DONE = {
-    "nothing": "sys.exit()",
     "zero": "sys.exit(0)",
     "a thread's": "thread = threading.Thread(target=sys.exit, args=[1])\nthread.start()\nthread.join()",
-    "caught": "try:\n    sys.exit(1)\nexcept SystemExit:\n    train(engine)",
+    "caught": "try:\n    sys.exit(1)\nexcept SystemExit:\n    linear_engine.train(engine)",
 }
-
-
-def train(engine: offload.Engine) -> None:
-    engine.backward(engine(torch.ones(4, 8)).square().mean())
-    engine.step()
 
 
 def ended(ending: str, folder: Path) -> tuple[int, str]:
@@ -362,11 +328,11 @@ def test_a_failure_keeps_the_run(how: str, tmp_path: Path) -> None:
     assert status == (2 if how == "a caught error" else 1) and ("no more room" in told) == (how == "words")
     assert "a start without it is refused while the run is there" in told
     with pytest.raises(StoreError, match="holds a run that did not end"):
-        start_status(tmp_path)
+        linear_engine.start(tmp_path)
 
 
 @pytest.mark.parametrize("how", DONE)
 def test_another_end_is_an_end_of_the_run(how: str, tmp_path: Path) -> None:
     status, told = ended(DONE[how], tmp_path)
     assert status == 0 and "a start without it begins anew" in told
-    start_status(tmp_path).destroy(remove=True)
+    linear_engine.start(tmp_path).destroy(remove=True)

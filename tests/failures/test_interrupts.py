@@ -31,119 +31,18 @@ from offload.errors import EngineFailed
 from offload.interrupts import defer_signals
 from offload.swapper.memory.lock import InterruptibleLock
 from offload.swapper.pager import Pager
-from tests.failures.test_background_errors import train
-from tests.failures.test_processes import start_processes as start_end
+from tests import ROOT
+from tests.failures import linear_engine
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.oracle import Job, room_for, start, train_step
 from tests.support.processes import warm_process
 from tests.support.sampling import examples
 
-STEPS, UNITS, WIDTH, ROWS = 2, 6, 256, 512
-
-
-class Signals:
-    """The signals to come, and the time of each unit's backward."""
-
-    def __init__(self, moments: list[str]) -> None:
-        self.moments = [(int(step), int(unit), float(delay)) for step, unit, delay in (m.split(":") for m in moments)]
-        self.step = 0
-        self.began: list[float] = []
-        self.sent = 0.0
-        self.waiting = False
-        self.timer = threading.Timer(0, self._send)
-
-    def unit_begins(self, unit: int) -> None:
-        self.began.append(time.monotonic())
-        if self.moments and self.moments[0][:2] == (self.step, unit):
-            self.waiting = True
-            self.timer = threading.Timer(self.moments.pop(0)[2], self._send)
-            self.timer.start()
-        if unit == 0 and self.waiting:  # the machine may be slow to run the timer's thread
-            time.sleep(60)
-
-    def _send(self) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        self.sent, self.waiting = time.monotonic(), False
-
-    def obeyed(self) -> int:
-        """Returns the number of units that began after the last signal."""
-        self.timer.join()
-        return sum(began > self.sent for began in self.began)
-
-
-class Mark(torch.autograd.Function):
-    """Notices that the backward of a unit begins."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, signals: Signals, unit: int) -> torch.Tensor:
-        ctx.signals, ctx.unit = signals, unit
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.signals.unit_begins(ctx.unit)
-        return gradient.clone(), None, None
-
-
-class Net(nn.Module):
-    signals: Signals
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for unit, block in enumerate(self.blocks):
-            hidden = Mark.apply(block(hidden), self.signals, unit)
-        return hidden
-
-
-def loss(model: Any, step: int, micro: int) -> torch.Tensor:
-    return model(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean()
-
-
-def main(device: str, folder: str, moments: list[str]) -> None:
-    """Trains two steps."""
-    if device == "test":
-        from offload.swapper.memory import device as device_choice
-        from tests import device as test_device
-        from tests.device.host_side import DeviceHostSide
-
-        test_device.load()
-        device_choice.HOST_SIDES[test_device.NAME] = DeviceHostSide
-    before = set(threading.enumerate())
-    room = 4 * 4 * WIDTH * (WIDTH + 64)
-    engine = start(Job(Net, loss), ("nvme", "nvme"), Path(folder), device=device, device_memory=room)
-    signals = engine.module.signals = Signals(moments)
-    interrupted = False
-    while signals.step < STEPS:
-        try:
-            value = loss(engine, signals.step, 0)
-            engine.backward(value)
-            time.sleep(0.02)  # a signal that came in the last unit is taken here, and not in step()
-        except KeyboardInterrupt:
-            print(f"obeyed {signals.obeyed()}", flush=True)
-            if interrupted:
-                raise
-            interrupted = True
-            engine.zero_grad()
-            continue
-        engine.step()
-        print(f"step {signals.step} {float(value.detach())!r} {engine.get_global_grad_norm()!r}", flush=True)
-        signals.step += 1
-    engine.destroy(remove=True)
-    left = sorted(each.name for each in set(threading.enumerate()) - before)
-    print(f"closed {left}", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
-
-INTERRUPTS_STEPS = 5
+STEPS = 5
 _OURS = str(Path(offload.__file__).parent)
 
 
-class InterruptsNet(nn.Module):
+class Net(nn.Module):
     """Small, with dropout, so that a lost or repeated forward shows in the generator."""
 
     def __init__(self) -> None:
@@ -157,13 +56,13 @@ class InterruptsNet(nn.Module):
         return self.head(hidden)
 
 
-def loss_interrupts(model: Any, step: int, micro: int) -> torch.Tensor:
+def net_loss(model: Any, step: int, micro: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     torch.manual_seed(100 + step)  # dropout depends on the step alone, however often it is begun
     return model(torch.randn(2, 32, generator=generator)).pow(2).mean()
 
 
-JOB = Job(InterruptsNet, loss_interrupts, steps=INTERRUPTS_STEPS)
+JOB = Job(Net, net_loss, steps=STEPS)
 
 
 class _Arrival:
@@ -260,7 +159,7 @@ def _drop(_: object) -> None:
 
 
 def _steps(engine: offload.Engine, job: Job, first: int) -> dict[int, float]:
-    return {step: train_step(engine, job, step) for step in range(first, INTERRUPTS_STEPS)}
+    return {step: train_step(engine, job, step) for step in range(first, STEPS)}
 
 
 def _moments(job: Job, folder: Path, **options: Any) -> int:
@@ -358,15 +257,13 @@ def test_interrupts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_interrupts_on_a_device_with_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("job", "options"), [(JOB, {}), (JOB._replace(accumulation=2), {"device_memory": 1 << 20})])
+def test_interrupts_on_a_device_with_streams(
+    job: Job, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all of a step's gradients in one micro-batch, or where the device adds them up."""
     use_device(monkeypatch, LateDevice(0, 0.5), always=False)  # signals come on the main thread
-    _try(0, examples(40), tmp_path)
-
-
-@pytest.mark.slow
-def test_interrupts_where_the_device_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_device(monkeypatch, LateDevice(0, 0.5), always=False)  # signals come on the main thread
-    _try(0, examples(40), tmp_path, job=JOB._replace(accumulation=2), device_memory=1 << 20)
+    _try(0, examples(40), tmp_path, job=job, **options)
 
 
 @pytest.mark.slow
@@ -517,13 +414,6 @@ def test_a_backward_of_torch_is_ended_when_it_is_over(device: LateDevice, tmp_pa
     engine.destroy(remove=True)
 
 
-def test_the_setting_of_torch_is_the_users_again(tmp_path: Path) -> None:
-    engine: offload.Engine = start(BACKWARD_JOB, ("cpu", "cpu"), tmp_path)
-    engine.backward(loss_backward(engine, 0, 0))
-    assert torch._C._is_multithreading_enabled()
-    engine.destroy(remove=True)
-
-
 def test_a_ctrl_c_as_the_backward_ends_leaves_no_setting_behind(
     device: LateDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -546,43 +436,6 @@ def test_a_ctrl_c_as_the_backward_ends_leaves_no_setting_behind(
     engine.destroy(remove=True)
 
 
-# -- real processes -------------------------------------------------------------------------------------
-
-
-def process(device: str, folder: Path, *moments: str) -> tuple[list[str], int]:
-    """Runs `slow_backward`; returns its lines and its status. Each Ctrl-C was obeyed within one unit."""
-    arguments = ["-m", "tests.failures.slow_backward", device, str(folder), *moments]
-    done = warm_process.run(arguments, cwd=warm_process.ROOT, timeout=300)
-    lines = done.stdout.splitlines()
-    obeyed = [int(line.split()[1]) for line in lines if line.startswith("obeyed")]
-    assert len(obeyed) == len(moments) and max(obeyed, default=0) <= 1, (moments, lines, done.stderr[-2000:])
-    return [line for line in lines if not line.startswith("obeyed")], done.returncode
-
-
-def assert_obeyed(device: str, folder: Path, moments: list[str]) -> None:
-    """A first Ctrl-C costs the step that is begun again, a second ends the process; nothing else changes."""
-    whole, status = process(device, folder / "whole")
-    assert status == 0 and len(whole) == 3 and whole[-1] == "closed []"
-    for number, moment in enumerate(moments):
-        if number % 2:
-            assert process(device, folder / str(number), moment) == (whole, 0), moment
-        else:
-            lines, status = process(device, folder / str(number), moment, moment)
-            assert lines == whole[: int(moment[0])] and status == -signal.SIGINT, moment
-
-
-def test_a_process_obeys_each_ctrl_c_in_a_backward(tmp_path: Path) -> None:
-    assert_obeyed("cpu", tmp_path, ["1:3:0", "0:4:0"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", "test"])
-def test_a_process_obeys_each_ctrl_c_at_random_moments_of_a_backward(device: str, tmp_path: Path) -> None:
-    chance = random.Random(28)
-    moments = [f"{chance.randrange(2)}:{chance.randrange(6)}:{chance.uniform(0.0, 0.02)}" for _ in range(10)]
-    assert_obeyed(device, tmp_path, moments)
-
-
 LONG = 240.0
 """Seconds that a process may take to begin, or to end: a slow machine that does much else."""
 AT_ONCE = "stopped at once by a second Ctrl-C; steps that were committed are kept"
@@ -600,35 +453,26 @@ BLOCKED = "(lock(mutex), lock(mutex))"
 """A call of native code that never returns: no handler of Python's runs in it."""
 
 TRAINING = """\
-import sys
 import time
 import deepspeed
-import torch
+from tests.failures import linear_engine
 
-torch.manual_seed(0)
-tier = {"device": "nvme", "nvme_path": "swap"}
-config = {
-    "train_micro_batch_size_per_gpu": 4,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    "zero_optimization": {"stage": 3, "offload_optimizer": tier},
-    "offload": {"device": "cpu", "resume": "auto"},
-}
-engine, *_ = deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config)
-for step in range(engine.global_steps, int(sys.argv[1])):
-    loss = (engine(torch.ones(4, 8) * step) - 1).square().mean()
-    engine.backward(loss)
-    engine.step()
-    print(step, loss.item(), flush=True)
-    time.sleep(float(sys.argv[2]))
-engine.destroy()
+engine = linear_engine.start("swap", resume="auto")
+while True:
+    linear_engine.train(engine)
+    print(engine.global_steps, flush=True)
+    time.sleep(0.2)  # so that a slow machine does not make thousands of steps before the signal comes
 """
 
 
-def begin(folder: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
+def begin(folder: Path, text: str, *command: str) -> subprocess.Popen[str]:
     """Begins a script as `offload run` does, in a folder: before accelerate is imported, so in no warm process."""
     (folder / "train.py").write_text(text)
-    command = [sys.executable, "-m", "offload.deepspeed", "train.py", *arguments]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = (sys.executable, "-m", *(command or ("offload.deepspeed",)), "train.py")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def wait_for(process: warm_process.Process | subprocess.Popen[str], word: str) -> list[str]:
@@ -640,13 +484,6 @@ def wait_for(process: warm_process.Process | subprocess.Popen[str], word: str) -
         if line.startswith(word):
             return lines
     raise AssertionError(f"it ended and never said {word!r}: {process.communicate()}")
-
-
-def completed(process: subprocess.Popen[str]) -> list[str]:
-    """Returns the lines of its output, to its end."""
-    output, errors = process.communicate(timeout=LONG)
-    assert process.returncode == 0, errors
-    return output.splitlines()
 
 
 def interrupted(process: warm_process.Process | subprocess.Popen[str]) -> str:
@@ -664,23 +501,17 @@ def interrupted(process: warm_process.Process | subprocess.Popen[str]) -> str:
 # -- offload run --------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(900)  # three processes, one after the other, import everything
-def test_the_first_ends_after_the_last_complete_step_and_the_run_resumes_bit_for_bit(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    whole.mkdir()
-    parts.mkdir()
-    # With a pause behind each step, so that a slow machine does not make thousands before the signal comes.
-    process = begin(parts, TRAINING, "1000000", "0.2")
-    seen = wait_for(process, "7 ")
+def test_the_first_ends_after_the_last_complete_step_and_keeps_the_run(tmp_path: Path) -> None:
+    process = begin(tmp_path, TRAINING, "offload", "run")  # the real command, from its start
+    wait_for(process, "2")
     errors = interrupted(process)
-    first, kept = errors.strip().splitlines()[-2:]
+    first, last = errors.strip().splitlines()[-2:]
     assert first.startswith("stopped by Ctrl-C in train.py, line ") and first.endswith("; Ctrl-C again ends at once")
-    step = re.search(r"the run is kept in \S+/swap/default, at step (\d+): ", kept)
-    assert step is not None and '"resume": "auto" goes on' in kept
-    steps = int(step[1]) + 4
-    unbroken, resumed = (completed(begin(folder, TRAINING, str(steps), "0")) for folder in (whole, parts))
-    assert len(unbroken) == steps and unbroken[:8] == seen
-    assert resumed == unbroken[-4:]
+    step = re.search(r"the run is kept in \S+swap/default, at step (\d+): ", last)
+    assert step is not None and '"resume": "auto" goes on' in last
+    engine = linear_engine.start(tmp_path / "swap", resume="must")
+    assert engine.global_steps == int(step[1]) >= 2
+    engine.destroy(remove=True)
 
 
 ENDINGS = {
@@ -692,8 +523,9 @@ finally:
     print("ending", flush=True)
     forever()
 """,
-    "at exit": """\
-atexit.register(lambda: (print("ending", flush=True), forever()))
+    "in native code at exit": f"""\
+{BLOCK}
+atexit.register(lambda: (print("ending", flush=True), {BLOCKED}))
 print("ready", flush=True)
 forever()
 """,
@@ -713,19 +545,11 @@ forever()
 """Scripts that take long to end."""
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending", [pytest.param(name, marks=() if "native" in name else pytest.mark.slow) for name in ENDINGS]
+)
 def test_the_second_ends_it_at_once(ending: str, tmp_path: Path) -> None:
     process = begin(tmp_path, f"{FOREVER}import atexit, threading\n{ENDINGS[ending]}")
-    wait_for(process, "ready")
-    process.send_signal(signal.SIGINT)
-    wait_for(process, "ending")
-    assert interrupted(process).splitlines()[-1] == AT_ONCE
-
-
-def test_the_second_ends_native_code_that_does_not_return(tmp_path: Path) -> None:
-    text = f"{FOREVER}{BLOCK}import atexit\natexit.register(lambda: (print('ending', flush=True), {BLOCKED}))\n"
-    process = begin(tmp_path, text + "print('ready', flush=True)\nforever()\n")
     wait_for(process, "ready")
     process.send_signal(signal.SIGINT)
     wait_for(process, "ending")
@@ -751,16 +575,6 @@ def test_a_script_that_catches_each_is_never_ended(tmp_path: Path) -> None:
     assert process.returncode == 0 and not errors, errors
 
 
-def test_offload_run_itself(tmp_path: Path) -> None:
-    """The real command, from its start: also while it imports."""
-    text = "import time\nprint('ready', flush=True); [time.sleep(0.01) for _ in range(100_000)]\n"
-    (tmp_path / "train.py").write_text(text)
-    command = [sys.executable, "-m", "offload", "run", "train.py"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(process, "ready")
-    assert interrupted(process) == "stopped by Ctrl-C in train.py, line 2; Ctrl-C again ends at once\n"
-
-
 def test_while_the_imports_of_offload_run_take_their_time(tmp_path: Path) -> None:
     from offload.cli.commands.launch import _START
 
@@ -775,8 +589,7 @@ def test_while_the_imports_of_offload_run_take_their_time(tmp_path: Path) -> Non
 # -- offload train ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("work", ["forever()", BLOCKED], ids=["sleep", "native"])
-def test_the_second_ends_a_training_that_saves_its_model(work: str, tmp_path: Path) -> None:
+def test_the_second_ends_a_training_that_saves_its_model(tmp_path: Path) -> None:
     process = warm_process.begin(
         [
             "-c",
@@ -786,7 +599,7 @@ def test_the_second_ends_a_training_that_saves_its_model(work: str, tmp_path: Pa
             "    print('ready', flush=True)\n"
             "    while signal.getsignal(signal.SIGINT) == signals._stop:\n"
             "        time.sleep(0.01)\n"
-            f"    print('held', flush=True)\n    {work}\n",
+            f"    print('held', flush=True)\n    {BLOCKED}\n",
         ],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
@@ -798,7 +611,7 @@ def test_the_second_ends_a_training_that_saves_its_model(work: str, tmp_path: Pa
     assert interrupted(process) == "stopped at once by a second signal; steps that were committed are kept\n"
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.02])
+@pytest.mark.parametrize("pause", [0.0, pytest.param(0.02, marks=pytest.mark.slow)])
 def test_two_in_a_row_lose_no_committed_step_of_offload_train(pause: float, tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
     command = ["-m", "offload", "train", "--text", "text.py", "--batch-size", "2", "--seq-len", "32", "--log", "log"]
@@ -828,11 +641,10 @@ SCRIPT = """
 import os, signal
 from offload import testing
 from pathlib import Path
-from tests.failures.test_background_errors import train
-from tests.failures.test_processes import start
-engine = start(Path({folder!r}), durability={{"every": 2}})
+from tests.failures import linear_engine
+engine = linear_engine.start(Path({folder!r}), durability={{"every": 2}})
 for _ in range(3):
-    train(engine)
+    linear_engine.train(engine)
 testing.inspect(engine).update_worker.come_to_rest = lambda: os.kill(os.getpid(), signal.SIGINT)
 {ending}
 """
@@ -850,7 +662,7 @@ def test_the_run_is_kept_and_told(ending: str, tmp_path: Path) -> None:
     if not ending:
         assert "at exit: stopped by Ctrl-C" in done.stderr and "Traceback" not in done.stderr
     assert (done.returncode == 0) == (not ending), "Python's status, whatever a handler at exit meets"
-    engine = start_end(tmp_path, durability={"every": 2}, resume="must")
+    engine = linear_engine.start(tmp_path, durability={"every": 2}, resume="must")
     assert engine.global_steps == 2
-    train(engine)
+    linear_engine.train(engine)
     engine.destroy(remove=True)

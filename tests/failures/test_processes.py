@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import offload
 from offload import testing
 from offload.errors import StoreError, UsageError
+from tests.failures import linear_engine
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import Job, processes, run, start, train_step
@@ -207,47 +208,29 @@ def _child() -> Iterator[int]:
         os.waitpid(child, 0)
 
 
-def start_processes(folder: Path, **options: Any) -> offload.Engine:
-    torch.manual_seed(0)
-    content = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}},
-        "offload": {"device": "cpu", **options},
-    }
-    return offload.initialize(model=nn.Linear(8, 4), config=content)[0]
-
-
-def train(index: int, folder: Path, fails: bool) -> None:
-    """Commits a step, and ends as `fails` says, without a call of `destroy`."""
-    engine = start_processes(folder)
-    engine.backward(engine(torch.ones(4, 8)).square().mean())
-    engine.step()
-    if fails:
-        raise ValueError("a bad batch")
-
-
 def by_torch(folder: Path, fails: bool) -> None:
     if fails:
         with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="a bad batch"):
-            torch.multiprocessing.spawn(train, (folder, True))
+            torch.multiprocessing.spawn(linear_engine.train_in_a_process, (folder, True))
     else:
-        torch.multiprocessing.spawn(train, (folder, False))
+        torch.multiprocessing.spawn(linear_engine.train_in_a_process, (folder, False))
 
 
 def by_python(folder: Path, fails: bool) -> None:
-    process = torch.multiprocessing.get_context("spawn").Process(target=train, args=(0, folder, fails))
+    process = torch.multiprocessing.get_context("spawn").Process(
+        target=linear_engine.train_in_a_process, args=(0, folder, fails)
+    )
     process.start()
     process.join()
     assert process.exitcode == int(fails)
 
 
-@pytest.mark.parametrize("spawn", [by_torch, by_python])
+@pytest.mark.parametrize("spawn", [by_torch, pytest.param(by_python, marks=pytest.mark.slow)])
 def test_an_exception_keeps_the_run(spawn: Callable[[Path, bool], None], tmp_path: Path) -> None:
     spawn(tmp_path, True)
     with pytest.raises(StoreError, match="resume"):
-        start_processes(tmp_path)
-    engine = start_processes(tmp_path, resume="must")
+        linear_engine.start(tmp_path)
+    engine = linear_engine.start(tmp_path, resume="must")
     assert engine.global_steps == 1
     engine.destroy(remove=True)
 
@@ -255,7 +238,7 @@ def test_an_exception_keeps_the_run(spawn: Callable[[Path, bool], None], tmp_pat
 @pytest.mark.slow
 def test_the_end_of_the_function_is_an_end_of_the_run(tmp_path: Path) -> None:
     by_torch(tmp_path, False)
-    engine = start_processes(tmp_path)
+    engine = linear_engine.start(tmp_path)
     assert engine.global_steps == 0
     engine.destroy(remove=True)
 
@@ -265,7 +248,7 @@ def begin_and_end(folder: Path) -> None:
     from multiprocessing import util
 
     before = len(util._finalizer_registry)
-    start_processes(folder).destroy(remove=True)
+    linear_engine.start(folder).destroy(remove=True)
     assert len(util._finalizer_registry) == before
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner, Result
 
+from offload.cli.main import app
 from offload.deepspeed import comm
 from offload.errors import ConfigError, UsageError
 from offload.launch.environment import exported, parse_environment_file, ranks_environment
@@ -79,6 +81,10 @@ def folder(tmp_path: Path) -> Path:
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
     return os.environ | {"PATH": f"{put_ssh(folder / 'bin')}:{os.environ['PATH']}", "HOME": str(folder), **more}
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
 
 
 def begin(folder: Path, *options: str, **more: str) -> warm_process.Process:
@@ -181,7 +187,6 @@ def test_a_dry_run_prints_commands_that_a_shell_takes(folder: Path) -> None:
     assert first.returncode == 7 and (folder / "began0").exists()
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -193,18 +198,19 @@ def test_a_dry_run_prints_commands_that_a_shell_takes(folder: Path) -> None:
         (("--master_port", "70000"), "invalid value for '--master-port': Input should be less than or equal to 65535"),
     ],
 )
-def test_wrong_input_is_one_line(folder: Path, options: tuple[str, ...], message: str) -> None:
-    command = begin(folder, *options)
-    _, errors = command.communicate(timeout=120)
-    assert command.returncode == 2 and errors is not None and errors.startswith(f"error: {message}"), errors
+def test_wrong_input_is_one_line(
+    folder: Path, options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    done = run("launch", *options, "train.py")
+    assert done.exit_code == 2 and done.stderr.startswith(f"error: {message}"), done.stderr
 
 
-def test_a_program_that_is_missing_is_named(folder: Path) -> None:
-    command = begin(folder, "--hostfile", "hosts", PATH=str(folder / "nowhere"))
-    _, errors = command.communicate(timeout=120)
-    assert command.returncode == 2 and "ssh is not installed: install it, or start the ranks of each host" in str(
-        errors
-    )
+def test_a_program_that_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", str(folder / "nowhere"))
+    done = run("launch", "--hostfile", "hosts", "train.py")
+    assert done.exit_code == 2 and "ssh is not installed: install it, or start the ranks of each host" in done.stderr
 
 
 TEXT = """

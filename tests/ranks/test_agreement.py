@@ -10,7 +10,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,28 +23,20 @@ from torch import nn
 
 from offload import testing
 from offload.distributed.agreement import (
-    Agreement,
-    AllOrNothing,
     Collective,
     NextCollective,
     RankIntent,
     Rounds,
-    all_or_nothing,
-    bitmap,
     next_collective,
-    union,
 )
-from offload.distributed.process_group import Communication, Mesh, Ranks
-from offload.distributed.world import World
-from offload.engine.callbacks import Edit, GradientStats
+from offload.distributed.process_group import Communication
 from offload.errors import BudgetError, EngineFailed, RankError
-from offload.swapper.memory.device import DONE
 from offload.swapper.pager import UnitState
 from tests.support import rounding_bounds
 from tests.support.drives.fault_injection import LateQueue, use_queue
-from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, trained, weights_of
+from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, weights_of
 from tests.support.ranks.rank_jobs import JOBS, rows_loss
-from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool, start, train
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, start, train
 
 FREE = (Collective.USE, Collective.REDUCE)
 TOGETHER = (Collective.STEP, Collective.EDIT, Collective.END, Collective.MEAN)
@@ -127,26 +118,6 @@ def test_what_must_be_the_same_and_is_not_can_never_be(intents: list[RankIntent]
     assert (next_collective(intents) is None) == (not same)
 
 
-@given(st.lists(st.one_of(free, together), min_size=1, max_size=5))
-def test_every_rank_sees_the_same_choice(intents: list[RankIntent]) -> None:
-    """It depends on the list alone, and what the lowest rank needs comes before what others need of the same kind."""
-    choice = next_collective(intents)
-    assert choice == next_collective(list(intents))
-    if choice is not None and choice.next is not None and not all(intent.same(intents[0]) for intent in intents):
-        needs = [
-            intent
-            for intent in intents
-            if intent.kind is choice.next.kind and not (intent.kind is Collective.USE and intent.ready)
-        ]
-        assert choice.next == needs[0]
-
-
-@given(st.lists(st.lists(st.sets(st.integers(0, 300)), min_size=3, max_size=3), min_size=1, max_size=4))
-def test_presence_is_what_any_rank_has(ranks: list[list[set[int]]]) -> None:
-    rows = [b"".join(bitmap(segments) for segments in units) for units in ranks]
-    assert union(rows) == [set().union(*(units[unit] for units in ranks)) for unit in range(3)]
-
-
 def test_a_gather_for_another_rank_is_tried_again_once_there_is_room() -> None:
     """The other rank waits for it, whatever this rank needs itself."""
     served: list[int] = []
@@ -166,58 +137,6 @@ def test_a_gather_for_another_rank_is_tried_again_once_there_is_room() -> None:
         with pytest.raises(BudgetError) if not served else contextlib.nullcontext():
             agreement.agree(0, lambda: UnitState(unit=True, all=False, ahead=-1))
     assert served == [1, 1] and not agreement.interrupted
-
-
-def test_collectives_of_one_process_return_what_it_has() -> None:
-    ranks = Ranks(member=5)
-    assert (ranks.rank, ranks.size, ranks.shard, ranks.mesh, ranks.members) == (0, 1, 0, Mesh(), (5,))
-    assert ranks.share(("a", None)) == [("a", None)] and ranks.collect([7, 8], "look") == [[7, 8]]
-    assert ranks.collect_bytes(b"xyz", "look") == [b"xyz"] and ranks.divided([[0], [1]]).members == (5,)
-    values, received = torch.arange(6.0), torch.zeros(6)
-    ranks.broadcast(values, 0)
-    ranks.all_reduce(values).wait()
-    assert torch.equal(values, torch.arange(6.0))
-    for send in (
-        lambda: ranks.exchange(received.view(1, -1), values.view(1, -1), [0]).order_compute(),
-        lambda: ranks.gather_parts(received, values).wait(),
-        lambda: ranks.gather_sums(received, values).wait(),
-        lambda: ranks.swap(received, [6], values, [6], "look"),
-    ):
-        received.zero_()
-        send()
-        assert torch.equal(received, values)
-    assert ranks.gather(values.view(torch.uint8), [range(24)], DONE) is DONE
-    ranks.close("its engine was closed")
-    assert not ranks.lost and ranks.sent == Communication()
-
-
-def test_a_process_agrees_with_itself() -> None:
-    agreement, stats = Agreement(), GradientStats(sum_squares=2.5, present=[{1}])
-    assert agreement.step(3, 4, 5, lambda: stats) is stats and agreement.mean(0.1) == 0.1
-    edits = [Edit(start=2, stop=4, values=torch.ones(2))]
-    assert agreement.edit(1, edits) is edits and agreement.add_up([1.5, 2.0]) == [1.5, 2.0]
-    with all_or_nothing(agreement, Collective.SAVE, "save") as ranks:
-        assert ranks.settle(lambda: "mine") == ["mine"] and ranks.by_first(lambda: 6) == 6
-        ranks.same({"tag": "a"})
-    agreement.end(remove=True)
-    assert not agreement.interrupted
-
-
-def test_without_a_grid_all_processes_divide_states() -> None:
-    world = World()
-    assert not world.divides_model and not world.shares_batches and world.parts == () and world.suffix == ""
-    assert (world.data_rank, world.data_ranks, world.position, world.tensor_size) == (0, 1, 0, 1)
-    stats = GradientStats(sum_squares=1.0, present=[])
-    assert world.step(stats, 1, 2, 3) is stats and world.counted_elsewhere([]) == frozenset()
-
-
-def test_ranks_that_share_a_sequence_have_the_samples_of_one() -> None:
-    everyone, pair = Ranks(), Ranks()
-    everyone.rank, everyone.size = 5, 6
-    pair.size = 2
-    world = World(everyone=everyone, ranks=everyone, sequence=pair)
-    assert world.shares_batches and (world.data_rank, world.data_ranks) == (2, 3)
-    assert AllOrNothing(World().everyone, "look").settle(lambda: 1) == [1]
 
 
 DISK = ("nvme", "nvme")
@@ -243,14 +162,6 @@ class Experts(nn.Module):
         return self.head(hidden)
 
 
-def one_path() -> nn.Module:
-    return Experts(((0, 1, 2, 3), (0, 1, 2, 3)))
-
-
-def other_experts() -> nn.Module:
-    return Experts(((0, 2), (1, 2)))
-
-
 def other_order() -> nn.Module:
     return Experts(((0, 1, 2), (2, 0, 3)))
 
@@ -274,47 +185,21 @@ def other_parts() -> nn.Module:
     return nn.Sequential(nn.Embedding(61, 64), Parts(), Parts(), Parts(), nn.Linear(64, 61))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("model", [one_path, other_experts, other_order])
+OTHER_PATHS = {
+    "modules": Job(other_order, rows_loss, steps=4),
+    "parts of a unit": Job(other_parts, rows_loss, steps=3),
+    "parts of a unit, stage 1": Job(other_parts, rows_loss, steps=3, accumulation=2, stage=1),
+}
+
+
 @pytest.mark.works("Several ranks", "experts that only some ranks use, in any order", "right")
 @pytest.mark.numeric
-def test_ranks_may_use_different_modules(model: Any, ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(train, Job(model, rows_loss, steps=4), DISK, tmp_path)
-    assert_same(one, other)
-    plain = train_plainly(Job(model, rows_loss, steps=4))
-    rounding_bounds.same_training(one, plain, Job(model, rows_loss, steps=4), reordered=True)
-
-
-@pytest.mark.parametrize("stage", [3, 1])
-@pytest.mark.numeric
-def test_ranks_may_use_different_parts_of_a_unit(stage: int, ranks: RankPool, tmp_path: Path) -> None:
-    job = Job(other_parts, rows_loss, steps=3, accumulation=1 + (stage == 1), stage=stage)
+@pytest.mark.parametrize("name", OTHER_PATHS)
+def test_ranks_may_use_different(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    job = OTHER_PATHS[name]
     one, other = ranks.run(train, job, DISK, tmp_path)
     assert_same(one, other)
-    rounding_bounds.same_training(one, train_plainly(job), job, reordered=True)
-
-
-def train_plainly(job: Job) -> Result:
-    """Both ranks' losses in one process, of ordinary PyTorch."""
-    torch.manual_seed(job.seed)
-    model = job.model()
-    decayed = torch.optim.AdamW(model.parameters(), lr=job.lr, weight_decay=job.weight_decay)
-    losses, norms = [], []
-    try:
-        for step in range(job.steps):
-            total = torch.zeros(())
-            for rank, micro in itertools.product(range(2), range(job.accumulation)):
-                os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
-                total = total + job.loss(model, step, micro) / (2 * job.accumulation)
-            total.backward()
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), job.clip)))
-            decayed.step()
-            decayed.zero_grad()
-            losses.append(float(total.detach()))
-    finally:
-        for name in ("RANK", "WORLD_SIZE"):
-            del os.environ[name]
-    return Result(losses, norms, model.state_dict())
+    rounding_bounds.same_training(one, train_alone(job), job, reordered=True)
 
 
 def look_while_others_update(folder: Path) -> float:
@@ -412,15 +297,9 @@ def test_an_interrupt_between_ranks_ends_the_run_on_all(ranks: RankPool, tmp_pat
     assert "stopped" in other
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with shared_pool(4) as ranks:
-        yield ranks
-
-
 ROOM = "64MiB"
 """On the device for all units of each model here."""
-SERIES_DISK, RAM = ("nvme", "nvme"), ("cpu", "cpu")
+RAM = ("cpu", "cpu")
 
 
 def sent_by_step(job: Job, folder: Path, scatter: bool = False, **options: Any) -> tuple[list[Communication], Result]:
@@ -446,12 +325,11 @@ def sent_by_step(job: Job, folder: Path, scatter: bool = False, **options: Any) 
     return sent, Result(losses, norms, weights)
 
 
-@pytest.mark.parametrize("options", [{}, {"scatter": True}])
 def test_a_recorded_step_has_one_round_for_its_gathers_and_one_for_its_reductions(
-    options: dict[str, Any], ranks: RankPool, tmp_path: Path
+    ranks: RankPool, tmp_path: Path
 ) -> None:
     job = JOBS["gpt2"]._replace(steps=3)
-    for sent, _ in ranks.run(sent_by_step, job, tmp_path, *options.values()):
+    for sent, _ in ranks.run(sent_by_step, job, tmp_path, True):
         units = sent[-1].weights.collectives
         # The first step records the order, and asks at each use and after each gather.
         assert sent[0].agreement.collectives > 3 * units
@@ -460,22 +338,6 @@ def test_a_recorded_step_has_one_round_for_its_gathers_and_one_for_its_reduction
             assert step.gradients.collectives == units
             # One for all gathers, one for all reductions, and one for the step.
             assert step.agreement.collectives == 3
-
-
-def train_in(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
-    engine = start(job, placement, folder, **options)
-    result = trained(engine, job)
-    engine.destroy(remove=True)
-    return result
-
-
-@pytest.mark.parametrize("name", ["gpt2", "mixture"])
-def test_bits_are_those_of_a_round_for_each_use(name: str, ranks: RankPool, tmp_path: Path) -> None:
-    """Where units come and go each use is a round."""
-    job = JOBS[name]._replace(steps=4, dtype="bf16", accumulation=2)
-    expected = ranks.run(train_in, job, SERIES_DISK, tmp_path / "rounds")
-    for mine, other in zip(ranks.run(sent_by_step, job, tmp_path / "series"), expected, strict=True):
-        assert_same_tensors(mine[1].weights, other.weights)
 
 
 # -- other paths --------------------------------------------------------------------------------------
@@ -541,13 +403,7 @@ def train_alone(job: Job, size: int = 2) -> Result:
 
 @pytest.mark.parametrize(
     "job",
-    [
-        BRANCHING,
-        BRANCHING._replace(overlap=False),
-        TWICE,
-        TWICE._replace(stage=1),
-        TWICE._replace(stage=1, overlap=True, shard_size=1),
-    ],
+    [BRANCHING._replace(overlap=False), TWICE, TWICE._replace(stage=1, overlap=True, shard_size=1)],
 )
 @pytest.mark.works("Several ranks", "a step in which a rank leaves the path of the steps before", "right")
 @pytest.mark.numeric
@@ -565,28 +421,6 @@ def test_a_rank_may_leave_the_path_in_any_step(job: Job, ranks: RankPool, tmp_pa
         gathers = job.shard_size != 1  # whole weights are not gathered
         assert rounds[2] == 1 + gathers + backwards and rounds[3] > rounds[2], "the third step follows its series"
         assert reductions[3] > reductions[2], "the fourth leaves one of them"
-
-
-class Crossed(Branching):
-    """All layers on all ranks, and the last two in another order on each."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(ids)
-        for layer in ((0, 1, 2, 3, 4), (0, 1, 2, 4, 3))[rank_and_size()[0]]:
-            hidden = hidden + self.layers[layer](hidden).tanh()
-        return self.head(hidden)
-
-
-@pytest.mark.numeric
-def test_ranks_whose_orders_differ_keep_a_round_for_each(ranks: RankPool, tmp_path: Path) -> None:
-    """Of equally large units, which no size tells apart."""
-    job = Job(Crossed, branching_loss_at_once, steps=4)
-    (sent, one), (_, other) = ranks.run(sent_by_step, job, tmp_path)
-    assert_same_tensors(one.weights, other.weights)
-    means = [sum(pair) / 2 for pair in zip(one.losses, other.losses, strict=True)]
-    rounding_bounds.same_training(Result(means, one.norms, one.weights), train_alone(job), job, reordered=True)
-    units = sent[0].weights.collectives
-    assert all(step.agreement.collectives > 2 * units for step in sent)
 
 
 # -- random paths -------------------------------------------------------------------------------------
@@ -610,11 +444,11 @@ def way(step: int, rank: int) -> list[int]:
     return [0, 1, 2, 3] if step < 6 else [3, 1, 4]
 
 
-WANDERING = Job(Wandering, branching_loss_at_once, steps=16)
+WANDERING = Job(Wandering, branching_loss_at_once, steps=12)
 
 
-def wander(job: Job, folder: Path, alone: bool) -> Result:
-    """Trains; with `alone` each rank evaluates, reads weights and takes means between steps as it likes."""
+def wander(job: Job, folder: Path) -> Result:
+    """Trains; each rank evaluates, reads weights and takes means between steps as it likes."""
     engine = start(job, RAM, folder, device_memory=ROOM)
     rank = engine.global_rank
     testing.inspect(engine).device_arena.space.scatter = random.Random(rank)
@@ -622,11 +456,11 @@ def wander(job: Job, folder: Path, alone: bool) -> Result:
     losses, norms = [], []
     for step in range(job.steps):
         loss = job.loss(engine, step, 0)
-        if alone and drawn.random() < 0.2:
+        if drawn.random() < 0.2:
             engine.module.layers[drawn.randrange(5)].weight.detach().clone()
         engine.backward(loss)
         engine.step()
-        if alone and drawn.random() < 0.3:
+        if drawn.random() < 0.3:
             with torch.no_grad():
                 job.loss(engine, 100 + drawn.randrange(50), 0)
         losses.append(engine.mean(float(loss.detach())))
@@ -643,11 +477,10 @@ def test_any_paths_of_four_ranks_come_to_the_end(stage: int, four: RankPool, tmp
     """With uses of each rank's own between them, which change who reduces with whom, and so the order of sums."""
     job = WANDERING._replace(stage=stage)
     expected = train_alone(job, 4)
-    for alone in (True, False):
-        first, *others = four.run(wander, job, tmp_path / str(alone), alone)
-        for other in others:
-            assert_same(first, other)
-        rounding_bounds.same_training(first, expected, job, reordered=True)
+    first, *others = four.run(wander, job, tmp_path)
+    for other in others:
+        assert_same(first, other)
+    rounding_bounds.same_training(first, expected, job, reordered=True)
 
 
 # -- what a series must not outrun ----------------------------------------------------------------------
@@ -680,32 +513,3 @@ def meet_in_between(folder: Path) -> list[float]:
 def test_collectives_of_the_users_own_within_a_series(ranks: RankPool, tmp_path: Path) -> None:
     one, other = ranks.run(meet_in_between, tmp_path)
     assert one == other and len(one) == 6
-
-
-def use_units_alone(folder: Path, alone: bool) -> Result:
-    """Rank 0 evaluates, reads weights, or runs half a forward by itself, while rank 1 goes on."""
-    job = JOBS["gpt2"]._replace(steps=6)
-    engine = start(job, RAM, folder, device_memory=ROOM)
-    losses, norms = [], []
-    for step in range(job.steps):
-        loss = job.loss(engine, step, 0)
-        if alone and engine.global_rank == 0 and step == 3:
-            engine.module.state_dict()
-        engine.backward(loss)
-        engine.step()
-        losses.append(engine.mean(float(loss.detach())))
-        norms.append(engine.get_global_grad_norm() or 0.0)
-        if alone and engine.global_rank == 0 and step in (2, 4):
-            with torch.no_grad():
-                if step == 2:
-                    engine.module.transformer.wte(torch.zeros(1, 3, dtype=torch.int64))
-                job.loss(engine, 100, 0)
-    weights = weights_of(engine)
-    engine.destroy(remove=True)
-    return Result(losses, norms, weights)
-
-
-def test_one_rank_may_use_units_alone_within_a_series(ranks: RankPool, tmp_path: Path) -> None:
-    expected = ranks.run(use_units_alone, tmp_path / "together", False)[0]
-    for found in ranks.run(use_units_alone, tmp_path / "alone", True):
-        assert_same(found, expected)

@@ -13,9 +13,7 @@ from torch import nn
 
 import offload
 from offload import testing
-from offload.layout.flat_layout import lay_out
-from offload.layout.modes import make_mode
-from offload.layout.optimizer_states import divided
+from offload.errors import IoError, OffloadError
 from tests.support import models, rounding_bounds
 from tests.support.models import token_loss, tokens
 from tests.support.modules.matrix_models import MUON, SINKGD, words_loss
@@ -29,9 +27,8 @@ from tests.support.oracle import (
     train_step,
     weights_of,
 )
-from tests.support.ranks import rank_pool
-from tests.support.ranks.rank_jobs import JOBS, message_of_a_failing_drive, my_rows
-from tests.support.ranks.rank_pool import RankPool, shared_pool, start, train
+from tests.support.ranks.rank_jobs import JOBS, my_rows
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool, start, train
 
 DISK = ("nvme", "nvme")
 PLACES = (("none", "none"), ("nvme", "nvme"), ("cpu", "nvme"))
@@ -49,8 +46,13 @@ TRIED = {
 LAMB = TRIED["lamb, bf16"]._replace(accumulation=2, steps=5)
 
 
-def everywhere(job: Job, folder: Path) -> Result:
-    results = [train(job, placement, folder / "-".join(placement)) for placement in PLACES]
+def slow_but(name: str, *fast: str) -> Any:
+    """Marks a case as slow that is none of the fast ones."""
+    return name if name in fast else pytest.param(name, marks=pytest.mark.slow)
+
+
+def everywhere(job: Job, folder: Path, options: dict[str, Any]) -> Result:
+    results = [train(job, placement, folder / "-".join(placement), **options) for placement in PLACES]
     for each in results[1:]:
         assert_same(results[0], each, "placements")
     return results[0]
@@ -59,8 +61,8 @@ def everywhere(job: Job, folder: Path) -> Result:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TRIED)
 @pytest.mark.numeric
-def test_same_bits_in_some_placements(name: str, ranks: rank_pool.RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(everywhere, TRIED[name], tmp_path)
+def test_same_bits_in_some_placements(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(everywhere, TRIED[name], tmp_path, {})
     assert_same(one, other, "ranks")
     alone = train(TRIED[name], ("nvme", "nvme"), tmp_path / "alone")
     rounding_bounds.same_training(one, alone, TRIED[name], reordered=True)
@@ -88,47 +90,13 @@ UNEVEN = LAMB._replace(model=uneven, dtype="fp32")
 
 
 @pytest.mark.numeric
-def test_lamb_weighs_parameters_that_are_cut(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
+def test_lamb_weighs_parameters_that_are_cut(ranks: RankPool, tmp_path: Path) -> None:
     """Each rank has a part of each large parameter, in many tiles: the ratio is that of the whole parameter."""
     alone = train(UNEVEN, DISK, tmp_path / "alone")
     for result in ranks.run(train, UNEVEN, DISK, tmp_path / "two"):
         rounding_bounds.same_training(result, alone, UNEVEN, reordered=True)
     for roomy, tight in ranks.run(in_small_pieces, tmp_path):
         assert_same(roomy, tight, "memory")
-
-
-def in_two_parts(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    norms = []
-    for resume, steps in (("never", range(2)), ("must", range(2, LAMB.steps))):
-        engine = rank_pool.start(LAMB, DISK, folder, resume=resume)
-        for step in steps:
-            train_step(engine, LAMB, step)
-            norms.append(engine.get_global_grad_norm())
-        weights = weights_of(engine)
-        engine.destroy(remove=steps.stop == LAMB.steps)
-    return norms, weights
-
-
-@pytest.mark.slow
-def test_lamb_resumes_with_the_same_bits(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
-    unbroken, _ = ranks.run(train, LAMB, DISK, tmp_path / "whole")
-    for norms, weights in ranks.run(in_two_parts, tmp_path / "parts"):
-        assert norms == unbroken.norms
-        assert_same_tensors(weights, unbroken.weights)
-
-
-def refused_read(folder: Path) -> str:
-    """The drive of one rank fails while parameters are weighed."""
-    return message_of_a_failing_drive(rank_pool.start(LAMB, DISK, folder), LAMB, "read")
-
-
-def test_a_drive_that_fails_while_lamb_weighs(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(refused_read, tmp_path)
-    assert "/drive/data" in other, other
-    assert one.startswith("RankError"), one
-
-
-MATRIX_PLACES = (DISK, ("none", "none"), ("cpu", "nvme"))
 
 
 class Wide(nn.Module):
@@ -188,20 +156,12 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def step_matrices_everywhere(job: Job, options: dict[str, Any], folder: Path) -> Result:
-    results = [train(job, there, folder / "-".join(there), **options) for there in MATRIX_PLACES]
-    for each in results[1:]:
-        assert_same(results[0], each, "placements")
-    return results[0]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", MATRIX_JOBS)
+@pytest.mark.parametrize("name", [slow_but(name, "Muon, bf16 moments", "Adafactor, bf16") for name in MATRIX_JOBS])
 def test_the_same_rows_give_the_bits_of_one_process_in_any_placement(
     name: str, ranks: RankPool, tmp_path: Path
 ) -> None:
     job, options = MATRIX_JOBS[name], OPTIONS.get(name, {})
-    one, other = ranks.run(step_matrices_everywhere, job, options, tmp_path)
+    one, other = ranks.run(everywhere, job, tmp_path, options)
     assert_same(one, other, "ranks")
     with one_thread():
         alone = train(job, DISK, tmp_path / "alone", **options)
@@ -209,8 +169,7 @@ def test_the_same_rows_give_the_bits_of_one_process_in_any_placement(
     assert_same_tensors(alone.weights, one.weights)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["Muon", "SinkGD", "Adafactor"])
+@pytest.mark.parametrize("name", [slow_but(name, "Muon") for name in ("Muon", "SinkGD", "Adafactor")])
 @pytest.mark.numeric
 def test_ranks_with_rows_of_their_own_train_as_one_process(name: str, ranks: RankPool, tmp_path: Path) -> None:
     """Gradients are added in another order, and the direction of Muon is no continuous function of them: one step."""
@@ -221,24 +180,7 @@ def test_ranks_with_rows_of_their_own_train_as_one_process(name: str, ranks: Ran
         rounding_bounds.same_norms(result.norms, alone.norms, job)
 
 
-def step_matrices_in_small_pieces(job: Job, folder: Path) -> tuple[Result, Result]:
-    """With memory for all, and with so little that units stream and gradients wait on disk."""
-    with pytest.MonkeyPatch.context() as patch:
-        small_pieces(patch)
-        testing.replace(patch, "size.gradient_window", 16_384)  # has room for the padding of two ranks
-        least = least_host_memory(job, folder)
-        return train(job, DISK, folder / "roomy"), train(job, DISK, folder / "tight", host_memory=least)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Muon, bf16", "Adafactor, bf16"])
-def test_the_least_memory_gives_the_same_bits(name: str, ranks: RankPool, tmp_path: Path) -> None:
-    for roomy, tight in ranks.run(step_matrices_in_small_pieces, MATRIX_JOBS[name], tmp_path):
-        assert_same(roomy, tight, "memory")
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["Muon, bf16", "Adafactor"])
+@pytest.mark.parametrize("name", [slow_but(name, "Adafactor") for name in ("Muon, bf16", "Adafactor")])
 def test_three_ranks(name: str, tmp_path: Path) -> None:
     """The second has parts of two matrices, and no part of some."""
     job = MATRIX_JOBS[name]
@@ -268,7 +210,7 @@ def half_loss(model: Any, step: int, micro: int) -> torch.Tensor:
     return model(rows).square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("optimizer", ["SinkGD", "torch.optim.NAdam"])
+@pytest.mark.parametrize("optimizer", [slow_but(name, "SinkGD") for name in ("SinkGD", "torch.optim.NAdam")])
 def test_a_rank_without_a_part_takes_part(optimizer: str, tmp_path: Path) -> None:
     """Of three ranks the third has elements of the other matrix alone, which has no gradient."""
     job = Job(Half, half_loss, 3, clip=0.0, optimizer=optimizer)
@@ -279,46 +221,6 @@ def test_a_rank_without_a_part_takes_part(optimizer: str, tmp_path: Path) -> Non
     for each in results:
         assert_same(results[0], each, "ranks")
         assert torch.equal(each.weights["other.weight"], before)
-
-
-# -- homes ---------------------------------------------------------------------------------------------
-
-
-def test_both_ranks_are_homes_in_these_jobs() -> None:
-    model, mode = Wide(), make_mode("bf16", "muon")
-    homes = []
-    for block in model.blocks:
-        named = list(block.named_parameters())
-        matrices = [name for name, parameter in named if parameter.ndim == 2]
-        homes += [each.home for each in divided(lay_out("block", named, 2, matrices=matrices), mode, 2)]
-    assert homes == [1, 0]
-
-
-def _layout(ranks: int, *shapes: tuple[int, int]) -> Any:
-    named = [(f"{n}.weight", nn.Parameter(torch.empty(shape, device="meta"))) for n, shape in enumerate(shapes)]
-    return lay_out("unit", named, ranks, matrices=[name for name, _ in named])
-
-
-def test_a_matrix_that_a_rank_has_entirely_goes_nowhere() -> None:
-    layout = _layout(2, (64, 64), (64, 64))
-    assert divided(layout, make_mode("bf16", "muon"), 2) == ()
-
-
-def test_the_home_is_the_rank_with_the_most() -> None:
-    mode = make_mode("bf16", "muon")
-    layout = _layout(2, (64, 64), (64, 128), (64, 96))
-    (found,) = divided(layout, mode, 2)
-    assert (found.number, found.home) == (1, 0) and [part.numel for part in found.parts] == [6144, 2048]
-    assert divided(layout, make_mode("bf16", "adam"), 2) == ()
-
-
-def test_ranks_with_equally_much_share_the_work() -> None:
-    homes = set()
-    for number in range(8):
-        named = [(f"{number}.weight", nn.Parameter(torch.empty(64, 64, device="meta")))]
-        (found,) = divided(lay_out("unit", named, 2, matrices=[named[0][0]]), make_mode("bf16", "sinkgd"), 2)
-        homes.add(found.home)
-    assert homes == {0, 1}
 
 
 # -- states --------------------------------------------------------------------------------------------
@@ -338,8 +240,9 @@ def step_matrices_in_two_parts(
     return norms, weights
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["Muon, bf16", "Muon, bf16 moments", "Adafactor"])
+@pytest.mark.parametrize(
+    "name", [slow_but(name, "Muon, bf16 moments") for name in ("Muon, bf16", "Muon, bf16 moments", "Adafactor")]
+)
 def test_a_run_resumes_with_the_same_bits(name: str, ranks: RankPool, tmp_path: Path) -> None:
     job, options = MATRIX_JOBS[name], OPTIONS.get(name, {})
     unbroken, _ = ranks.run(train_with, job, options, tmp_path / "whole")
@@ -381,8 +284,7 @@ def states_of(engine: offload.Engine) -> dict[str, dict[str, torch.Tensor]]:
     return {names[id(p)]: found[number] for number, p in enumerate(params) if number in found}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["Muon, bf16", "Adafactor"])
+@pytest.mark.parametrize("name", [slow_but(name, "Muon, bf16") for name in ("Muon, bf16", "Adafactor")])
 def test_a_checkpoint_loads_on_any_number_of_ranks(name: str, ranks: RankPool, tmp_path: Path) -> None:
     job = MATRIX_JOBS[name]
     of_one, of_two = saved(job, tmp_path / "one"), ranks.run(saved, job, tmp_path / "two")
@@ -418,12 +320,37 @@ def test_one_rank_keeps_the_states_of_torch(ranks: RankPool, tmp_path: Path) -> 
 # -- faults --------------------------------------------------------------------------------------------
 
 
-def refused_write(job: Job, folder: Path) -> str:
-    """The drive of one rank fails while another waits for its parts."""
-    return message_of_a_failing_drive(start(job, DISK, folder), job, "write")
+def message_of_a_failing_drive(job: Job, operation: str, folder: Path) -> str:
+    """Returns this rank's error of a step in which the store of rank 1 fails to read, or to write."""
+    rank, _ = rank_and_size()
+    engine = start(job, DISK, folder)
+    message = ""
+
+    def fails(*_: object, **__: object) -> None:
+        raise IoError("/drive/data", 0, 4096, 5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            train_step(engine, job, 0)
+            engine.mean(0.0)
+            if rank:
+                testing.settle(engine)
+                testing.replace(patch, f"store.{operation}", fails)
+            train_step(engine, job, 1)
+        except (OffloadError, OSError) as error:
+            message = f"{type(error).__name__}: {error}"
+        finally:
+            with contextlib.suppress(OffloadError, OSError):
+                engine.destroy()
+    return message
 
 
-def test_a_drive_that_fails_ends_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(refused_write, MATRIX_JOBS["Muon, bf16"], tmp_path)
+@pytest.mark.parametrize(
+    ("job", "operation"),
+    [(LAMB, "read"), (MATRIX_JOBS["Muon, bf16"], "write")],
+    ids=["LAMB weighs parameters", "another rank waits for its parts"],
+)
+def test_a_drive_that_fails_ends_every_rank(job: Job, operation: str, ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(message_of_a_failing_drive, job, operation, tmp_path)
     assert "/drive/data" in other, other
     assert one.startswith("RankError: rank 1 "), one

@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,40 +16,22 @@ from torch import nn
 import offload
 from offload import testing
 from offload.aio import IoQueue, crc32c
-from offload.distributed.process_group import Communication, Mesh, Sent
-from offload.distributed.reduce_scatter import ReduceScatterAccumulator
+from offload.distributed.process_group import Communication, Sent
 from offload.errors import ConfigError
 from offload.runs.inspection import inspect
 from offload.runs.verify import CheckpointReport, open_checking
-from offload.sizes import align_up
 from offload.states import State
 from offload.swapper.pager import WeightUpdates
 from tests.checkpoints.test_resume_other_ranks import Case, begun, loaded, resumed, states_in
 from tests.ranks.test_agreement import Experts
-from tests.ranks.test_ranks_lost import Run
 from tests.support import models, rounding_bounds
 from tests.support.modules.matrix_models import MUON
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, small_pieces, trained
 from tests.support.ranks.rank_jobs import JOBS, rows_loss
-from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, start, train
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, start, train
 
 MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
 JOB = JOBS["gpt2"]._replace(steps=2, lr=3e-4, shard_size=2)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    """Four ranks: two replicas of two shards, if the config says so."""
-    with pool(4) as ranks:
-        yield ranks
-
-
-def test_a_replica_is_ranks_that_follow_each_other() -> None:
-    mesh = Mesh(replicas=2, shards=3)
-    assert mesh.replica_groups == [[0, 1, 2], [3, 4, 5]] and mesh.shard_groups == [[0, 3], [1, 4], [2, 5]]
-    assert [mesh.shard_of(rank) for rank in range(mesh.ranks)] == [0, 1, 2, 0, 1, 2]
-    assert mesh.shards_among([0, 2, 3, 5], rank=4) == [0, 2]
-    assert str(mesh) == "6 ranks (2 replicas of 3 shards)" and str(Mesh(shards=6)) == "6 ranks"
 
 
 # -- bits ---------------------------------------------------------------------------------------------
@@ -113,19 +94,6 @@ def test_two_replicas_step_matrices_tile_by_tile(ranks: RankPool, tmp_path: Path
         assert checksums == one.checksums
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SAME_ROWS)
-def test_two_replicas_of_two_shards_have_the_bits_of_one(
-    name: str, four: RankPool, ranks: RankPool, tmp_path: Path
-) -> None:
-    job = SAME_ROWS[name]
-    one = ranks.run(train_and_look, job, DISK, tmp_path / "one")
-    both = four.run(train_and_look, job._replace(shard_size=2), DISK, tmp_path / "both")
-    for rank, (result, checksums) in enumerate(both):
-        assert_same(result, one[rank % 2].result)
-        assert checksums == one[rank % 2].checksums
-
-
 @pytest.mark.numeric
 @pytest.mark.works("Several ranks", "replicas of shards (`mics_shard_size`), in any tier", "right")
 @pytest.mark.parametrize("shard_size", [2, pytest.param(1, marks=pytest.mark.slow)])
@@ -142,27 +110,12 @@ def test_replicas_train_on_all_rows_and_stay_equal(shard_size: int, four: RankPo
     rounding_bounds.same_training(each[0].result._replace(losses=losses), alone, job, reordered=True)
 
 
-def experts_of_one_replica() -> nn.Module:
-    """Expert 1 is used in the second replica alone, expert 2 by one of its ranks, expert 3 by nobody."""
-    return Experts(((0,), (0,), (0, 1), (1, 2)))
-
-
-@pytest.mark.slow
-def test_a_replica_without_gradients_of_a_unit_takes_those_of_the_other(four: RankPool, tmp_path: Path) -> None:
-    job = Job(experts_of_one_replica, rows_loss, steps=2)
-    one = four.run(train, job, DISK, tmp_path / "one replica")[0]
-    results = four.run(train, job._replace(shard_size=2), DISK, tmp_path / "two")
-    for result in results:
-        assert_same(results[0], result)
-    rounding_bounds.same_training(results[0], one, job, reordered=True)
-
-
 def experts_of_one_rank() -> nn.Module:
     """Ranks use experts in other orders: expert 0 by rank 0 alone, 3 by rank 1 alone."""
     return Experts(((0, 1, 2), (2, 3, 1)))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_without_gradients_of_a_unit_takes_those_of_the_other(
     stage: int, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -179,30 +132,25 @@ def test_a_rank_without_gradients_of_a_unit_takes_those_of_the_other(
 
 class Step(NamedTuple):
     sent: Communication
-    units: list[int]
-    """Elements of each unit, all of which train."""
-    held: list[int]
+    units: list[tuple[int, int]]
+    """Elements of each unit that train, and of its frozen region."""
+    updated: list[int]
     """Those that this rank updates."""
-    reduction_nbytes: int
 
 
-def second_step(job: Job, folder: Path) -> Step:
+def second_step(job: Job, folder: Path, **options: Any) -> Step:
     """Trains two steps with room for all units on the device; the first records the order of uses."""
-    engine = start(job, ("cpu", "cpu"), folder, device_memory="64MiB")
+    engine = start(job, ("cpu", "cpu"), folder, device_memory="64MiB", **options)
     before = engine.communication()
     for step in range(2):
         before = engine.communication()
         engine.backward(job.loss(engine, step, 0))
         engine.step()
     inspected = testing.inspect(engine)
-    gradients = inspected.gradients
-    assert isinstance(gradients, ReduceScatterAccumulator)
-    buffers = (*gradients._memory._received, *gradients._room[0], *gradients._over_replicas._memory)
     found = Step(
         sent=engine.communication().since(before),
-        units=[layout.trainable_stop for layout in inspected.layouts],
-        held=list(map(len, inspected.trainable)),
-        reduction_nbytes=sum(memory.nbytes for memory in buffers),
+        units=[(layout.trainable_stop, layout.numel - layout.trainable_stop) for layout in inspected.layouts],
+        updated=list(map(len, inspected.trainable)),
     )
     engine.destroy(remove=True)
     return found
@@ -211,16 +159,14 @@ def second_step(job: Job, folder: Path) -> Step:
 def test_weights_cross_no_replica_and_gradients_do_as_sums_of_a_shard(four: RankPool, tmp_path: Path) -> None:
     """With s shards and r replicas a rank sends (s - 1) / s of weights and of gradients to its replica.
 
-    An all-reduce of its shard's sums, in fp32, makes it send 2 (r - 1) / r of them to ranks of other replicas. Memory
-    is for two buckets, for what is received, and for two sums of a shard.
+    An all-reduce of its shard's sums, in fp32, makes it send 2 (r - 1) / r of them to ranks of other replicas.
     """
     fp32, bf16 = 4, 2
     for found in four.run(second_step, JOB._replace(sent="bf16"), tmp_path):
-        numel, largest = sum(found.units), max(found.units)
-        assert found.held == [each // 2 for each in found.units]
+        numel = sum(trainable for trainable, _ in found.units)
+        assert found.updated == [trainable // 2 for trainable, _ in found.units]
         assert found.sent.weights == Sent(len(found.units), numel // 2 * fp32)
         assert found.sent.gradients == Sent(2 * len(found.units), numel // 2 * bf16 + numel // 2 * fp32)
-        assert found.reduction_nbytes == 3 * align_up(largest * bf16) + 2 * align_up(largest // 2 * fp32)
 
 
 def trained_with_late_updates(job: Job, folder: Path) -> Result:
@@ -245,37 +191,15 @@ def test_whole_weights_are_used_after_their_update(ranks: RankPool, tmp_path: Pa
 
 
 def test_whole_states_send_no_weights_and_twice_their_gradients(ranks: RankPool, tmp_path: Path) -> None:
-    """With one shard, as DDP does: an all-reduce makes each of n ranks send 2 (n - 1) / n of all gradients, in fp32.
-
-    They are summed where they are, in two buckets; a third piece of memory is for a rank without a gradient.
-    """
+    """With one shard, as DDP does: an all-reduce makes each of n ranks send 2 (n - 1) / n of all gradients, in fp32."""
     for found in ranks.run(second_step, JOB._replace(shard_size=1), tmp_path):
-        assert found.held == found.units, "each rank updates all"
+        whole = [trainable for trainable, _ in found.units]
+        assert found.updated == whole, "each rank updates all"
         assert found.sent.weights == Sent(0, 0)
-        assert found.sent.gradients == Sent(len(found.units), sum(found.units) * 4)
-        assert found.reduction_nbytes == 3 * align_up(max(found.units) * 4)
+        assert found.sent.gradients == Sent(len(whole), sum(whole) * 4)
 
 
 # -- files --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_killed_in_two_replicas_and_resumed_in_one_has_the_same_bits(tmp_path: Path) -> None:
-    """Without a clip, since one replica adds up squares by shards. Rank 1 dies when it is about to commit step 2."""
-    job = JOBS["gpt2"]._replace(steps=3, dtype="bf16", clip=0.0)
-    unbroken = Run(tmp_path / "unbroken", job=job)
-    unbroken.end()
-    killed = Run(tmp_path / "run", dies=(1, 2), job=job._replace(shard_size=1))
-    killed.end()
-    assert killed.output_of(0).startswith("rank 1 (process")
-    again = Run(tmp_path / "run", job=job)
-    again.end()
-    assert again.resumed() == [1, 1] or again.resumed() == [2, 2]
-    losses = {step: loss for step, loss, _ in unbroken.steps()}
-    assert {step: loss for step, loss, _ in again.steps()} == losses
-    expected = torch.load(unbroken.log / "weights0", weights_only=True)
-    for rank in range(2):
-        assert_same_tensors(torch.load(again.log / f"weights{rank}", weights_only=True), expected)
 
 
 def intact(path: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +16,15 @@ from torch.utils.data import TensorDataset
 import offload
 from offload.distributed.process_group import Sent
 from offload.errors import ConfigError, OffloadError
-from offload.parallel.sequence import repeats_of
 from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, room_for, weights_of
 from tests.support.ranks import sequence_parallel as sp
-from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool
+from tests.support.ranks.rank_pool import RankPool, rank_and_size
 from tests.support.ranks.rank_pool import train as train_alone
 
 MEMORY, HOST, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
 LLAMA = sp.JOBS["llama"]
-FAST = ("gpt2", "llama", "three heads of keys")
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with shared_pool(4) as ranks:
-        yield ranks
-
-
-@pytest.mark.parametrize(
-    ("heads", "of_keys", "ranks", "expected"),
-    [(8, 8, 4, 1), (8, 4, 4, 1), (8, 2, 4, 2), (8, 1, 4, 4), (12, 3, 2, 4), (12, 6, 4, 2), (9, 3, 3, 1)],
-)
-def test_each_rank_gets_the_keys_of_its_queries(heads: int, of_keys: int, ranks: int, expected: int) -> None:
-    """A rank has as many queries for each of its heads of keys, and those of the heads that the model gives them."""
-    repeats = repeats_of(heads, of_keys, ranks)
-    assert repeats == expected
-    copies = [head for head in range(of_keys) for _ in range(repeats)]
-    mine, of_mine = heads // ranks, len(copies) // ranks
-    assert len(copies) % ranks == 0 and mine % of_mine == 0
-    for query in range(heads):
-        rank, place = divmod(query, mine)
-        assert copies[rank * of_mine + place // (mine // of_mine)] == query // (heads // of_keys)
+FAST = ("gpt2", "three heads of keys")
 
 
 def train_in_placements(job: Job, size: int, folder: Path, units: list[str]) -> Result:
@@ -106,15 +83,6 @@ def test_two_by_two_ranks_equal_one_rank(shard_size: int, four: RankPool, tmp_pa
     rows = [each for _, each, _ in found]
     # Ranks of a group load the same samples, groups different ones.
     assert rows[0] == rows[1] and rows[2] == rows[3] and sorted(rows[0] + rows[2]) == list(range(8))
-
-
-@pytest.mark.numeric
-@pytest.mark.slow
-def test_four_ranks_share_one_sequence(four: RankPool, tmp_path: Path) -> None:
-    """Two heads of keys go to four ranks, each to two of them."""
-    alone = train_alone(LLAMA, DISK, tmp_path / "one")
-    found = four.run(sp.train, LLAMA, 4, DISK, tmp_path / "four")
-    rounding_bounds.same_training(found[0], alone, LLAMA, reordered=True)
 
 
 def evaluate_and_count(folder: Path) -> tuple[float, tuple[int, ...], int, Sent, int]:
@@ -345,32 +313,6 @@ def test_a_copy_of_the_model_computes_whole_sequences_once_it_has_its_own_attent
         assert "0 of 2 layers" in replaced
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, 1), whole)
-
-
-def cut_before(folder: Path) -> tuple[Result, Result]:
-    """The same training by whole batches, and by batches and a loss that the loop divides, as with DeepSpeed."""
-    whole = sp.train(LLAMA._replace(loss=models.language_loss), 2, MEMORY, folder / "whole")
-    return whole, sp.train(LLAMA._replace(loss=divided_loss), 2, MEMORY, folder / "cut")
-
-
-def divided_loss(model: Any, step: int, micro: int) -> torch.Tensor:
-    import torch.distributed.nn.functional as over_ranks
-
-    ids = models.tokens(step, micro)
-    mine = slice(16 * rank_and_size()[0], 16 * rank_and_size()[0] + 16)
-    shifted = nn.functional.pad(ids, (0, 1), value=sp.IGNORED)[:, 1:][:, mine]
-    positions = torch.arange(32)[None, mine]
-    logits = model(input_ids=ids[:, mine], position_ids=positions, shift_labels=shifted).logits
-    total = nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), shifted.flatten(), ignore_index=sp.IGNORED, reduction="sum"
-    )
-    return sum(over_ranks.all_gather(total)) / (2 * 31)
-
-
-@pytest.mark.numeric
-def test_a_loop_may_divide_batches_and_loss_itself(ranks: RankPool, tmp_path: Path) -> None:
-    for whole, cut in ranks.run(cut_before, tmp_path):
-        rounding_bounds.same_training(cut, whole, LLAMA, reordered=True)
 
 
 def test_the_key_is_part_of_the_config() -> None:

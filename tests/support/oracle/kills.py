@@ -44,6 +44,11 @@ def _preloaded(*more: str) -> list[str]:
         "tests.support.models",
         "tests.support.drives.fault_injection",
         "transformers.models.gpt2.modeling_gpt2",
+        # What the first engine of a process imports: half a second of each.
+        "torch.distributed.pipelining",
+        "offload.engine.setup",
+        "offload.parallel.pipeline",
+        "tests.support.oracle",
         *more,
         "tests.support.processes.frozen_heap",
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 
@@ -10,10 +9,8 @@ import torch
 from torch import nn
 
 import offload
-from offload import testing
-from offload.errors import IoError, OffloadError
 from tests.support import models
-from tests.support.oracle import Job, train_step, weights_of
+from tests.support.oracle import Job, weights_of
 from tests.support.param_states import MIXTURE, gpt2
 from tests.support.ranks.rank_pool import rank_and_size
 
@@ -48,36 +45,6 @@ def losses_and_weights(
     weights = weights_of(engine)
     engine.destroy()
     return losses, weights
-
-
-def message_of_a_failing_drive(engine: offload.Engine, job: Job, request: str) -> str:
-    """Returns this rank's error of a step in which the drive of rank 1 fails; the engine is destroyed.
-
-    Args:
-        engine: the engine of this rank.
-        job: what it trains.
-        request: name of the store's method that fails, "read" or "write".
-    """
-    rank, _ = rank_and_size()
-    inspected = testing.inspect(engine)
-    message = ""
-    try:
-        train_step(engine, job, 0)
-        engine.mean(0.0)
-        if rank:
-
-            def fails(*_: object, **__: object) -> None:
-                raise IoError("/drive/data", 0, 4096, 5)
-
-            testing.settle(engine)
-            setattr(inspected.store, request, fails)
-        train_step(engine, job, 1)
-    except (OffloadError, OSError) as error:
-        message = f"{type(error).__name__}: {error}"
-    finally:
-        with contextlib.suppress(OffloadError, OSError):
-            engine.destroy()
-    return message
 
 
 def recomputed(reentrant: bool) -> nn.Module:
