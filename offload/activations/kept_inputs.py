@@ -93,8 +93,6 @@ class DiskSlots:
         self._free: dict[int, list[Slot]] = {}
         self._files: dict[SpillFile, tuple[int, int]] = {}
         """Size and number of the slots of each file."""
-        self._slots: dict[int, int] = {}
-        """Number of slots of each size."""
 
     def take(self, nbytes: int) -> Slot:
         """Returns a slot of at least `nbytes`; at most half of it stays empty.
@@ -114,7 +112,7 @@ class DiskSlots:
 
         Raises `StoreError` if a drive has no room for one more.
         """
-        count = self._slots.get(size, 0) or _FIRST_SLOTS
+        count = sum(count for file_size, count in self._files.values() if file_size == size) or _FIRST_SLOTS
         while True:
             sizes = dict.fromkeys(range(count), size)
             try:
@@ -128,7 +126,6 @@ class DiskSlots:
                     raise
                 count //= 2
         self._files[file] = size, count
-        self._slots[size] = self._slots.get(size, 0) + count
         free = self._free.setdefault(size, [])
         free += [Slot(file, key, free) for key in reversed(range(count))]
 
@@ -136,17 +133,16 @@ class DiskSlots:
         """Closes the files without a slot in use, and so frees their room."""
         unused = Counter(slot.file for free in self._free.values() for slot in free)
         for file in [idle for idle, (_, count) in self._files.items() if unused[idle] == count]:
-            size, count = self._files.pop(file)
+            size, _ = self._files.pop(file)
             self._free[size][:] = [slot for slot in self._free[size] if slot.file is not file]
-            self._slots[size] -= count
-            if not self._slots[size]:
-                del self._slots[size], self._free[size]
             file.close()
+        sizes = {size for size, _ in self._files.values()}
+        self._free = {size: free for size, free in self._free.items() if size in sizes}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots, free or not."""
-        return sum(size * count for size, count in self._slots.items())
+        return sum(size * count for size, count in self._files.values())
 
     def close(self) -> None:
         """Closes the files, which frees their room. Idempotent."""
@@ -538,7 +534,6 @@ class Staging:
         return True
 
     def _write(self, kept_input: KeptInput) -> None:
-        """Starts the write of an input from its block. Raises `StoreError` if a drive has no room for the file."""
         memory = kept_input.memory
         assert self._slots is not None and memory.block is not None and memory.slot is None
         # calling thread: waits until the download has filled the block. Only then may the drive read it.
@@ -886,7 +881,6 @@ class KeptInputs(UnitCheckpoints):
                     self._upload(next_input)
 
     def _upload(self, kept_input: KeptInput) -> None:
-        """Starts the copy of an input to the device, after its read."""
         memory, block = kept_input.memory, self._staging.to_block(kept_input, self._alive())
         tensor = kept_input.form.empty(self._device.torch)
         # upload stream: waits for the compute queued so far, which may still use the tensor's memory.
@@ -949,5 +943,4 @@ class KeptInputs(UnitCheckpoints):
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the address and the bytes of a dense tensor."""
     return tensor.data_ptr(), tensor.numel() * tensor.element_size()
