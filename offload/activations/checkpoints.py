@@ -196,7 +196,6 @@ class UnitCheckpoints(ActivationPolicy):
 
     @uninterrupted
     def _end(self, module: nn.Module, name: str) -> None:
-        """Ends the newest call of a block."""
         calls = self._local.calls
         if not calls or calls[-1].module is not module:  # `abandon` has ended it
             return
@@ -292,7 +291,6 @@ def _is_cache(value: Any) -> bool:
 
 
 def _buffers_of(module: nn.Module) -> list[_Buffer]:
-    """Returns the buffers of a block as they are now."""
     return [
         _Buffer(f"{path}.{name}" if path else name, owner, buffer, buffer._version)
         for path, owner in module.named_modules()

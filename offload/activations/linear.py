@@ -137,7 +137,6 @@ class TiledLinear(nn.Module):
 
 
 def _parts(features: int, splits: int, side: str) -> Sequence[int]:
-    """Returns the features of each part. Raises `UsageError`."""
     if not 1 <= splits <= features:
         raise UsageError(f"{side}_splits of TiledLinear is from 1 to {side}_features, {features}; got {splits}")
     return [features // splits + (part < features % splits) for part in range(splits)]

@@ -546,7 +546,6 @@ def _has_others(module: nn.Module, linears: set[str]) -> bool:
 
 
 def _takes_hidden_states(module: nn.Module) -> bool:
-    """Returns True if the forward of a module has one argument."""
     _, *arguments = inspect.signature(type(module).forward).parameters.values()
     return len(arguments) == 1 and arguments[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 

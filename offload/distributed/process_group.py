@@ -119,12 +119,7 @@ class Communication(NamedTuple):
 
     def since(self, before: Communication) -> Communication:
         """Returns the counts since `before` was taken."""
-        return Communication(
-            *(
-                Sent(now.collectives - then.collectives, now.nbytes - then.nbytes)
-                for now, then in zip(self, before, strict=True)
-            )
-        )
+        return self.plus(Communication(*(Sent(-then.collectives, -then.nbytes) for then in before)))
 
     def plus(self, other: Communication) -> Communication:
         """Returns the sums of both counts."""

@@ -173,16 +173,12 @@ def zero_between(memory: torch.Tensor, ranges: Iterable[tuple[int, int]]) -> Non
 # replica by itself has no first part: its fp32 gradients are all-reduced in place.
 
 
-class ReplicaSum(NamedTuple):
-    """A sum that has begun."""
-
-    rows: torch.Tensor
-    """(1, numel) fp32, the sum over all ranks once `work` is done; or (replicas, nbytes), the codes of each sum."""
-    work: CollectiveWork
-
-
 class ReplicaSums:
-    """Memory of sums that are under way."""
+    """Memory of sums that are under way.
+
+    The calls that begin a sum return its rows and its work. The rows are (1, numel) fp32, the sum over all ranks once
+    the work is done, or (replicas, nbytes), the codes of each sum.
+    """
 
     def __init__(self, ranks: Ranks, memory: Sequence[torch.Tensor], codes: Sequence[torch.Tensor]) -> None:
         """Takes over the memory.
@@ -196,16 +192,16 @@ class ReplicaSums:
         self._memory, self._codes = deque(memory), deque(codes)
         """In both, the memory of the oldest sum comes first."""
 
-    def begin_in_place(self, rows: torch.Tensor | None, numel: int) -> ReplicaSum:
+    def begin_in_place(self, rows: torch.Tensor | None, numel: int) -> tuple[torch.Tensor, CollectiveWork]:
         """Starts the sum over the replicas in the gradients' own memory. Each rank is a replica.
 
         `rows` is (1, numel) in fp32; None if this rank has no gradient. No earlier sum of such a rank may be under way.
         """
         if rows is None:
             rows = self._memory[0][:numel].zero_().view(1, -1)
-        return ReplicaSum(rows, self._ranks.all_reduce(rows[0]))
+        return rows, self._ranks.all_reduce(rows[0])
 
-    def begin(self, received: torch.Tensor, numel: int) -> ReplicaSum:
+    def begin(self, received: torch.Tensor, numel: int) -> tuple[torch.Tensor, CollectiveWork]:
         """Adds up the rows of `received` in their order, and starts the sum over the replicas.
 
         Every rank calls this, also if no rank of its replica has a gradient. `received` contains a row for each rank of
@@ -224,13 +220,13 @@ class ReplicaSums:
             for row in received[1:]:
                 part += values_of(row, first, first + len(part))
         if not self._codes:
-            return ReplicaSum(total.view(1, -1), self._ranks.all_reduce(total))
+            return total.view(1, -1), self._ranks.all_reduce(total)
         mesh, width = self._ranks.mesh, CODES.stored_nbytes(numel)
         everyone = self._codes[0][: mesh.replicas * width]
         self._codes.rotate(-1)
         own = everyone.view(mesh.replicas, width)[mesh.replica_of(self._ranks.rank)]
         quantize(CODES, total, own)
-        return ReplicaSum(everyone.view(mesh.replicas, width), self._ranks.gather_sums(everyone, own))
+        return everyone.view(mesh.replicas, width), self._ranks.gather_sums(everyone, own)
 
 
 # -- reduction order -----------------------------------------------------------------------------------

@@ -366,15 +366,11 @@ def _prepare(
                 "commit before"
             ) from error
 
-    def discard_after_error(kind: object, *_: object) -> None:
-        if kind is not None:
-            discard(new.folders)
-
     ranks.by_first(check_room)
     ranks.settle(compare_share)
     # Only rank 0 holds the locks, and knows whether the note was written. The other ranks delete nothing.
     if ranks.rank == 0:
-        opened.push(discard_after_error)
+        opened.push(lambda kind, *_: discard(new.folders) if kind else None)
     return ranks.settle(lambda: _write(new, opened_run[0], queue, opened))
 
 

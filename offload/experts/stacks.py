@@ -228,11 +228,7 @@ def take_one_by_one(module: nn.Module) -> Callable[[], None]:
     own = copy.deepcopy(theirs)
     own._experts_implementation = LOOP
     module.config = own
-
-    def give_back() -> None:
-        module.config = theirs
-
-    return give_back
+    return lambda: setattr(module, "config", theirs)
 
 
 # -- the experts of a model ------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from torch import nn
 
@@ -25,21 +24,14 @@ LOOP = "eager"
 """The implementation of transformers that takes one expert after the other."""
 
 
-class CutStacks(NamedTuple):
-    """The stacks of a model that are cut by expert, and lines for the user on stacks that are not."""
-
-    stacks: tuple[Stack, ...]
-    notices: tuple[str, ...]
-
-
-def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> CutStacks:
-    """Returns the stacks of experts that are cut."""
+def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> tuple[tuple[Stack, ...], tuple[str, ...]]:
+    """Returns the stacks of a model that are cut by expert, and lines for the user on stacks that are not."""
     all_stacks = () if experts == "whole" else find_stacks(model)
     used = other_implementations(model, all_stacks)
     for name, implementation in used.items():
         reason = _why_not_loop(model.get_submodule(name), implementation)
         if reason is not None:
-            return CutStacks((), (_whole(f"{reason}, which a loop over the experts may not replace"),))
+            return (), (_whole(f"{reason}, which a loop over the experts may not replace"),)
     if not RULE_LAYOUTS[optimizer].elementwise:
         frozen_stacks = tuple(
             stack
@@ -47,8 +39,8 @@ def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> CutStacks:
             if not any(model.get_parameter(name).requires_grad for name in stack.parameters)
         )
         if len(frozen_stacks) < len(all_stacks):
-            return CutStacks(frozen_stacks, (_whole("the optimizer's rule looks at whole parameters"),))
-    return CutStacks(all_stacks, ())
+            return frozen_stacks, (_whole("the optimizer's rule looks at whole parameters"),)
+    return all_stacks, ()
 
 
 def find_stacks(model: nn.Module) -> tuple[Stack, ...]:

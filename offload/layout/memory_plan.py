@@ -397,17 +397,17 @@ def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:
     keeps a parameter that stacks experts in fp32.
     """
     division = by if isinstance(by, Division) else Division(by)
-    cut = cut_stacks(model, division.experts, division.rule)
+    all_stacks, notices = cut_stacks(model, division.experts, division.rule)
     in_fp32 = parameters_in_fp32(model, division.keep_in_fp32)
     if division.keep_in_fp32 == "auto":
-        in_fp32 -= rows_of(cut.stacks).keys()
-    units = find_units(model, division.named, cut.stacks, in_fp32)
+        in_fp32 -= rows_of(all_stacks).keys()
+    units = find_units(model, division.named, all_stacks, in_fp32)
     # A stack may be inside of a unit that the user has named, or its experts may be too small.
-    stacks = tuple(stack for stack in cut.stacks if stack.module in units.experts)
+    stacks = tuple(stack for stack in all_stacks if stack.module in units.experts)
     if stacked := sorted(in_fp32 & rows_of(stacks).keys()):
         raise ConfigError(
             f'"keep_in_fp32" names {stacked[0]}, whose experts are units of their own, in the dtype of the run: set '
             '"experts": "whole", or leave the name out'
         )
     lines = described(stacks, other_implementations(model, stacks), division.experts)
-    return DividedModel(units, stacks, (*cut.notices, *lines))
+    return DividedModel(units, stacks, (*notices, *lines))

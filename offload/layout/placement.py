@@ -720,7 +720,6 @@ def _fitting_tiers(
 def _budget_error(
     request: PlacementRequest, mode: Mode, budget: int, machine: MachineMemory, least: HostBudget
 ) -> BudgetError:
-    """Returns the error that names the budget, the smallest working budget, and the latter's classes (`least`)."""
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
     more = "" if machine.drives else "move states to nvme, or "
     pipeline = "a smaller sub_group_size lowers this"

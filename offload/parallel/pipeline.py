@@ -152,7 +152,6 @@ def _needs(value: Any) -> bool:
 
 
 def _leaf(node: Any) -> torch.Tensor:
-    """Returns the leaf whose gradient a node accumulates."""
     leaf: torch.Tensor = node.variable
     return leaf
 

@@ -303,7 +303,6 @@ def _registered(own: str, size: int) -> str:
 
 
 def _attention(module: nn.Module, *args: Any, **keywords: Any) -> tuple[torch.Tensor, None]:
-    """Calls the attention of the engine that `module` belongs to."""
     attention = _OF_MODULES.get(module)
     if attention is None:
         raise UsageError(
@@ -492,7 +491,6 @@ class SequenceForward(Extension):
             self._removers.pop()()
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the inputs of this rank's part."""
         call = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self._attention.times_called, self._has_loss = 0, False
         is_cut = call.get("shift_labels") is not None and call.get("labels") is None
@@ -505,7 +503,6 @@ class SequenceForward(Extension):
         return (), {**changed, "use_cache": False}
 
     def _check(self, call: Mapping[str, Any], is_cut: bool) -> None:
-        """Raises `UsageError` for a call that cannot be divided."""
         tensors = [name for name, value in call.items() if isinstance(value, torch.Tensor) and name not in _KNOWN]
         mask, keep = call.get("attention_mask"), call.get("logits_to_keep")
         refused = (
@@ -524,7 +521,6 @@ class SequenceForward(Extension):
                 )
 
     def _part_of(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Returns the inputs of this rank's part of a whole batch."""
         tokens = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
         size, part = self._parallel.size, self._parallel.part
         if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2 or tokens.shape[1] % size:
@@ -575,7 +571,6 @@ class SequenceForward(Extension):
         return checked
 
     def _after(self, output: Any) -> Any:
-        """Returns the output with the loss of the whole sequence."""
         # Raised before the first backward, so no step was trained on parts that do not see each other.
         if self._attention.times_called != self._layers:
             raise UsageError(

@@ -170,5 +170,4 @@ def check_pipeline(model: nn.Module, config: Config) -> None:
 
 
 def _stages(model: PipelineStages) -> str:
-    """Returns the stages of this process as text."""
     return f"it has {'stage' if len(model.indices) == 1 else 'stages'} {', '.join(map(str, model.indices))}"

@@ -232,7 +232,6 @@ def _inner(model: nn.Module, segment: ParameterSegment) -> dict[str, torch.Tenso
 
 
 def _owner(model: nn.Module, segment: ParameterSegment) -> nn.Module:
-    """Returns the module that owns a parameter, under the parameter's first name."""
     return model.get_submodule(segment.name.rpartition(".")[0])
 
 

@@ -495,12 +495,10 @@ class HostCache:
         """Returns the blocks of all host buffers that may be evicted, one for each unit."""
         blocks = []
         for entry in self._table.entries:
-            if entry.host_buffer is None and entry.fresh is None:
+            buffer = entry.host_buffer or entry.fresh
+            if buffer is None:
                 continue  # most of thousands of experts
-            buffer = entry.host_buffer if self._is_evictable(entry) else None
-            if entry.host_buffer is None and entry.fresh is not None and not entry.fresh_stays:
-                buffer = entry.fresh
-            if buffer is not None:
+            if self._is_evictable(entry) if buffer is entry.host_buffer else not entry.fresh_stays:
                 blocks.append(UnitBlock(entry.index, buffer.offset, buffer.nbytes))
         return blocks
 

@@ -231,17 +231,14 @@ class UnitTable:
         """
         transfer = entry.transfer
         assert transfer is not None
-        failure: Exception | None = None
         try:
             # threads of the I/O queue: they end the read without this lock, but a callback may take it
             # (`Prefetcher._arrived`). So the wait must not hold it.
             with self.timeline.span(Row.WAITS, f"waits for read of {entry.size.title}"):
                 self.changed.without_lock(transfer.future.wait)
         except Exception as error:  # not KeyboardInterrupt: the read continues, and a later call delivers it
-            failure = error
-        if failure is not None:
-            self.fail(failure, entry)
-            raise failure
+            self.fail(error, entry)
+            raise
         # Another thread may have delivered this read, and even started the next one, while the lock was released.
         if entry.transfer is not transfer:
             return None

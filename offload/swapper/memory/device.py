@@ -649,7 +649,6 @@ class CudaHostSide:
         stream.record_event(torch.cuda.Event(blocking=True)).synchronize()
 
     def _stream(self) -> torch.cuda.Stream:
-        """Returns the calling thread's stream for waits."""
         stream: torch.cuda.Stream | None = getattr(self._of_thread, "stream", None)
         if stream is None:
             # torch has a pool of 32 streams for each priority and hands them out in turns, so a new stream of the

@@ -70,5 +70,4 @@ class InterruptibleLock:
 
 @interruptible
 def _sleep(waiter: threading.Lock) -> None:
-    """Blocks until `notify_all` releases `waiter`."""
     waiter.acquire()

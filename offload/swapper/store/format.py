@@ -541,7 +541,6 @@ def layout_difference(own: StoreSpec, stored: StoreSpec) -> str | None:
 
 
 def _advice_of_modes(there: str, here: str, folder: Path) -> str:
-    """Returns advice for a resume in another mode; see `Mode.name`."""
     (dtype, optimizer, forms), (other_dtype, other_optimizer, other_forms) = _words(there), _words(here)
     if (dtype, optimizer) == (other_dtype, other_optimizer) and forms != other_forms:
         changed = [what for what in forms if forms[what] != other_forms[what]]
@@ -730,16 +729,6 @@ Key = tuple[int, State]
 """A unit and a state."""
 
 
-def renewed(old: Slot, new: Iterable[ChecksumRange]) -> Slot:
-    """Returns the checksum ranges of a slot after `new` was written over `old`.
-
-    `new` begins at byte 0. Frozen weights after `new` keep their checksums.
-    """
-    written = tuple(new)
-    end = written[-1].start + written[-1].nbytes
-    return (*written, *(checksum_range for checksum_range in old if checksum_range.start >= end))
-
-
 def joined(checksum_ranges: Iterable[ChecksumRange], least: int) -> list[ChecksumRange]:
     """Joins neighbouring ranges, in order and without gaps, until each but the last one has at least `least` bytes."""
     joined_ranges: list[ChecksumRange] = []
@@ -776,18 +765,8 @@ def _border(slot: Sequence[ChecksumRange], at: int) -> int | None:
     return before if ends or (before < len(slot) and slot[before].start == at) else None
 
 
-def pack_checksums(table: Mapping[Key, Slot]) -> torch.Tensor:
-    """Returns the table as (ranges, 5) int64: unit, index of the state in `STATES`, start, nbytes, crc."""
-    import torch
-
-    rows = [
-        (unit, STATES.index(state), *checksum_range) for (unit, state), slot in table.items() for checksum_range in slot
-    ]
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
-
-
 def unpack(rows: bytes) -> dict[Key, Slot]:
-    """Returns the table that `pack` packed.
+    """Returns the table that `ChecksumTable.pack` packed.
 
     Raises `StoreError` if a row is invalid, or the ranges of a slot have gaps.
     """
@@ -1135,8 +1114,15 @@ class ChecksumTable:
         self._pages = {key: PageSums(sum(slot[-1][:2]), slot) for key, slot in self._slots.items()}
 
     def pack(self) -> torch.Tensor:
-        """Returns the table as a blob stores it, int64 of shape (checksums, 5)."""
-        return pack_checksums(self._slots)
+        """Returns the table as a blob stores it, (ranges, 5) int64: unit, index in `STATES`, start, nbytes, crc."""
+        import torch
+
+        rows = [
+            (unit, STATES.index(state), *checksum_range)
+            for (unit, state), slot in self._slots.items()
+            for checksum_range in slot
+        ]
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
 
     def growth_nbytes(self, places: Sequence[Mapping[State, Sequence[Extents]]]) -> int:
         """Returns how many bytes the packed table may grow.
@@ -1171,7 +1157,9 @@ class ChecksumTable:
                 for part in (new[:own], new[own:])
                 for checksum_range in joined(part, _MIN_CHECKSUM_NBYTES)
             ]
-        self._slots[key] = renewed(self._slots[key], new)
+        end = new[-1].start + new[-1].nbytes
+        frozen = [checksum_range for checksum_range in self._slots[key] if checksum_range.start >= end]
+        self._slots[key] = (*new, *frozen)
 
 
 def _max_checksums(nbytes: int) -> int:
