@@ -339,6 +339,7 @@ class InputMemory:
 
     def settle(self) -> None:
         """Waits for a read or write in flight, whose error no longer matters."""
+        # calling thread: also after an error, since the queue's threads use block and slot until a transfer has ended.
         for transfer in (self.writing, self.reading):
             if transfer is not None:
                 with contextlib.suppress(IoError):
@@ -498,6 +499,7 @@ class Staging:
 
         Raises `IoError` or `StoreError` if an input cannot be written.
         """
+        # Each turn frees one block, until one is large enough, or all of a slab are free and the slab makes room.
         while (block := self._blocks.take(nbytes)) is None:
             if self._slots is None or not self._free_a_block(nbytes, inputs):
                 return None
@@ -505,6 +507,7 @@ class Staging:
 
     def _free_a_block(self, nbytes: int, inputs: Sequence[KeptInput]) -> bool:
         """Frees the block of the oldest input, if possible a large one of an input that is not on its way back."""
+        # I/O queue: ends the transfer. The block of a dropped input goes first, since nobody reads its bytes again.
         if self._ending:
             self.give_back(self._ending[0])
             self._ending.pop(0)
@@ -566,6 +569,7 @@ class Staging:
         """Starts the read of an input that is on DISK alone, if a block is free; returns False if none is."""
         if kept_input.memory.block is not None:
             return True
+        # I/O queue: the read goes on while the backward computes. It takes a block only if one is free.
         block = self._blocks.take(kept_input.nbytes)
         if block is None:
             return False
@@ -637,6 +641,8 @@ class Staging:
 
     def close(self, memories: Sequence[InputMemory]) -> None:
         """Waits for the transfers of `memories` and of dropped inputs, and frees host memory and files. Idempotent."""
+        # calling thread: set before the waits. A call that a signal's handler has interrupted in a wait looks at it
+        # afterwards (`check_open`).
         self.closed = True
         for memory in (*memories, *self._ending):
             memory.settle()
@@ -759,6 +765,7 @@ class KeptInputs(UnitCheckpoints):
             kept_input = self._same(tensor)
             if kept_input is None:
                 kept_input = KeptInput(tensor, len(self._kept), self._order.next(), self._released)
+                # Weak: graphs alone hold the object, so its memory is free again when the last of them ends.
                 self._kept.append(weakref.ref(kept_input))
                 if len(self._shared) >= _MOST_SHARED:
                     self._shared = {place: entry for place, entry in self._shared.items() if not entry[0].expired()}
@@ -791,6 +798,7 @@ class KeptInputs(UnitCheckpoints):
         """Starts the copy of an input to host memory, if there is room."""
         memory, tensor = kept_input.memory, kept_input.memory.tensor
         assert tensor is not None and memory.block is None
+        # The model has changed it in place, as torch forbids: the backward raises an error, and no bytes move.
         if tensor._version != kept_input.version:
             kept_input.changed = kept_input.stays = True
             return

@@ -68,6 +68,7 @@ class Mapping:
 
     def __init__(self, nbytes: int, device: Device) -> None:
         block = device.allocate_host(max(nbytes, 1))
+        # Two views of the same bytes, for I/O and for torch. Each view of either keeps the memory mapped.
         self.memory = block.buffer
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.device = device
@@ -81,6 +82,7 @@ class Mapping:
 
     def give(self, start: int, nbytes: int) -> None:
         """Frees a region without pinned bytes, and returns its pages to the system."""
+        # calling thread: it holds the lock of `HostMemory`, so no arena takes the region before its pages are returned.
         self.space.give(start, nbytes)
         self.release(start, start + nbytes)
 
@@ -185,6 +187,7 @@ class HostArena:
             classes.staging,
             classes.weights + classes.cache,
         )
+        # Weights and cache come last: `drop_cache` cuts the end off, and moves no buffer of another class.
         starts = [self._start + sum(sizes[:index]) for index in range(len(sizes))]
         self.tiles, self.gradients, self._copied, self.resident, self.staging, self.weights = (
             Region(self._mapping, start, nbytes) for start, nbytes in zip(starts, sizes, strict=True)
@@ -269,6 +272,7 @@ class HostArena:
         """
         # calling thread: waits for all streams, so no copy uses the pages any more. The system cannot take pinned ones.
         self._mapping.device.unregister(tuple(self._parts.values()))
+        # calling thread: the engine sleeps from here on, and nothing uses a buffer before `pin`.
         self.given_back = True
         self.pinned = dict.fromkeys(self.pinned, 0)
         for start, stop in gaps(0, self.nbytes, spared):
@@ -362,6 +366,7 @@ class HostMemory:
     def _give(self, arena: HostArena, mapping: Mapping, start: int, nbytes: int, parts: Sequence[torch.Tensor]) -> None:
         """Unpins and frees an arena's region, and unmaps a mapping without arenas once no buffer refers to it."""
         with self._lock:
+            # An arena whose start was interrupted has not joined.
             if arena in self._arenas:
                 self._arenas.remove(arena)
             try:
