@@ -138,8 +138,8 @@ def _rows(
             action()
             seconds[name].append(time.perf_counter() - start)
     for name, taken in seconds.items():
-        mine, bound = taken[1:], seconds["probe"][1:]  # the first round touches memory and selects kernels
-        median = statistics.median(mine)
+        times, bound = taken[1:], seconds["probe"][1:]  # the first round touches memory and selects kernels
+        median = statistics.median(times)
         yield AdamRow(
             name=name,
             numel=arrays.weight.numel(),
@@ -150,19 +150,19 @@ def _rows(
             isa=case.isa,
             ms=median * 1e3,
             gb_per_s=arrays.weight.numel() * arrays.bytes_per_parameter / median / 1e9,
-            of_probe=statistics.median(p / m for p, m in zip(bound, mine, strict=True)),
+            of_probe=statistics.median(p / m for p, m in zip(bound, times, strict=True)),
         )
 
 
 def _contenders(arrays: Arrays) -> dict[str, Callable[[], object]]:
     numel = arrays.weight.numel()
-    found: dict[str, Callable[[], object]] = {
+    contenders: dict[str, Callable[[], object]] = {
         "probe": lambda: kernels.probe(arrays.partition),
         "offload": lambda: kernels.update(arrays.partition, [Segment(0, numel, STEP, _NOISE)]),
     }
     if arrays.exp_avg.dtype is not torch.float32:
-        return found  # no other contender rounds its moments
-    return {**found, "torch fused": _torch_fused(arrays), **_deepspeed(arrays)}
+        return contenders  # no other contender rounds its moments
+    return {**contenders, "torch fused": _torch_fused(arrays), **_deepspeed(arrays)}
 
 
 def _torch_fused(arrays: Arrays) -> Callable[[], object]:

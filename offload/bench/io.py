@@ -231,17 +231,17 @@ def _open(case: Case, plan: IoPlan, file: StripedFile, buffer: memoryview) -> Co
 
 
 def _row(case: Case, operation: str, passes: Passes, contender: Contender) -> IoRow:
-    mine = passes[case, operation]
+    timed = passes[case, operation]
     p50, p99 = (contender.latency(operation, fraction) for fraction in (0.5, 0.99))
     return IoRow(
         backend=case.backend,
         op=operation,
         block_bytes=case.block_bytes,
         depth=case.depth,
-        bytes=mine[0].nbytes,
-        gb_per_s=statistics.median(each.nbytes / each.seconds for each in mine) / 1e9,
+        bytes=timed[0].nbytes,
+        gb_per_s=statistics.median(transfer.nbytes / transfer.seconds for transfer in timed) / 1e9,
         of_fio=_of_fio(case, operation, passes),
-        cpu_s_per_gb=statistics.median(each.cpu_seconds / each.nbytes for each in mine) * 1e9,
+        cpu_s_per_gb=statistics.median(transfer.cpu_seconds / transfer.nbytes for transfer in timed) * 1e9,
         p50_us=None if p50 is None else p50 * 1e6,
         p99_us=None if p99 is None else p99 * 1e6,
     )
@@ -250,12 +250,12 @@ def _row(case: Case, operation: str, passes: Passes, contender: Contender) -> Io
 def _of_fio(case: Case, operation: str, passes: Passes) -> float | None:
     """Returns the median ratio to the faster one of fio's engines in the same round; None without fio."""
     peers = [passes.get((case._replace(backend=f"fio {engine}"), operation)) for engine in FIO_ENGINES]
-    found = [peer for peer in peers if peer is not None]
-    if not found:
+    of_fio = [peer for peer in peers if peer is not None]
+    if not of_fio:
         return None
     ratios: list[float] = []
-    for mine, *others in zip(passes[case, operation], *found, strict=True):
-        ratios.append(mine.nbytes / mine.seconds / max(other.nbytes / other.seconds for other in others))
+    for ours, *others in zip(passes[case, operation], *of_fio, strict=True):
+        ratios.append(ours.nbytes / ours.seconds / max(other.nbytes / other.seconds for other in others))
     return statistics.median(ratios)
 
 

@@ -119,14 +119,14 @@ def rated_bytes(smart: Mapping[str, Any]) -> int | None:
 
 def advice(facts: dict[str, Any]) -> list[str]:
     """Returns advice on changes to this machine, one line each; empty if there is none."""
-    about_io, found = facts["io"], []
+    about_io, sentences = facts["io"], []
     if about_io["backend"] != BACKENDS[0]:
-        found.append(
+        sentences.append(
             f"I/O uses {about_io['backend']}, which takes more processor time than io_uring: {about_io['why']}"
         )
     pages = about_io["huge_pages"]
     if not pages["granted"]:
-        found.append(
+        sentences.append(
             "buffers are on 4 KiB pages, from which O_DIRECT moved 0.6 to 0.75 of the bytes a second on the drives "
             f"that were measured (docs/benchmarks): transparent huge pages are {pages['setting'] or 'missing'}; "
             "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
@@ -135,37 +135,39 @@ def advice(facts: dict[str, Any]) -> list[str]:
     known = about_io["registered"]
     if about_io["backend"] == "io_uring" and known["got_bytes"] < known["asked_bytes"]:
         got, asked = format_size(known["got_bytes"]), format_size(known["asked_bytes"])
-        found.append(
+        sentences.append(
             f"only {got} of {asked} of memory can be registered for I/O: RLIMIT_MEMLOCK (ulimit -l) or an older "
             "kernel is the limit; I/O takes about a tenth more processor time"
         )
-    found += _of_machine(facts)
-    for each in facts["drives"]:
-        if "error" in each:
+    sentences += _of_machine(facts)
+    for folder in facts["drives"]:
+        if "error" in folder:
             continue
-        for disk in each["disks"]:
-            where = f"{each['path']} is on {disk['name']}"
+        for disk in folder["disks"]:
+            where = f"{folder['path']} is on {disk['name']}"
             if disk["rotational"]:
-                found.append(f"{where}, a rotating disk: paging needs an SSD")
+                sentences.append(f"{where}, a rotating disk: paging needs an SSD")
             elif _narrow(disk["link"]):
-                found.append(f"{where} with {_of_link(disk['link'])}: another slot moves more bytes a second")
-        if not each["o_direct"]:
-            found.append(f"{each['path']} ({each['file_system']}) has no O_DIRECT: swap files there use RAM as a cache")
-        if each["file_system"] in ("tmpfs", "ramfs"):
-            found.append(f"{each['path']} is memory, not a drive: swap files there save no memory")
-    return found
+                sentences.append(f"{where} with {_of_link(disk['link'])}: another slot moves more bytes a second")
+        if not folder["o_direct"]:
+            sentences.append(
+                f"{folder['path']} ({folder['file_system']}) has no O_DIRECT: swap files there use RAM as a cache"
+            )
+        if folder["file_system"] in ("tmpfs", "ramfs"):
+            sentences.append(f"{folder['path']} is memory, not a drive: swap files there save no memory")
+    return sentences
 
 
 def _of_machine(facts: dict[str, Any]) -> list[str]:
-    found, cards = [], facts["gpus"]
+    sentences, cards = [], facts["gpus"]
     if facts["kernels"]["isa"] == "scalar":
-        found.append(f"kernels run without vector instructions, many times slower: {facts['kernels']['why']}")
+        sentences.append(f"kernels run without vector instructions, many times slower: {facts['kernels']['why']}")
     if "NVIDIA GPU" in (cards["why"] or ""):
-        found.append(f"{cards['why']}: install a torch that is built with CUDA, and the driver")
-    for each in cards["devices"]:
-        if _narrow(each["link"]):
-            found.append(f"{each['name']} has {_of_link(each['link'])}: another slot moves more bytes a second")
-    return found
+        sentences.append(f"{cards['why']}: install a torch that is built with CUDA, and the driver")
+    for card in cards["devices"]:
+        if _narrow(card["link"]):
+            sentences.append(f"{card['name']} has {_of_link(card['link'])}: another slot moves more bytes a second")
+    return sentences
 
 
 def _narrow(link: dict[str, Any] | None) -> bool:
@@ -177,7 +179,7 @@ def facts(folders: Sequence[str] = ()) -> dict[str, Any]:
 
     An error of a folder is reported in place of its drive.
     """
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "machine": machine(),
         "kernels": arithmetic(),
         "memory": memory(),
@@ -188,26 +190,26 @@ def facts(folders: Sequence[str] = ()) -> dict[str, Any]:
     }
     for folder in folders:
         try:
-            found["drives"].append(drive(folder))
+            report["drives"].append(drive(folder))
         # One bad folder must not hide the rest of the report.
         except IoError as error:
-            found["drives"].append({"path": folder, "error": str(error)})
-    return found | {"advice": advice(found)}
+            report["drives"].append({"path": folder, "error": str(error)})
+    return report | {"advice": advice(report)}
 
 
-def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the report for people, as pairs of name and value."""
-    host, about_io = found["machine"], found["io"]
+    host, about_io = report["machine"], report["io"]
     pages, events, locked = about_io["huge_pages"], about_io["libaio_events"], about_io["memlock_bytes"]
     shape, known = about_io["defaults"], about_io["registered"]
-    of_kernels = found["kernels"]
+    of_kernels = report["kernels"]
     threads = f"{count_of(of_kernels['threads'], 'thread')} ({of_kernels['threads_why']})"
     rows = [
         ("processor", f"{host['processor']}, {count_of(host['cores'], 'core')}"),
         ("kernels", f"{of_kernels['isa']} ({of_kernels['why']}), {threads}"),
         ("  instructions", " ".join(of_kernels["features"]) or "none that kernels use"),
-        *_of_memory(found["memory"], found["numa"]),
-        *_of_gpus(found["gpus"]),
+        *_of_memory(report["memory"], report["numa"]),
+        *_of_gpus(report["gpus"]),
         ("kernel", f"Linux {host['kernel']}"),
         ("versions", ", ".join(f"{name} {v}" for name, v in {"python": host["python"], **host["versions"]}.items())),
         ("I/O backend", f"{about_io['backend']} ({about_io['why']})"),
@@ -219,47 +221,50 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("lockable memory", "no limit" if locked is None else format_size(locked)),
         ("libaio events", f"{events['taken']} of {events['most']} taken"),
     ]
-    for each in found["drives"]:
-        if "error" in each:
-            rows.append((each["path"], each["error"]))
+    for folder in report["drives"]:
+        if "error" in folder:
+            rows.append((folder["path"], folder["error"]))
             continue
-        how = "O_DIRECT" if each["o_direct"] else "no O_DIRECT"
+        how = "O_DIRECT" if folder["o_direct"] else "no O_DIRECT"
         rows.append(
-            (each["path"], f"{each['file_system']} on {each['device']}, {how}, {format_size(each['free_bytes'])} free")
+            (
+                folder["path"],
+                f"{folder['file_system']} on {folder['device']}, {how}, {format_size(folder['free_bytes'])} free",
+            )
         )
-        rows += [(f"  {disk['name']}", _of_disk(disk)) for disk in each["disks"]]
-    return rows + [("advice", words) for words in found["advice"]]
+        rows += [(f"  {disk['name']}", _of_disk(disk)) for disk in folder["disks"]]
+    return rows + [("advice", words) for words in report["advice"]]
 
 
-def _of_memory(found: dict[str, Any], numa: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    limit = found["limit_bytes"]
+def _of_memory(report: dict[str, Any], numa: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    limit = report["limit_bytes"]
     of_group = "no limit of a cgroup" if limit is None else f"limited to {format_size(limit)} by the cgroup"
-    rows = [("memory", f"{format_size(found['total_bytes'])}, {of_group}, {format_size(found['free_bytes'])} free")]
-    for each in numa if len(numa) > 1 else ():
-        size = "" if each["memory_bytes"] is None else f", {format_size(each['memory_bytes'])}"
-        rows.append((f"  node {each['node']}", f"processors {each['cpus'] or 'none'}{size}"))
+    rows = [("memory", f"{format_size(report['total_bytes'])}, {of_group}, {format_size(report['free_bytes'])} free")]
+    for node in numa if len(numa) > 1 else ():
+        size = "" if node["memory_bytes"] is None else f", {format_size(node['memory_bytes'])}"
+        rows.append((f"  node {node['node']}", f"processors {node['cpus'] or 'none'}{size}"))
     return rows
 
 
-def _of_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [] if found["devices"] else [("GPU", f"none: {found['why']}")]
-    for each in found["devices"]:
-        node = "" if each["node"] is None else f", node {each['node']}"
-        how = "" if each["link"] is None else f", {_of_link(each['link'])}"
-        part = "" if each["slice"] is None else f", slice {each['slice']}"
-        name = each["name"].partition(" MIG ")[0]
-        rows.append(("GPU", f"{name}{part}, {format_size(each['memory_bytes'])}, CUDA {found['cuda']}{how}{node}"))
-    return rows + _of_hidden_gpus(found)
+def _of_gpus(report: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [] if report["devices"] else [("GPU", f"none: {report['why']}")]
+    for card in report["devices"]:
+        node = "" if card["node"] is None else f", node {card['node']}"
+        how = "" if card["link"] is None else f", {_of_link(card['link'])}"
+        part = "" if card["slice"] is None else f", slice {card['slice']}"
+        name = card["name"].partition(" MIG ")[0]
+        rows.append(("GPU", f"{name}{part}, {format_size(card['memory_bytes'])}, CUDA {report['cuda']}{how}{node}"))
+    return rows + _of_hidden_gpus(report)
 
 
-def _of_hidden_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
+def _of_hidden_gpus(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns lines about variables that hide GPUs from torch, and the driver's cards if they differ from torch's."""
-    cards = found["cards"] or []
+    cards = report["cards"] or []
     parts = sum(len(card["slices"]) for card in cards)
-    rows = [(f"  {name}", repr(value)) for name, value in found["visible"].items()]
+    rows = [(f"  {name}", repr(value)) for name, value in report["visible"].items()]
     # The driver's list adds information only if it differs from torch's, or if a card is divided.
-    if cards and (found["visible"] or parts or len(cards) != len(found["devices"])):
-        seen = count_of(len(found["devices"]), "device")
+    if cards and (report["visible"] or parts or len(cards) != len(report["devices"])):
+        seen = count_of(len(report["devices"]), "device")
         rows.append(
             ("  of the driver", f"{count_of(len(cards), 'card')}, {count_of(parts, 'slice')}; torch sees {seen}")
         )

@@ -80,17 +80,17 @@ def memory() -> dict[str, Any]:
 
 def nodes(system: Path = _SYSTEM) -> list[dict[str, Any]]:
     """Returns the NUMA nodes with their processors and bytes of memory."""
-    found = []
-    for folder in sorted((system / "devices/system/node").glob("node[0-9]*"), key=lambda each: int(each.name[4:])):
+    rows = []
+    for folder in sorted((system / "devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         words = next((line.split() for line in text(folder / "meminfo").splitlines() if "MemTotal:" in line), None)
-        found.append(
+        rows.append(
             {
                 "node": int(folder.name[4:]),
                 "cpus": text(folder / "cpulist").strip(),
                 "memory_bytes": None if words is None else int(words[-2]) * 1024,
             }
         )
-    return found
+    return rows
 
 
 # -- GPUs ---------------------------------------------------------------------------------------------
@@ -131,15 +131,15 @@ def nvidia_smi(*options: str) -> subprocess.CompletedProcess[str] | None:
 
 def parse_cards(listed: str) -> list[dict[str, Any]]:
     """Returns the cards of the output of `nvidia-smi -L`: index, name and UUID, and profile and UUID of each slice."""
-    found: list[dict[str, Any]] = []
+    cards: list[dict[str, Any]] = []
     for line in listed.splitlines():
         card = re.match(r"GPU (\d+): (.+) \(UUID: (\S+)\)", line)
         part = re.match(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (\S+)\)", line)
         if card:
-            found.append({"index": int(card[1]), "name": card[2], "uuid": card[3], "slices": []})
-        elif part and found:
-            found[-1]["slices"].append({"profile": part[1], "uuid": part[2]})
-    return found
+            cards.append({"index": int(card[1]), "name": card[2], "uuid": card[3], "slices": []})
+        elif part and cards:
+            cards[-1]["slices"].append({"profile": part[1], "uuid": part[2]})
+    return cards
 
 
 def _no_gpu(system: Path, shown: Mapping[str, str]) -> str:
@@ -260,10 +260,10 @@ class Mount(NamedTuple):
 
 def mount_of(path: str | Path) -> Mount:
     """Returns the file system that contains `path`; every field is "?" if the system does not say."""
-    found = [part for part in psutil.disk_partitions(all=True) if Path(path).is_relative_to(part.mountpoint)]
+    mounts = [part for part in psutil.disk_partitions(all=True) if Path(path).is_relative_to(part.mountpoint)]
     # The mount point with the longest path is the innermost one. If two file systems are mounted on one folder, the
     # later mount hides the earlier one.
-    longest = max(reversed(found), key=lambda part: len(part.mountpoint), default=None)
+    longest = max(reversed(mounts), key=lambda part: len(part.mountpoint), default=None)
     return Mount(longest.device, longest.fstype, longest.mountpoint) if longest else Mount("?", "?", "?")
 
 
@@ -275,7 +275,7 @@ def check_folders(folders: Iterable[str]) -> None:
     """
     for name in folders:
         path = Path(os.path.realpath(name))
-        there = next(each for each in path.parents if each.exists())
+        there = next(parent for parent in path.parents if parent.exists())
         if there == path.parent or not _is_with_root(there) or path.is_relative_to(os.path.realpath(gettempdir())):
             continue
         raise ConfigError(

@@ -211,10 +211,10 @@ def products(gpu: Gpu, dtype: str) -> Rate:
 
     The fraction is the median of the published fractions of cards of the same generation, and at most 1.
     """
-    found, peak = _of_products(gpu, dtype)
+    figure, peak = _of_products(gpu, dtype)
     name = f"matrix products in {dtype}"
-    if found is not None:
-        return Rate(name, found.value, "flop/s", "published", found.source)
+    if figure is not None:
+        return Rate(name, figure.value, "flop/s", "published", figure.source)
     kin = [_of_products(kin_gpu, dtype) for kin_gpu in GPUS if kin_gpu.generation == gpu.generation]
     reached = [figure.value / most for figure, most in kin if figure is not None]
     share = min(statistics.median(reached), 1.0) if reached else _MATMUL_SHARE

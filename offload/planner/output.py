@@ -69,9 +69,9 @@ def verdict(planned: Planned, advice: Advice, asked: Asked) -> str:
 
 def cautions(planned: Planned, asked: Asked) -> list[str]:
     """Returns the warnings that come first: a disturbed probe, a drive that wears out, a run without resume."""
-    found = list(planned.hardware.doubts[-1:])
+    warnings = list(planned.hardware.doubts[-1:])
     if planned.memory.slots == 1:
-        found.append("no resume after a kill (durability none)")
+        warnings.append("no resume after a kill (durability none)")
     written = planned.timing.moved.written / planned.timing.seconds
     drives = max(len(planned.hardware.drives), 1)
     rated = _TYPICAL_TBW * drives if asked.endurance is None else asked.endurance
@@ -79,11 +79,11 @@ def cautions(planned: Planned, asked: Asked) -> list[str]:
     short = asked.tokens is not None and of_run <= _SHARE_OF_LIFE * rated
     if written * _WORN_IN > rated and not short:
         which = f"a drive rated for {_TYPICAL_TBW / 1e12:.0f} TB" if asked.endurance is None else "the drives"
-        found.append(
+        warnings.append(
             f"{which} would be worn out in {format_time(rated / written)} of training"
             + (f", and this run takes {of_run / rated:.0%} of its life" if of_run else "")
         )
-    return found
+    return warnings
 
 
 def heading(planned: Planned) -> list[str]:
@@ -108,23 +108,23 @@ def heading(planned: Planned) -> list[str]:
 
 
 def _describe_experts(planned: Planned) -> list[str]:
-    found = experts_of(planned)
-    if found is None:
+    experts = experts_of(planned)
+    if experts is None:
         return []
-    beside = f", a step {found['step']:.4g}" if planned.load.accumulation > 1 else ""
+    beside = f", a step {experts['step']:.4g}" if planned.load.accumulation > 1 else ""
     return [
-        f"experts: a micro-batch visits {found['micro_batch']:.4g} of {found['of']:,}{beside}, by expectation with a "
-        f"router that prefers none; {'only those' if found['skips'] else 'all'} are updated"
+        f"experts: a micro-batch visits {experts['micro_batch']:.4g} of {experts['of']:,}{beside}, by expectation with "
+        f"a router that prefers none; {'only those' if experts['skips'] else 'all'} are updated"
     ]
 
 
 def experts_of(planned: Planned) -> dict[str, Any] | None:
     """Returns the numbers of experts that a micro-batch and a step visit in all layers; None without expert units."""
     shape, load = planned.shape, planned.load
-    every = sum(len(each.units) for each in shape.experts)
+    every = sum(len(layer.units) for layer in shape.experts)
     visited = {"micro_batch": load.batch * shape.sequence, "step": load.tokens(shape)}
-    found = {name: shape.visited(tokens) for name, tokens in visited.items()}
-    return {"of": every, **found, "skips": planned.memory.config.offload.experts == "visited"} if every else None
+    means = {name: shape.visited(tokens) for name, tokens in visited.items()}
+    return {"of": every, **means, "skips": planned.memory.config.offload.experts == "visited"} if every else None
 
 
 def table(planned: Planned) -> list[tuple[str, ...]]:
@@ -142,7 +142,7 @@ def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
         *_of_time(planned),
         *_of_drives(planned, asked),
         *(["what to change first:"] if advice.changes else []),
-        *(f"  {each.sentence}" for each in advice.changes[:4]),
+        *(f"  {change.sentence}" for change in advice.changes[:4]),
         *_no_change(planned, advice),
         *_of_rates(planned.hardware),
         "assumed: " + "; ".join(planned.hardware.assumptions),
@@ -150,17 +150,17 @@ def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
 
 
 def _of_rates(hardware: Hardware) -> list[str]:
-    lines_found = []
+    rows = []
     if (timed := hardware.measured) is not None:
-        lines_found.append(
+        rows.append(
             f"measured: forward and backward of a micro-batch with {timed.layers} of {timed.of} layers, "
             f"{seconds_text(timed.seconds)}; by the probe's rates {seconds_text(timed.by_probe_seconds)}"
         )
     for origin in ORIGINS:
         # Assumed rates stand among all other assumptions.
         if origin != "assumed" and (words := sentences(hardware.rates, origin)):
-            lines_found.append(f"{origin}: {'; '.join(words)}")
-    return lines_found
+            rows.append(f"{origin}: {'; '.join(words)}")
+    return rows
 
 
 def _of_memory(planned: Planned, advice: Advice) -> list[str]:
@@ -169,7 +169,7 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     slots = {0: "no swap files", 1: "one slot, no resume after a kill", 2: "two slots, every step durable"}
     least = format_size(planned.least_host)
     saved = "the saved adapters take" if planned.shape.adapted else "an export takes"
-    lines_found = [
+    rows = [
         f"host budget {format_size(memory.host)}, minimum {least}, recommended {format_size(advice.host)}; peak above "
         f"the memory of the process before the run {format_size(planned.host_peak)}",
         *_of_spare_ram(planned),
@@ -179,10 +179,10 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
         f"{saved} {format_size(planned.export)} more",
     ]
     free = [drive.free for drive in planned.hardware.drives]
-    if free and all(each is not None for each in free) and memory.stored:
+    if free and all(nbytes is not None for nbytes in free) and memory.stored:
         # Free space is shown only if known for all drives, since files are spread over them.
-        lines_found[-1] += f", {format_size(sum(each or 0 for each in free))} are free"
-    return lines_found
+        rows[-1] += f", {format_size(sum(nbytes or 0 for nbytes in free))} are free"
+    return rows
 
 
 def _of_spare_ram(planned: Planned) -> list[str]:
@@ -225,34 +225,32 @@ def _of_time(planned: Planned) -> list[str]:
     timing = planned.timing
     busy = ", ".join(f"{name} {seconds_text(value)}" for name, value in timing.busy.items() if value)
     waited = ", ".join(f"{name} {seconds_text(value)}" for name, value in timing.waited._asdict().items() if value)
-    lines_found = [
+    rows = [
         f"a step takes {seconds_text(timing.seconds)}, {timing.tokens_per_second:,.0f} tokens a second; "
         f"{_describe_limit(timing)}",
         f"  work: {busy}; waits: {waited or 'none'}; the lower bound by its order is "
         f"{seconds_text(timing.formula_seconds)}",
     ]
-    lines_found += _of_order(planned)
+    rows += _of_order(planned)
     enough = hiding_tokens(planned.memory, planned.shape, planned.hardware, planned.load)
     have = planned.load.batch * planned.shape.sequence
     # The hint helps only if a larger micro-batch would hide more.
     if not timing.hidden and enough is not None and enough > have:
-        lines_found.append(
-            f"  with {enough:,} tokens in a micro-batch ({have:,} now) all I/O could hide behind compute"
-        )
-    return lines_found
+        rows.append(f"  with {enough:,} tokens in a micro-batch ({have:,} now) all I/O could hide behind compute")
+    return rows
 
 
 def _of_order(planned: Planned) -> list[str]:
-    timing, lines_found = planned.timing, []
+    timing, rows = planned.timing, list[str]()
     if planned.load.accumulation > 1:
-        lines_found.append(f"  {_SCHEDULES[planned.choice.schedule]}: {planned.choice.reason}")
+        rows.append(f"  {_SCHEDULES[planned.choice.schedule]}: {planned.choice.reason}")
     early, updates = len(timing.simulation.speculated), sum(numel > 0 for numel in planned.memory.parts.trainable_numel)
     if early:
-        lines_found.append(
+        rows.append(
             f"  {early} of {count_of(updates, 'update')} begin under the backward; a step whose gradients are clipped "
             f"makes them again, in at most {seconds_text(timing.miss_seconds)} more"
         )
-    return lines_found
+    return rows
 
 
 def orders_heading(planned: Planned) -> str:
@@ -283,7 +281,7 @@ def _describe_limit(timing: Timing) -> str:
 
 
 def _of_drives(planned: Planned, asked: Asked) -> list[str]:
-    timing, lines_found = planned.timing, []
+    timing, rows = planned.timing, list[str]()
     if timing.moved.written:
         # Training day and night.
         daily = timing.moved.written / timing.seconds * _DAY
@@ -293,12 +291,12 @@ def _of_drives(planned: Planned, asked: Asked) -> list[str]:
             line += (
                 f": the drives reach their rated {(asked.endurance or 0) / 1e12:.0f} TB in {format_time(life * YEAR)}"
             )
-        lines_found.append(line)
+        rows.append(line)
     if asked.tokens is not None:
         seconds = run_seconds(planned, asked.tokens)
         steps = asked.tokens / timing.tokens
-        lines_found.append(f"{format_count(asked.tokens)} tokens take {format_time(seconds)}, {steps:,.0f} steps")
-    return lines_found
+        rows.append(f"{format_count(asked.tokens)} tokens take {format_time(seconds)}, {steps:,.0f} steps")
+    return rows
 
 
 def _no_change(planned: Planned, advice: Advice) -> list[str]:
@@ -417,11 +415,11 @@ def _step_json(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _order_json(each: Ordered) -> dict[str, Any]:
-    order = {"schedule": each.schedule, "speculate": each.speculate}
-    if each.planned is None:
+def _order_json(ordered: Ordered) -> dict[str, Any]:
+    order = {"schedule": ordered.schedule, "speculate": ordered.speculate}
+    if ordered.planned is None:
         return {**order, "seconds": None}
-    timing = each.planned.timing
+    timing = ordered.planned.timing
     return {
         **order,
         "seconds": rounded(timing.seconds),
@@ -454,42 +452,42 @@ def reach_table(planned: Planned, reaches: Sequence[Reach]) -> list[tuple[str, .
     now = planned.timing.seconds
     return [
         (
-            each.way.words,
-            _tokens(each.sequence),
-            _tokens(each.sequence_chunked),
-            f"{each.batch:,}" if each.batch else "none",
-            "does not fit" if each.seconds is None else f"{each.seconds / now:.2f} x",
+            reach.way.words,
+            _tokens(reach.sequence),
+            _tokens(reach.sequence_chunked),
+            f"{reach.batch:,}" if reach.batch else "none",
+            "does not fit" if reach.seconds is None else f"{reach.seconds / now:.2f} x",
         )
-        for each in reaches
-        if _has_room(each)
+        for reach in reaches
+        if _has_room(reach)
     ]
 
 
 def without_room(ways: Sequence[Reach | Longest]) -> list[str]:
     """Returns a line on the ways by which no sequence fits; none if a sequence fits by each way."""
-    names = [each.way.words for each in ways if not _has_room(each)]
+    names = [length.way.words for length in ways if not _has_room(length)]
     return [f"no sequence fits: {', '.join(names)}"] if 0 < len(names) < len(ways) else []
 
 
-def _has_room(each: Reach | Longest) -> bool:
+def _has_room(length: Reach | Longest) -> bool:
     """Returns True if a sequence of some length fits."""
-    return bool(each.sequence or each.sequence_chunked)
+    return bool(length.sequence or length.sequence_chunked)
 
 
 def _tokens(count: int) -> str:
     return f"{count:,}" if count else "none"
 
 
-def longest_json(found: Sequence[Longest]) -> dict[str, Any]:
+def longest_json(lengths: Sequence[Longest]) -> dict[str, Any]:
     """Returns the object that `--longest-sequence --json` prints: for each way, lengths, needs and config."""
-    return {"longest": [_longest_json(each) for each in found]}
+    return {"longest": [_longest_json(length) for length in lengths]}
 
 
-def _longest_json(each: Longest) -> dict[str, Any]:
-    way = {"way": each.way.words, "sequence": each.sequence, "sequence_chunked": each.sequence_chunked}
-    if each.planned is None:
+def _longest_json(length: Longest) -> dict[str, Any]:
+    way = {"way": length.way.words, "sequence": length.sequence, "sequence_chunked": length.sequence_chunked}
+    if length.planned is None:
         return way
-    planned, timing = each.planned, each.planned.timing
+    planned, timing = length.planned, length.planned.timing
     return {
         **way,
         "chunked_loss": planned.load.chunked_loss,
@@ -501,40 +499,40 @@ def _longest_json(each: Longest) -> dict[str, Any]:
     }
 
 
-def longest_heading(found: Sequence[Longest]) -> str:
+def longest_heading(lengths: Sequence[Longest]) -> str:
     """Returns the line above the table of `longest_table`."""
-    batch = next((each.planned.load.batch for each in found if each.planned is not None), 1)
+    batch = next((length.planned.load.batch for length in lengths if length.planned is not None), 1)
     return (
         f"tokens of the longest sequence with {batch} in a micro-batch, with all logits in memory and with the loss in "
         f"chunks; a step of the longer one:"
     )
 
 
-def longest_table(found: Sequence[Longest]) -> list[tuple[str, ...]]:
+def longest_table(lengths: Sequence[Longest]) -> list[tuple[str, ...]]:
     """Returns the rows of `--longest-sequence`: words, longest sequences, tiers, seconds, tokens per second."""
     rows = []
-    for way in filter(_has_room, found):
+    for length in filter(_has_room, lengths):
         # A way by which a sequence fits has a plan, unless the loss was chosen for which none does.
         cells: tuple[str, ...] = ("", "", "")
-        if way.planned is not None:
-            timing, zero = way.planned.timing, way.planned.memory.config.zero_optimization
+        if length.planned is not None:
+            timing, zero = length.planned.timing, length.planned.memory.config.zero_optimization
             tiers = f"{zero.offload_param.device}, {zero.offload_optimizer.device}"
             cells = (tiers, seconds_text(timing.seconds), f"{timing.tokens_per_second:,.0f}")
-        rows.append((way.way.words, _tokens(way.sequence), _tokens(way.sequence_chunked), *cells))
+        rows.append((length.way.words, _tokens(length.sequence), _tokens(length.sequence_chunked), *cells))
     return rows
 
 
-def longest_lines(found: Sequence[Longest]) -> list[str]:
+def longest_lines(lengths: Sequence[Longest]) -> list[str]:
     """Returns the lines below the table: the settings for the longest sequence, and a limit of the model."""
-    plans = [each.planned for each in found if each.planned is not None]
+    plans = [length.planned for length in lengths if length.planned is not None]
     if not plans:
         return ["no sequence fits, with any tiers: the device has no room beside the weights in use"]
     best = max(plans, key=lambda planned: planned.shape.sequence)
     set_ = {name: best.content[name] for name in ("zero_optimization", "offload")}
-    lines_found = [*without_room(found), f"for {best.shape.sequence:,} tokens set: {json.dumps(set_)[1:-1]}"]
+    rows = [*without_room(lengths), f"for {best.shape.sequence:,} tokens set: {json.dumps(set_)[1:-1]}"]
     if best.load.chunked_loss:
-        lines_found.append("and compute the loss in chunks: offload.losses.chunk_loss_of(model) before initialize")
+        rows.append("and compute the loss in chunks: offload.losses.chunk_loss_of(model) before initialize")
     positions = best.shape.positions
     if positions is not None and positions < best.shape.sequence:
-        lines_found.append(f"the config of the model allows {positions:,} positions: more need another one")
-    return [*lines_found, "assumed: attention keeps no matrix of tokens times tokens (FlashAttention)"]
+        rows.append(f"the config of the model allows {positions:,} positions: more need another one")
+    return [*rows, "assumed: attention keeps no matrix of tokens times tokens (FlashAttention)"]

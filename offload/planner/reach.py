@@ -72,9 +72,9 @@ def with_way(content: Mapping[str, Any], way: Way, hardware: Hardware) -> dict[s
 
     If the config names no drives, the drives of `hardware` are added.
     """
-    found = copy.deepcopy(dict(content))
-    found.pop("activation_checkpointing", None)
-    block = found.setdefault("offload", {})
+    changed = copy.deepcopy(dict(content))
+    changed.pop("activation_checkpointing", None)
+    block = changed.setdefault("offload", {})
     for name, value in (("activations", way.tier), ("tile_mlp", "auto" if way.tiled else None)):
         block.pop(name, None)
         if value is not None:
@@ -82,12 +82,12 @@ def with_way(content: Mapping[str, Any], way: Way, hardware: Hardware) -> dict[s
     # The bytes for inputs are part of the host budget.
     if way.tier in (None, "device") and (inputs := block.pop("activation_memory", None)) and "host_memory" in block:
         block["host_memory"] = parse_size(block["host_memory"]) - parse_size(inputs)
-    if way.tier in ("nvme", "auto") and hardware.drives and not load_config(found).drives:
+    if way.tier in ("nvme", "auto") and hardware.drives and not load_config(changed).drives:
         block["nvme_path"] = [drive.name for drive in hardware.drives if drive.name.startswith("/")] or [PATH]
         # With a folder "auto" would mean durable steps, which the config did not have before.
         if block.get("durability", "auto") == "auto":
             block["durability"] = "none"
-    return found
+    return changed
 
 
 def reach(planned: Planned) -> list[Reach]:
@@ -147,16 +147,16 @@ def _longest(
     lengths = [
         _lengths(shape, hardware, load, content, settled(shape, hardware, load, content)) for content in contents
     ]
-    plain, in_chunks = (max(each[index] for each in lengths) for index in (0, 1))
+    plain, in_chunks = (max(pair[index] for pair in lengths) for index in (0, 1))
     with_chunks = in_chunks > plain if chunked is None else chunked
     most = in_chunks if with_chunks else plain
     if not most:
         return Longest(way, plain, in_chunks, None)
     # The configs are in the order of their speed. A faster one with a nearly as long sequence is preferred.
-    position = next(index for index, each in enumerate(lengths) if each[with_chunks] >= _NEAR * most)
+    position = next(index for index, pair in enumerate(lengths) if pair[with_chunks] >= _NEAR * most)
     at = shape.at(lengths[position][with_chunks])
-    found = plan(at, hardware, load._replace(chunked_loss=with_chunks), contents[position])
-    return Longest(way, plain, in_chunks, found)
+    planned = plan(at, hardware, load._replace(chunked_loss=with_chunks), contents[position])
+    return Longest(way, plain, in_chunks, planned)
 
 
 def _lengths(
@@ -164,7 +164,7 @@ def _lengths(
 ) -> tuple[int, int]:
     wish, whole = wish_of(load_config(content)), load._replace(recompute=False)
     plain, chunked = (
-        longest_sequence(shape, each, wish, room_of(hardware, memory, wish, shape, each))
-        for each in (whole._replace(chunked_loss=False), whole._replace(chunked_loss=True))
+        longest_sequence(shape, step, wish, room_of(hardware, memory, wish, shape, step))
+        for step in (whole._replace(chunked_loss=False), whole._replace(chunked_loss=True))
     )
     return plain, chunked

@@ -115,9 +115,9 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
             '"activations": "nvme" needs a drive and a folder on it; give --drive or --nvme-path, and set "nvme_path" '
             'in the block "offload" of a config'
         )
-    found = choice_of(shape, hardware, load, memory, wish)
-    planned = _timed(shape, hardware, load, content, memory, found)
-    if load.schedule != "auto" or found.schedule == MICRO_BATCH_MAJOR:
+    choice = choice_of(shape, hardware, load, memory, wish)
+    planned = _timed(shape, hardware, load, content, memory, choice)
+    if load.schedule != "auto" or choice.schedule == MICRO_BATCH_MAJOR:
         return planned
     other = ScheduleChoice(MICRO_BATCH_MAJOR, "a layer-major step is not faster")
     return _timed(shape, hardware, load, content, memory, other, planned)
@@ -137,12 +137,12 @@ def _timed(
     load: Load,
     content: Mapping[str, Any],
     memory: Memory,
-    found: ScheduleChoice,
+    choice: ScheduleChoice,
     before: Planned | None = None,
 ) -> Planned:
     """Returns the plan with one schedule, or `before` if the step of `before` is not longer."""
     wish = wish_of(memory.config)
-    chosen = load._replace(schedule=found.schedule)
+    chosen = load._replace(schedule=choice.schedule)
     room = room_of(hardware, memory, wish, shape, chosen, chosen.alive > 1)
     # Activations are checked before the arena grows, which takes only memory that they leave free.
     chosen = activations.within(shape, chosen, wish, room)
@@ -153,7 +153,7 @@ def _timed(
     timing = predict(memory, shape, hardware, chosen)
     if before is not None and before.timing.seconds <= timing.seconds:
         return before
-    return Planned(shape, hardware, chosen, content, memory, timing, load, found)
+    return Planned(shape, hardware, chosen, content, memory, timing, load, choice)
 
 
 def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Memory:
@@ -177,17 +177,17 @@ class _Content:
 # Advice, reach and orders settle the plan's own config again, and each of their configs more than once.
 @functools.lru_cache(maxsize=64)
 def _settled(
-    layouts: tuple[UnitLayout, ...], asked: _Content, room: Room, accumulation: int, matrices: frozenset[str]
+    layouts: tuple[UnitLayout, ...], config: _Content, room: Room, accumulation: int, matrices: frozenset[str]
 ) -> Memory:
-    return settle(layouts, asked.content, room, accumulation, matrices=matrices)
+    return settle(layouts, config.content, room, accumulation, matrices=matrices)
 
 
 def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memory:
     """Returns `memory` with the device arena as it is after the first step, which grows the arena into free memory."""
     if hardware.on_cpu:
         return memory
-    kept = beside_weights(memory, shape, load)
-    room = DeviceRoom(for_device(hardware, memory) - memory.device - kept, kept)
+    beside = beside_weights(memory, shape, load)
+    room = DeviceRoom(for_device(hardware, memory) - memory.device - beside, beside)
     more = growth(memory.device, memory.placement.device_need, room)
     return replace(memory, placement=memory.placement.grown(more))
 
@@ -237,7 +237,7 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     nothing fits, the error comes from the candidate that takes the least memory.
     """
     error: Exception | None = None
-    found: list[Planned] = []
+    plans: list[Planned] = []
     # Without a drive, a folder could not store anything.
     options = options if hardware.drives else {**options, "paths": ()}
     # Recomputation by the model, and the tier of the blocks' inputs. Without recomputation first: if both are about as
@@ -247,7 +247,7 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     if (tier := options.pop("activations", None)) is not None or recompute is not None:
         ways = [(bool(recompute), tier)]
     for again, tier in ways:
-        if found and tier not in (None, "device") and not _lacks_room(found):
+        if plans and tier not in (None, "device") and not _lacks_room(plans):
             break
         on = load._replace(recompute=again)
         for weights, states in PLACEMENTS:
@@ -259,27 +259,27 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
             )
             try:
                 _check_device(shape, hardware, on, content)
-                found.append(_fitting(shape, hardware, on, content, (weights, states)))
+                plans.append(_fitting(shape, hardware, on, content, (weights, states)))
             except (BudgetError, ConfigError) as refusal:
                 error = refusal
-    if not found:
+    if not plans:
         assert error is not None
         raise error
     # `found` starts with the candidates that move the fewest bytes. The first one that is nearly as fast as the best is
     # preferred to a marginally faster one.
-    best = max(found, key=lambda each: each.timing.tokens_per_second)
+    best = max(plans, key=lambda planned: planned.timing.tokens_per_second)
 
-    def near(each: Planned) -> bool:
-        wears = best.timing.moved.written > each.timing.moved.written == 0
-        return each.timing.tokens_per_second * (_WEAR if wears else _WORTH) >= best.timing.tokens_per_second
+    def near(planned: Planned) -> bool:
+        wears = best.timing.moved.written > planned.timing.moved.written == 0
+        return planned.timing.tokens_per_second * (_WEAR if wears else _WORTH) >= best.timing.tokens_per_second
 
-    return next(filter(near, found))
+    return next(filter(near, plans))
 
 
-def _lacks_room(found: Sequence[Planned]) -> bool:
+def _lacks_room(plans: Sequence[Planned]) -> bool:
     """Returns True if no plan so far is layer-major, and moving blocks' inputs off the device may make one fit."""
-    wanted = any(each.given.accumulation > 1 and each.given.schedule == "auto" for each in found)
-    return wanted and all(each.choice.schedule == MICRO_BATCH_MAJOR for each in found)
+    wanted = any(planned.given.accumulation > 1 and planned.given.schedule == "auto" for planned in plans)
+    return wanted and all(planned.choice.schedule == MICRO_BATCH_MAJOR for planned in plans)
 
 
 def _check_device(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> None:
@@ -394,7 +394,7 @@ class Ordered(NamedTuple):
 
 def advise(planned: Planned) -> Advice:
     """Returns the changes that are predicted to make the run faster, and the recommended host budget."""
-    found: list[Change] = []
+    changes: list[Change] = []
     for words, option, act in _ideas(planned):
         try:
             other = act()
@@ -403,8 +403,8 @@ def advise(planned: Planned) -> Advice:
         # Tokens per second, not seconds: some changes alter the number of tokens in a step.
         gain = other.timing.tokens_per_second / planned.timing.tokens_per_second
         if gain >= _GAIN:
-            found.append(Change(words, other.timing.seconds, gain, option))
-    return Advice(tuple(sorted(found, key=lambda change: -change.gain)), recommended_host(planned))
+            changes.append(Change(words, other.timing.seconds, gain, option))
+    return Advice(tuple(sorted(changes, key=lambda change: -change.gain)), recommended_host(planned))
 
 
 def _ideas(planned: Planned) -> Iterator[tuple[str, str, Callable[[], Planned]]]:

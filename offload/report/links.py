@@ -31,29 +31,29 @@ Interval = tuple[float, float]
 
 def union(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
     """Returns the time that any of `intervals` covers within a window, as sorted intervals that do not touch."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for first, last in sorted((max(first, start), min(last, end)) for first, last in intervals):
-        if found and first <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], last))
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], last))
         elif first < last:
-            found.append((first, last))
-    return found
+            merged.append((first, last))
+    return merged
 
 
 def both(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
     """Returns the time that two results of `union` cover at once."""
-    found: list[Interval] = []
+    common: list[Interval] = []
     one = other = 0
     while one < len(some) and other < len(others):
         first, last = max(some[one][0], others[other][0]), min(some[one][1], others[other][1])
         if first < last:
-            found.append((first, last))
+            common.append((first, last))
         # The interval that ends first cannot overlap later intervals.
         if some[one][1] < others[other][1]:
             one += 1
         else:
             other += 1
-    return found
+    return common
 
 
 def total(intervals: Iterable[Interval]) -> float:
@@ -82,18 +82,18 @@ _OF_ENGINE = (_STEP, "synchronize")
 
 def busy(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
     """Returns the fraction of a window in which each link was busy; a link without a span in the file is left out."""
-    found = {}
+    fractions = {}
     for link in LINKS:
-        mine = [(span.start, span.end) for span in spans if _is_of(link, span)]
-        if not mine:
+        intervals = [(span.start, span.end) for span in spans if _is_of(link, span)]
+        if not intervals:
             continue
-        covered = union(mine, start, end)
+        covered = union(intervals, start, end)
         seconds = total(covered)
         if link == "compute":
             waits = union([(span.start, span.end) for span in spans if span.row == "waits"], start, end)
             seconds -= total(both(covered, waits))
-        found[link] = seconds / (end - start)
-    return found
+        fractions[link] = seconds / (end - start)
+    return fractions
 
 
 def _is_of(link: str, span: Span) -> bool:
@@ -109,10 +109,10 @@ def updates(spans: Sequence[Span], start: float, end: float) -> dict[str, float]
     covered = union([(span.start, span.end) for span in spans if span.row == "updates"], start, end)
     if not covered:
         return {}
-    found = dict.fromkeys((FORWARD, BACKWARD), 0.0)
+    sums = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for phase, interval in phases(spans, start, end):
-        found[phase] += total(both(covered, [interval]))
-    return {phase: seconds / (end - start) for phase, seconds in found.items()}
+        sums[phase] += total(both(covered, [interval]))
+    return {phase: seconds / (end - start) for phase, seconds in sums.items()}
 
 
 def phases(spans: Sequence[Span], start: float, end: float) -> list[tuple[str, Interval]]:

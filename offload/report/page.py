@@ -196,10 +196,10 @@ def _learning(log: Log) -> list[PageBlock]:
 
 def _time(log: Log, figures: Mapping[str, Any]) -> list[PageBlock]:
     steps = _steps(log)
-    each = [parts(values) for values in log.steps]
+    phases = [parts(values) for values in log.steps]
     # A stack needs all phases of a step: steps without measurements give empty columns.
     layers = [
-        Series(_LEGEND.get(name, f"waits: {name}"), color, [row.get(name, 0.0) if row else None for row in each])
+        Series(_LEGEND.get(name, f"waits: {name}"), color, [row.get(name, 0.0) if row else None for row in phases])
         for name, color in _COLORS.items()
     ]
     whole = _chart(log, "Complete step", _series(log, "step", "--blue", "seconds"), unit=seconds_unit)
@@ -230,7 +230,7 @@ def _speed(log: Log, figures: Mapping[str, Any]) -> PageBlock:
     if not isinstance(size, int):
         return Markup()
     seconds = [number(values, "seconds") for values in log.steps]
-    samples = Series("samples", "--green", [size / each if each else None for each in seconds])
+    samples = Series("samples", "--green", [size / step_seconds if step_seconds else None for step_seconds in seconds])
     return _chart(log, "Samples a second", samples)
 
 
@@ -247,7 +247,7 @@ def _parts_table(figures: Mapping[str, Any]) -> PageBlock:
             (PARTS[name], f"{format_number(spent[name] / unit.size)} {unit.name}", f"{spent[name] / whole:.1%}"),
             _COLORS[name],
         )
-        for name in sorted(spent, key=lambda each: -spent[each])
+        for name in sorted(spent, key=lambda phase: -spent[phase])
     )
     head = ("a mean step", "time", "share")
     return Table(head=head, rows=rows)
@@ -284,12 +284,12 @@ def _drives(log: Log, figures: Mapping[str, Any]) -> list[PageBlock]:
     colors = ("--magenta", "--blue", "--green", "--orange", "--violet", "--yellow", "--gray")
     series = [
         Series(
-            each["path"],
+            use["path"],
             colors[index % len(colors)],
             # A resumed run may have other drives, so a step need not contain each path.
-            [(row.get("drives") or {}).get(each["path"]) for row in log.steps],
+            [(row.get("drives") or {}).get(use["path"]) for row in log.steps],
         )
-        for index, each in enumerate(figures["drives"])
+        for index, use in enumerate(figures["drives"])
     ]
     chart = _chart(log, "Written in the life of the run", *series, unit=decimal_unit)
     head = ("drive", "written so far", "a step", "at the last step", "rated life", "used")

@@ -58,10 +58,10 @@ def inspect(path: Path) -> dict[str, Any]:
     if _contains_run(path):
         return {"kind": "run", **_run(path, rank_folders(path))}
     refuse_rank(path)
-    saved = [each for each in path.iterdir() if may_be_checkpoint(each) and not each.name.startswith(".")]
+    saved = [folder for folder in path.iterdir() if may_be_checkpoint(folder) and not folder.name.startswith(".")]
     if saved or (path / LATEST).is_file() or any(leftovers_of_saves(path)):
         return {"kind": "checkpoints", **_checkpoints(path, saved)}
-    runs = [_run(each, rank_folders(each)) for each in sorted(path.iterdir()) if _contains_run(each)]
+    runs = [_run(folder, rank_folders(folder)) for folder in sorted(path.iterdir()) if _contains_run(folder)]
     if not runs and (saved := of_trainer(path)):
         return {"kind": "checkpoints", **_checkpoints(path, saved), "latest": str(saved[-1].relative_to(path))}
     return {"kind": "nvme_path", "path": str(path), "runs": runs}
@@ -74,9 +74,9 @@ def _contains_run(path: Path) -> bool:
 
 def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
     """Describes the run at `path`, including only the ranks whose folders are in `folders`."""
-    found = [look(folder) for folder in folders if is_rank(folder)]
-    ranks = [_rank(each) for each in found]
-    known = next((each.manifest for each in found if each.manifest is not None), None)
+    files = [look(folder) for folder in folders if is_rank(folder)]
+    ranks = [_rank(rank_files) for rank_files in files]
+    known = next((rank_files.manifest for rank_files in files if rank_files.manifest is not None), None)
     content: dict[str, Any] = {
         "path": str(path),
         "run": path.name,
@@ -89,7 +89,7 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
         "drives": [],
         "allocated_bytes": sum(rank["allocated_bytes"] for rank in ranks),
         "finished": run_status([path], ".").finished,
-        "leftovers": leftovers(path, found),
+        "leftovers": leftovers(path, files),
         "ranks": ranks,
         "missing_ranks": [],
     }
@@ -113,16 +113,18 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
 
 def _checkpoints(path: Path, saved: Sequence[Path]) -> dict[str, Any]:
     latest = path / LATEST
-    found = [{**_checkpoint(each), "tag": str(each.relative_to(path))} for each in saved]
+    described = [{**_checkpoint(checkpoint), "tag": str(checkpoint.relative_to(path))} for checkpoint in saved]
     goes, returns = leftovers_of_saves(path)
     return {
         "path": str(path),
         "latest": _tag_in(latest),
         # A checkpoint whose manifest cannot be read has neither step nor date, and is listed first.
-        "checkpoints": sorted(found, key=lambda each: (each["epoch"] or 0, each["created"] or "")),
+        "checkpoints": sorted(
+            described, key=lambda checkpoint: (checkpoint["epoch"] or 0, checkpoint["created"] or "")
+        ),
         "saved_to_by": saver(path),
-        "leftovers": [str(each) for each in goes],
-        "set_aside": [str(each) for each in returns],
+        "leftovers": [str(checkpoint) for checkpoint in goes],
+        "set_aside": [str(checkpoint) for checkpoint in returns],
     }
 
 
@@ -163,7 +165,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "tag": path.name,
         **{name: known.get(name) for name in _OF_MANIFEST},
         "bytes": sum(map(_size_of, path.rglob("*"))),
-        "damaged": [each._asdict() for each in wrong],
+        "damaged": [damage._asdict() for damage in wrong],
     }
 
 
@@ -182,38 +184,38 @@ def _model(layout: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _rank(found: RankFiles) -> dict[str, Any]:
-    manifest = found.manifest
+def _rank(files: RankFiles) -> dict[str, Any]:
+    manifest = files.manifest
     # The counters are in the blob of a commit, so a rank without an intact commit has none.
-    written, rated = found.whole[0].written if found.whole else ([], None)
+    written, rated = files.whole[0].written if files.whole else ([], None)
     states: dict[str, None] = {}
     for row in () if manifest is None else manifest.spec.partitions:
         # A dict in place of a set keeps the states in the order of the manifest.
         states |= dict.fromkeys(state.value for state in row)
     return {
-        "rank": found.rank,
-        "folder": str(found.folder),
-        "drive": found.drive,
-        "holder": holder(found.folder),
+        "rank": files.rank,
+        "folder": str(files.folder),
+        "drive": files.drive,
+        "holder": holder(files.folder),
         "id": None if manifest is None else manifest.id,
-        "run_id": found.run_id,
+        "run_id": files.run_id,
         "created": None if manifest is None else manifest.created,
         "states": list(states),
-        "commits": [_commit(each, newest=index == 0) for index, each in enumerate(found.commits)],
+        "commits": [_commit(commit, newest=index == 0) for index, commit in enumerate(files.commits)],
         "drives": [
             {
                 "path": str(folder),
                 "states_bytes": states.lstat().st_size if states.is_file() and not states.is_symlink() else None,
                 "allocated_bytes": allocated_nbytes([folder]),
             }
-            for folder in (() if found.drive else found.folders)
+            for folder in (() if files.drive else files.folders)
             for states in [folder / "states"]
         ],
-        "allocated_bytes": allocated_nbytes([found.folder] if found.drive else found.folders),
+        "allocated_bytes": allocated_nbytes([files.folder] if files.drive else files.folders),
         "written_bytes": written,
         "rated_bytes": rated,
-        "other_format": found.other_format,
-        "damaged": [wrong._asdict() for wrong in found.wrong],
+        "other_format": files.other_format,
+        "damaged": [wrong._asdict() for wrong in files.wrong],
     }
 
 
@@ -236,7 +238,7 @@ def _commit(commit: Commit, newest: bool) -> dict[str, Any]:
 def _size_of(path: Path) -> int:
     """Returns the bytes of a file; 0 for anything else, and for a file that was deleted meanwhile."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return 0
-    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0

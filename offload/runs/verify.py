@@ -31,21 +31,21 @@ class RankReport:
 
     folder: Path
     rank: int
-    serial: int | None
-    step: int | None
+    wrong: tuple[Wrong, ...]
+    """Files that differ from what was written."""
+    serial: int | None = None
+    step: int | None = None
     """Step of the commit that was compared; None if no commit of the rank can be read.
 
     The compared commit is the newest that all ranks hold, from which a run resumes. For a rank that misses this commit,
     the rank's own newest commit is compared.
     """
-    nbytes: int
+    nbytes: int = 0
     """Bytes of this commit that were compared; 0 if the comparison was not completed."""
-    wrong: tuple[Wrong, ...]
-    """Files that differ from what was written."""
-    damages: tuple[Damage, ...]
-    places: tuple[tuple[tuple[str, int, int], ...], ...]
+    damages: tuple[Damage, ...] = ()
+    places: tuple[tuple[tuple[str, int, int], ...], ...] = ()
     """For each damage, the file, the offset and the number of bytes on each drive."""
-    before: str | None
+    before: str | None = None
     """Description of the commit before the compared one; None if there is none, or if it was not compared."""
     compared: bool = True
     """False if an error ended the comparison of the states."""
@@ -68,23 +68,23 @@ class Report(NamedTuple):
 
     def lines(self, most: int) -> list[str]:
         """Returns the report as lines of text, with at most `most` damages of the states of each rank."""
-        found: list[str] = []
-        for each in self.ranks:
+        rows: list[str] = []
+        for rank in self.ranks:
             # Damaged files first, then damaged bytes, then the summary of the rank.
-            found += [f"rank {each.rank}: damaged: {wrong}" for wrong in each.wrong]
-            found += [f"rank {each.rank}: damaged: {damage}" for damage in each.damages[:most]]
-            if len(each.damages) > most:
-                found.append(f"rank {each.rank}: and {len(each.damages) - most} more")
-            if each.step is None:
-                found.append(f"rank {each.rank}: no commit is complete; the run cannot be resumed: load a checkpoint")
+            rows += [f"rank {rank.rank}: damaged: {wrong}" for wrong in rank.wrong]
+            rows += [f"rank {rank.rank}: damaged: {damage}" for damage in rank.damages[:most]]
+            if len(rank.damages) > most:
+                rows.append(f"rank {rank.rank}: and {len(rank.damages) - most} more")
+            if rank.step is None:
+                rows.append(f"rank {rank.rank}: no commit is complete; the run cannot be resumed: load a checkpoint")
             else:
                 # A rank with a damaged file is not intact, although its states are.
-                state = ("states intact" if each.wrong else "intact") if each.compared else "could not be read"
-                state = f"damaged in {count_of(len(each.damages), 'place')}" if each.damages else state
-                before = f"; {each.before}" if each.before else ""
-                words = f"step {each.step}, commit {each.serial}, {format_size(each.nbytes)}"
-                found.append(f"rank {each.rank}: {words}: {state}{before}")
-        return found
+                state = ("states intact" if rank.wrong else "intact") if rank.compared else "could not be read"
+                state = f"damaged in {count_of(len(rank.damages), 'place')}" if rank.damages else state
+                before = f"; {rank.before}" if rank.before else ""
+                words = f"step {rank.step}, commit {rank.serial}, {format_size(rank.nbytes)}"
+                rows.append(f"rank {rank.rank}: {words}: {state}{before}")
+        return rows
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -95,19 +95,19 @@ class Report(NamedTuple):
             "epoch": self.step,
             "ranks": [
                 {
-                    "rank": each.rank,
-                    "serial": each.serial,
-                    "step": each.step,
-                    "epoch": each.step,
-                    "bytes": each.nbytes,
-                    "before": each.before,
-                    "files": [wrong._asdict() for wrong in each.wrong],
+                    "rank": rank.rank,
+                    "serial": rank.serial,
+                    "step": rank.step,
+                    "epoch": rank.step,
+                    "bytes": rank.nbytes,
+                    "before": rank.before,
+                    "files": [wrong._asdict() for wrong in rank.wrong],
                     "damages": [
                         {**damage._asdict(), "places": [list(place) for place in places]}
-                        for damage, places in zip(each.damages, each.places, strict=True)
+                        for damage, places in zip(rank.damages, rank.places, strict=True)
                     ],
                 }
-                for each in self.ranks
+                for rank in self.ranks
             ],
         }
 
@@ -127,11 +127,11 @@ class CheckpointReport(NamedTuple):
         return not self.wrong
 
     def lines(self, most: int) -> list[str]:
-        found = [f"damaged: {wrong}" for wrong in self.wrong[:most]]
+        rows = [f"damaged: {wrong}" for wrong in self.wrong[:most]]
         if len(self.wrong) > most:
-            found.append(f"and {len(self.wrong) - most} more")
+            rows.append(f"and {len(self.wrong) - most} more")
         state = f"damaged in {count_of(len(self.wrong), 'place')}" if self.wrong else "intact"
-        return [*found, f"{self.path}: step {self.step}, {format_size(self.nbytes)}: {state}"]
+        return [*rows, f"{self.path}: step {self.step}, {format_size(self.nbytes)}: {state}"]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -211,9 +211,9 @@ class RunChecking:
         self._open = contextlib.ExitStack()
         try:
             self._found = ranks_of(run, lock_and_look(run, self._open), replicas=True)
-            for each in self._found:
-                if not each.commits and not each.wrong:
-                    raise StoreError(f"{each.folder}: nothing was committed yet")
+            for files in self._found:
+                if not files.commits and not files.wrong:
+                    raise StoreError(f"{files.folder}: nothing was committed yet")
         except BaseException:
             # The locks must not outlive a failed construction.
             self._open.close()
@@ -221,13 +221,13 @@ class RunChecking:
 
     @property
     def nbytes(self) -> int:
-        return sum(_nbytes(c) for each in self._found for c in each.commits)
+        return sum(_nbytes(c) for files in self._found for c in files.commits)
 
     def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> Report:
         """Reads and compares the newest commit that is complete on all ranks."""
         # A kill may leave ranks at different commits; a run resumes from the newest that all ranks hold.
-        serial = last_of_all(each.whole[0].record.serial for each in self._found if each.whole) or 0
-        ranks = [_check(each, serial, queue, progress) for each in self._found]
+        serial = last_of_all(files.whole[0].record.serial for files in self._found if files.whole) or 0
+        ranks = [_check(files, serial, queue, progress) for files in self._found]
         return Report(self._run, resumable_step(ranks, serial), tuple(ranks))
 
     def close(self) -> None:
@@ -244,61 +244,51 @@ def resumable_step(ranks: Sequence[RankReport], serial: int) -> int | None:
     return next((rank.step for rank in ranks if rank.serial == serial), None)
 
 
-def _check(found: RankFiles, serial: int, queue: Queue, progress: Callable[[int], None]) -> RankReport:
+def _check(files: RankFiles, serial: int, queue: Queue, progress: Callable[[int], None]) -> RankReport:
     """Compares one rank's commit `serial` with its checksums.
 
     `serial` is the newest commit that is complete on all ranks; 0 if there is none.
     """
-    wrong = list(found.wrong)
+    wrong = list(files.wrong)
     damaged_places: list[Damage] = []
     places: list[tuple[tuple[str, int, int], ...]] = []
     before, compared = None, False
-    if not found.whole:
-        return RankReport(
-            folder=found.folder,
-            rank=found.rank,
-            serial=None,
-            step=None,
-            nbytes=0,
-            wrong=found.wrong,
-            damages=(),
-            places=(),
-            before=None,
-        )
-    commit = found.commit(serial)
+    if not files.whole:
+        return RankReport(folder=files.folder, rank=files.rank, wrong=files.wrong)
+    commit = files.commit(serial)
     if commit is None:
         # The rank misses the commit that the others hold; its own newest is compared, so that the report is complete.
-        commit = found.whole[0]
-        have = ", ".join(str(c.record.serial) for c in found.commits)
+        commit = files.whole[0]
+        have = ", ".join(str(c.record.serial) for c in files.commits)
         wrong.append(
             Wrong(
-                str(found.folder), f"the folder contains commits {have}; the last complete commit elsewhere is {serial}"
+                str(files.folder), f"the folder contains commits {have}; the last complete commit elsewhere is {serial}"
             )
         )
     record = commit.record
     try:
-        with found.open_states() as file:
-            for damage in _damages(found, commit, file, queue, progress):
+        with files.open_states() as file:
+            for damage in _damages(files, commit, file, queue, progress):
                 damaged_places.append(damage)
                 at = file.layout.places(damage.offset, damage.nbytes)
                 places.append(tuple((file.parts()[drive].path, offset, nbytes) for drive, offset, nbytes in at))
             compared = True
             # The line about the commit before is only a hint for the user: damage to that commit does not count.
-            other = next((c for c in found.commits if c.record.serial < record.serial), None)
+            other = next((c for c in files.commits if c.record.serial < record.serial), None)
             if other is not None:
-                before = _before(found, other, file, queue, progress)
-        if damaged_places and serial == max(c.record.serial for c in found.commits):
+                before = _before(files, other, file, queue, progress)
+        if damaged_places and serial == max(c.record.serial for c in files.commits):
             # If the file "suspect" exists, the next resume compares all bytes, and falls back to an intact commit
             # before.
-            RunNotes(found.folder).mark_suspect()
+            RunNotes(files.folder).mark_suspect()
     except IoError as error:
         # An error at a path that `wrong` names already, such as a missing file, is not reported twice.
         here = Path(error.path)
-        if not any(here.is_relative_to(each.path) or Path(each.path).is_relative_to(here) for each in wrong):
+        if not any(here.is_relative_to(named.path) or Path(named.path).is_relative_to(here) for named in wrong):
             wrong.append(Wrong(error.path, str(error)))
     return RankReport(
-        folder=found.folder,
-        rank=found.rank,
+        folder=files.folder,
+        rank=files.rank,
         serial=record.serial,
         step=record.step,
         nbytes=_nbytes(commit) if compared else 0,
@@ -311,14 +301,14 @@ def _check(found: RankFiles, serial: int, queue: Queue, progress: Callable[[int]
 
 
 def _damages(
-    found: RankFiles, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]
+    files: RankFiles, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]
 ) -> Generator[Damage]:
-    assert found.manifest is not None
-    undo = Undo(found.folder)
-    return damages_of_commit(file, queue, found.manifest.spec, commit.record, commit.table, undo, progress)
+    assert files.manifest is not None
+    undo = Undo(files.folder)
+    return damages_of_commit(file, queue, files.manifest.spec, commit.record, commit.table, undo, progress)
 
 
-def _before(found: RankFiles, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]) -> str:
+def _before(files: RankFiles, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]) -> str:
     """Returns a line that says whether an older commit is intact, so that a resume could fall back to it.
 
     The step after the last commit overwrites the slots of the older commit, as intended. Overwritten bytes cannot be
@@ -328,7 +318,7 @@ def _before(found: RankFiles, commit: Commit, file: StripedFile, queue: Queue, p
     either = "the step after the last commit has begun to overwrite this commit, or this commit is damaged"
     if commit.blob is None:
         return f"{commit_before} is not intact: its blob.{commit.record.blob} differs from the bytes written; {either}"
-    comparison = _damages(found, commit, file, queue, progress)
+    comparison = _damages(files, commit, file, queue, progress)
     try:
         first = next(comparison, None)
         return (
