@@ -10,7 +10,6 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -243,9 +242,7 @@ class aio_handle:
     def __enter__(self) -> aio_handle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an exception of the caller, a failure of `wait` would hide it.
         if kind is None:
             self.close()

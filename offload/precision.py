@@ -55,7 +55,6 @@ class ProductRates(NamedTuple):
 
     @property
     def slower(self) -> float:
-        """Time of products in the 16-bit dtype as a multiple of their time in fp32."""
         return self.fp32 / self.half
 
 
@@ -232,7 +231,6 @@ def _read_cache(path: Path) -> dict[str, Any]:
 
 
 def _write_cache(path: Path, products: dict[str, Any]) -> None:
-    """Writes the cache. Losing it in a crash costs a measurement, so the file is not synced."""
     write_cache(path, json.dumps({"version": _VERSION, "products": products}, indent=2) + "\n")
 
 

@@ -18,9 +18,6 @@ def option(panel: str, name: str, help: str, *names: str, **more: Any) -> Any:
     """Declares an option.
 
     `names` are aliases, such as the names of Hugging Face's arguments, and `more` further arguments of `typer.Option`.
-
-    Returns:
-        The `typer.Option` to annotate a field with.
     """
     return typer.Option(name, *names, help=help, rich_help_panel=panel, **more)
 

@@ -55,7 +55,6 @@ class PartLayout:
     def of(
         cls, description: Mapping[str, Any], about: Mapping[str, Any], layouts: tuple[UnitLayout, ...], mode: Mode
     ) -> PartLayout:
-        """Returns the part with the description and `about` that `described_part` returned."""
         return cls(
             layouts=layouts,
             mode=mode,
@@ -84,7 +83,6 @@ class WholeParameter(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The number of elements in a row of each piece; see `strips`."""
         shapes = [piece.segment.shape[self.dim or 0 :] for piece in self.pieces]
         return tuple(math.prod(shape) for shape in shapes)
 
@@ -105,9 +103,6 @@ def whole_model(parts: Sequence[PartLayout], buffers: Sequence[Sequence[str]]) -
 
     Names of a pipeline begin with the number of the stage. The number is dropped if all names stay different without
     it.
-
-    Raises:
-        StoreError: If it is not known how parameters are divided, or parts are stored as blocks.
     """
     first = [number for number, part in enumerate(parts) if part.coordinate == 0]
     names = _names([(parts[number], buffers[number]) for number in first])
@@ -132,7 +127,6 @@ def whole_model(parts: Sequence[PartLayout], buffers: Sequence[Sequence[str]]) -
 
 
 def _names(parts: Sequence[tuple[PartLayout, Sequence[str]]]) -> dict[tuple[int, str], str]:
-    """Returns the whole model's names; see `WholeModel.names`."""
     own = [
         (part.position, name, name in part.about["elsewhere"])
         for part, buffers in parts
@@ -279,7 +273,6 @@ class WholeSource:
         }
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> _Joined:
-        """Begins to read bytes of a whole unit; see `Source.read`. Its only rank is 0."""
         assert rank == 0
         size = self._mode.states[state].itemsize
         joined, first, last = _Joined(len(buffer)), start // size, (start + len(buffer)) // size
@@ -305,7 +298,6 @@ class WholeSource:
         return joined
 
     def close(self) -> None:
-        """Closes the files; idempotent."""
         self._close()
 
 
@@ -325,11 +317,9 @@ class _Joined:
         self.copies: list[_RowCopy] = []
 
     def done(self) -> bool:
-        """Returns True if all reads have ended."""
         return all(read.done() for read in self.reads)
 
     def wait(self) -> int:
-        """Waits for all reads, in their order, and returns the number of bytes."""
         # In the order in which the reads began: with an engine each wait is a collective.
         for read in self.reads:
             read.wait()
@@ -351,13 +341,6 @@ def whole_of_checkpoint(checkpoint: Path, queue: Queue) -> WholeSource:
     """Opens all parts of a checkpoint, after their weights have been compared with the checksums.
 
     Weights are read twice, since pieces of a parameter are not read in the order of the checksums.
-
-    Args:
-        queue: Queue for the reads; owned by the caller.
-
-    Raises:
-        StoreError: If something is missing.
-        IoError: If weights are damaged.
     """
     manifest = read_manifest(checkpoint)
     check_parts(checkpoint, manifest)
@@ -404,7 +387,6 @@ class _Partitions:
         self._own, self._processes = own, processes
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
-        """Begins to fill `buffer` from byte `start` of a rank's partition on. Collective."""
         return self._own.read(self._processes[rank], unit, state, start, buffer)
 
     def close(self) -> None:

@@ -28,7 +28,6 @@ class Completed:
     """Tokens that were generated, the end-of-text token among them."""
 
     def line(self) -> dict[str, Any]:
-        """Returns the fields for a line of JSON."""
         return {"place": self.place, "completion": self.text, "tokens": self.tokens}
 
 
@@ -38,9 +37,6 @@ def encode_fitting(
     """Returns the tokens of a prompt, (n,) int32, after a check that prompt and completion fit.
 
     `cached` is the most tokens of prompt and completion; None to limit them only by the model's positions.
-
-    Raises:
-        ConfigError: the prompt is malformed, empty or too long.
     """
     row = encode_prompt(prompt, tokenizer)
     if not len(row):

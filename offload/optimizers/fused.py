@@ -178,7 +178,6 @@ class FusedUpdates:
         return self._mode.padded_part(state, start, stop)
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
-        """Returns the steps of a unit, on the device if its gradient stays on the device."""
         if self._gradients.stays(update.unit):
             return _DeviceSteps(update, self._mode, self._device)
         return _HostSteps(update, self._mode)

@@ -74,9 +74,6 @@ def _program(name: str) -> str | None:
     """Returns the path of the command to run; None for a script of Python.
 
     The search for a command starts in the folder of this Python.
-
-    Raises:
-        UsageError: if there is no such file and no such command.
     """
     path = Path(name)
     if path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK)):
@@ -310,7 +307,6 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_programs(commands: list[Command]) -> None:
-    """Raises UsageError if a program that starts the ranks is not installed."""
     for program in {command.arguments[0] for command in commands}:
         if shutil.which(program) is None:
             raise UsageError(

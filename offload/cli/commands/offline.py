@@ -79,7 +79,6 @@ class _Placed:
     json_output: Json = False
 
     def placement(self) -> ModelOptions:
-        """Returns these options in the form of the library."""
         from offload.offline.open_model import ModelOptions
 
         return ModelOptions(
@@ -357,7 +356,6 @@ class _Measured:
     """Time and bytes of a command, counted from the moment when its model was ready."""
 
     def __init__(self, model: OpenModel) -> None:
-        """Reports the notices of the engine, and the model's lines."""
         self._model, self._began = model, time.perf_counter()
         for line in (*model.engine.notices, *model.lines):
             _say(line)
