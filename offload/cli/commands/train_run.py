@@ -116,7 +116,11 @@ class ProgressLine:
         self._console.print(text, markup=False)
 
     def show(self, report: Any) -> None:
-        gpu = f"  GPU {format_size(self._on_gpu())}" if self._job.engine.device.type != "cpu" else ""
+        gpu, device = "", self._job.engine.device
+        if device.type != "cpu":
+            import torch
+
+            gpu = f"  GPU {format_size(torch.get_device_module(device).memory_reserved(device))}"
         text = (
             f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}  "
             f"{report.tokens / report.seconds:,.0f} tokens/s{gpu}  "
@@ -137,12 +141,6 @@ class ProgressLine:
             return step % self._every == 0 or step == self._job.steps
         # Five seconds keep log files of batch systems short.
         return self._progress is None and (step == self._job.steps or time.monotonic() - self._last_printed > 5)
-
-    def _on_gpu(self) -> int:
-        import torch
-
-        device = self._job.engine.device
-        return int(torch.get_device_module(device).memory_reserved(device))
 
 
 # -- train summary -------------------------------------------------------------------------------------
