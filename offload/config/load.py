@@ -287,10 +287,10 @@ def _scheduler(known: Mapping[str, Any]) -> SchedulerBlock | None:
 P = TypeVar("P", bound=ScheduleParams)
 
 
-def schedule_params(model: type[P], content: Mapping[Any, Any], path: str = "") -> P:
-    """Validates the params of a schedule, from a file or from a script, whose `path` is ""."""
+def schedule_params(model: type[P], content: Mapping[Any, Any]) -> P:
+    """Validates the params of a schedule that a script gives."""
     findings = no_findings()
-    params = _read_params(model, content, path, findings)
+    params = _read_params(model, content, "", findings)
     if params is None:
         raise one_error(findings.errors)
     return params
