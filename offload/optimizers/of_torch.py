@@ -21,7 +21,7 @@ import inspect
 import itertools
 import math
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -204,16 +204,18 @@ class _TorchSteps:
         steps = {segment.parameter: segment for segment in self._update.segments}
         for index, segment in steps.items():
             if index not in self._update.shared:
-                self._step(self._segments[index], tile, segment)
+                parameter = self._segments[index]
+                states, gradient = _content(tile, segment)
+                # A copy of the gradient, because an optimizer may write into it. In fp32 the master is the weight.
+                own = self._updates.gradient[: len(gradient)].copy_(gradient)
+                master = join(states, self._updates.master[: len(gradient)])
+                after = self._updates.step(parameter, master, own, _words(tile, parameter, own), segment.step)
+                # An fp32 weight that was changed in place is stored already. An optimizer may also replace
+                # `parameter.data`.
+                if after.data_ptr() != states[State.WEIGHT].data_ptr():
+                    split(after, states)
         if self._update.shared:
             self._trade(tile, steps)
-
-    def _step(self, parameter: ParameterSegment, tile: TileContent, segment: ParameterStep) -> None:
-        states, gradient = _content(tile, segment)
-        # A copy of the gradient, because an optimizer may write into it. In fp32 the master is the weight itself.
-        own = self._updates.gradient[: len(gradient)].copy_(gradient)
-        master = join(states, self._updates.master[: len(gradient)])
-        _store(self._updates.step(parameter, master, own, _words(tile, parameter, own), segment.step), states)
 
     def _trade(self, tile: TileContent, steps: Mapping[int, ParameterStep]) -> None:
         """Steps the parameters that several ranks divide: master and gradient go to a home, the master comes back."""
@@ -268,12 +270,6 @@ def _words(tile: TileContent, parameter: ParameterSegment, absent: torch.Tensor)
     return tile.states.get(State.PACKED, absent)[parameter.packed.start : parameter.packed.stop]
 
 
-def _store(master: torch.Tensor, states: Mapping[State, torch.Tensor]) -> None:
-    # An fp32 weight that was changed in place is stored already. An optimizer may also replace `parameter.data`.
-    if master.data_ptr() != states[State.WEIGHT].data_ptr():
-        split(master, states)
-
-
 # -- a parameter apart from the others -------------------------------------------------------------------
 
 
@@ -325,9 +321,16 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
             # Layers of a model repeat shapes, so one dry run serves many parameters.
             key = f"{shape} {options} {attributes}"
             if key not in known:
-                with _explained(optimizer, name):
+                try:
                     _check_apart(optimizer, options, [min(size, _SMALL) for size in shape], attributes)
                     known[key] = _dry_run(optimizer, options, shape, attributes)
+                except Exception as error:  # the user's own code may raise any error
+                    kind = type(optimizer)
+                    raise ConfigError(
+                        f"{kind.__module__}.{kind.__name__} has no kernel here, so its own code would run parameter by "
+                        f"parameter. That fails for {name}: {cause(error)}; give another optimizer, or a name in the "
+                        "config"
+                    ) from error
             states[name] = known[key]
     return states
 
@@ -335,19 +338,6 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """Returns the attributes that user code has set on a parameter, which optimizers may read."""
     return {name: value for name, value in vars(parameter).items() if name not in _OURS}
-
-
-@contextlib.contextmanager
-def _explained(optimizer: torch.optim.Optimizer, name: str) -> Iterator[None]:
-    """Raises `ConfigError` for any error in the user's optimizer."""
-    try:
-        yield
-    except Exception as error:
-        kind = type(optimizer)
-        raise ConfigError(
-            f"{kind.__module__}.{kind.__name__} has no kernel here, so its own code would run parameter by parameter. "
-            f"That fails for {name}: {cause(error)}; give another optimizer, or a name in the config"
-        ) from error
 
 
 def cause(error: Exception) -> str:
