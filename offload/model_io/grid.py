@@ -87,26 +87,15 @@ class WholeParameter(NamedTuple):
         return tuple(math.prod(shape) for shape in shapes)
 
 
-class WholeModel(NamedTuple):
-    """A whole model, joined from its parts."""
+def joined_units(
+    parts: Sequence[PartLayout], names: Mapping[tuple[int, str], str]
+) -> list[tuple[UnitLayout, tuple[WholeParameter, ...]]]:
+    """Returns the units of the whole model, each with its parameters in the order of its segments.
 
-    layouts: tuple[UnitLayout, ...]
-    parameters: tuple[tuple[WholeParameter, ...], ...]
-    """The parameters of each unit, in the order of its segments."""
-    about: Mapping[str, Any]
-    names: Mapping[tuple[int, str], str]
-    """The whole model's name of each parameter and buffer that is kept, by position and name in the part."""
-
-
-def whole_model(parts: Sequence[PartLayout], buffers: Sequence[Sequence[str]]) -> WholeModel:
-    """Returns the whole model, joined from its parts.
-
-    Names of a pipeline begin with the number of the stage. The number is dropped if all names stay different without
-    it.
+    `names` are the whole model's names, as `whole_names` returns them.
     """
     first = [number for number, part in enumerate(parts) if part.coordinate == 0]
-    names = _names([(parts[number], buffers[number]) for number in first])
-    layouts, parameters = [], []
+    units = []
     for number in sorted(first, key=lambda index: parts[index].position):
         part = parts[number]
         row = [index for index, candidate in enumerate(parts) if candidate.position == part.position]
@@ -121,12 +110,17 @@ def whole_model(parts: Sequence[PartLayout], buffers: Sequence[Sequence[str]]) -
                 continue
             whole = arrange(layout.name, [parameter.segment for parameter in placed], 1)
             by_name = {parameter.segment.name: parameter for parameter in placed}
-            layouts.append(whole)
-            parameters.append(tuple(by_name[segment.name]._replace(segment=segment) for segment in whole.segments))
-    return WholeModel(tuple(layouts), tuple(parameters), _about([parts[number] for number in first], names), names)
+            parameters = tuple(by_name[segment.name]._replace(segment=segment) for segment in whole.segments)
+            units.append((whole, parameters))
+    return units
 
 
-def _names(parts: Sequence[tuple[PartLayout, Sequence[str]]]) -> dict[tuple[int, str], str]:
+def whole_names(parts: Sequence[tuple[PartLayout, Sequence[str]]]) -> dict[tuple[int, str], str]:
+    """Returns the whole model's name of each parameter and buffer that is kept, by position and name in the part.
+
+    Names of a pipeline begin with the number of the stage. The number is dropped if all names stay different without
+    it.
+    """
     own = [
         (part.position, name, name in part.about["elsewhere"])
         for part, buffers in parts
@@ -253,20 +247,23 @@ class WholeSource:
     def __init__(self, parts: Sequence[OpenPart], step: int, close: Callable[[], None] = lambda: None) -> None:
         # Raises `StoreError` if the parts cannot be put together.
         self._parts, self._close = parts, close
-        whole = whole_model([part.layout for part in parts], [list(part.buffers) for part in parts])
+        first = [(part.layout, list(part.buffers)) for part in parts if part.layout.coordinate == 0]
+        names = whole_names(first)
+        units = joined_units([part.layout for part in parts], names)
         modes = {part.layout.mode.name: part.layout.mode for part in parts}
         if len(modes) > 1:
             raise StoreError(f"the parts are in different modes, {', '.join(modes)}: give parts of one run")
         (self._mode,) = modes.values()
-        self._parameters = whole.parameters
+        self._parameters = [parameters for _, parameters in units]
         # Described as one rank, without padding between ranks: `read` finds bytes by element numbers alone.
-        self.description: Mapping[str, Any] = describe(whole.layouts, self._mode, 1)
-        self.about, self.step = whole.about, step
+        self.description: Mapping[str, Any] = describe([layout for layout, _ in units], self._mode, 1)
+        self.about: Mapping[str, Any] = _about([layout for layout, _ in first], names)
+        self.step = step
         self.client_state: Mapping[str, Any] = {}
         """Empty: each part has a state of its own, and none describes the whole."""
         self.frozen = all(part.frozen for part in parts)
         self.buffers: Mapping[str, torch.Tensor] = {
-            whole.names[part.layout.position, name]: value
+            names[part.layout.position, name]: value
             for part in parts
             if part.layout.coordinate == 0
             for name, value in part.buffers.items()
@@ -291,7 +288,7 @@ class WholeSource:
                 else:
                     # One long read in place of a read for each row. The rows are copied to their places afterwards.
                     memory = aligned_empty(nbytes)
-                    joined.copies.append(_RowCopy(memory, out[strip.at * size :], strip.rows, sum(widths) * size))
+                    joined.copies.append((memory, out[strip.at * size :], strip.rows, sum(widths) * size))
                 source = SavedElement(piece.unit, piece.segment.start + strip.start, piece.segment.trainable)
                 run = Run(0, strip.stop - strip.start, source)
                 joined.reads += self._parts[piece.part].states.read(run, state, memory, 0)
@@ -301,20 +298,12 @@ class WholeSource:
         self._close()
 
 
-class _RowCopy(NamedTuple):
-    """Rows that were read one after the other, and their destination, where rows are `step` bytes apart."""
-
-    memory: memoryview
-    out: memoryview
-    rows: int
-    step: int
-
-
 class _Joined:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self.reads: list[Pending] = []
-        self.copies: list[_RowCopy] = []
+        self.copies: list[tuple[memoryview, memoryview, int, int]] = []
+        """Rows that were read one after the other, their destination, their number, and the bytes between two rows."""
 
     def done(self) -> bool:
         return all(read.done() for read in self.reads)
