@@ -590,18 +590,7 @@ def _check_size(content: Any, most: int) -> None:
 
 _ROOT = "archive"
 _PROTOCOL = 2  # that of torch.save
-_STORAGE_NAMES = {
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.float64: torch.DoubleStorage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-}
+_STORAGE_NAMES = {dtype: getattr(torch, name.removeprefix("torch.")) for name, dtype in _STORAGES.items()}
 
 
 class _Storage(NamedTuple):

@@ -59,11 +59,9 @@ class Total:
     cut: int = 0
 
     def add(self, score: Score) -> None:
-        self.records, self.tokens, self.counted = (
-            self.records + 1,
-            self.tokens + score.tokens,
-            self.counted + score.counted,
-        )
+        self.records += 1
+        self.tokens += score.tokens
+        self.counted += score.counted
         self.log_likelihood += score.log_likelihood or 0.0
         self.cut += score.cut
 
