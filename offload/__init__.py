@@ -59,47 +59,26 @@ __all__ = [
 ]
 
 # Strings instead of imports: `offload --help` must not wait seconds for torch.
-_MODULE_OF = {
-    "BudgetError": "offload.errors",
-    "ConfigError": "offload.errors",
-    "Engine": "offload.engine.engine",
-    "EngineFailed": "offload.errors",
-    "InferenceEngine": "offload.inference_engine",
-    "IoError": "offload.errors",
-    "NumericsError": "offload.errors",
-    "OffloadError": "offload.errors",
-    "PipelineStages": "offload.parallel.stages",
-    "RankError": "offload.errors",
-    "StoreError": "offload.errors",
-    "TiledLinear": "offload.activations.linear",
-    "UsageError": "offload.errors",
-    "auto_dtype": "offload.dtype_choice",
-    "estimate_zero2_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
-    "estimate_zero2_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
-    "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
-    "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
-    "gathered": "offload.engine.access",
-    "inference": "offload.inference_engine",
-    "init": "offload.model_io.load",
-    "initialize": "offload.engine.setup",
-    "load_pretrained": "offload.model_io.load",
-    "register_external_parameter": "offload.engine.access",
-    "safe_get_full_fp32_param": "offload.engine.access",
-    "safe_get_full_grad": "offload.engine.access",
-    "safe_get_full_optimizer_state": "offload.engine.access",
-    "safe_get_local_fp32_param": "offload.engine.access",
-    "safe_get_local_grad": "offload.engine.access",
-    "safe_get_local_optimizer_state": "offload.engine.access",
-    "safe_set_full_fp32_param": "offload.engine.access",
-    "safe_set_full_grad": "offload.engine.access",
-    "safe_set_full_optimizer_state": "offload.engine.access",
-    "safe_set_local_fp32_param": "offload.engine.access",
-    "safe_set_local_grad": "offload.engine.access",
-    "safe_set_local_optimizer_state": "offload.engine.access",
-    "tiled": "offload.activations.tiles",
-    "unregister_external_parameter": "offload.engine.access",
-    "untiled": "offload.activations.tiles",
+_NAMES_IN = {
+    "offload.activations.linear": "TiledLinear",
+    "offload.activations.tiles": "tiled untiled",
+    "offload.dtype_choice": "auto_dtype",
+    "offload.engine.access": "gathered register_external_parameter safe_get_full_fp32_param safe_get_full_grad "
+    "safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
+    "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param "
+    "safe_set_local_grad safe_set_local_optimizer_state unregister_external_parameter",
+    "offload.engine.engine": "Engine",
+    "offload.engine.setup": "initialize",
+    "offload.errors": "BudgetError ConfigError EngineFailed IoError NumericsError OffloadError RankError StoreError "
+    "UsageError",
+    "offload.inference_engine": "InferenceEngine inference",
+    "offload.model_io.load": "init load_pretrained",
+    "offload.parallel.stages": "PipelineStages",
+    "offload.planner.deepspeed_estimates": "estimate_zero2_model_states_mem_needs_all_cold "
+    "estimate_zero2_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold "
+    "estimate_zero3_model_states_mem_needs_all_live",
 }
+_MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names.split()}
 """Module of each public name. A test compares it with `__all__` and with the imports for type checkers below."""
 
 _PARTS = {
@@ -176,14 +155,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Returns the object of a public name, and stores it in this module.
-
-        Args:
-            name: a public name, or a key of `_PARTS`.
-
-        Raises:
-            AttributeError: if there is no such name. For a name of DeepSpeed the message states the replacement.
-        """
+        """Returns the object of a public name, and stores it in this module; or a submodule of `_PARTS`."""
         if name in _PARTS:
             import_module(_PARTS[name])
             return import_module(f"{__name__}.{name}")

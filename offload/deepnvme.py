@@ -10,7 +10,6 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -128,90 +127,36 @@ class aio_handle:
     # -- reads and writes ---------------------------------------------------------------------------
 
     def async_pread(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Starts a read into `buffer` and returns 0.
-
-        Args:
-            buffer: destination, in use until `wait` returns.
-            filename: path or descriptor.
-            file_offset: first byte in the file.
-        """
+        """Starts a read into `buffer` and returns 0."""
         return self.pread(buffer, filename, False, True, file_offset)
 
     def async_pwrite(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Starts a write of `buffer` and returns 0.
-
-        Args:
-            buffer: source, in use until `wait` returns.
-            filename: path or descriptor.
-            file_offset: first byte in the file.
-        """
+        """Starts a write of `buffer` and returns 0."""
         return self.pwrite(buffer, filename, False, True, file_offset)
 
     def sync_pread(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Waits as `wait` does, then fills `buffer`. Returns the number of requests that ended, this one included.
-
-        Args:
-            buffer: destination.
-            filename: path or descriptor.
-            file_offset: first byte in the file.
-        """
+        """Waits as `wait` does, then fills `buffer`. Returns the number of requests that ended, this one included."""
         return self.pread(buffer, filename, False, False, file_offset)
 
     def sync_pwrite(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Waits as `wait` does, then writes `buffer`. Returns the number of requests that ended, this one included.
-
-        Args:
-            buffer: source.
-            filename: path or descriptor.
-            file_offset: first byte in the file.
-        """
+        """Waits as `wait` does, then writes `buffer`. Returns the number of requests that ended, this one included."""
         return self.pwrite(buffer, filename, False, False, file_offset)
 
     def pread(self, buffer: Memory, filename: Filename, validate: bool, async_: bool, file_offset: int = 0) -> int:
-        """Reads as `async_pread` or `sync_pread` does, with the same result.
-
-        Args:
-            buffer: destination.
-            filename: path or descriptor.
-            validate: True to read the file again and compare.
-            async_: True for `async_pread`.
-            file_offset: first byte in the file.
-        """
+        """Reads as `async_pread` or `sync_pread` does, with the same result."""
         return self._submit("read", buffer, filename, validate, async_, file_offset)
 
     def pwrite(self, buffer: Memory, filename: Filename, validate: bool, async_: bool, file_offset: int = 0) -> int:
-        """Writes as `async_pwrite` or `sync_pwrite` does, with the same result.
-
-        Args:
-            buffer: source.
-            filename: path or descriptor.
-            validate: True to read the file back and compare.
-            async_: True for `async_pwrite`.
-            file_offset: first byte in the file.
-        """
+        """Writes as `async_pwrite` or `sync_pwrite` does, with the same result."""
         return self._submit("write", buffer, filename, validate, async_, file_offset)
 
     def read(self, buffer: Memory, filename: Filename, validate: bool = False, file_offset: int = 0) -> int:
-        """Fills `buffer`, then returns 0. Other requests stay in flight.
-
-        Args:
-            buffer: destination.
-            filename: path or descriptor.
-            validate: True to read the file again and compare.
-            file_offset: first byte in the file.
-        """
+        """Fills `buffer`, then returns 0. Other requests stay in flight."""
         self._start("read", buffer, filename, validate, file_offset).end()
         return 0
 
     def write(self, buffer: Memory, filename: Filename, validate: bool = False, file_offset: int = 0) -> int:
-        """Writes `buffer`, then returns 0. Other requests stay in flight.
-
-        Args:
-            buffer: source.
-            filename: path or descriptor.
-            validate: True to read the file back and compare.
-            file_offset: first byte in the file.
-        """
+        """Writes `buffer`, then returns 0. Other requests stay in flight."""
         self._start("write", buffer, filename, validate, file_offset).end()
         return 0
 
@@ -243,9 +188,7 @@ class aio_handle:
     def __enter__(self) -> aio_handle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an exception of the caller, a failure of `wait` would hide it.
         if kind is None:
             self.close()
@@ -258,10 +201,6 @@ class aio_handle:
         """Returns (num_elem,) zeros in 2 MiB pages at a multiple of 2 MiB, pinned by CUDA if available.
 
         The memory lives as long as the tensor or a view; a forked child lacks it. `BudgetError` if CUDA refuses.
-
-        Args:
-            num_elem: number of elements.
-            example_tensor: a tensor of the dtype.
         """
         if num_elem == 0:
             return torch.empty(0, dtype=example_tensor.dtype, device="cpu")
@@ -278,11 +217,7 @@ class aio_handle:
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Unpins a tensor of any handle's `new_cpu_locked_tensor`; returns False for another or a freed tensor.
-
-        Args:
-            tensor: a tensor.
-        """
+        """Unpins a tensor of any handle's `new_cpu_locked_tensor`; returns False for another or a freed tensor."""
         # The finalizer runs once. CUDA unregisters the memory now; the memory is unmapped with its last reference.
         end = _locked.get(tensor.data_ptr())
         if end is None:
@@ -291,11 +226,7 @@ class aio_handle:
         return True
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Returns True if `buffer` is in memory of `new_cpu_locked_tensor`, or in memory that torch has pinned.
-
-        Args:
-            buffer: a tensor.
-        """
+        """Returns True if `buffer` is in memory of `new_cpu_locked_tensor`, or in memory that torch has pinned."""
         return buffer.untyped_storage().data_ptr() in _locked or buffer.is_pinned()
 
     def _submit(

@@ -97,5 +97,4 @@ def _of_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
 
 def _in_mode(layout: Mapping[str, Any]) -> str:
-    """Returns the dtype in the name of a mode."""
     return str(layout["mode"]).partition(" ")[0]

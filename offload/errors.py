@@ -76,11 +76,6 @@ class IoError(OffloadError, OSError):
     """
 
     def __init__(self, path: str, offset: int, nbytes: int, errno: int, operation: str = "access") -> None:
-        """Sets the attributes of the same names.
-
-        Args:
-            nbytes: bytes of the request, or 0 if the error concerns the file as such.
-        """
         OSError.__init__(self, errno, os.strerror(errno), path)
         self.path = path
         self.offset = offset

@@ -14,7 +14,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -77,7 +76,6 @@ class PassSeconds(NamedTuple):
         return max(parts, key=lambda name: parts[name])
 
     def since(self, before: PassSeconds) -> PassSeconds:
-        """Returns the seconds that came after `before`."""
         return PassSeconds(*(now - then for now, then in zip(self, before, strict=True)))
 
 
@@ -90,7 +88,6 @@ class PassMeter:
 
     @property
     def seconds(self) -> PassSeconds:
-        """Seconds of all forwards so far."""
         return PassSeconds(*(self._sums[name] / 1e9 for name in PassSeconds._fields))
 
     def on_phase_begin(self, phase: Phase) -> None:
@@ -230,9 +227,7 @@ class InferenceEngine(ModelEngine):
     def __enter__(self) -> InferenceEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.destroy()
 
 
@@ -422,10 +417,6 @@ def read_model(path: Path, model_class: Any, kwargs: Mapping[str, Any]) -> nn.Mo
     """Returns the model of a folder or a file, with deferred parameters.
 
     `model_class` None stands for the architecture that the folder's config names; `kwargs` go to `load_pretrained`.
-
-    Raises:
-        ConfigError: If the folder's config names no class of transformers, or the files lack a weight.
-        StoreError: If files are missing or damaged.
     """
     stored = stored_tensors(path)  # a wrong folder is reported before transformers is imported
     chosen = model_class or _architecture(path if path.is_dir() else path.parent)

@@ -55,7 +55,6 @@ class ProductRates(NamedTuple):
 
     @property
     def slower(self) -> float:
-        """Time of products in the 16-bit dtype as a multiple of their time in fp32."""
         return self.fp32 / self.half
 
 
@@ -139,7 +138,9 @@ def measure(half: str) -> ProductRates:
         for _ in range(_ROUNDS):
             # In turns and by the minimum: a disturbance hits both dtypes, and a single disturbance does not decide.
             for index, work in enumerate(works):
-                best[index] = min(best[index], _seconds(work))
+                start = time.thread_time()
+                work()
+                best[index] = min(best[index], max(time.thread_time() - start, 1e-9))
             if time.thread_time() - began > _MAX_SECONDS:
                 break
     finally:
@@ -159,13 +160,6 @@ def _products(dtype: torch.dtype) -> Callable[[], object]:
     return work
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """Returns the processor seconds of the calling thread for `work`, at least a nanosecond."""
-    start = time.thread_time()
-    work()
-    return max(time.thread_time() - start, 1e-9)
-
-
 # -- kept ---------------------------------------------------------------------------------------------
 
 
@@ -181,8 +175,9 @@ def rates(half: str) -> ProductRates:
         return measured
     # Processes that start together may all measure; `write_cache` leaves one complete result.
     measured = measure(half)
+    products = {**cached, key: [float(f"{rate:.3g}") for rate in measured]}
     with contextlib.suppress(OSError):
-        _write_cache(path, {**cached, key: [float(f"{rate:.3g}") for rate in measured]})
+        write_cache(path, json.dumps({"version": _VERSION, "products": products}, indent=2) + "\n")
     return measured
 
 
@@ -191,7 +186,7 @@ _VALID_RATES = (1e6, 1e16)
 
 
 def _parse_rates(cached: Any) -> ProductRates | None:
-    """Returns the rates that `_write_cache` wrote, or None if `cached` is anything else."""
+    """Returns the rates that `rates` wrote, or None if `cached` is anything else."""
     if not (isinstance(cached, list) and len(cached) == 2 and all(type(rate) in (int, float) for rate in cached)):
         return None
     valid = all(_VALID_RATES[0] <= rate <= _VALID_RATES[1] for rate in cached)
@@ -229,11 +224,6 @@ def _read_cache(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return cached if isinstance(cached, dict) else {}
-
-
-def _write_cache(path: Path, products: dict[str, Any]) -> None:
-    """Writes the cache. Losing it in a crash costs a measurement, so the file is not synced."""
-    write_cache(path, json.dumps({"version": _VERSION, "products": products}, indent=2) + "\n")
 
 
 # -- explicitly chosen dtypes -------------------------------------------------------------------------

@@ -132,11 +132,7 @@ def check_name(name: str) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the content of a model folder's config.json, which may be anybody's.
-
-    Raises:
-        ConfigError: it cannot be read, names code of the hub, or has more layers than any model.
-    """
+    """Returns the content of a model folder's config.json, which may be anybody's."""
     path = folder / "config.json"
     try:
         with path.open("rb") as file:
@@ -176,9 +172,6 @@ def check_folder(folder: Path) -> dict[str, Any]:
 
     Returns:
         The content of its config.json.
-
-    Raises:
-        ConfigError: config.json is missing or unreadable, or its model type is unknown.
     """
     path = folder / "config.json"
     if not path.is_file() and (folder / "adapter_config.json").is_file():
@@ -227,9 +220,6 @@ def quantized_bits(config: Any) -> int | None:
     """Returns the bits of a quantized weight by a model's config; None for a model that is not quantized.
 
     A config of a quantized model without a number counts as 8 bits.
-
-    Args:
-        config: a config of transformers, or the content of a config.json.
     """
     quantization = (
         config.get("quantization_config") if isinstance(config, dict) else vars(config).get("quantization_config")
@@ -249,20 +239,12 @@ def positions_of(config: Any) -> int | None:
 
 
 def check_positions(config: Any, seq_len: int, option: str = "--seq-len") -> None:
-    """Checks that a model has enough positions for a sequence.
-
-    Raises:
-        ConfigError: the model has fewer positions.
-    """
+    """Raises `ConfigError` if a model has fewer positions than a sequence has tokens."""
     check_length(positions_of(config), seq_len, option)
 
 
 def check_length(longest: int | None, seq_len: int, option: str = "--seq-len") -> None:
-    """Checks that a sequence is not longer than a model's positions. With `longest` None there is no limit.
-
-    Raises:
-        ConfigError: the sequence is longer.
-    """
+    """Raises `ConfigError` if a sequence is longer than a model's positions. With `longest` None there is no limit."""
     if longest is not None and longest < seq_len:
         raise ConfigError(f"{option} {seq_len} is more than the {longest} positions of this model; lower {option}")
 
@@ -276,12 +258,6 @@ def build(name: str, layers: int | None = None) -> nn.Module:
     """Builds the model of a preset, with weights as the library initializes them.
 
     Inside `offload.init` the weights take no memory.
-
-    Args:
-        layers: number of layers; None for the preset's.
-
-    Raises:
-        ConfigError: the preset is unknown, or transformers is missing.
     """
     check_name(name)
     transformers = require_transformers()

@@ -59,9 +59,6 @@ def _depth_exceeds(data: bytes, most: int) -> bool:
 def read(data: bytes | str, check: Check, name: str = "") -> Any:
     """Returns the value of JSON that a check accepts.
 
-    Args:
-        name: Name of the record in messages.
-
     Raises:
         ValueError: If `data` is no JSON, or `check` refuses its value.
     """

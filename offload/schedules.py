@@ -34,7 +34,7 @@ import abc
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -238,6 +238,14 @@ class Schedule(abc.ABC):
 
 logger = logging.getLogger("offload")
 
+P = TypeVar("P", bound=ScheduleParams)
+
+
+def _given(model: type[P], arguments: Mapping[str, Any]) -> P:
+    """Returns the params among the arguments of a constructor, checked; None counts as "auto"."""
+    values = {name: arguments[name] for name in model.model_fields}
+    return schedule_params(model, {name: "auto" if value is None else value for name, value in values.items()})
+
 
 def _rise(steps: int, params: WarmupParams | WarmupCosineParams) -> float:
     """Returns the completed fraction of the warm-up, from 0 to 1, after at most `_length(params)` steps."""
@@ -295,13 +303,7 @@ class WarmupLR(Schedule):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        params = {
-            "warmup_min_lr": warmup_min_lr,
-            "warmup_max_lr": "auto" if warmup_max_lr is None else warmup_max_lr,
-            "warmup_num_steps": warmup_num_steps,
-            "warmup_type": warmup_type,
-        }
-        super().__init__(optimizer, schedule_params(WarmupParams, params), last_batch_iteration)
+        super().__init__(optimizer, _given(WarmupParams, locals()), last_batch_iteration)
 
     def _begin(self) -> None:
         self._check_pairs()
@@ -345,15 +347,8 @@ class WarmupDecayLR(WarmupLR):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        params = {
-            "total_num_steps": total_num_steps,
-            "warmup_min_lr": warmup_min_lr,
-            "warmup_max_lr": "auto" if warmup_max_lr is None else warmup_max_lr,
-            "warmup_num_steps": warmup_num_steps,
-            "warmup_type": warmup_type,
-        }
         # Not `super()`: WarmupLR would validate the values as `WarmupParams`, which have no `total_num_steps`.
-        Schedule.__init__(self, optimizer, schedule_params(WarmupDecayParams, params), last_batch_iteration)
+        Schedule.__init__(self, optimizer, _given(WarmupDecayParams, locals()), last_batch_iteration)
 
     def _begin(self) -> None:
         self._check_pairs()
@@ -396,14 +391,7 @@ class WarmupCosineLR(Schedule):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        params = {
-            "total_num_steps": total_num_steps,
-            "warmup_min_ratio": warmup_min_ratio,
-            "warmup_num_steps": warmup_num_steps,
-            "cos_min_ratio": cos_min_ratio,
-            "warmup_type": warmup_type,
-        }
-        super().__init__(optimizer, schedule_params(WarmupCosineParams, params), last_batch_iteration)
+        super().__init__(optimizer, _given(WarmupCosineParams, locals()), last_batch_iteration)
 
     def _begin(self) -> None:
         _warn_of_short_training(self._params)
@@ -470,21 +458,7 @@ class OneCycle(Schedule):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        params = {
-            "cycle_min_lr": cycle_min_lr,
-            "cycle_max_lr": cycle_max_lr,
-            "decay_lr_rate": decay_lr_rate,
-            "cycle_first_step_size": cycle_first_step_size,
-            "cycle_second_step_size": cycle_second_step_size,
-            "cycle_first_stair_count": cycle_first_stair_count,
-            "cycle_second_stair_count": cycle_second_stair_count,
-            "decay_step_size": decay_step_size,
-            "cycle_momentum": cycle_momentum,
-            "cycle_min_mom": cycle_min_mom,
-            "cycle_max_mom": cycle_max_mom,
-            "decay_mom_rate": decay_mom_rate,
-        }
-        super().__init__(optimizer, schedule_params(OneCycleParams, params), last_batch_iteration)
+        super().__init__(optimizer, _given(OneCycleParams, locals()), last_batch_iteration)
 
     def _begin(self) -> None:
         self._check_pairs()
@@ -582,13 +556,7 @@ class LRRangeTest(Schedule):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        params = {
-            "lr_range_test_min_lr": lr_range_test_min_lr,
-            "lr_range_test_step_size": lr_range_test_step_size,
-            "lr_range_test_step_rate": lr_range_test_step_rate,
-            "lr_range_test_staircase": lr_range_test_staircase,
-        }
-        super().__init__(optimizer, schedule_params(RangeTestParams, params), last_batch_iteration)
+        super().__init__(optimizer, _given(RangeTestParams, locals()), last_batch_iteration)
 
     def _lrs(self, steps: int) -> list[float]:
         params = self._params

@@ -22,9 +22,6 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", re.
 def parse_size(text: str | int | float) -> int:
     """Returns the bytes of a size such as "1.5GiB", "800MB" or "4G" (binary, as in most tools).
 
-    Args:
-        text: number and unit, or a plain number of bytes.
-
     Raises:
         ConfigError: the text is no size, or the number is too large.
     """

@@ -88,7 +88,6 @@ class Inspection:
 
     @property
     def layouts(self) -> tuple[UnitLayout, ...]:
-        """The segments of each unit: names, shapes, positions."""
         return self._parts.layouts
 
     @property
@@ -103,7 +102,6 @@ class Inspection:
 
     @property
     def mode(self) -> Mode:
-        """The states of a trainable element, and their dtypes."""
         return self._parts.shards.mode
 
     @property
@@ -118,7 +116,6 @@ class Inspection:
 
     @property
     def parameter_steps(self) -> list[list[int]]:
-        """Number of updates of each parameter, by unit and segment."""
         return self._core.state.parameter_steps
 
     @property
@@ -147,27 +144,22 @@ class Inspection:
 
     @property
     def queue(self) -> SharedQueue | None:
-        """The I/O queue; None without a store."""
         return self._parts.queue
 
     @property
     def pager(self) -> Pager:
-        """The pager of weights."""
         return self._parts.pager
 
     @property
     def device(self) -> Device:
-        """The device that the model computes on."""
         return self._parts.shards.device
 
     @property
     def host_arena(self) -> HostArena:
-        """The memory of the host budget."""
         return self._parts.arena
 
     @property
     def device_arena(self) -> DeviceArena:
-        """The memory of the device budget."""
         return self._parts.pager.arena
 
     @property
@@ -177,12 +169,10 @@ class Inspection:
 
     @property
     def ranks(self) -> Ranks:
-        """The processes among which ZeRO divides states."""
         return self._parts.world.ranks
 
     @property
     def gradients(self) -> GradientAccumulator:
-        """The gradients between autograd and the update."""
         return self._parts.gradients
 
     @property
@@ -199,7 +189,6 @@ class Inspection:
 
     @property
     def measures(self) -> bool:
-        """True if numbers of each step are recorded."""
         return isinstance(self._parts.meter, StepMeter)
 
     @property
@@ -219,7 +208,6 @@ class Inspection:
 
     @property
     def takes_turns(self) -> bool:
-        """True if micro-batches take turns at a block."""
         return isinstance(self._parts.schedule, LayerMajor) and self._parts.schedule.possible
 
     @property
@@ -229,28 +217,23 @@ class Inspection:
 
     @property
     def prefetch_limits(self) -> Limits:
-        """Limits of the prefetch, in bytes."""
         return self._parts.pager._limits
 
     @property
     def device_need(self) -> DeviceNeed:
-        """Device memory that weights and sums of gradients can use."""
         return self._core.state.settings.device_need
 
     # Weights.
 
     def residency(self, unit: int) -> Residency:
-        """Returns the residency of a unit's weights."""
         return self._parts.pager.residency(unit)
 
     @property
     def access_order(self) -> list[int]:
-        """The recorded order of uses of a step."""
         return list(self._parts.pager.table.access_order.order)
 
     @property
     def pins(self) -> list[int]:
-        """Number of open uses of each unit."""
         return [entry.pins for entry in self._parts.pager.table.entries]
 
     @property
@@ -303,7 +286,6 @@ class Inspection:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype of gradients that wait for the update."""
         return self._parts.gradients.dtype
 
     def gradients_stay(self, unit: int) -> bool:
@@ -316,7 +298,6 @@ class Inspection:
 
     @property
     def gradient_totals(self) -> int:
-        """Number of partial sums of gradients on the device now."""
         return len([*self._parts.gradients.totals.ranges()])
 
     def gradients_spill(self, unit: int) -> bool:
@@ -325,11 +306,7 @@ class Inspection:
 
 
 def inspect(engine: Engine) -> Inspection:
-    """Returns a live view of an engine's units, memory and counters.
-
-    Args:
-        engine: An engine that has not been destroyed.
-    """
+    """Returns a live view of an engine's units, memory and counters."""
     return Inspection(engine)
 
 
@@ -342,7 +319,6 @@ def settle(engine: Engine, commit: bool = True) -> None:
     Unlike `Engine.synchronize`, drops no update under the backward, and with `commit=False` begins no call.
 
     Args:
-        engine: The engine.
         commit: True to begin a call of the engine, which delivers the contents that the last step's commit waits for.
 
     Raises:
@@ -368,12 +344,7 @@ def settle_early_updates(engine: Engine) -> None:
 
 
 def abandon(engine: Engine, remove: bool = False) -> None:
-    """Closes an engine as a kill would leave it: nothing is finished, written or committed.
-
-    Args:
-        engine: The engine, which cannot be used afterwards.
-        remove: True to delete the run's files.
-    """
+    """Closes an engine as a kill would leave it: nothing is finished, written or committed."""
     engine._core.components.meter.close()
     engine._core.shutdown.abandon(remove)
 
@@ -539,7 +510,6 @@ def replace(patch: Patcher, point: str, value: Any) -> None:
     """Replaces a function, a class or a number of the package until `patch` undoes it.
 
     Args:
-        patch: pytest's `monkeypatch`.
         point: A name of `POINTS`.
         value: The replacement. A method's replacement takes `self`.
     """
@@ -551,7 +521,6 @@ def intercept(patch: Patcher, point: str, action: Callable[..., Any]) -> None:
     """Calls `action(real, *args, **kwargs)` in place of a function until `patch` undoes it.
 
     Args:
-        patch: pytest's `monkeypatch`.
         point: A name of `POINTS`.
         action: Called with the real function, then with the arguments of the call; a method's include `self`.
     """

@@ -33,7 +33,6 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from offload.errors import ConfigError
@@ -126,7 +125,6 @@ class Timeline:
 
     @property
     def started(self) -> bool:
-        """True once recording has started."""
         return self._first != sys.maxsize
 
     def start(self) -> None:
@@ -145,7 +143,6 @@ class Timeline:
         self._begun[row, name] = now()
 
     def end(self, row: Row, name: str) -> None:
-        """Records the span that `begin` has started; does nothing if no such span is open."""
         start = self._begun.pop((row, name), None)
         if start is not None:
             self.add(row, name, start, now())
@@ -261,9 +258,7 @@ class _Open:
     def __enter__(self) -> None:
         self._start = now()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._timeline.add(self._row, self._name, self._start, now(), self._nbytes)
 
 
@@ -328,7 +323,6 @@ _BEGINS = '{"displayTimeUnit": '
 
 
 def _is_ours(path: Path) -> bool:
-    """Returns True if a file is empty or starts like a timeline."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
             return file.read(len(_BEGINS)) in ("", _BEGINS)

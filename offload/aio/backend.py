@@ -24,7 +24,6 @@ class QueueShape(NamedTuple):
 
     @property
     def in_flight_bytes(self) -> int:
-        """Most bytes in flight."""
         return self.threads * self.depth * self.block_bytes
 
 
@@ -56,17 +55,8 @@ def open_native(
     """Opens a native queue on the backend `backend`, or with "auto" on the first one that this system permits.
 
     Args:
-        threads: number of driver threads; None for the backend's default.
-        depth: blocks in flight for each thread; None for the backend's default.
-        block_bytes: bytes of a block; None for the backend's default.
         window_bytes: bytes that move in one direction before the other direction's turn, at least twice the bytes in
             flight; 0 to read and write at once.
-
-    Returns:
-        The queue, owned by the caller, and a description of the choice.
-
-    Raises:
-        ConfigError: the name is unknown, or this system refuses the backend; with "auto", all backends.
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ConfigError(f"there is no I/O backend {backend!r}: expected auto, {', '.join(BACKENDS)}")

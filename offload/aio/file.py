@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from offload.aio.unanswered import aloud
@@ -177,9 +176,7 @@ class DirectFile:
     def __enter__(self) -> DirectFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _stat(self) -> os.stat_result:
@@ -315,16 +312,10 @@ class Layout(NamedTuple):
 
     @property
     def shares(self) -> list[int]:
-        """Bytes of a row on each file."""
         return [weight * self.stripe_bytes for weight in self.weights]
 
     def places(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (file index, offset in the file, bytes) of each range that stores [offset, offset + nbytes), in order.
-
-        Args:
-            offset: first logical byte.
-            nbytes: number of bytes.
-        """
+        """Yields (file index, offset in the file, bytes) of each range of [offset, offset + nbytes), in order."""
         if len(self.weights) == 1:
             # One drive: no row structure, so a request is never cut.
             yield 0, offset, nbytes
@@ -362,14 +353,7 @@ class Layout(NamedTuple):
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns small whole numbers in nearly the proportion of `weights`. Idempotent: its result maps to itself.
-
-    Args:
-        weights: bandwidths or other positive numbers, one for each path.
-
-    Raises:
-        ConfigError: a weight is not a finite number above 0, or there is none.
-    """
+    """Returns small whole numbers in nearly the proportion of `weights`. Idempotent: its result maps to itself."""
     if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ConfigError(f"expected weights above 0, one for each path, got {list(weights)}")
     most = max(_MOST_STRIPES, 4 * len(weights))
@@ -503,9 +487,7 @@ class StripedFile:
     def __enter__(self) -> StripedFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -45,17 +45,9 @@ def move(queue: IoQueue, file: File, buffer: memoryview, operation: str, request
     """Moves all of `buffer` to or from the start of `file`, in requests that are all queued at once, and waits.
 
     Args:
-        queue: the queue that moves the bytes.
         file: a file of at least `len(buffer)` bytes.
-        buffer: source or destination, owned by the caller; must not be used until the call returns.
         operation: "read", "write" or "mixed": alternating reads and writes, of one priority.
         request_bytes: bytes of each request; the last one may be shorter.
-
-    Returns:
-        Bytes and seconds of the pass.
-
-    Raises:
-        IoError: a request failed.
     """
     cpu, start = _cpu_seconds(), time.perf_counter()
     # With the usual priority of writes, the queue would read eight blocks for each block that it writes, not equal

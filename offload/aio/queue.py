@@ -9,7 +9,6 @@ import operator
 import os
 import sys
 import weakref
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from offload.aio.backend import open_native
@@ -258,9 +257,7 @@ class IoQueue:
     def __enter__(self) -> IoQueue:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_open(self) -> None:

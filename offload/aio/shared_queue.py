@@ -46,7 +46,6 @@ class SharedQueue:
         priority: Priority = Priority.NORMAL,
         checksum: bool = False,
     ) -> Future:
-        """Reads into `buffer`, which the queue owns until the future is done, from byte `offset` of `file`."""
         with self._counts:
             self.read_bytes += len(buffer)
         return self._queue.read(file, offset, buffer, priority=priority, checksum=checksum)
@@ -60,7 +59,6 @@ class SharedQueue:
         priority: Priority = Priority.BACKGROUND,
         checksum: bool = False,
     ) -> Future:
-        """Writes `buffer`, which the queue owns until the future is done, at byte `offset` of `file`."""
         with self._counts:
             self.written_bytes += len(buffer)
         return self._queue.write(file, offset, buffer, priority=priority, checksum=checksum)

@@ -56,23 +56,19 @@ class _Entry(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Name of a tensor's dtype."""
         return str(self.about.state["properties"].state[0].name)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of a tensor."""
         return shape_of(self.about.state["size"])
 
     @property
     def chunks(self) -> Sequence[Record]:
-        """Metadata of a tensor's chunks."""
         chunks: Sequence[Record] = self.about.state["chunks"]
         return chunks
 
     @property
     def is_tensor(self) -> bool:
-        """True for a tensor, False for any other value."""
         return self.about.name.endswith(_TENSOR)
 
 
@@ -110,11 +106,7 @@ class _DcpFolder:
         return value
 
     def fragments(self, entry: _Entry) -> list[Any]:
-        """Returns a tensor as fragments in the order of its elements.
-
-        Raises:
-            StoreError: If chunks are missing, overlap, or are not stored as values one after the other.
-        """
+        """Returns a tensor as fragments in the order of its elements."""
         placed = []
         shape = entry.shape
         for chunk in entry.chunks:
@@ -158,11 +150,7 @@ class _DcpFolder:
 
 
 def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, list[int]]:
-    """Returns the length of a chunk's runs of consecutive elements in its tensor, and the start of each run.
-
-    Args:
-        offsets: First index of the chunk in each dimension.
-    """
+    """Returns the length of a chunk's runs of consecutive elements in its tensor, and the start of each run."""
     # From the last dimension that is cut on, all elements are consecutive.
     cut = max((at for at in range(len(shape)) if sizes[at] != shape[at]), default=0)
     numel = math.prod(sizes[cut:])
@@ -193,7 +181,6 @@ class _Optimizer(NamedTuple):
 
     @property
     def trained(self) -> frozenset[str]:
-        """Names of its parameters."""
         return frozenset(name for group in self.members for name in group) | self.states.keys()
 
 
@@ -233,11 +220,6 @@ def _optimizer(folder: _DcpFolder) -> _Optimizer:
 
 
 def _model(folder: _DcpFolder, optimizer: _Optimizer, where: Path) -> dict[str, _Entry]:
-    """Returns the model's tensors by name.
-
-    Raises:
-        StoreError: If the model cannot be distinguished from other tensors.
-    """
     # A model's state dict is flat: its tensors share all keys but the last one, the name.
     dicts: dict[_Path, dict[str, _Entry]] = {}
     for entry in folder.entries:
@@ -268,11 +250,7 @@ def _lists(value: Any) -> Any:
 
 
 def read_dcp(where: Path, states: bool) -> SavedContents:
-    """Reads all but the tensors of a checkpoint.
-
-    Raises:
-        StoreError: If files are missing or damaged, or the checkpoint is of a kind that is not supported.
-    """
+    """Reads all but the tensors of a checkpoint."""
     folder = _DcpFolder(where)
     optimizer = _optimizer(folder)
     trained = optimizer.trained

@@ -54,11 +54,7 @@ def contents_of(
     groups: Sequence[Mapping[str, Any]],
     moments: frozenset[str],
 ) -> SavedContents:
-    """Returns the contents of a checkpoint of DeepSpeed.
-
-    Args:
-        parameters: All parameters; a tied one by its first name only.
-    """
+    """Returns the contents of a checkpoint of DeepSpeed."""
     steps, config = int(model.get("global_steps") or 0), model.get("ds_config")
     config = config if isinstance(config, dict) else {}
     accumulation = config.get("gradient_accumulation_steps")
@@ -116,11 +112,7 @@ def is_zero(folder: Path) -> bool:
 
 
 def model_files(folder: Path) -> dict[int, Path]:
-    """Returns the files of model states by rank. In stages 1 and 2 there is one file, of rank 0.
-
-    Raises:
-        StoreError: If layers or tensors are divided among ranks.
-    """
+    """Returns the files of model states by rank. In stages 1 and 2 there is one file, of rank 0."""
     names = sorted(path.name for path in folder.iterdir())
     ranks = [match[2] for pattern in (_OPTIMIZER, _MODEL) for match in map(pattern.fullmatch, names) if match]
     kinds = {
@@ -139,11 +131,7 @@ def model_files(folder: Path) -> dict[int, Path]:
 
 
 def read_zero(folder: Path, states: bool) -> SavedContents:
-    """Reads all but the tensors of a checkpoint.
-
-    Raises:
-        StoreError: If files are missing or damaged, or the checkpoint is of a kind that is not supported.
-    """
+    """Reads all but the tensors of a checkpoint."""
     models = model_files(folder)
     matches = (_OPTIMIZER.fullmatch(path.name) for path in folder.iterdir())
     files = {int(match[1]): folder / match[0] for match in matches if match}
@@ -334,11 +322,7 @@ def is_universal(folder: Path) -> bool:
 
 
 def read_universal(folder: Path, states: bool) -> SavedContents:
-    """Reads all but the tensors of a checkpoint.
-
-    Raises:
-        StoreError: If files are missing or damaged, or the checkpoint is of a kind that is not supported.
-    """
+    """Reads all but the tensors of a checkpoint."""
     models = model_files(folder)
     if not models:
         raise StoreError(

@@ -79,11 +79,7 @@ def described_part(
 
 
 def own_part(world: World, checkpoint: Path) -> Path:
-    """Returns the folder of a process's part of a checkpoint; without a grid the checkpoint itself.
-
-    Raises:
-        StoreError: If the checkpoint was saved by another grid or without a grid, or if files of a part are missing.
-    """
+    """Returns the folder of a process's part of a checkpoint; without a grid the checkpoint itself."""
     manifest = read_manifest(checkpoint)
     # A checkpoint path that leads to a single part is no whole model either.
     is_part = "tensor_parallel" in manifest.layout or "pipeline" in manifest.layout
@@ -278,11 +274,7 @@ def leftovers(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def check_free(checkpoint: Path, latest: bool) -> None:
-    """Checks that no foreign file has a name that a save of `checkpoint` needs. Changes nothing.
-
-    Raises:
-        StoreError: If a name is taken.
-    """
+    """Raises `StoreError` if a foreign file has a name that a save of `checkpoint` needs. Changes nothing."""
     folder = checkpoint.parent
     if checkpoint.is_symlink():
         raise StoreError(f"{checkpoint} is a symbolic link, which a save does not replace: choose another tag")
@@ -342,13 +334,6 @@ def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
     """Creates and returns the folder where `checkpoint` is written.
 
     Before that, leftovers of killed saves in the parent folder are removed, or renamed back; see `leftovers`.
-
-    Args:
-        checkpoint: Final path of the checkpoint. The caller holds `only_save` of its parent.
-
-    Raises:
-        StoreError: If a foreign file has a name that the save needs.
-        IoError: If the folder cannot be made.
     """
     partial = aside(checkpoint, "partial")
     with naming_errors(checkpoint.parent, "make"):
@@ -438,10 +423,6 @@ def remove(checkpoint: Path) -> None:
     """Deletes a checkpoint, which is renamed first so that no half-deleted folder has its name.
 
     A checkpoint that another process has deleted meanwhile is no error.
-
-    Raises:
-        StoreError: If the checkpoint, or the folder at the name it is moved to, contains foreign files.
-        IoError: If a file cannot be deleted.
     """
     going = aside(checkpoint, "removed")
     with naming_errors(checkpoint, "remove"), contextlib.suppress(FileNotFoundError):

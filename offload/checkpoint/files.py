@@ -95,11 +95,9 @@ class Manifest(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that saved their progress."""
         return self.world_size * int(self.layout.get("replicas", 1)) * max(1, len(self.parts))
 
     def pack(self) -> bytes:
-        """Returns the content of the file."""
         files = {name: {"nbytes": saved.nbytes, "crc32c": dict(saved.sums)} for name, saved in self.files.items()}
         written = {_KEYS.get(name, name): value for name, value in self._asdict().items()}
         # The kind comes first in the file: `_KIND_IN` still finds it if the end of the file is lost.
@@ -247,11 +245,7 @@ def check_tag(tag: Any) -> str:
 
 
 def check_folder(folder: Any, name: str) -> Path:
-    """Returns `folder`, a user's folder of checkpoints, as a path.
-
-    Raises:
-        UsageError: If the value is no valid path.
-    """
+    """Returns `folder`, a user's folder of checkpoints, as a path."""
     path = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
     if not isinstance(path, str):
         raise UsageError(f"{name} must be a path, a str or a pathlib.Path, got {type(folder).__name__}: {folder!r}")
@@ -385,7 +379,6 @@ def find(load_dir: str | os.PathLike[str], tag: Any, is_other: Callable[[Path], 
 
 
 def _tags(folder: Path, is_other: Callable[[Path], bool]) -> str:
-    """Returns the tags of a folder's checkpoints in words, with the tags of another program at the end."""
     others = sorted(path.name for path in folder.iterdir() if is_other(path)) if folder.is_dir() else []
     return ", ".join([*checkpoints(folder), *others]) or "none"
 

@@ -123,16 +123,12 @@ class ForeignCheckpoint(FoundCheckpoint):
     """The parameter of each unit."""
 
     def open(self, queue: Queue) -> ForeignStates:
-        """Opens the files of states; see `FoundCheckpoint.open`."""
         return ForeignStates(self.parameters, queue)
 
     def check_bytes(self, options: LoadOptions, queue: Queue, rank: int, world_size: int) -> None:
         """Compares this rank's share of the storages that any rank will read with their checksums.
 
         For the arguments see `FoundCheckpoint.check_bytes`.
-
-        Raises:
-            StoreError: If bytes are damaged or cannot be read.
         """
         storages = dict.fromkeys(
             part.storage
@@ -151,14 +147,7 @@ class ForeignCheckpoint(FoundCheckpoint):
 
 
 def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> ForeignCheckpoint:
-    """Reads all of another program's checkpoint except its tensors. Nothing in it is executed.
-
-    Args:
-        tied_here: First name of each tied parameter of this model, by its other names.
-
-    Raises:
-        StoreError: If something is missing, damaged or not supported.
-    """
+    """Reads all of another program's checkpoint except its tensors. Nothing in it is executed."""
     program, read_contents = next((program, reader) for program, matches, reader in _FORMATS if matches(folder))
     try:
         contents = read_contents(folder, states)
@@ -246,11 +235,9 @@ class _Widened:
         self._widened = False
 
     def done(self) -> bool:
-        """Returns True if the read has ended; the values may not be widened yet."""
         return self._future.done()
 
     def wait(self) -> int:
-        """Waits for the read, widens its values, and returns the number of bytes read."""
         nbytes = self._future.wait()
         if not self._widened:
             # Copied first: the wider values would overwrite 16-bit values that are not widened yet.
@@ -269,13 +256,11 @@ class ForeignStates:
         self._files: dict[Path, DirectFile] = {}
 
     def close(self) -> None:
-        """Closes the files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
 
     def scales(self, unit: int) -> torch.Tensor:
-        """Raises `AssertionError`: moments of other programs have no scales, so this is never called."""
         raise AssertionError(unit)
 
     def read(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Pending]:
@@ -326,12 +311,7 @@ class _StorageChunk(NamedTuple):
 
 
 def compare_storages(storages: Iterable[Storage], queue: Queue) -> None:
-    """Compares storages with their checksums.
-
-    Raises:
-        IoError: If something cannot be read.
-        StoreError: If bytes are damaged.
-    """
+    """Compares storages with their checksums."""
     sums: dict[Storage, int] = {}
     files: dict[Path, DirectFile] = {}
 

@@ -41,7 +41,6 @@ class SavedParameter(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -83,11 +82,7 @@ class SavedContents:
 
 
 def fragment(tensor: Any, start: int, numel: int, what: str) -> Fragment:
-    """Returns elements of a flat or contiguous tensor.
-
-    Raises:
-        StoreError: If there is no such tensor, or the elements are not in it.
-    """
+    """Returns elements of a flat or contiguous tensor."""
     if not isinstance(tensor, StoredTensor) or tensor.dtype not in FLOATS or not tensor.contiguous:
         raise StoreError(f"{what} is not stored as values in fp32, bf16 or fp16, one after the other")
     # Files of different saves show here: their flat tensors have other lengths.

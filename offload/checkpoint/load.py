@@ -56,38 +56,24 @@ class FoundStates(Protocol):
     """Saved states that fit this engine: of a checkpoint, or of a run's swap files."""
 
     @property
-    def mode(self) -> Mode:
-        """Mode of the saved states."""
-        ...
+    def mode(self) -> Mode: ...
 
     @property
-    def saved(self) -> Mapping[str, tuple[int, ParameterSegment]]:
-        """Unit and segment of each parameter, by name."""
-        ...
+    def saved(self) -> Mapping[str, tuple[int, ParameterSegment]]: ...
 
-    def mode_of(self, unit: int) -> Mode:
-        """Returns the mode of a saved unit, whose weights may stay in fp32."""
-        ...
+    def mode_of(self, unit: int) -> Mode: ...
 
-    def open(self, queue: Queue) -> StateReader:
-        """Opens the files of states; the caller closes the result."""
-        ...
+    def open(self, queue: Queue) -> StateReader: ...
 
 
 class StateReader(Protocol):
     """Reads of saved states, whatever their files are."""
 
-    def read(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Pending]:
-        """Begins to read the elements of a run; see `SavedStates.read`."""
-        ...
+    def read(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Pending]: ...
 
-    def scales(self, unit: int) -> torch.Tensor:
-        """Returns the scales of moments in 8 bits; see `SavedStates.scales`."""
-        ...
+    def scales(self, unit: int) -> torch.Tensor: ...
 
-    def close(self) -> None:
-        """Closes the files."""
-        ...
+    def close(self) -> None: ...
 
 
 class PartitionReader(Protocol):
@@ -97,9 +83,7 @@ class PartitionReader(Protocol):
         """Begins to fill `buffer` from byte `start` of a rank's partition on."""
         ...
 
-    def close(self) -> None:
-        """Closes the files."""
-        ...
+    def close(self) -> None: ...
 
 
 def open_states(checkpoint: FoundCheckpoint) -> list[DirectFile]:
@@ -124,22 +108,16 @@ class CheckpointPartitions:
         self._files = open_states(checkpoint)
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Future:
-        """Begins to fill `buffer` from byte `start` of a rank's partition on."""
         place = self._places[rank][tensor_name(unit, state)]
         return self._queue.read(self._files[rank], place.offset + start, buffer)
 
     def close(self) -> None:
-        """Closes the files."""
         for file in self._files:
             file.close()
 
 
 class SavedStates:
-    """The states of the partitions of all ranks that saved; implements `StateReader`.
-
-    Args:
-        partitions: Reader of the ranks' partitions; closed by `close`.
-    """
+    """The states of the partitions of all ranks that saved; implements `StateReader`."""
 
     def __init__(self, layouts: Sequence[UnitLayout], mode: Mode, world_size: int, partitions: PartitionReader) -> None:
         self._layouts, self._mode, self._world_size = layouts, mode, world_size
@@ -147,7 +125,6 @@ class SavedStates:
         self._unit, self._scales = -1, torch.empty(0, dtype=torch.float32, device="cpu")
 
     def close(self) -> None:
-        """Closes the files."""
         self._partitions.close()
 
     def read(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Pending]:
@@ -207,7 +184,6 @@ class SavedMoments(NamedTuple):
     """First element, counted in the unit."""
 
     def values(self, state: State) -> torch.Tensor:
-        """Returns the values of a moment."""
         states = {state: self.states[state]}
         if self.scales is not None:
             block = self.position // MOMENT_BLOCK
@@ -255,11 +231,9 @@ class FoundCheckpoint:
 
     @property
     def client_state(self) -> Any:
-        """Returns the user's own state, parsed from JSON."""
         return parse(bytes(self.contents[CLIENT_STATE].numpy()))
 
     def mode_of(self, unit: int) -> Mode:
-        """Returns the mode of a saved unit, whose weights may stay in fp32."""
         return self.layouts[unit].mode_in(self.mode)
 
     def steps(self, layouts: Sequence[UnitLayout], now: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -287,16 +261,11 @@ class FoundCheckpoint:
         return dataclasses.replace(self, saved={**self.saved, **as_rows(self.saved, layouts)})
 
     def open(self, queue: Queue) -> StateReader:
-        """Opens the files of states; the caller closes the result."""
         partitions = CheckpointPartitions(self, queue)
         return SavedStates(self.layouts, self.mode, self.manifest.world_size, partitions)
 
     def check_bytes(self, options: LoadOptions, queue: Queue, rank: int, world_size: int) -> None:
-        """Compares this rank's share of the tensors that any rank will read with their checksums.
-
-        Raises:
-            StoreError: If a tensor is damaged or cannot be read.
-        """
+        """Compares this rank's share of the tensors that any rank will read with their checksums."""
         states = self.mode.states if options.states else KEPT
         # Round robin over all tensors: each is compared by exactly one rank.
         work = [
@@ -327,9 +296,6 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
         rank: This rank. Its progress is read if as many ranks saved the checkpoint; otherwise rank 0's is.
         world_size: Number of ranks of this engine; 0 if there is no engine.
         tied_here: First name of each tied parameter of this model, by its other names.
-
-    Raises:
-        StoreError: If something is missing or damaged.
     """
     manifest = read_manifest(folder)
     try:
@@ -425,12 +391,7 @@ def compare_bytes(
     damaged: Callable[[Path, str], None],
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Compares tensors with their checksums.
-
-    Raises:
-        IoError: If something cannot be read.
-        StoreError: If a file cannot be opened.
-    """
+    """Compares tensors with their checksums."""
     files = open_states(checkpoint)
     sums: dict[tuple[int, str], int] = {}
 
@@ -522,12 +483,6 @@ class CheckpointSource:
     """A checkpoint as source of weights. Changes nothing; implements `Source`.
 
     A damaged tensor is noticed when its last byte has been read.
-
-    Args:
-        queue: Queue for the reads; owned by the caller.
-
-    Raises:
-        StoreError: If a file is missing or of another size, or if anything but a tensor of states is damaged.
     """
 
     def __init__(self, checkpoint: Path, queue: Queue) -> None:
@@ -542,7 +497,6 @@ class CheckpointSource:
         self.buffers, self.client_state = self.progress.buffers, self._checkpoint.client_state
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
-        """Begins to read bytes of a rank's partition; see `Source.read`."""
         name = tensor_name(unit, state)
         place = self._checkpoint.places[rank][name]
         assert start + len(buffer) <= place.tensor.nbytes
@@ -560,6 +514,5 @@ class CheckpointSource:
             raise IoError(path, place.offset, place.tensor.nbytes, errno.EBADMSG, f"use {name},")
 
     def close(self) -> None:
-        """Closes the files; idempotent."""
         for file in self._files:
             file.close()

@@ -58,11 +58,7 @@ def check_fits(
     names: set[str],
     buffers: Mapping[str, torch.Tensor],
 ) -> None:
-    """Checks that the checkpoint fits this model and, if optimizer states are loaded, this mode.
-
-    Raises:
-        StoreError: If names, shapes, mode or optimizer states differ.
-    """
+    """Raises `StoreError` unless the checkpoint fits this model and, if optimizer states are loaded, this mode."""
     what = f"the checkpoint {checkpoint.folder}"
     shapes = parameter_shapes((s.name, s) for layout in shards.layouts for s in layout.segments)
     # Frozen weights that were left out of the save are not missing: they keep their values.
@@ -111,7 +107,6 @@ def check_fits(
 
 
 def _all_states(mode: Mode, layouts: Sequence[UnitLayout]) -> Collection[str]:
-    """Returns the names of the optimizer states of all parameters that train."""
     trained = ((layout, segment) for layout in layouts for segment in layout.segments if segment.trainable)
     return dict.fromkeys(name for layout, segment in trained for name in _fields(mode, layout, segment))
 
@@ -177,11 +172,7 @@ def _names(states: Collection[str]) -> str:
 
 
 def check_progress(checkpoint: FoundCheckpoint, options: LoadOptions, groups: int, schedule: Any) -> None:
-    """Checks that the checkpoint has this optimizer's number of parameter groups, and this schedule's keys.
-
-    Raises:
-        StoreError: If the number of groups or the keys of the schedule differ.
-    """
+    """Raises `StoreError` unless the checkpoint has this optimizer's number of groups, and this schedule's keys."""
     facts, what = checkpoint.progress.facts, f"the checkpoint {checkpoint.folder}"
     if len(facts["groups"]) != groups:
         raise StoreError(
@@ -227,7 +218,6 @@ class Checkpoints:
         Args:
             ordered: Returns the request, or raises; an error on one rank is raised on all of them.
             pending: Number of micro-batches since the last optimizer step, whose gradients are not saved.
-            client_state: The user's own state; None or a dict of plain values and of small tensors.
         """
         components = self._components
         with together(components, Collective.SAVE, "save a checkpoint") as ranks:
@@ -241,9 +231,6 @@ class Checkpoints:
         """Loads a checkpoint; see `Engine.load_checkpoint`. Collective.
 
         A failure before the first change leaves the engine as it was; a failure after that stops the pager.
-
-        Args:
-            tag: Tag of the checkpoint, or None for the latest.
 
         Returns:
             The result, or None if no tag is given and `load_dir` contains no `latest` and is no checkpoint itself.

@@ -60,12 +60,7 @@ class Difference(NamedTuple):
 def difference(
     shapes: Mapping[str, tuple[int, ...]], names: Collection[str], saved: Mapping[str, tuple[int, ...]]
 ) -> Difference:
-    """Compares a model with a checkpoint.
-
-    Args:
-        names: All names of the model, tied ones included.
-        saved: Shapes in the checkpoint, tied names included.
-    """
+    """Compares a model with a checkpoint."""
     return Difference(
         [name for name in shapes if name not in saved],
         [name for name in saved if name not in names],
@@ -84,7 +79,6 @@ def places(
 
     Args:
         tied: First name of each tied parameter, by its other names.
-        frozen: True if the checkpoint includes frozen weights.
     """
     by_name = {
         segment.name: (unit, segment)

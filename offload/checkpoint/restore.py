@@ -198,7 +198,6 @@ class CheckpointRestorer:
 
         Args:
             start: Element of the partition where `share` begins.
-            room: Bytes of the buffer.
         """
         sources = targets
         if self._makes_masters(unit, targets):

@@ -75,7 +75,6 @@ class SaveRequest(NamedTuple):
 
     @property
     def checkpoint(self) -> Path:
-        """Folder of the checkpoint."""
         return self.folder / self.tag
 
     @classmethod

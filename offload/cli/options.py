@@ -14,15 +14,17 @@ UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
 """Context settings of a command whose options may contain underscores, as Hugging Face's arguments do."""
 
 
-def option(panel: str, name: str, help: str, *names: str, **more: Any) -> Any:
-    """Declares an option.
+def option(help: str, *aliases: str, name: str = "", group: str | None = None, **more: Any) -> Any:
+    """Declares an option of a class for `takes_options`.
 
-    `names` are aliases, such as the names of Hugging Face's arguments, and `more` further arguments of `typer.Option`.
-
-    Returns:
-        The `typer.Option` to annotate a field with.
+    Args:
+        help: what the option is for.
+        aliases: further names, such as those of Hugging Face's arguments.
+        name: the name; by default that of the field.
+        group: the group of the help; by default that of the option before.
+        more: further arguments of `typer.Option`.
     """
-    return typer.Option(name, *names, help=help, rich_help_panel=panel, **more)
+    return typer.Option(name, *aliases, help=help, rich_help_panel=group, **more)
 
 
 T = TypeVar("T")
@@ -36,6 +38,10 @@ def takes_options(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[...
     dataclass, are annotated with `typer.Option` or `typer.Argument`.
     """
     signature = inspect.signature(kind, eval_str=True)
+    for field, parameter in signature.parameters.items():
+        for declared in parameter.annotation.__metadata__:
+            if declared.default == "":  # where typer has the first name of an annotation
+                declared.default = f"--{field.replace('_', '-')}"
 
     def decorate(command: Callable[[T], None]) -> Callable[..., None]:
         @functools.wraps(command)

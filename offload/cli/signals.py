@@ -84,7 +84,6 @@ def handlers(*numbers: signal.Signals) -> dict[signal.Signals, Any]:
 
 
 def _in_finalizer(frame: FrameType | None) -> bool:
-    """Returns True if `frame` or a caller of it is a `__del__`."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True

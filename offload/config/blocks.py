@@ -54,7 +54,6 @@ class Block(BaseModel):
 
     @classmethod
     def keys(cls) -> tuple[str, ...]:
-        """Returns the keys of a file that have an effect."""
         return tuple(name for name, field in cls.model_fields.items() if not field.exclude)
 
     @classmethod
@@ -396,7 +395,6 @@ class ZeroOptimization(Block):
 
     @property
     def sends_codes(self) -> bool:
-        """True if ranks send codes of weights or gradients."""
         return self.zero_quantized_weights or self.zero_quantized_nontrainable_weights or self.zero_quantized_gradients
 
 
@@ -644,7 +642,6 @@ class OptimizerBlock(Block):
 
     @property
     def of_torch(self) -> bool:
-        """True if the type is a class of torch."""
         return self.type.startswith(TORCH_OPTIMIZERS)
 
     @property
@@ -781,7 +778,6 @@ class ActivationCheckpointing(Block):
 
     @property
     def computes_again(self) -> bool:
-        """True if a key asks for blocks to be computed again."""
         return bool(
             self.number_checkpoints
             or self.cpu_checkpointing
@@ -1046,7 +1042,6 @@ class OffloadBlock(Block):
 
     @property
     def wants_store(self) -> bool:
-        """True if a store is requested, whatever tier the states have."""
         return self.durability == "step" or isinstance(self.durability, Every)
 
     @property

@@ -120,7 +120,6 @@ def _indent(text: str, block: _Object) -> str:
 
 
 def _margin(text: str, at: int) -> str:
-    """Returns the white space at the start of the line that contains the place `at`."""
     start = text.rfind("\n", 0, at) + 1
     return text[start : _MARGIN.match(text, start, at).end()]  # type: ignore[union-attr]  # it matches nothing too
 

@@ -246,9 +246,6 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     Args:
         source: path of a JSON file, its content as a dict, or its content in base64.
 
-    Returns:
-        The validated config, frozen.
-
     Raises:
         ConfigError: names each wrong key, what was expected and what was given.
     """
@@ -290,14 +287,10 @@ def _scheduler(known: Mapping[str, Any]) -> SchedulerBlock | None:
 P = TypeVar("P", bound=ScheduleParams)
 
 
-def schedule_params(model: type[P], content: Mapping[Any, Any], path: str = "") -> P:
-    """Validates the params of a schedule, from a file or from a script, whose `path` is "".
-
-    Raises:
-        ConfigError: a key is unknown, a value is out of range, or a pair is in the wrong order.
-    """
+def schedule_params(model: type[P], content: Mapping[Any, Any]) -> P:
+    """Validates the params of a schedule that a script gives."""
     findings = no_findings()
-    params = _read_params(model, content, path, findings)
+    params = _read_params(model, content, "", findings)
     if params is None:
         raise one_error(findings.errors)
     return params
@@ -337,9 +330,6 @@ def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the content of a config file: JSON with comments, without a key that appears twice.
 
     The source is a path, or the content in base64, as DeepSpeed's autotuner passes it.
-
-    Raises:
-        ConfigError: the file cannot be read, or its content is no JSON object.
     """
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(f"the config must be a dict or the path of a JSON file, got {type(source).__name__}")
@@ -556,11 +546,7 @@ class Batch(NamedTuple):
 
 
 def resolve_batch(config: Config, world_size: int) -> Batch:
-    """Returns the three batch sizes with missing ones derived as DeepSpeed does; 1 for each rank if none is given.
-
-    Raises:
-        ConfigError: the sizes that are given contradict each other.
-    """
+    """Returns the three batch sizes with missing ones derived as DeepSpeed does; 1 for each rank if none is given."""
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
     if total is None:

@@ -188,7 +188,6 @@ class Config(Block):
 
     @property
     def drives(self) -> tuple[str, ...]:
-        """Folders of the swap files: the ordered union, the optimizer's first."""
         zero = self.zero_optimization
         # The folders of the block "offload" count only if neither of the two blocks names one.
         named = (*zero.offload_optimizer.nvme_path, *zero.offload_param.nvme_path)
@@ -209,12 +208,10 @@ class Config(Block):
 
     @property
     def dtype(self) -> Literal["bf16", "fp16", "fp32"]:
-        """Dtype of the weights that compute uses."""
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     @property
     def moments(self) -> Literal["fp32", "bf16", "int8"]:
-        """Dtype of the optimizer's moments."""
         if self.offload.moments is not None:
             return self.offload.moments
         return "bf16" if self.bf16.enabled and self.bf16.bf16_optimizer_states else "fp32"

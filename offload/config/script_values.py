@@ -34,11 +34,7 @@ def content_of(config: Any) -> dict[str, Any]:
 
 
 def filled(content: Mapping[str, Any], values: Iterable[ScriptValue]) -> dict[str, Any]:
-    """Returns a copy of `content`: values of the script replace "auto", null and missing keys.
-
-    Raises:
-        ConfigError: if a value of the config differs from that of the script; the message lists all such keys.
-    """
+    """Returns a copy of `content`: values of the script replace "auto", null and missing keys."""
     result = copy.deepcopy(dict(content))
     wrong: list[str] = []
     for key, value, argument in values:
@@ -88,11 +84,7 @@ def without(content: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def refuse_blocks(content: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Returns the config without the blocks `names`, which are null if the config has them.
-
-    Raises:
-        ConfigError: if the config has one of the blocks.
-    """
+    """Returns the config without the blocks `names`, which are null if the config has them."""
     for name in names:
         if content.get(name) is not None:
             raise ConfigError(

@@ -70,17 +70,7 @@ class DeepSpeedAccelerator:
         """Returns True if calls end before they return, as on the CPU."""
         return self._name == "cpu"
 
-    def use_host_timers(self) -> bool:
-        """Returns True if the host's clock measures the device's work."""
-        return self.is_synchronized_device()
-
-    def resolves_data_dependency(self) -> bool:
-        """Returns True if a call waits for its inputs without streams."""
-        return self.is_synchronized_device()
-
-    def handles_memory_backpressure(self) -> bool:
-        """Returns True if no call is ahead of the memory that it needs."""
-        return self.is_synchronized_device()
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
     def is_available(self) -> bool:
         """Returns True: the device was found."""
@@ -95,11 +85,9 @@ class DeepSpeedAccelerator:
         return torch.device(self.device_name(device_index))
 
     def current_device(self) -> int:
-        """Returns the number of the current device."""
         return int(self._module.current_device())
 
     def current_device_name(self) -> str:
-        """Returns the name of the current device."""
         return self.device_name(self.current_device())
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
@@ -117,7 +105,6 @@ class DeepSpeedAccelerator:
     # -- random numbers -----------------------------------------------------------------------------
 
     def random(self) -> Any:
-        """Returns torch's module of random numbers."""
         return torch.random
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
@@ -130,7 +117,6 @@ class DeepSpeedAccelerator:
         return state
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """Returns the generator of a device."""
         generator: torch.Generator = self._module.default_generators[device_index]
         return generator
 
@@ -148,9 +134,7 @@ class DeepSpeedAccelerator:
         """Begins the peaks of the device's memory anew."""
         self._module.reset_peak_memory_stats(device_index)
 
-    def reset_max_memory_cached(self, device_index: int | None = None) -> None:
-        """Begins the peaks of the device's memory anew."""
-        self._module.reset_peak_memory_stats(device_index)
+    reset_max_memory_cached = reset_max_memory_allocated
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Returns the size of the device's memory in bytes."""
@@ -163,28 +147,13 @@ class DeepSpeedAccelerator:
     # -- pinned memory ------------------------------------------------------------------------------
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """Returns a tensor in pinned memory; without an accelerator the tensor itself.
-
-        Args:
-            tensor: a tensor on the CPU.
-            make_copy: True to copy the values, False for memory without values.
-            match_shape: False, without a copy, for one dimension.
-        """
+        """Returns a tensor in pinned memory, without an accelerator the tensor itself; without a copy no values."""
         if make_copy:
             return tensor.pin_memory()
         return self.pin_empty(tensor.shape if match_shape else (tensor.numel(),), dtype=tensor.dtype)
 
     def pin_empty(self, *size: Any, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
-        """Returns pinned memory without values; without an accelerator ordinary memory.
-
-        Args:
-            *size: the shape, as numbers or as one sequence.
-            dtype: the dtype.
-            device: must be the CPU.
-
-        Raises:
-            ConfigError: if `device` is another one.
-        """
+        """Returns pinned memory of the host without values; without an accelerator ordinary memory."""
         if torch.device(device).type != "cpu":
             raise ConfigError(f"pin_empty allocates memory of the host: device must be cpu, got {device!r}")
         shape = size[0] if len(size) == 1 and isinstance(size[0], tuple | list) else size
@@ -193,20 +162,10 @@ class DeepSpeedAccelerator:
     def pin_empty_like(
         self, tensor: torch.Tensor, device: Any = "cpu", dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Returns pinned memory without values of a tensor's shape; without an accelerator ordinary memory.
-
-        Args:
-            tensor: the tensor, on any device.
-            device: must be the CPU.
-            dtype: the dtype; None for that of `tensor`.
-
-        Raises:
-            ConfigError: if `device` is another one.
-        """
+        """Returns pinned memory of the host without values, of a tensor's shape and, by default, dtype."""
         return self.pin_empty(tuple(tensor.shape), dtype=tensor.dtype if dtype is None else dtype, device=device)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Returns True if a tensor is in pinned memory."""
         return self._name != "cpu" and tensor.is_pinned()
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
@@ -235,11 +194,9 @@ class DeepSpeedAccelerator:
         return bool(self._module.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
-        """Returns True if the device computes in fp16."""
         return self._name != "cuda" or self._module.get_device_capability()[0] >= 7
 
     def is_fp64_supported(self) -> bool:
-        """Returns True if the device computes in fp64."""
         return self._name != "mps"
 
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -266,22 +223,14 @@ class DeepSpeedAccelerator:
         return self._module.CUDAGraph() if self._name == "cuda" else None
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
-        """Returns a context that records a graph; where there is none, one without effect.
-
-        Args:
-            graph: a result of `create_graph`.
-            pool: memory that graphs share.
-            stream: stream of the recording.
-        """
+        """Returns a context that records a graph of `create_graph`; where there is none, one without effect."""
         return contextlib.nullcontext() if graph is None else self._module.graph(graph, pool, stream)
 
     def replay_graph(self, graph: Any) -> None:
-        """Runs a recorded graph, if there is one."""
         if graph is not None:
             graph.replay()
 
     def is_current_stream_capturing(self) -> bool:
-        """Returns True while a graph is recorded."""
         return self._name == "cuda" and bool(self._module.is_current_stream_capturing())
 
     def range_push(self, msg: str, domain: Any = None, category: Any = None) -> Any:
@@ -309,15 +258,10 @@ class DeepSpeedAccelerator:
         return True
 
     def get_compile_backend(self) -> str:
-        """Returns the backend of torch.compile, by default "inductor"."""
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
-        """Sets the backend that `get_compile_backend` returns.
-
-        Raises:
-            ConfigError: if torch has no such backend. Nothing changes.
-        """
+        """Sets the backend that `get_compile_backend` returns; an unknown one is a `ConfigError`."""
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
             raise ConfigError(
@@ -336,7 +280,6 @@ class DeepSpeedAccelerator:
         return AsyncIOBuilder if class_name == "AsyncIOBuilder" else NotImplementedBuilder
 
     def create_op_builder(self, class_name: str) -> Any:
-        """Returns a builder; see `get_op_builder`."""
         return self.get_op_builder(class_name)()
 
     def build_extension(self) -> Any:
@@ -356,12 +299,7 @@ class DeepSpeedAccelerator:
     def set_visible_devices_envs(
         self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int]
     ) -> None:
-        """Sets these variables.
-
-        Args:
-            current_env: an environment, which is changed.
-            local_accelerator_ids: numbers of the devices that stay visible.
-        """
+        """Sets these variables in an environment, so that the devices of these numbers stay visible."""
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
@@ -389,7 +327,6 @@ class CpuAccelerator(DeepSpeedAccelerator):
         """Does nothing: calls have ended when they return."""
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Returns "cpu"."""
         return "cpu"
 
     def current_device(self) -> int:
@@ -406,11 +343,9 @@ class CpuAccelerator(DeepSpeedAccelerator):
 
     # torch.cpu has no generator of its own, so these methods use torch's default generator.
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Sets the state of torch's default generator."""
         torch.set_rng_state(new_state)
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Returns the state of torch's default generator."""
         return torch.get_rng_state()
 
     def manual_seed(self, seed: int) -> torch.Generator:
@@ -420,11 +355,9 @@ class CpuAccelerator(DeepSpeedAccelerator):
     manual_seed_all = manual_seed
 
     def initial_seed(self) -> int:
-        """Returns the seed of torch's default generator."""
         return torch.initial_seed()
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """Returns torch's default generator."""
         return torch.default_generator
 
     def empty_cache(self) -> None:
@@ -466,7 +399,6 @@ class CpuAccelerator(DeepSpeedAccelerator):
         return {"allocated_bytes.all.current": self.get_rss(), "allocated_bytes.all.peak": self._peak}
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Returns the bytes of the RAM."""
         return int(psutil.virtual_memory().total)
 
     def available_memory(self, device_index: int | None = None) -> int:
@@ -478,7 +410,6 @@ class CpuAccelerator(DeepSpeedAccelerator):
         return tensor
 
     def is_bf16_supported(self) -> bool:
-        """Returns True."""
         return True
 
     def is_fp16_supported(self) -> bool:
@@ -522,12 +453,10 @@ class NotImplementedBuilder:
         )
 
     def is_compatible(self, verbose: bool = True) -> bool:
-        """Returns False."""
         return False
 
 
 def _index_argument(device_index: int | None) -> tuple[int, ...]:
-    """Returns the device index as arguments of a torch call; none for the call's default."""
     return () if device_index is None else (device_index,)
 
 

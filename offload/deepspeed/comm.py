@@ -39,19 +39,10 @@ def init_distributed(
 ) -> None:
     """Joins the ranks that the launcher has started, or creates a group of this process alone.
 
-    Does nothing if a process group exists already.
-
-    Args:
-        dist_backend: backend of torch.distributed; by default gloo for the CPU, and the accelerator's own backend.
-        auto_mpi_discovery: False to train alone in a process that srun or mpirun has started as one of several.
-        distributed_port: without effect: the launcher's MASTER_PORT counts.
-        verbose: without effect.
-        timeout: as in `torch.distributed.init_process_group`.
-        init_method: as in torch.
-        dist_init_required: False to do nothing.
-        config: without effect.
-        rank: as in torch.
-        world_size: as in torch.
+    Does nothing if a process group exists already, or with `dist_init_required=False`. `dist_backend`, by default gloo
+    for the CPU and the accelerator's own, `timeout`, `init_method`, `rank` and `world_size` are as in torch. With
+    `auto_mpi_discovery=False` a process that srun or mpirun has started trains alone. The launcher's MASTER_PORT
+    counts, not `distributed_port`. The other arguments have no effect.
 
     Raises:
         ConfigError: if the ranks of the launcher cannot meet.

@@ -33,12 +33,7 @@ class DeepSpeedConfig:
     """A checked config with its three batch sizes."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        """Reads and checks a config, a path or a dict.
-
-        Raises:
-            ConfigError: if the config is wrong.
-            UsageError: if `mpu` or `mesh_device` is given, which is not supported.
-        """
+        """Reads and checks a config, a path or a dict; `mpu` and `mesh_device` are not supported."""
         refuse(mpu=mpu, mesh_param=mesh_device)
         self._param_dict = content_of(config)
         loaded = load_config(self._param_dict)
@@ -153,11 +148,7 @@ def _check_paths(content: Mapping[str, Any]) -> None:
 
 
 def check_comments(error: json.JSONDecodeError) -> None:
-    """Raises `ConfigError` if accelerate could not read a config that `offload.initialize` reads.
-
-    Args:
-        error: the error of Python's JSON parser that ended a script.
-    """
+    """Raises `ConfigError` if accelerate could not read a config that `offload.initialize` reads."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         source = frame.f_locals.get("config_file_or_dict")
         if frame.f_globals.get("__name__") == _READER and isinstance(source, str):

@@ -76,11 +76,7 @@ class _Finder(DistributionFinder, MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the spec of a module of `deepspeed`; None for any other.
-
-        Raises:
-            ModuleNotFoundError: if DeepSpeed's module has no counterpart here.
-        """
+        """Returns the spec of a module of `deepspeed`; None for any other. One without a counterpart is an error."""
         if fullname.partition(".")[0] != _NAME:
             return None
         # An alias of the same module: a copy would have classes and states of its own.

@@ -187,11 +187,7 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
 
 
 def _divided(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the config of `offload.inference` that DeepSpeed's keys ask for, and the keys that have no effect.
-
-    Raises:
-        UsageError: if a key is unknown or has an unsupported value.
-    """
+    """Returns the config of `offload.inference` that DeepSpeed's keys ask for, and the keys that have no effect."""
     ours: dict[str, Any] = {}
     without_effect = []
     for name, value in content.items():

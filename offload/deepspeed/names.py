@@ -121,11 +121,7 @@ _FILES = ("accelerator", "checkpointing", "comm", "pipe", "utils", "utils.zero_t
 
 
 def public_names(module: str) -> list[str]:
-    """Returns the names and the submodules of a module of the table.
-
-    Args:
-        module: key of `MODULES`.
-    """
+    """Returns the names and the submodules of a module of the table."""
     names = [name for names in MODULES[module].values() for name in names.split()]
     return sorted(name for name in (*names, *_submodules(module)) if not name.startswith("_"))
 
@@ -137,11 +133,7 @@ def _submodules(module: str) -> list[str]:
 
 
 def attributes_of(module: str) -> Callable[[str], object]:
-    """Returns the `__getattr__` of a module, which imports submodules and names when they are first used.
-
-    Args:
-        module: key of `MODULES`.
-    """
+    """Returns the `__getattr__` of a module of the table, which imports submodules and names at their first use."""
     full_name = f"{_PACKAGE}.{module}".removesuffix(".")
     source_of = {name: source for source, names in MODULES[module].items() for name in names.split()}
     submodules = _submodules(module)

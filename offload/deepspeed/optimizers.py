@@ -108,11 +108,7 @@ class DeepSpeedCPUAdam(FusedAdam):
         return alone
 
     def step(self, closure: Any = None) -> Any:
-        """Updates the parameters, on the CPU or by the engine.
-
-        Args:
-            closure: reevaluates the model; only without an engine.
-        """
+        """Updates the parameters, on the CPU or by the engine; `closure` only without an engine."""
         # `states` belongs to an engine, and is set from `initialize` on.
         return self._alone.step(closure) if self.states is None else super().step(closure)
 

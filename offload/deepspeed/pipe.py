@@ -34,11 +34,7 @@ class LayerSpec:
     """A layer of a `PipelineModule`: its class and the arguments of its constructor."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
-        """Stores the arguments.
-
-        Raises:
-            ConfigError: if `typename` is no class of a module.
-        """
+        """Stores the arguments; a `typename` that is no class of a module is a `ConfigError`."""
         if not isinstance(typename, type) or not issubclass(typename, nn.Module):
             raise ConfigError(f"{type(self).__name__} expects a class of torch.nn.Module, got {typename!r}")
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
@@ -367,11 +363,7 @@ class PipelineEngine(DeepSpeedEngine):
         return self._model.stage_id == self._model.num_stages - 1
 
     def set_dataloader(self, loader: Any) -> None:
-        """Sets the loader for calls of `train_batch` without `data_iter`. A loader that ends starts anew.
-
-        Args:
-            loader: an iterable of micro-batches.
-        """
+        """Sets the loader for calls of `train_batch` without `data_iter`. A loader that ends starts anew."""
         self._batches = RepeatingLoader(loader)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:

@@ -24,11 +24,7 @@ class SequenceGroups:
     """Groups of `sequence_parallel_size` consecutive ranks."""
 
     def __init__(self, sequence_parallel_size: int) -> None:
-        """Creates the groups. All ranks call this.
-
-        Raises:
-            UsageError: if the size is no divisor of the number of ranks.
-        """
+        """Creates the groups. All ranks call this; a size that does not divide their number is a `UsageError`."""
         init_distributed()
         size, ranks = sequence_parallel_size, get_world_size()
         if isinstance(size, bool) or not isinstance(size, int) or size < 1 or ranks % size:
@@ -40,11 +36,9 @@ class SequenceGroups:
         self._size, self._group = size, dist.new_subgroups_by_enumeration(groups)[0]
 
     def get_sequence_parallel_group(self) -> Any:
-        """Returns the group of ranks that share sequences with this one."""
         return self._group
 
     def get_sequence_parallel_world_size(self) -> int:
-        """Returns the number of ranks that share a sequence."""
         return self._size
 
     def get_sequence_parallel_rank(self) -> int:
@@ -188,14 +182,10 @@ class UlyssesSPDataLoaderAdapter:
     """A loader that yields this rank's part of every batch, of all ranks that share sequences with this one."""
 
     def __init__(self, dl: Iterable[Any], sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
-        """Wraps a loader.
+        """Wraps a loader of dicts of (rows, tokens) tensors, as many on each rank; the samples may differ.
 
-        Args:
-            dl: yields dicts of (rows, tokens) tensors, as many on each rank; the samples may differ between ranks.
-            sp_rank: the number of this rank's part of each sequence.
-            sp_group: the ranks that share sequences.
-            sp_world_size: their number.
-            device: where the parts go.
+        `sp_rank` is the number of this rank's part of each sequence, among the `sp_world_size` ranks of `sp_group`.
+        Parts go to `device`.
         """
         self.dl, self.sp_rank, self.sp_group, self.sp_world_size = dl, sp_rank, sp_group, sp_world_size
         self.device = device

@@ -15,7 +15,6 @@ import enum
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -190,12 +189,7 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        """Checks the keywords; a value that is not supported is an error.
-
-        Raises:
-            UsageError: if a keyword asks for something that is not supported.
-            ConfigError: if the config is wrong, or `dtype` is not the config's dtype.
-        """
+        """Checks the keywords; a value that is not supported is an error."""
         refuse(mpu=mpu)
         if data_parallel_group is not None and data_parallel_group is not get_world_group():
             refuse(data_parallel_group=data_parallel_group)
@@ -233,10 +227,8 @@ class Init:
             # Registered after the hook of `init`, so this hook receives the parameter that `init` has put in place.
             self._open.callback(register_module_parameter_registration_hook(marks).remove)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._open.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.__exit__(*error)
 
 
 def check_asked(model: nn.Module, config: dict[str, Any]) -> None:
@@ -304,10 +296,8 @@ class GatheredParameters:
         if self._enabled:
             self._open.enter_context(_gathered(self._params, self._modifier_rank))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._open.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.__exit__(*error)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ def atomic_write(path: Path, text: str | Iterable[str], *, durable: bool = True)
     a pipe is written directly.
 
     Args:
-        path: In a folder that exists.
         text: Written as UTF-8, with its line ends unchanged. Pieces of a long text are written as they come.
         durable: True if the file must survive a power cut after the return; costs two syncs.
 

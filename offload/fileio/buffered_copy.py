@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 from offload.aio import aligned_empty
@@ -87,9 +86,6 @@ class WriteBehind:
 
     A context: at its end all writes have ended, and the first error of a write is raised, unless the context ends with
     another error.
-
-    Args:
-        buffers: Owned by the caller.
     """
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
@@ -111,9 +107,7 @@ class WriteBehind:
     def __enter__(self) -> WriteBehind:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         pending = [write for _, writes in self._turns for write in writes]
         # All writes are awaited first: the buffers are freed next, whether or not a write has failed.
         wait_for_all(pending)

@@ -53,9 +53,6 @@ def write_cache(path: Path, text: str) -> None:
     """Replaces a file in the user's cache folder, and makes the folders that are missing, for this user alone.
 
     Not synced: after a damage by a power cut, the content is measured or compiled again.
-
-    Raises:
-        OSError: If the file cannot be written, or a folder may be another user's.
     """
     with own_cache_folder(path):
         atomic_write(path, text, durable=False)
@@ -94,5 +91,4 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> Stamp:
-        """Returns the stamp of the file with this status."""
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)

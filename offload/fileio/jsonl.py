@@ -36,11 +36,7 @@ def json_line(content: Any) -> str:
 
 
 def check_log(log: Path) -> None:
-    """Checks that `log` can be written, replaces no file that is no step log, and is written by no other run.
-
-    Raises:
-        ConfigError: If the log cannot be written, the existing file is not the log of a run, or another run writes it.
-    """
+    """Checks that `log` can be written, replaces no file that is no step log, and is written by no other run."""
     folder = real_path(log).parent
     # Root may write a file that stands where the folder should be.
     if log.is_dir() or not folder.is_dir() or not os.access(log if log.exists() else folder, os.W_OK):

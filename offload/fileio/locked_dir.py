@@ -35,9 +35,7 @@ class DirLock:
     """The lock on a folder, held from construction until `close` or `remove`.
 
     Args:
-        path: The file that is locked; created if missing.
         note: Text that is written into the file after the name of the process, for `holder_of`.
-        mode: Mode of the file if it is created.
         tries: Number of attempts while another process holds the lock.
         opener: Opens the file, as that of Python's `open`, and receives its mode too.
 

@@ -32,14 +32,9 @@ def to_plain(value: Any, name: str, advice: str, tensors: bool | list[torch.Tens
     """Returns a copy of `value` that JSON can hold.
 
     Args:
-        value: The value to convert.
-        name: Name of `value` in error messages.
         advice: Last part of an error message: the action that the user should take.
         tensors: True to allow tensors on the CPU of at most 64 KiB; a list to allow all dense tensors, and bytes, which
             are appended to it as copies on the CPU, (nbytes,) uint8 each.
-
-    Raises:
-        UsageError: If something in `value` is not plain; the message names it.
     """
     return _encode(value, name, advice, _DEPTH, tensors)
 

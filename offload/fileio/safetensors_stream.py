@@ -13,7 +13,6 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -95,11 +94,7 @@ def plan(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[by
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
-    """Returns the locations of the tensors in a file by name, and its metadata.
-
-    Raises:
-        StoreError: If the file is not a complete safetensors file, or has a tensor of a dtype that torch has not.
-    """
+    """Returns the locations of the tensors in a file by name, and its metadata."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -191,9 +186,6 @@ class SafetensorsWriter:
     after `sync_folder` of its folder. The file must not exist. Several threads need a lock.
 
     Args:
-        path: Path of the new file.
-        tensors: The tensors of the file, by name, in their order.
-        metadata: The `__metadata__` entry of the header.
         reserved: True to allocate all disk space now; otherwise the caller calls `reserve` for each tensor.
 
     Raises:
@@ -286,9 +278,7 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

@@ -172,9 +172,6 @@ def read_torch_file(path: Path, part: range | None = None) -> Any:
     """Returns the object that `torch.save` has written, with a `StoredTensor` for each tensor. Runs no code of it.
 
     `part` is the range of bytes that `torch.save` has written; None for the whole file.
-
-    Raises:
-        StoreError: If the file is missing, not complete, of the format before torch 1.6, or no such file at all.
     """
     with _naming(path), open_regular(path) as whole, _Part(whole, part) as file:
         try:
@@ -202,9 +199,6 @@ def read_pickle(path: Path) -> Any:
     """Returns the object of a pickle without tensors, with a `Record` for each object of a class.
 
     Runs no code of the file.
-
-    Raises:
-        StoreError: If the file is missing, not complete, or no pickle.
     """
     with _naming(path), open_regular(path) as data:
         nbytes = data.seek(0, io.SEEK_END)
@@ -281,11 +275,7 @@ class _ArchiveRecord(NamedTuple):
 
 
 def _records(archive: zipfile.ZipFile) -> dict[str, _ArchiveRecord]:
-    """Returns the records of a file by name, without the name of their common folder.
-
-    Raises:
-        ValueError: If records are compressed, lie over one another, or have one name.
-    """
+    """Returns the records of a file by name, without the name of their common folder."""
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
     ends = [*(info.header_offset for info in infos[1:]), archive.start_dir]
     places: dict[str, _ArchiveRecord] = {}
@@ -600,18 +590,7 @@ def _check_size(content: Any, most: int) -> None:
 
 _ROOT = "archive"
 _PROTOCOL = 2  # that of torch.save
-_STORAGE_NAMES = {
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.float64: torch.DoubleStorage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-}
+_STORAGE_NAMES = {dtype: getattr(torch, name.removeprefix("torch.")) for name, dtype in _STORAGES.items()}
 
 
 class _Storage(NamedTuple):
@@ -652,7 +631,6 @@ class TorchFileWriter:
     `sync_folder` of its folder.
 
     Args:
-        path: Path of the new file.
         content: Containers and plain values, with a `Tensor`, or a tensor of torch, for each tensor.
 
     Raises:
@@ -710,11 +688,7 @@ class TorchFileWriter:
 
 
 def write_torch_file(path: Path, content: Any) -> None:
-    """Writes a file of `torch.save` whose tensors are all in memory; durable afterwards.
-
-    Raises:
-        IoError: If the file cannot be written.
-    """
+    """Writes a file of `torch.save` whose tensors are all in memory; durable afterwards."""
     writer = TorchFileWriter(path, content)
     for tensor in writer.tensors:
         assert isinstance(tensor, torch.Tensor)

@@ -132,11 +132,6 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
 
     `file` is the content of the config file; `say` receives lines for the user, one at a time. The result is a
     `Finished` if an identical job has ended under `--resume auto`.
-
-    Raises:
-        ConfigError: options, config, data or model are wrong.
-        BudgetError: a budget is too small.
-        StoreError: the swap files belong to another job, or cannot be used.
     """
     check(options)
     lora = None if options.lora is None else parse_lora(options.lora)

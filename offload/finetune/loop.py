@@ -37,7 +37,6 @@ class StepReport:
     """Bytes that the run has written to each drive so far, in all its processes."""
 
     def line(self) -> dict[str, Any]:
-        """Returns the step's line for the log."""
         line = {field.name: getattr(self, field.name) for field in fields(self)}
         line |= {name: value for name, value in line.pop("measured").items() if name not in line}
         return line | {"drives": line.pop("drives"), "time": time.time()}

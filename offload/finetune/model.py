@@ -46,10 +46,6 @@ def find_folder(name: str, adapters: bool = False) -> Path | None:
     """Returns the folder that `name` names, or None for a preset. A preset has precedence over a folder of its name.
 
     With `adapters` only the adapters train.
-
-    Raises:
-        ConfigError: `name` is neither a folder nor a preset, the folder contains no model, or the model would train but
-            its weights are quantized.
     """
     path = Path(name)
     if not path.is_dir():
@@ -67,11 +63,7 @@ def find_folder(name: str, adapters: bool = False) -> Path | None:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """Returns the tokenizer of a model folder.
-
-    Raises:
-        ConfigError: the folder contains no readable tokenizer.
-    """
+    """Returns the tokenizer of a model folder."""
     transformers = require_transformers()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **_ONLY_OURS)
@@ -91,10 +83,6 @@ def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> t
     """Returns the model, and a line on the source of its weights. `folder` is None for a preset.
 
     `initialize` reads safetensors later, one layer at a time. Weights in other files are loaded into RAM at once.
-
-    Raises:
-        ConfigError: the model cannot be built.
-        StoreError: a weight file cannot be read.
     """
     if folder is None:
         with init(content):
@@ -136,11 +124,7 @@ def check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
 
 
 def make_ready(model: Any, gradient_checkpointing: bool) -> None:
-    """Sets up a transformers model for training: language-model loss and checkpointing. The config is not changed.
-
-    Raises:
-        ConfigError: the model does not support gradient checkpointing.
-    """
+    """Sets up a transformers model for training: language-model loss and checkpointing. The config is not changed."""
     if getattr(model, "loss_type", "") is None:
         # transformers falls back to this loss itself, with a warning.
         model.loss_type = "ForCausalLM"
@@ -158,11 +142,7 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
 
 
 def allows_chunks(name: str) -> bool:
-    """Returns True if the loss of a preset's or a folder's model is computed in chunks by default. No weight is made.
-
-    Raises:
-        ConfigError: the name is unknown, or the model cannot be built.
-    """
+    """Returns True if the loss of a preset's or a folder's model is in chunks by default. No weight is made."""
     # All these presets allow chunks. Without this shortcut, the import of transformers would take seconds.
     if name in PRESETS and PRESETS[name].config == LLAMA:
         return True
@@ -205,11 +185,7 @@ class Lora(NamedTuple):
 
 
 def parse_lora(text: str) -> Lora:
-    """Returns the settings in the argument of `--lora`; only `r` is required, and `alpha` is 2 * r by default.
-
-    Raises:
-        ConfigError: a field is unknown, repeated, missing or out of range.
-    """
+    """Returns the settings in the argument of `--lora`; only `r` is required, and `alpha` is 2 * r by default."""
     values: dict[str, str] = {}
     for item in text.split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
@@ -252,11 +228,7 @@ def _number(values: dict[str, str], name: str, default: float) -> float:
 
 
 def require_peft() -> Any:
-    """Returns the module `peft`.
-
-    Raises:
-        ConfigError: peft is not installed; the message contains the command to install it.
-    """
+    """Returns the module `peft`."""
     try:
         import peft
     except ModuleNotFoundError as error:
@@ -265,12 +237,7 @@ def require_peft() -> Any:
 
 
 def adapt(model: nn.Module, lora: Lora) -> nn.Module:
-    """Returns the model with adapters. Only the adapters train.
-
-    Raises:
-        ConfigError: a target matches no layer, there are no targets and peft does not know the model's family, or peft
-            is not installed.
-    """
+    """Returns the model with adapters. Only the adapters train."""
     peft = require_peft()
     _check_targets(model, lora.targets)
     _check_rank(model, lora.r)
@@ -327,9 +294,6 @@ def byte_tokenizer() -> Any:
 
     The tokenizer has no merges and no special tokens, so any text is encoded as its bytes and decoded without loss. The
     newline that ends a document in training is no special token: a text may contain newlines anywhere.
-
-    Raises:
-        ConfigError: transformers is not installed.
     """
     transformers = require_transformers()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -241,9 +241,6 @@ def schedule(content: Mapping[str, Any], options: Options, steps: int) -> tuple[
 
     Either of --schedule and --warmup replaces the file's schedule completely; otherwise it stays. A file for a Trainer
     may have no schedule: the Trainer creates it. The default is a cosine after a warm-up of 3 %.
-
-    Raises:
-        ConfigError: the warm-up is longer than the training.
     """
     content, lines = dict(content), []
     before = content.get("scheduler")
@@ -364,9 +361,6 @@ def keep(content: dict[str, Any]) -> tuple[str, ...]:
     """Sets the durability that `--keep` needs in `content`. Returns a line if the durability was not set before.
 
     An explicit "step" turns a lack of disk space into an error, while "auto" would fall back to no durability.
-
-    Raises:
-        ConfigError: the config sets durability "none".
     """
     path = ("offload", "durability")
     durability = _get(content, path)
@@ -484,11 +478,7 @@ def check(options: Options) -> None:
 
 
 def batch_of(config: Config, seq_len: int, world_size: int) -> Batch:
-    """Returns the batch sizes of a run, after a check that the token ids of a step fit into the free memory.
-
-    Raises:
-        ConfigError: the sizes contradict each other, or the ids alone do not fit.
-    """
+    """Returns the batch sizes of a run, after a check that the token ids of a step fit into the free memory."""
     batch = resolve_batch(config, world_size)
     ids, free = batch.micro * batch.accumulation * seq_len * 8, free_host_memory()  # int64
     if ids > free:

@@ -142,9 +142,6 @@ def find_finished(config: Config, identity: Identity) -> Finished | None:
     """Returns the message for a job that has ended already under `--resume auto`, else None.
 
     Under `--resume must` a finished run is an error, which `initialize` raises.
-
-    Raises:
-        StoreError: the finished job differs from this one, or its saved model is missing.
     """
     drives, run = config.drives, config.offload.run
     if not (drives and config.wants_store) or config.offload.resume != "auto":
@@ -213,9 +210,6 @@ def weights_of(folder: Path | None) -> str:
 
     The folder's path is not part of the checksum, so a moved folder stays the same model. Samples suffice to tell
     models apart and take little time even for hundreds of gigabytes.
-
-    Returns:
-        Eight hexadecimal digits; empty for None, which is a preset.
     """
     if folder is None:
         return ""

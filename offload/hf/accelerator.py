@@ -151,11 +151,7 @@ class Accelerator(accelerate.Accelerator):
         return any(handle_of(parameter) is not None for parameter in model.parameters())
 
     def beside_references(self, config: Any) -> dict[str, Any]:
-        """Returns the config of the model that trains, with `device_memory` reduced by the references' memory.
-
-        Raises:
-            BudgetError: if the references leave no device memory.
-        """
+        """Returns the config of the model that trains, with `device_memory` reduced by the references' memory."""
         content = content_of(config)
         budget = value_of(content, "offload.device_memory")
         taken = sum(engine.device_memory for engine in self.references)
@@ -202,11 +198,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Returns the wrapper of the engine's optimizer, for that optimizer or for the one that the engine replaced.
-
-        Raises:
-            UsageError: if the optimizer belongs to an engine that was not prepared here.
-        """
+        """Returns the wrapper of the engine's optimizer, for that optimizer or for the one that the engine replaced."""
         wrapper = self._optimizer
         # Accelerate would wrap the optimizer that the engine replaced, copy all states to RAM, and return no norm.
         if wrapper is not None and optimizer in (wrapper.optimizer, wrapper.optimizer.replaced):
@@ -323,11 +315,7 @@ class Accelerator(accelerate.Accelerator):
         self._clipping_logged = True
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Does what Accelerate does if no engine trains. An engine holds the gradients, and clips only their norm.
-
-        Raises:
-            UsageError: if an engine trains.
-        """
+        """Does what Accelerate does if no engine trains. An engine holds the gradients, and clips only their norm."""
         if self.engine is None:
             super().clip_grad_value_(parameters, clip_value)
             return
@@ -336,11 +324,7 @@ class Accelerator(accelerate.Accelerator):
     # -- checkpoints --------------------------------------------------------------------------------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Does what Accelerate does if no engine trains. An engine saves checkpoints of its own.
-
-        Raises:
-            UsageError: if an engine trains.
-        """
+        """Does what Accelerate does if no engine trains. An engine saves checkpoints of its own."""
         if self.engine is None:
             return super().save_state(*args, **kwargs)
         raise UsageError(
@@ -349,11 +333,7 @@ class Accelerator(accelerate.Accelerator):
         )
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Does what Accelerate does if no engine trains. An engine loads checkpoints of its own.
-
-        Raises:
-            UsageError: if an engine trains.
-        """
+        """Does what Accelerate does if no engine trains. An engine loads checkpoints of its own."""
         if self.engine is None:
             return super().load_state(*args, **kwargs)
         raise UsageError("weights and states are in the engine: call accelerator.engine.load_checkpoint(folder)")

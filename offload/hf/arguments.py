@@ -94,11 +94,7 @@ def check_kinds(content: Mapping[str, Any], args: Any) -> None:
 
 
 def values_of_arguments(content: Mapping[str, Any], args: Any) -> list[ScriptValue]:
-    """Returns all config values that the arguments determine, except those of the schedule.
-
-    Raises:
-        ConfigError: if the config asks for commits or a resume from swap files; the Trainer has checkpoints for that.
-    """
+    """Returns all config values that the arguments determine, except those of the schedule."""
     refuse_sequences(content, "OffloadTrainer")
     refuse_commits(content, "OffloadTrainer", "train(resume_from_checkpoint=True)", "save_steps")
     values = batch_values(content, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size)

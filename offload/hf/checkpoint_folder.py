@@ -33,11 +33,7 @@ _TRAINERS_STATE, _STOCK_OPTIMIZER = "trainer_state.json", "optimizer.pt"
 
 
 def check_resumable(folder: Path, args: Any) -> None:
-    """Checks a checkpoint before a training resumes from it.
-
-    Raises:
-        StoreError: if the folder does not exist, is incomplete, or was written by the stock Trainer.
-    """
+    """Raises `StoreError` if a checkpoint of a Trainer is missing, incomplete, or the stock Trainer's."""
     if not folder.is_dir():
         raise StoreError(f"resume_from_checkpoint is {folder}, which is not a folder")
     if (folder / _STOCK_OPTIMIZER).exists() and not has_engine(folder):
@@ -96,11 +92,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def has_engine(folder: Path) -> bool:
-    """Returns True if a checkpoint of the Trainer contains an engine's checkpoint.
-
-    Raises:
-        StoreError: if the engine's states are present, but not the file that names them.
-    """
+    """Returns True if a checkpoint of the Trainer contains an engine's; without the file that names it an error."""
     if (folder / LATEST).is_file():
         return True
     if leftover := sorted(folder.glob("global_step*")):

@@ -69,11 +69,7 @@ class EnginePrecision(Precision):
         return result
 
     def clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clips the gradient of the step that follows, in the engine.
-
-        Raises:
-            UsageError: if gradients are to be clipped by value.
-        """
+        """Clips the gradient of the step that follows, in the engine."""
         if clip_val <= 0:
             return
         if getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) == "value":

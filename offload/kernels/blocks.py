@@ -74,13 +74,8 @@ def quantize(form: BlockFormat, values: torch.Tensor, blocks: torch.Tensor) -> N
     int8. A block that contains inf or NaN becomes NaN.
 
     Args:
-        form: the format.
         values: (numel,) bf16, fp16 or fp32, only read. On an accelerator the format is int8.
         blocks: (form.stored_nbytes(numel),) uint8 on the same device, overwritten.
-
-    Raises:
-        TypeError: a tensor of a wrong dtype.
-        ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("values", values)
     if not values.is_cpu:
@@ -99,13 +94,8 @@ def dequantize(form: BlockFormat, blocks: torch.Tensor, values: torch.Tensor) ->
     """Writes the values of `blocks` into `values`, with the same bits on every device.
 
     Args:
-        form: the format.
         blocks: (form.stored_nbytes(numel),) uint8, only read.
         values: (numel,) bf16, fp16 or fp32 on the same device, overwritten.
-
-    Raises:
-        TypeError: a tensor of a wrong dtype.
-        ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("values", values)
     if not values.is_cpu:

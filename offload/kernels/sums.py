@@ -64,10 +64,6 @@ class Sum:
 
         Args:
             out: (numel,) bf16, fp16 or fp32. The caller remains its owner, and does not resize its storage.
-
-        Raises:
-            TypeError: a tensor of a wrong dtype.
-            ValueError: a tensor of a wrong shape, stride or device.
         """
         self._numel = length("out", out)
         self._address, self._element = address("out", out, FLOATS, self._numel), element(out.dtype)

@@ -28,7 +28,6 @@ class Noise(NamedTuple):
     """From 0 to below 2**64."""
 
     def after(self, count: int) -> Noise:
-        """Returns the noise from `count` elements on."""
         return Noise(self.stream, self.element + count)
 
 
@@ -385,12 +384,7 @@ class Addresses(NamedTuple):
 
 
 def addresses(rule: str, moments: int, partition: Partition) -> Addresses:
-    """Checks the tensors for `rule`, which has `moments` moments, and returns their addresses.
-
-    Raises:
-        TypeError: a tensor of a wrong dtype.
-        ValueError: wrong number of moments, or a tensor of a wrong shape, stride or device.
-    """
+    """Checks the tensors for `rule`, which has `moments` moments, and returns their addresses."""
     numel = length("weight", partition.weight)
     if len(partition.moments) != moments:
         raise ValueError(f"moments: expected {moments} for {rule}, got {len(partition.moments)}")
@@ -466,12 +460,7 @@ def adamw(
 
 
 def check_segments(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
-    """Returns the native rule of the segments and its number of moments.
-
-    Raises:
-        TypeError: the segments have mixed or unknown rules.
-        ValueError: the segments are not ordered, disjoint and within `numel` elements, or a step number is below 1.
-    """
+    """Returns the native rule of the segments and its number of moments."""
     kind, end = type(segments[0].step), 0
     if kind not in RULES:
         raise TypeError(

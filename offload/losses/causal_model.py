@@ -148,7 +148,6 @@ class _LossOfModel:
         model.loss_function = self
 
     def compute_all_logits(self) -> None:
-        """Gives the model its own loss function back."""
         for hook in self._hooks:
             hook.remove()
         if self._model.__dict__.get("_loss_function") is self:
@@ -166,7 +165,6 @@ class _LossOfModel:
             self._inside = before
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Records whether the call will compute its loss in chunks."""
         if model not in self._signatures:  # a deep copy has the same hooks
             return
         bound = self._signatures[model].bind_partial(model, *args, **kwargs).arguments
@@ -176,11 +174,7 @@ class _LossOfModel:
         self._calls[threading.get_ident()] = _ModelCall(wanted and self._is_known())
 
     def _is_known(self) -> bool:
-        """Returns True unless code that was added later may read or change the logits; then logs the reason once.
-
-        Raises:
-            UsageError: if such code exists and `by_row` is set: the model's own loss cannot be computed by row.
-        """
+        """Returns True unless code that was added later may read or change the logits; then logs the reason once."""
         loss = vars(self._model).get("_loss_function")
         if loss is self:
             reason = _why_not_path(self._outer, self._model, self._usual, self._head, self._head_path)
@@ -265,11 +259,7 @@ class _LossOfModel:
 
 
 def _plain_head(outer: nn.Module, model: Any) -> nn.Linear:
-    """Returns the head of a model whose loss is the cross entropy of the head's own output.
-
-    Raises:
-        UsageError: if the model computes another loss, or unknown code may read or change the logits.
-    """
+    """Returns the head of a model whose loss is the cross entropy of the head's own output."""
     name = type(model).__name__
     embeddings: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     head = None if embeddings is None else embeddings()
@@ -395,9 +385,6 @@ def choose_loss(
     `wanted` is True for chunks or an error, False for all logits, None for chunks where the model allows them. The log
     line names `off`, the option with which a user chooses all logits. Without `training`, chunks are computed only
     inside `without_logits`; with `evaluation`, in evaluation as well. With a `reason`, the model keeps its own loss.
-
-    Raises:
-        UsageError: if `wanted` is True and the model's loss cannot be computed in chunks.
     """
     undo = undo_of(model)
     if wanted is False:

@@ -44,12 +44,10 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
         return self.place.tensor.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the tensor in the file."""
         return self.place.tensor.dtype
 
     def pieces(self, part: range | None = None) -> Iterator[tuple[int, torch.Tensor]]:
@@ -59,10 +57,6 @@ class Stored(NamedTuple):
 
         Args:
             part: The elements to read; None for all. Positions are counted from the first of them.
-
-        Raises:
-            IoError: If the file cannot be read.
-            StoreError: If the file has changed since its header was read.
         """
         itemsize = self.dtype.itemsize
         begin, total = (0, self.place.tensor.nbytes) if part is None else (part.start * itemsize, len(part) * itemsize)
@@ -79,7 +73,6 @@ class Stored(NamedTuple):
         return [StoredRun(self, part.start, len(part))]
 
     def whole(self) -> torch.Tensor:
-        """Returns the tensor, in memory of its own."""
         try:
             whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         except (RuntimeError, MemoryError) as error:
@@ -132,10 +125,6 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
     The tensors of a folder are in `model.safetensors`, or else in the files that its index names. In a folder without
     safetensors they are in `pytorch_model.bin`, or in the files that its index names.
-
-    Raises:
-        StoreError: If the folder contains neither, or a file is missing, incomplete or contradicts the index.
-        IoError: If a file cannot be read.
     """
     if folder.is_file() and folder.suffix == ".safetensors":
         return _of_file(folder)
@@ -254,11 +243,9 @@ class FileBytes:
         self.name, self.device, self.stored = stored.name, torch.device("cpu"), stored
 
     def tensor(self, kind: type[PagedTensor] = PagedTensor) -> PagedTensor:
-        """Returns a paged tensor of a class with all elements."""
         return paged(kind, self, torch.empty(self.stored.shape, dtype=self.stored.dtype, device="meta"))
 
     def read(self, geometry: torch.Tensor) -> torch.Tensor:
-        """Reads the file, and returns the elements of `geometry`."""
         values = self.stored.whole().view(geometry.dtype)
         return values.as_strided(geometry.size(), geometry.stride(), geometry.storage_offset())
 
@@ -271,10 +258,6 @@ def build_layers(model: Any, folder: Path, stored: Mapping[str, Stored], built: 
 
     Returns:
         The names of all tensors of quantized weights, which need no further treatment.
-
-    Raises:
-        ConfigError: if the model is quantized in another way, or a module was given.
-        StoreError: if the folder lacks a part of a weight.
     """
     settings = getattr(getattr(model, "config", None), "quantization_config", None)
     if settings is None:

@@ -55,7 +55,6 @@ class PartLayout:
     def of(
         cls, description: Mapping[str, Any], about: Mapping[str, Any], layouts: tuple[UnitLayout, ...], mode: Mode
     ) -> PartLayout:
-        """Returns the part with the description and `about` that `described_part` returned."""
         return cls(
             layouts=layouts,
             mode=mode,
@@ -84,34 +83,19 @@ class WholeParameter(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The number of elements in a row of each piece; see `strips`."""
         shapes = [piece.segment.shape[self.dim or 0 :] for piece in self.pieces]
         return tuple(math.prod(shape) for shape in shapes)
 
 
-class WholeModel(NamedTuple):
-    """A whole model, joined from its parts."""
+def joined_units(
+    parts: Sequence[PartLayout], names: Mapping[tuple[int, str], str]
+) -> list[tuple[UnitLayout, tuple[WholeParameter, ...]]]:
+    """Returns the units of the whole model, each with its parameters in the order of its segments.
 
-    layouts: tuple[UnitLayout, ...]
-    parameters: tuple[tuple[WholeParameter, ...], ...]
-    """The parameters of each unit, in the order of its segments."""
-    about: Mapping[str, Any]
-    names: Mapping[tuple[int, str], str]
-    """The whole model's name of each parameter and buffer that is kept, by position and name in the part."""
-
-
-def whole_model(parts: Sequence[PartLayout], buffers: Sequence[Sequence[str]]) -> WholeModel:
-    """Returns the whole model, joined from its parts.
-
-    Names of a pipeline begin with the number of the stage. The number is dropped if all names stay different without
-    it.
-
-    Raises:
-        StoreError: If it is not known how parameters are divided, or parts are stored as blocks.
+    `names` are the whole model's names, as `whole_names` returns them.
     """
     first = [number for number, part in enumerate(parts) if part.coordinate == 0]
-    names = _names([(parts[number], buffers[number]) for number in first])
-    layouts, parameters = [], []
+    units = []
     for number in sorted(first, key=lambda index: parts[index].position):
         part = parts[number]
         row = [index for index, candidate in enumerate(parts) if candidate.position == part.position]
@@ -126,13 +110,17 @@ def whole_model(parts: Sequence[PartLayout], buffers: Sequence[Sequence[str]]) -
                 continue
             whole = arrange(layout.name, [parameter.segment for parameter in placed], 1)
             by_name = {parameter.segment.name: parameter for parameter in placed}
-            layouts.append(whole)
-            parameters.append(tuple(by_name[segment.name]._replace(segment=segment) for segment in whole.segments))
-    return WholeModel(tuple(layouts), tuple(parameters), _about([parts[number] for number in first], names), names)
+            parameters = tuple(by_name[segment.name]._replace(segment=segment) for segment in whole.segments)
+            units.append((whole, parameters))
+    return units
 
 
-def _names(parts: Sequence[tuple[PartLayout, Sequence[str]]]) -> dict[tuple[int, str], str]:
-    """Returns the whole model's names; see `WholeModel.names`."""
+def whole_names(parts: Sequence[tuple[PartLayout, Sequence[str]]]) -> dict[tuple[int, str], str]:
+    """Returns the whole model's name of each parameter and buffer that is kept, by position and name in the part.
+
+    Names of a pipeline begin with the number of the stage. The number is dropped if all names stay different without
+    it.
+    """
     own = [
         (part.position, name, name in part.about["elsewhere"])
         for part, buffers in parts
@@ -259,27 +247,29 @@ class WholeSource:
     def __init__(self, parts: Sequence[OpenPart], step: int, close: Callable[[], None] = lambda: None) -> None:
         # Raises `StoreError` if the parts cannot be put together.
         self._parts, self._close = parts, close
-        whole = whole_model([part.layout for part in parts], [list(part.buffers) for part in parts])
+        first = [(part.layout, list(part.buffers)) for part in parts if part.layout.coordinate == 0]
+        names = whole_names(first)
+        units = joined_units([part.layout for part in parts], names)
         modes = {part.layout.mode.name: part.layout.mode for part in parts}
         if len(modes) > 1:
             raise StoreError(f"the parts are in different modes, {', '.join(modes)}: give parts of one run")
         (self._mode,) = modes.values()
-        self._parameters = whole.parameters
+        self._parameters = [parameters for _, parameters in units]
         # Described as one rank, without padding between ranks: `read` finds bytes by element numbers alone.
-        self.description: Mapping[str, Any] = describe(whole.layouts, self._mode, 1)
-        self.about, self.step = whole.about, step
+        self.description: Mapping[str, Any] = describe([layout for layout, _ in units], self._mode, 1)
+        self.about: Mapping[str, Any] = _about([layout for layout, _ in first], names)
+        self.step = step
         self.client_state: Mapping[str, Any] = {}
         """Empty: each part has a state of its own, and none describes the whole."""
         self.frozen = all(part.frozen for part in parts)
         self.buffers: Mapping[str, torch.Tensor] = {
-            whole.names[part.layout.position, name]: value
+            names[part.layout.position, name]: value
             for part in parts
             if part.layout.coordinate == 0
             for name, value in part.buffers.items()
         }
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> _Joined:
-        """Begins to read bytes of a whole unit; see `Source.read`. Its only rank is 0."""
         assert rank == 0
         size = self._mode.states[state].itemsize
         joined, first, last = _Joined(len(buffer)), start // size, (start + len(buffer)) // size
@@ -298,38 +288,27 @@ class WholeSource:
                 else:
                     # One long read in place of a read for each row. The rows are copied to their places afterwards.
                     memory = aligned_empty(nbytes)
-                    joined.copies.append(_RowCopy(memory, out[strip.at * size :], strip.rows, sum(widths) * size))
+                    joined.copies.append((memory, out[strip.at * size :], strip.rows, sum(widths) * size))
                 source = SavedElement(piece.unit, piece.segment.start + strip.start, piece.segment.trainable)
                 run = Run(0, strip.stop - strip.start, source)
                 joined.reads += self._parts[piece.part].states.read(run, state, memory, 0)
         return joined
 
     def close(self) -> None:
-        """Closes the files; idempotent."""
         self._close()
-
-
-class _RowCopy(NamedTuple):
-    """Rows that were read one after the other, and their destination, where rows are `step` bytes apart."""
-
-    memory: memoryview
-    out: memoryview
-    rows: int
-    step: int
 
 
 class _Joined:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self.reads: list[Pending] = []
-        self.copies: list[_RowCopy] = []
+        self.copies: list[tuple[memoryview, memoryview, int, int]] = []
+        """Rows that were read one after the other, their destination, their number, and the bytes between two rows."""
 
     def done(self) -> bool:
-        """Returns True if all reads have ended."""
         return all(read.done() for read in self.reads)
 
     def wait(self) -> int:
-        """Waits for all reads, in their order, and returns the number of bytes."""
         # In the order in which the reads began: with an engine each wait is a collective.
         for read in self.reads:
             read.wait()
@@ -351,13 +330,6 @@ def whole_of_checkpoint(checkpoint: Path, queue: Queue) -> WholeSource:
     """Opens all parts of a checkpoint, after their weights have been compared with the checksums.
 
     Weights are read twice, since pieces of a parameter are not read in the order of the checksums.
-
-    Args:
-        queue: Queue for the reads; owned by the caller.
-
-    Raises:
-        StoreError: If something is missing.
-        IoError: If weights are damaged.
     """
     manifest = read_manifest(checkpoint)
     check_parts(checkpoint, manifest)
@@ -404,7 +376,6 @@ class _Partitions:
         self._own, self._processes = own, processes
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
-        """Begins to fill `buffer` from byte `start` of a rank's partition on. Collective."""
         return self._own.read(self._processes[rank], unit, state, start, buffer)
 
     def close(self) -> None:

@@ -262,9 +262,6 @@ def name_tensors(
 
     Returns:
         The sources by the model's names, and the names of tensors, after renaming, that the model does not contain.
-
-    Raises:
-        ConfigError: If two tensors of the folder map to one name, or a conversion fails.
     """
     rules = _rules_of_transformers(model)
     if rules is None:

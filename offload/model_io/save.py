@@ -284,11 +284,9 @@ class ExportPlan:
         return torch.float32 if self.in_fp32 and self.layouts[unit].in_fp32 else self.dtype
 
     def weights(self, unit: int) -> Mapping[State, torch.dtype]:
-        """Returns the states that hold the weights of a unit, and their dtypes."""
         return self.layouts[unit].mode_in(self.mode).weights
 
     def places(self) -> dict[str, FilePlace]:
-        """Returns the place of each tensor in the files, by name."""
         return {
             name: FilePlace(file, location.offset)
             for file, tensors in self.shards.items()
@@ -297,7 +295,6 @@ class ExportPlan:
 
     @property
     def weights_nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensors in self.shards.values() for tensor in tensors.values())
 
     @property
@@ -327,12 +324,8 @@ def make_plan(
     """Returns the plan of an export: names, dtypes and files.
 
     Args:
-        dtype: Dtype of all written weights; None for the model's own dtype.
         name: Name of the only file to write; None to write all files of a model's folder.
         saved: The tensors that the model's class writes into files; None to write each weight under its own name.
-
-    Raises:
-        ConfigError: If weights cannot be saved in `dtype`.
     """
     layouts = described_layouts(source.description)
     mode = described_mode(source.description)
@@ -423,11 +416,7 @@ def make_plan(
 
 
 def _left_to_the_loader(about: Mapping[str, Any], name: str | None) -> set[str]:
-    """Returns the further names of tied tensors that are not written, since a loader ties them.
-
-    Args:
-        name: Name of the only file to write; None for a model's folder.
-    """
+    """Returns the further names of tied tensors that are not written, since a loader ties them."""
     tied = about.get("tied", {})
     config = about.get("config")
     if config is not None:
@@ -483,7 +472,6 @@ class BlockChunk(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements that are read."""
         return sum(shard.numel for shard in self.shards)
 
 
@@ -560,9 +548,6 @@ def stream(source: Source, plan: ExportPlan, put: Put, progress: Callable[[int],
 
     Returns:
         The number of finite values that became infinite in the dtype of the plan.
-
-    Raises:
-        IoError: If bytes cannot be read or written, or are damaged.
     """
     beyond, places = 0, plan.places()
     # At most 4 bytes are read for an element.
@@ -750,10 +735,6 @@ def _convert(
 class Files:
     """The files of a plan, created in a folder that contains none of them; durable when the context ends.
 
-    Args:
-        buffers: Persistent buffers of the model, which are written by the constructor.
-        queue: Queue for the writes; owned by the caller.
-
     Raises:
         IoError: If a file cannot be written. A full disk shows before any weight is written.
     """
@@ -776,7 +757,6 @@ class Files:
             raise
 
     def put(self, file: str, offset: int, data: memoryview) -> Sequence[Pending]:
-        """Begins to write bytes of a file; a `Put`."""
         return [self._queue.write(self._files[file], offset, data)]
 
     def __enter__(self) -> Files:
@@ -859,7 +839,6 @@ class SaveOptions(NamedTuple):
     """Name of the only file to write; None to write all files of a model's folder."""
 
     def check(self) -> None:
-        """Raises `UsageError`, `ConfigError` or `StoreError` if an argument is not valid."""
         out = check_folder(self.folder, "save_directory")
         if os.path.lexists(out) and not out.is_dir():
             raise StoreError(f"{out} is not a folder; give a folder, or a name that does not exist")
@@ -950,11 +929,9 @@ class _NotifyingFuture(NamedTuple):
     futures: list[Future]
 
     def done(self) -> bool:
-        """Returns True if this rank has nothing to read any more."""
         return all(future.done() for future in self.futures)
 
     def wait(self) -> int:
-        """Waits for the bytes and returns their number; collective."""
         self.source.completed(self.rank, self.buffer, self.futures)
         return len(self.buffer)
 
@@ -966,11 +943,9 @@ class _ForgivingFuture(NamedTuple):
     failures: list[Exception]
 
     def done(self) -> bool:
-        """Returns True if the write has ended."""
         return self.write.done()
 
     def wait(self) -> int:
-        """Waits for the write and returns its bytes, 0 if it has failed."""
         try:
             return self.write.wait()
         except Exception as error:
@@ -1025,11 +1000,7 @@ class PretrainedWriter:
                 self._write(wanted, out, step, ranks, saved)
 
     def _write(self, wanted: SaveOptions, out: Path, step: int, ranks: AllOrNothing, saved: SavedNames | None) -> None:
-        """Writes the model; only rank 0 opens files. Collective.
-
-        Args:
-            saved: The tensors that the model's class writes into files; None to write each weight under its own name.
-        """
+        """Writes the model; only rank 0 opens files. Collective."""
         failures: list[Exception] = []
         made: list[tuple[Path, Files]] = []  # filled on rank 0 only
 

@@ -68,11 +68,7 @@ def about_saved(model: nn.Module, divided: bool) -> dict[str, Any]:
 
 
 def described_names(said: Mapping[str, Any]) -> SavedNames | None:
-    """Returns the names of a model in its files; None if they are the names of the parameters.
-
-    Raises:
-        ConfigError: If the weights must be in memory, in a process with the model's code.
-    """
+    """Returns the names of a model in its files; None if they are the names of the parameters."""
     table = said.get(_SAVED)
     if table is None:
         return _names_of_class(said)
@@ -170,7 +166,6 @@ def _is_plain(model: nn.Module, parts: Mapping[str, SavedPart]) -> bool:
 
 
 def _loader_ties(model: nn.Module) -> set[str]:
-    """Returns the names that transformers ties when it loads the model."""
     said = about(model)
     return set(said["loader_ties"]) if (said["config"] or {}).get("tie_word_embeddings", True) else set()
 

@@ -51,9 +51,7 @@ class Source(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Releases files and locks; idempotent."""
-        ...
+    def close(self) -> None: ...
 
 
 class StoreSource:
@@ -62,12 +60,8 @@ class StoreSource:
     The run is locked until `close`. Damage is noticed as the bytes are read.
 
     Args:
-        queue: Queue for the reads; owned by the caller.
         looked: The ranks' folders, if the caller has inspected them and keeps them locked; None to do both here.
         at: Number of the commit; None for the last one.
-
-    Raises:
-        StoreError: If a process uses the run, or a rank or a commit is missing.
     """
 
     def __init__(
@@ -112,7 +106,6 @@ class StoreSource:
             raise
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
-        """Begins to read bytes of a rank's partition; see `Source.read`."""
         slot = self.commits[rank].record.slots[unit]
         place = self._places[rank][unit][state][slot]
         assert start + len(buffer) <= place.nbytes
@@ -133,7 +126,6 @@ class StoreSource:
             raise IoError(path, place.offset(start), nbytes, errno.EBADMSG, what)
 
     def close(self) -> None:
-        """Closes the files and releases the locks; idempotent."""
         self._open.close()
 
 
@@ -142,9 +134,6 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack, use: Use = "read") -> 
 
     Args:
         stack: Receives the locks; other processes are kept out until it is closed.
-
-    Raises:
-        StoreError: If `run` contains no folder of a rank, or a process uses one of them.
     """
     if (run / RESHARDED).is_file():
         raise StoreError(
@@ -174,9 +163,6 @@ def ranks_of(run: Path, folders: Sequence[RankFiles], *, replicas: bool = False)
 
     Args:
         replicas: True for the ranks of all replicas, whose states are equal; False for those of the first.
-
-    Raises:
-        StoreError: If a rank is missing, or the folders are of different runs.
     """
     manifest = next((rank.manifest for rank in folders if rank.manifest is not None), None)
     size = len(folders)
@@ -219,9 +205,6 @@ def commits_of_all(ranks: Sequence[RankFiles], at: int | None = None) -> list[Co
 
     Args:
         at: Number of another commit that is complete on every rank; None for the last one.
-
-    Raises:
-        StoreError: If there is no such commit.
     """
     for rank in ranks:
         if not rank.whole:

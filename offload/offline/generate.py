@@ -28,7 +28,6 @@ class Completed:
     """Tokens that were generated, the end-of-text token among them."""
 
     def line(self) -> dict[str, Any]:
-        """Returns the fields for a line of JSON."""
         return {"place": self.place, "completion": self.text, "tokens": self.tokens}
 
 
@@ -38,9 +37,6 @@ def encode_fitting(
     """Returns the tokens of a prompt, (n,) int32, after a check that prompt and completion fit.
 
     `cached` is the most tokens of prompt and completion; None to limit them only by the model's positions.
-
-    Raises:
-        ConfigError: the prompt is malformed, empty or too long.
     """
     row = encode_prompt(prompt, tokenizer)
     if not len(row):
@@ -89,7 +85,8 @@ def completions(
     """
     from transformers import LogitsProcessorList
 
-    tokenizer, module = model.tokenizer, model.engine.module
+    tokenizer = model.tokenizer
+    module: Any = model.engine.module
     paged = is_paged(cache_on_host, model.engine.device)
     can_generate = getattr(module, "can_generate", None)
     if can_generate is None or not can_generate():
@@ -117,17 +114,10 @@ def completions(
         )
         # An encoder-decoder model returns only the generated tokens, any other model the prompt too.
         first = 0 if model.config.is_encoder_decoder else ids.shape[1]
+        # A list if a model has several end-of-text tokens, as Llama 3 does. Padding follows the first of them.
+        end = module.generation_config.eos_token_id
+        ends = end if isinstance(end, list) else [end]
         for prompt, row in zip(group, tokens[:, first:].cpu().tolist(), strict=True):
-            new = _until_end(row, model)
+            new = row[: next((at for at, token in enumerate(row) if token in ends), len(row) - 1) + 1]
             text = tokenizer.decode(new, skip_special_tokens=True)
             yield Completed(place=prompt.place, text=text, tokens=len(new))
-
-
-def _until_end(row: list[int], model: OpenModel) -> list[int]:
-    """Returns the generated tokens of a row up to the first end-of-text token; what follows is padding."""
-    module: Any = model.engine.module
-    # A list if a model has several such tokens, as Llama 3 does.
-    end = module.generation_config.eos_token_id
-    ends = end if isinstance(end, list) else [end]
-    at = next((at for at, token in enumerate(row) if token in ends), len(row) - 1)
-    return row[: at + 1]

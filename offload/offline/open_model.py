@@ -39,9 +39,6 @@ def static_cache(config: Any, length: int, paged: bool = False) -> Any:
 
     `length` is the most tokens of a prompt and its continuation. A paged cache keeps each layer's part in host memory
     between its uses on a GPU.
-
-    Raises:
-        ConfigError: The model's cache contains other tensors than keys and values of heads.
     """
     from transformers import StaticCache
 
@@ -104,11 +101,7 @@ def value_nbytes(content: Mapping[str, Any], config: Any) -> int:
 
 
 def beside_cache(content: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
-    """Returns the config of the engine. If it has a device budget, the cache's bytes are subtracted.
-
-    Raises:
-        BudgetError: The cache takes the whole budget.
-    """
+    """Returns the config of the engine. If it has a device budget, the cache's bytes are subtracted."""
     block = content.get("offload", {})
     budget = block.get("device_memory", "auto")
     if budget == "auto":
@@ -175,15 +168,10 @@ class OpenModel:
 
     @property
     def config(self) -> Any:
-        """The model's config."""
         return self.engine.module.config
 
     def longest(self, wanted: int | None) -> int:
-        """Returns the most tokens of a row: `wanted`, or else the model's positions, at most 1024.
-
-        Raises:
-            ConfigError: The model has fewer positions than wanted.
-        """
+        """Returns the most tokens of a row: `wanted`, or else the model's positions, at most 1024."""
         # Checked at the start, since a longer row may come after hours.
         if wanted is not None:
             check_positions(self.config, wanted)
@@ -240,11 +228,7 @@ def open_model(
 
 
 def _prepare(model: nn.Module, rewards: bool) -> tuple[bool, tuple[str, ...]]:
-    """Makes a model return losses by row. Returns True on success, and otherwise False with a line for the user.
-
-    Raises:
-        ConfigError: The model gives no score.
-    """
+    """Makes a model return losses by row. Returns True on success, and otherwise False with a line for the user."""
     if rewards:
         return False, ()
     whole: Any = model
@@ -346,11 +330,6 @@ class FiniteLogits:
         self._places = places
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Returns `scores`, (rows, vocabulary).
-
-        Raises:
-            NumericsError: a row contains NaN or inf; -inf stands for tokens that the model must not generate.
-        """
         # NaN is its own maximum.
         wrong = ~(scores.amax(-1) < math.inf)
         if wrong.any():

@@ -37,11 +37,9 @@ class Score:
 
     @property
     def perplexity(self) -> float | None:
-        """Perplexity of the tokens that count."""
         return None if self.log_likelihood is None else _perplexity(self.log_likelihood, self.counted)
 
     def line(self) -> dict[str, Any]:
-        """Returns the fields for a line of JSON."""
         shown: dict[str, Any] = {"place": self.place, "tokens": self.tokens}
         if self.reward is not None:
             shown["reward"] = self.reward[0] if len(self.reward) == 1 else self.reward
@@ -61,18 +59,14 @@ class Total:
     cut: int = 0
 
     def add(self, score: Score) -> None:
-        """Adds the score of one record."""
-        self.records, self.tokens, self.counted = (
-            self.records + 1,
-            self.tokens + score.tokens,
-            self.counted + score.counted,
-        )
+        self.records += 1
+        self.tokens += score.tokens
+        self.counted += score.counted
         self.log_likelihood += score.log_likelihood or 0.0
         self.cut += score.cut
 
     @property
     def perplexity(self) -> float | None:
-        """Perplexity of all tokens that count; None if there is none."""
         return _perplexity(self.log_likelihood, self.counted) if self.counted else None
 
 
@@ -118,10 +112,6 @@ def scores(
 
     The weights cross to the device once for a batch of `batch_size` rows of at most `seq_len` tokens. The rows pass
     through each block in micro-batches.
-
-    Raises:
-        ConfigError: A record is malformed, or has tokens that the model does not know.
-        NumericsError: Logits are inf or NaN.
     """
     if model.rewards and model.config.pad_token_id is None:
         micro_batch_size = 1  # without a padding token, the model cannot find the last token of a padded row

@@ -178,54 +178,32 @@ class FusedUpdates:
         return self._mode.padded_part(state, start, stop)
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
-        """Returns the steps of a unit, on the device if its gradient stays on the device."""
-        if self._gradients.stays(update.unit):
-            return _DeviceSteps(update, self._mode, self._device)
-        return _HostSteps(update, self._mode)
+        return _FusedSteps(update, self._mode, self._device if self._gradients.stays(update.unit) else None)
 
 
-class _HostSteps:
-    """Steps of one unit by the kernel on the host."""
+class _FusedSteps:
+    """Steps of one unit by a kernel: on the host, or with a `device` there, in the memory of the unit's states."""
 
     passes = 1
-    in_place = False
     cuts: Sequence[range] = ()
     drafts: Sequence[State] = ()
 
-    def __init__(self, update: UnitUpdate, mode: Mode) -> None:
-        self._update, self._mode = update, mode
-
-    def run(self, tile: TileContent, last: bool) -> None:
-        segments = kernel_segments(self._update, tile)
-        if segments:
-            assert tile.gradient is not None
-            kernels.update(partition_of(self._mode, tile.states, tile.gradient), segments)
-
-
-class _DeviceSteps:
-    """Steps of one unit by the kernel on the device, in the memory of its states."""
-
-    passes = 1
-    in_place = True
-    cuts: Sequence[range] = ()
-    drafts: Sequence[State] = ()
-
-    def __init__(self, update: UnitUpdate, mode: Mode, device: Device) -> None:
+    def __init__(self, update: UnitUpdate, mode: Mode, device: Device | None) -> None:
         self._update, self._mode, self._device = update, mode, device
+        self.in_place = device is not None
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Steps all segments in the tile, and waits for the kernel.
-
-        No event has to precede the kernel. The norm is known, so the gradient is complete; every reader of the unit
-        waits for its update.
-        """
         segments = kernel_segments(self._update, tile)
         if not segments:
             return
         assert tile.gradient is not None
         partition = partition_of(self._mode, tile.states, tile.gradient)
-        # The update stream is not the one of compute, so the next forward overlaps with the update. The CPU as a
-        # compute device has no such stream and runs the host's kernel.
+        if self._device is None:
+            kernels.update(partition, segments)
+            return
+        # No event has to precede the kernel. The norm is known, so the gradient is complete; every reader of the unit
+        # waits for its update. The update stream is not the one of compute, so the next forward overlaps with the
+        # update. The CPU as a compute device has no such stream and runs the host's kernel.
         with self._device.updating():
             (cuda.update if partition.weight.is_cuda else kernels.update)(partition, segments)
             done = self._device.updated()

@@ -128,11 +128,9 @@ class LambUpdates:
         self._mode = mode
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
-        """Returns the same elements of every state, and the scales of their blocks."""
         return self._mode.padded_part(state, start, stop)
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
-        """Returns the steps of a unit: two passes, unless the ratios are known or one tile holds the entire unit."""
         # One tile is computed at once, so its weights can follow its norms without a second read.
         rated = any(segment.step.ratio is not None for segment in update.segments)
         return _LambSteps(update, self._mode, 1 if rated or update.numel <= tile_numel else 2)

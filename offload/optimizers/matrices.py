@@ -64,7 +64,6 @@ class MuonStep(NamedTuple):
     """Factor of the gradient: the clip coefficient over the loss scale."""
 
     def length(self, shape: Sequence[int]) -> float:
-        """Returns the factor of the orthogonal matrix, for a matrix of `shape`."""
         rows, columns = shape
         if self.adjust_lr_fn == "match_rms_adamw":
             return self.lr * (0.2 * math.sqrt(max(rows, columns)))
@@ -97,7 +96,6 @@ class MatrixRule(Rule):
     def step(
         self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float
     ) -> MatrixStep | kernels.AdamWStep:
-        """Returns the arguments of the step of a matrix, or of AdamW's kernel."""
         if group[MARK]:
             return self.matrix_step(group, grad_scale)
         return kernels.AdamWStep(
@@ -118,9 +116,6 @@ class MatrixRule(Rule):
         """Returns the optimizer of a config's block.
 
         A group's `use_muon` decides for all its parameters, before their own marks.
-
-        Raises:
-            ConfigError: a learning rate is missing, or a parameter is marked as a matrix but is not one.
         """
         settings = block.settings
         matrix_lr, adam_lr = settings.pop(f"{self.name}_lr"), settings.pop("adam_lr")
@@ -226,7 +221,6 @@ class ParameterExchange:
 
     @property
     def rank(self) -> int:
-        """This rank's number within its replica: its shard."""
         return self._ranks.shard
 
     def begin(self, unit: int, indices: Sequence[int], dtype: torch.dtype, number: int = 0, of: int = 1) -> Trade:
@@ -276,11 +270,9 @@ class Trade:
         return self._places[index, rank]
 
     def go(self) -> None:
-        """Sends this rank's parts to the parameters' homes, and receives other ranks' parts."""
         self._ranks.swap(self._in, self._got, self._out, self._sent, "gather what a step needs as a whole")
 
     def back(self) -> None:
-        """Sends other ranks' parts back, and receives this rank's parts."""
         self._ranks.swap(self._out, self._sent, self._in, self._got, "scatter what a step has made")
 
 
@@ -407,13 +399,11 @@ class MatrixUpdates:
         return range(min(start, rest), min(stop, rest))
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
-        """Returns the steps of a unit, whose tiles end at borders of matrices."""
         layout, part = self.layouts[update.unit], self.parts[update.unit]
         return _UnitSteps(self, layout, update, cuts(layout, self.mode, part, self._whole_units, tile_numel))
 
     @property
     def traded_dtype(self) -> torch.dtype:
-        """Dtype of the updates and directions that ranks exchange."""
         return torch.bfloat16 if self.mode.optimizer == MUON and self._in_bf16 else torch.float32
 
     # -- the step of a matrix ---------------------------------------------------------------------------
@@ -426,7 +416,6 @@ class MatrixUpdates:
         Args:
             states: its momentum, (n,), if it has one.
             gradient: (n,); not written.
-            segment: the step.
 
         Returns:
             (n,) fp32, in the scratch memory of gradients or in that of the momentum.
@@ -535,7 +524,6 @@ class MatrixUpdates:
             states: its weight, and the state that completes the weight to a master, (n,) each.
             direction: (n,), not in the scratch memory of masters.
             shape: rows and columns of the entire matrix.
-            segment: the step, and the noise that rounds the masters.
         """
         step = segment.step
         length = step.length(shape) if isinstance(step, MuonStep) else step.lr
@@ -576,7 +564,6 @@ class _UnitSteps:
             self._trade(tile, matrices)
 
     def _step(self, parameter: ParameterSegment, tile: TileContent, segment: ParameterStep) -> None:
-        """Steps a matrix that lies on this rank alone."""
         states, gradient = _content(tile, segment)
         shape, step = (parameter.shape[0], parameter.shape[1]), segment.step
         update = self._updates.update_of(states, gradient, segment)
@@ -586,7 +573,6 @@ class _UnitSteps:
         self._updates.move(states, self._updates.direction(shape, step).view(-1), shape, segment)
 
     def _trade(self, tile: TileContent, matrices: Mapping[int, ParameterStep]) -> None:
-        """Steps the matrices that several ranks divide."""
         exchange = self._updates.exchange
         trade = exchange.begin(self._update.unit, self._update.shared, self._updates.traded_dtype)
         away = [(self._layout.segments[index], matrices[index], index) for index in trade.away if index in matrices]

@@ -21,7 +21,7 @@ import inspect
 import itertools
 import math
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,7 +62,6 @@ class TorchRule(Rule):
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Keys that every group has."""
         return self.defaults
 
     def refused(self, group: Mapping[str, Any]) -> str | None:
@@ -70,7 +69,6 @@ class TorchRule(Rule):
         return None
 
     def is_valid(self, key: str, value: Any) -> bool:
-        """Returns True unless a number is not finite."""
         # Its own code knows how many numbers it reads, and None may be one of them (Adafactor's eps).
         items = list(value) if isinstance(value, list | tuple) else [value]
         return all(item is None or is_finite(item) for item in items) and (key != "betas" or len(items) >= 2)
@@ -84,7 +82,6 @@ class TorchRule(Rule):
         return find_kept(self.optimizer, names)
 
     def notices(self) -> tuple[str, ...]:
-        """Returns a line about the time that its own code takes."""
         return (
             f"{self.known_as} has no kernel for these options: its own code updates parameter by parameter on the CPU",
         )
@@ -153,7 +150,6 @@ class TorchUpdates:
         return range(self.layouts[unit].packed_numel(self._rank)) if state is State.PACKED else range(start, stop)
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
-        """Returns the steps of a unit, which one tile contains entirely."""
         return _TorchSteps(self, update)
 
     def step(
@@ -167,7 +163,6 @@ class TorchUpdates:
         """Steps one parameter.
 
         Args:
-            segment: the parameter.
             master: (numel,) fp32, which the step may change.
             gradient: (numel,) fp32, unscaled, which the step may change.
             words: the parameter's packed states, changed in place.
@@ -175,9 +170,6 @@ class TorchUpdates:
 
         Returns:
             The new master, (numel,): in the memory of `master`, or of the tensor that the optimizer put in its place.
-
-        Raises:
-            UsageError: the optimizer's own code has raised.
         """
         packed = words.view(torch.uint8)
         parameter = nn.Parameter(master.view(segment.shape))
@@ -209,20 +201,21 @@ class _TorchSteps:
         self._segments = updates.layouts[update.unit].segments
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Steps all parameters of the unit. The tile contains all of this rank's elements of the unit."""
         steps = {segment.parameter: segment for segment in self._update.segments}
         for index, segment in steps.items():
             if index not in self._update.shared:
-                self._step(self._segments[index], tile, segment)
+                parameter = self._segments[index]
+                states, gradient = _content(tile, segment)
+                # A copy of the gradient, because an optimizer may write into it. In fp32 the master is the weight.
+                own = self._updates.gradient[: len(gradient)].copy_(gradient)
+                master = join(states, self._updates.master[: len(gradient)])
+                after = self._updates.step(parameter, master, own, _words(tile, parameter, own), segment.step)
+                # An fp32 weight that was changed in place is stored already. An optimizer may also replace
+                # `parameter.data`.
+                if after.data_ptr() != states[State.WEIGHT].data_ptr():
+                    split(after, states)
         if self._update.shared:
             self._trade(tile, steps)
-
-    def _step(self, parameter: ParameterSegment, tile: TileContent, segment: ParameterStep) -> None:
-        states, gradient = _content(tile, segment)
-        # A copy of the gradient, because an optimizer may write into it. In fp32 the master is the weight itself.
-        own = self._updates.gradient[: len(gradient)].copy_(gradient)
-        master = join(states, self._updates.master[: len(gradient)])
-        _store(self._updates.step(parameter, master, own, _words(tile, parameter, own), segment.step), states)
 
     def _trade(self, tile: TileContent, steps: Mapping[int, ParameterStep]) -> None:
         """Steps the parameters that several ranks divide: master and gradient go to a home, the master comes back."""
@@ -277,13 +270,6 @@ def _words(tile: TileContent, parameter: ParameterSegment, absent: torch.Tensor)
     return tile.states.get(State.PACKED, absent)[parameter.packed.start : parameter.packed.stop]
 
 
-def _store(master: torch.Tensor, states: Mapping[State, torch.Tensor]) -> None:
-    """Writes a new master into its states."""
-    # An fp32 weight that was changed in place is stored already. An optimizer may also replace `parameter.data`.
-    if master.data_ptr() != states[State.WEIGHT].data_ptr():
-        split(master, states)
-
-
 # -- a parameter apart from the others -------------------------------------------------------------------
 
 
@@ -325,9 +311,6 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
     Only if the optimizer's code does not run on meta tensors, memory of a parameter's size is allocated, for one
     parameter at a time. A dry run may draw from any random generator, and the caller restores them. Parameters whose
     ids `names` lacks are ignored.
-
-    Raises:
-        ConfigError: the optimizer cannot run parameter by parameter.
     """
     states: dict[str, tuple[StateField, ...]] = {}
     known: dict[str, tuple[StateField, ...]] = {}
@@ -338,9 +321,16 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
             # Layers of a model repeat shapes, so one dry run serves many parameters.
             key = f"{shape} {options} {attributes}"
             if key not in known:
-                with _explained(optimizer, name):
+                try:
                     _check_apart(optimizer, options, [min(size, _SMALL) for size in shape], attributes)
                     known[key] = _dry_run(optimizer, options, shape, attributes)
+                except Exception as error:  # the user's own code may raise any error
+                    kind = type(optimizer)
+                    raise ConfigError(
+                        f"{kind.__module__}.{kind.__name__} has no kernel here, so its own code would run parameter by "
+                        f"parameter. That fails for {name}: {cause(error)}; give another optimizer, or a name in the "
+                        "config"
+                    ) from error
             states[name] = known[key]
     return states
 
@@ -348,19 +338,6 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """Returns the attributes that user code has set on a parameter, which optimizers may read."""
     return {name: value for name, value in vars(parameter).items() if name not in _OURS}
-
-
-@contextlib.contextmanager
-def _explained(optimizer: torch.optim.Optimizer, name: str) -> Iterator[None]:
-    """Raises `ConfigError` for any error in the user's optimizer."""
-    try:
-        yield
-    except Exception as error:
-        kind = type(optimizer)
-        raise ConfigError(
-            f"{kind.__module__}.{kind.__name__} has no kernel here, so its own code would run parameter by parameter. "
-            f"That fails for {name}: {cause(error)}; give another optimizer, or a name in the config"
-        ) from error
 
 
 def cause(error: Exception) -> str:
@@ -385,11 +362,7 @@ def _dry_run(
 def _check_apart(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: Sequence[int], attributes: Mapping[str, Any]
 ) -> None:
-    """Checks that parameters step apart as they do together, and that no state appears or disappears in later steps.
-
-    Raises:
-        ValueError: the optimizer cannot run parameter by parameter.
-    """
+    """Checks that parameters step apart as they do together, and that no state appears or disappears in later steps."""
     options = {**group, "lr": 1e-3} if "lr" in group and group["lr"] is not None else group  # schedules may begin at 0
     line = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float32, device="cpu").reshape(shape)
     values = [line * factor for factor in (1.0, 0.1)]
@@ -425,9 +398,6 @@ def _steps(
     """Runs `count` steps on new parameters; returns the new value and the states of each.
 
     The parameters are in one group, after the groups `before`. With values on meta the run takes no memory.
-
-    Raises:
-        ValueError: the optimizer changes anything besides parameters and their states.
     """
     parameters = [nn.Parameter(value.clone()) for value in values]
     for parameter in parameters:

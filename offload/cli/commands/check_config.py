@@ -57,9 +57,6 @@ def keys_of(file: Path) -> dict[str, Any]:
     """Returns the keys of a config file, grouped by their treatment, and the messages on wrong keys.
 
     "why" maps keys to reasons, for the keys with a reason.
-
-    Raises:
-        ConfigError: the file cannot be read, or is no JSON object.
     """
     from offload.config import examine, read_json
     from offload.config.documentation import reasons

@@ -103,10 +103,7 @@ def _run_table(run: Mapping[str, Any]) -> Table:
         # Each machine of a run across machines shows only the ranks on its own drives.
         rows.append(("missing", f"rank {', '.join(map(str, run['missing_ranks']))}: lost, or on another machine"))
     rows += [("left over", path) for path in run["leftovers"]]
-    for name, value in rows:
-        # rich would read a "[" in a path as markup.
-        table.add_row(name, escape(value))
-    return table
+    return _filled(table, rows)
 
 
 def _rank_table(rank: Mapping[str, Any]) -> Table:

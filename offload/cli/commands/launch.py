@@ -74,9 +74,6 @@ def _program(name: str) -> str | None:
     """Returns the path of the command to run; None for a script of Python.
 
     The search for a command starts in the folder of this Python.
-
-    Raises:
-        UsageError: if there is no such file and no such command.
     """
     path = Path(name)
     if path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK)):
@@ -99,7 +96,6 @@ def _program(name: str) -> str | None:
 
 # -- launch --------------------------------------------------------------------------------------------
 
-_HOSTS, _RANKS, _MEETING, _SCRIPT = "Hosts", "Ranks", "Meeting place", "Start"
 _HOSTFILE = Path("/job/hostfile")
 """The default hostfile of DeepSpeed's launcher. Some clusters write it."""
 _ENVIRONMENT_FILE = ".deepspeed_env"
@@ -114,79 +110,61 @@ class _Typed:
     hostfile: Annotated[
         Path | None,
         option(
-            _HOSTS,
-            "--hostfile",
             "A line `host slots=4` for each host. Without: /job/hostfile if there is one, or the nodes of Slurm's job, "
             "or this machine.",
             "-H",
+            group="Hosts",
         ),
     ] = None
     include: Annotated[
-        str,
-        option(_HOSTS, "--include", "Use these alone: worker-0@worker-1:0,2 is all of worker-0 and two slots.", "-i"),
+        str, option("Use these alone: worker-0@worker-1:0,2 is all of worker-0 and two slots.", "-i")
     ] = ""
-    exclude: Annotated[str, option(_HOSTS, "--exclude", "Use all but these, in the same form.", "-e")] = ""
-    num_nodes: Annotated[int | None, option(_HOSTS, "--num-nodes", "Use the first N hosts.", min=1)] = None
+    exclude: Annotated[str, option("Use all but these, in the same form.", "-e")] = ""
+    num_nodes: Annotated[int | None, option("Use the first N hosts.", min=1)] = None
     launcher: Annotated[
         str | None,
         option(
-            _HOSTS,
-            "--launcher",
             "How hosts are reached: ssh, or slurm by srun. [default: slurm inside of a job of several nodes, without a "
-            "hostfile; else ssh]",
+            "hostfile; else ssh]"
         ),
     ] = None
-    launcher_args: Annotated[str, option(_HOSTS, "--launcher-args", "More options of ssh or srun, in quotes.")] = ""
-    ssh_port: Annotated[
-        int | None, option(_HOSTS, "--ssh-port", "Port of ssh. [default: ssh's own]", min=1, max=65535)
-    ] = None
+    launcher_args: Annotated[str, option("More options of ssh or srun, in quotes.")] = ""
+    ssh_port: Annotated[int | None, option("Port of ssh. [default: ssh's own]", min=1, max=65535)] = None
     num_gpus: Annotated[
         int | None,
         option(
-            _RANKS,
-            "--num-gpus",
             "Ranks of each host. [default: the slots of a hostfile; else one for each GPU]",
             "--num-accelerators",
+            group="Ranks",
             min=1,
         ),
     ] = None
     max_restarts: Annotated[
         int,
         option(
-            _RANKS,
-            "--max-restarts",
             'Start all ranks again after one has failed, N times at most; "resume": "auto" continues from the last '
             "commit.",
             min=0,
         ),
     ] = 0
     enable_each_rank_log: Annotated[
-        str | None,
-        option(_RANKS, "--enable-each-rank-log", "Write the outputs of each rank into this folder.", metavar="PATH"),
+        str | None, option("Write the outputs of each rank into this folder.", metavar="PATH")
     ] = None
     master_addr: Annotated[
-        str | None, option(_MEETING, "--master-addr", "An address of the first host. [default: its name]")
+        str | None, option("An address of the first host. [default: its name]", group="Meeting place")
     ] = None
     master_port: Annotated[
-        int | None,
-        option(
-            _MEETING, "--master-port", "A port there that is free. [default: 29500; on one host any]", min=1, max=65535
-        ),
+        int | None, option("A port there that is free. [default: 29500; on one host any]", min=1, max=65535)
     ] = None
     no_ssh: Annotated[
-        bool,
-        option(
-            _MEETING, "--no-ssh", "Start the ranks of this host alone; the same command runs on each, with its number."
-        ),
+        bool, option("Start the ranks of this host alone; the same command runs on each, with its number.")
     ] = False
-    node_rank: Annotated[
-        int | None, option(_MEETING, "--node-rank", "Number of this host, from 0, with --no-ssh.", min=0)
-    ] = None
-    module: Annotated[bool, option(_SCRIPT, "--module", "Run a module, as python -m does.", "-m")] = False
-    no_python: Annotated[bool, option(_SCRIPT, "--no-python", "Run the script itself, without Python.")] = False
+    node_rank: Annotated[int | None, option("Number of this host, from 0, with --no-ssh.", min=0)] = None
+    module: Annotated[bool, option("Run a module, as python -m does.", "-m", group="Start")] = False
+    no_python: Annotated[bool, option("Run the script itself, without Python.")] = False
     no_local_rank: Annotated[bool, typer.Option("--no-local-rank", hidden=True)] = False
     no_ssh_check: Annotated[bool, typer.Option("--no-ssh-check", hidden=True)] = False
-    dry_run: Annotated[bool, option(_SCRIPT, "--dry-run", "Print the commands, and run nothing.")] = False
+    dry_run: Annotated[bool, option("Print the commands, and run nothing.")] = False
 
 
 class Launch(Grouped):
@@ -310,7 +288,6 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_programs(commands: list[Command]) -> None:
-    """Raises UsageError if a program that starts the ranks is not installed."""
     for program in {command.arguments[0] for command in commands}:
         if shutil.which(program) is None:
             raise UsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +14,7 @@ from offload.errors import ConfigError
 from offload.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    pass
 
 
 @without_collector()
@@ -130,20 +130,16 @@ def tune(
     if json_output:
         print(json.dumps(tuning.as_json(found)), flush=True)
     else:
-        _print_tuned(console, found)
+        rows = [
+            (format_size(trial.block_bytes), str(trial.depth), *(f"{rate / 1e9:.2f}" for rate in trial.rate))
+            for trial in found.trials
+        ]
+        console.print(make_table(("block", "depth", "read GB/s", "write GB/s"), rows))
+        console.print(f"of the settings as fast as the best, the one with the least in flight ({found.backend}):")
+        console.print(json.dumps({"aio": found.aio}, indent=2), markup=False)
     with errors(FAILED):
         if config is not None:
             tuning.write_config(config, output or config, found.aio)
             # A mistyped --config would otherwise go unnoticed.
             alone = "" if there else f": {config} did not exist, so the file contains only this block"
             console.print(f"written to {output or config}{alone}", markup=False)
-
-
-def _print_tuned(console: Console, found: Any) -> None:
-    rows = [
-        (format_size(trial.block_bytes), str(trial.depth), *(f"{rate / 1e9:.2f}" for rate in trial.rate))
-        for trial in found.trials
-    ]
-    console.print(make_table(("block", "depth", "read GB/s", "write GB/s"), rows))
-    console.print(f"of the settings as fast as the best, the one with the least in flight ({found.backend}):")
-    console.print(json.dumps({"aio": found.aio}, indent=2), markup=False)

@@ -26,14 +26,16 @@ if TYPE_CHECKING:
     from offload.finetune.corpus.documents import Chat, Prompt
     from offload.offline.open_model import ModelOptions, OpenModel
 
-_DATA, _SAMPLING, _PLACEMENT = "Data", "Sampling", "Placement"
-
 Model = Annotated[
-    str, typer.Argument(metavar="FOLDER", help="config.json, tokenizer and safetensors.", rich_help_panel=_DATA)
+    str, typer.Argument(metavar="FOLDER", help="config.json, tokenizer and safetensors.", rich_help_panel="Data")
 ]
 Output = Annotated[
     Path | None,
-    option(_DATA, "--output", "Write the lines to this file, which must not exist. [default: stdout]", metavar="FILE"),
+    option(
+        "Write the lines to this file, which must not exist. [default: stdout]",
+        group="Data",
+        metavar="FILE",
+    ),
 ]
 
 
@@ -43,43 +45,27 @@ class _Placed:
 
     config: Annotated[
         Path | None,
-        option(
-            _PLACEMENT, "--config", "DeepSpeed JSON file. An option of the command line overrules it.", "--deepspeed"
-        ),
+        option("DeepSpeed JSON file. An option of the command line overrules it.", "--deepspeed", group="Placement"),
     ] = None
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32"] | None,
         option(
-            _PLACEMENT,
-            "--dtype",
-            "Dtype of the weights. Another one than the files' needs RAM for all of them. [default: that of the files]",
+            "Dtype of the weights. Another one than the files' needs RAM for all of them. [default: that of the files]"
         ),
     ] = None
     host_memory: Annotated[
-        str | None,
-        option(
-            _PLACEMENT,
-            "--host-memory",
-            "Host budget, as 16GiB: more holds weights between uses. [default: what is needed]",
-        ),
+        str | None, option("Host budget, as 16GiB: more holds weights between uses. [default: what is needed]")
     ] = None
-    device_memory: Annotated[
-        str | None,
-        option(_PLACEMENT, "--device-memory", "Device budget for weights. [default: three of the largest layer]"),
-    ] = None
+    device_memory: Annotated[str | None, option("Device budget for weights. [default: three of the largest layer]")] = (
+        None
+    )
     device: Annotated[
-        str | None,
-        option(
-            _PLACEMENT,
-            "--device",
-            "Where to compute: auto, cpu, cuda, or another accelerator of torch. [default: auto]",
-        ),
+        str | None, option("Where to compute: auto, cpu, cuda, or another accelerator of torch. [default: auto]")
     ] = None
 
     json_output: Json = False
 
     def placement(self) -> ModelOptions:
-        """Returns these options in the form of the library."""
         from offload.offline.open_model import ModelOptions
 
         return ModelOptions(
@@ -99,25 +85,21 @@ class _Scored:
     data: Annotated[
         list[Path],
         option(
-            _DATA,
-            "--data",
             'Records: a *.jsonl file with {"text"}, {"messages"} or {"prompt", "completion"} a line, *.parquet or '
             "*.csv with such columns, a text file, or a folder of these; may repeat.",
+            group="Data",
             metavar="PATH",
         ),
     ]
     output: Output = None
     seq_len: Annotated[
         int | None,
-        option(
-            _DATA, "--seq-len", "Most tokens of a row. [default: the model's positions, at most 1024]", "--max-length"
-        ),
+        option("Most tokens of a row. [default: the model's positions, at most 1024]", "--max-length", group="Data"),
     ] = None
     batch_size: Annotated[
-        int,
-        option(_DATA, "--batch-size", "Rows for which the weights are read once: the more, the less the drive counts."),
+        int, option("Rows for which the weights are read once: the more, the less the drive counts.")
     ] = 64
-    micro_batch_size: Annotated[int, option(_DATA, "--micro-batch-size", "Rows that a layer computes at a time.")] = 8
+    micro_batch_size: Annotated[int, option("Rows that a layer computes at a time.")] = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,14 +112,12 @@ class _Generated:
     """Options of `offload generate` about the prompts and the sampling."""
 
     model: Model
-    prompt: Annotated[
-        str | None, option(_DATA, "--prompt", "A text to continue; its continuation is printed as it is.")
-    ] = None
+    prompt: Annotated[str | None, option("A text to continue; its continuation is printed as it is.", group="Data")] = (
+        None
+    )
     data: Annotated[
         list[Path] | None,
         option(
-            _DATA,
-            "--data",
             'Prompts: a *.jsonl file with {"prompt"}, {"text"} or {"messages"} a line, *.parquet or *.csv with such '
             "columns, a text file, or a folder of these; may repeat.",
             metavar="PATH",
@@ -145,33 +125,24 @@ class _Generated:
     ] = None
     output: Output = None
     batch_size: Annotated[
-        int, option(_DATA, "--batch-size", "Prompts that are continued at a time: the weights are read once a token.")
+        int, option("Prompts that are continued at a time: the weights are read once a token.", group="Data")
     ] = 8
-    max_new_tokens: Annotated[int, option(_SAMPLING, "--max-new-tokens", "Most tokens of a continuation.")] = 64
-    do_sample: Annotated[
-        bool, option(_SAMPLING, "--do-sample", "Draw tokens by their probabilities; else the most probable one.")
-    ] = False
-    temperature: Annotated[
-        float | None, option(_SAMPLING, "--temperature", "With --do-sample: below 1 sharper, above 1 flatter.")
-    ] = None
-    seed: Annotated[int, option(_SAMPLING, "--seed", "Seed of --do-sample.")] = 0
+    max_new_tokens: Annotated[int, option("Most tokens of a continuation.", group="Sampling")] = 64
+    do_sample: Annotated[bool, option("Draw tokens by their probabilities; else the most probable one.")] = False
+    temperature: Annotated[float | None, option("With --do-sample: below 1 sharper, above 1 flatter.")] = None
+    seed: Annotated[int, option("Seed of --do-sample.")] = 0
     static_cache: Annotated[
         int | None,
         option(
-            _PLACEMENT,
-            "--static-cache",
             "Most tokens of a prompt and its continuation. Keys and values get memory for them before the first token, "
             "which --device-memory counts. [default: their memory grows with each token]",
+            group="Placement",
             metavar="TOKENS",
         ),
     ] = None
     static_cache_on: Annotated[
         Literal["device", "host"],
-        option(
-            _PLACEMENT,
-            "--static-cache-on",
-            "With --static-cache: host keeps keys and values in host memory, and brings each layer's to the GPU.",
-        ),
+        option("With --static-cache: host keeps keys and values in host memory, and brings each layer's to the GPU."),
     ] = "device"
 
 
@@ -235,9 +206,14 @@ def generate(typed: GenerateOptions) -> None:
     """
     with errors(FAILED), signals():
         _check_generation(typed)
+        from offload.finetune.corpus.documents import Prompt, find_data, read_prompts
         from offload.offline.generate import completions, encode_fitting
 
-        prompts, on_host = _prompts(typed), typed.static_cache_on == "host"
+        on_host = typed.static_cache_on == "host"
+        # Files are searched now and read later.
+        prompts: Iterable[Prompt | Chat] = (
+            read_prompts(find_data(typed.data or [])) if typed.prompt is None else [Prompt("--prompt", typed.prompt)]
+        )
         fits = partial(encode_fitting, max_new_tokens=typed.max_new_tokens, cached=typed.static_cache)
         # Prompts of files are read and checked as they are needed, so only `--prompt` is checked now.
         check = None if typed.prompt is None else partial(fits, next(iter(prompts)))
@@ -289,15 +265,6 @@ def _check_generation(typed: GenerateOptions) -> None:
         raise ConfigError("--static-cache-on host needs --static-cache TOKENS, the size of the cache")
     if typed.temperature is not None and not (typed.do_sample and typed.temperature > 0):
         raise ConfigError("--temperature is a number above 0, and needs --do-sample")
-
-
-def _prompts(typed: GenerateOptions) -> Iterable[Prompt | Chat]:
-    """Returns the prompts, from the option or from the files of --data. Files are searched now and read later."""
-    from offload.finetune.corpus.documents import Prompt, find_data, read_prompts
-
-    if typed.prompt is not None:
-        return [Prompt("--prompt", typed.prompt)]
-    return read_prompts(find_data(typed.data or []))
 
 
 def _opened(folder: str, placement: ModelOptions, *, scores: bool, check: Any = None) -> OpenModel:
@@ -357,7 +324,6 @@ class _Measured:
     """Time and bytes of a command, counted from the moment when its model was ready."""
 
     def __init__(self, model: OpenModel) -> None:
-        """Reports the notices of the engine, and the model's lines."""
         self._model, self._began = model, time.perf_counter()
         for line in (*model.engine.notices, *model.lines):
             _say(line)

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from offload.finetune.options import Options
 
 TierName = Literal["none", "cpu", "nvme"]
-# Groups of the help, in the order of the fields below. The first name of an option is the one in the help. The other
-# names are aliases, most of them Hugging Face's arguments, which are accepted but do not appear in the help.
-_MODEL, _DATA, _STEPS = "Model", "Data", "Steps"
-_PLACEMENT, _RUN, _LOGGING = "Placement", "Run and resume", "Logging"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +24,16 @@ class TrainOptions:
     model: Annotated[
         str,
         option(
-            _MODEL,
-            "--model",
             "gpt2-tiny or -small, llama-1b, -3b, -7b, -8b, -13b, -70b, from scratch, on bytes; or a folder: "
             "config.json, tokenizer, and weights if it is to start from them.",
             "--model-name-or-path",
             "--base-model",
+            group="Model",
         ),
     ] = "gpt2-tiny"
     lora: Annotated[
         str | None,
         option(
-            _MODEL,
-            "--lora",
             "Train adapters by peft, the model stays as it is: r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. "
             "[default: alpha 2 r, dropout 0, the targets that peft has for the model]",
             metavar="r=N[,…]",
@@ -48,39 +41,23 @@ class TrainOptions:
     ] = None
     load_in_4bit: Annotated[
         bool,
-        option(
-            _MODEL,
-            "--load-in-4bit",
-            "Store the frozen matrices of --lora in 4 bits (nf4): about a quarter of the bytes on disk and in RAM.",
-        ),
+        option("Store the frozen matrices of --lora in 4 bits (nf4): about a quarter of the bytes on disk and in RAM."),
     ] = False
-    load_in_8bit: Annotated[
-        bool,
-        option(_MODEL, "--load-in-8bit", "The same in 8 bits (int8): half of the bytes."),
-    ] = False
+    load_in_8bit: Annotated[bool, option("The same in 8 bits (int8): half of the bytes.")] = False
     gradient_checkpointing: Annotated[
-        bool,
-        option(
-            _MODEL,
-            "--gradient-checkpointing",
-            "Compute activations again in backward instead of keeping them.",
-            "--activation-checkpointing",
-        ),
+        bool, option("Compute activations again in backward instead of keeping them.", "--activation-checkpointing")
     ] = False
     chunked_loss: Annotated[
         bool | None,
         option(
-            _MODEL,
-            "--chunked-loss/--no-chunked-loss",
             "Compute the loss from the logits of 1024 tokens at a time, in evaluations too; or of all tokens at once. "
             "[default: in chunks where the model allows it; a resumed run as it began]",
+            name="--chunked-loss/--no-chunked-loss",
         ),
     ] = None
     output: Annotated[
         Path | None,
         option(
-            _MODEL,
-            "--output",
             "Write the model after the last step, or its adapters, and the tokenizer, for from_pretrained; must not "
             "exist, or be empty. [default: ./RUN-output, without --keep; none for a preset on Python's own library]",
             "--output-dir",
@@ -88,35 +65,24 @@ class TrainOptions:
             metavar="FOLDER",
         ),
     ] = None
-    no_output: Annotated[
-        bool, option(_MODEL, "--no-output", "Write no model: what was trained is deleted after the last step.")
-    ] = False
+    no_output: Annotated[bool, option("Write no model: what was trained is deleted after the last step.")] = False
     save_every: Annotated[
-        int | None,
-        option(
-            _MODEL,
-            "--save-every",
-            "Write the model every so many steps, too, in checkpoint-N of that folder.",
-            "--save-steps",
-        ),
+        int | None, option("Write the model every so many steps, too, in checkpoint-N of that folder.", "--save-steps")
     ] = None
     data: Annotated[
         list[Path] | None,
         option(
-            _DATA,
-            "--data",
             'Documents, complete in rows of --seq-len: a *.jsonl file with {"text"}, {"messages"} or {"prompt", '
             '"completion"} a line, *.parquet or *.csv with such columns, a text file, or a folder of these; may '
             "repeat.",
             "--train-file",
+            group="Data",
             metavar="PATH",
         ),
     ] = None
     text: Annotated[
         list[Path] | None,
         option(
-            _DATA,
-            "--text",
             "Random segments of a text file, or of a folder of *.py, *.txt, *.md; may repeat. "
             "[default: Python's own library]",
             metavar="PATH",
@@ -125,8 +91,6 @@ class TrainOptions:
     eval_data: Annotated[
         list[Path] | None,
         option(
-            _DATA,
-            "--eval-data",
             "Data to evaluate on, read as --data or --text is; may repeat. [default: every twentieth sequence, at most "
             "16, which are then not learned from]",
             "--validation-file",
@@ -135,17 +99,11 @@ class TrainOptions:
     ] = None
     train_on: Annotated[
         Literal["assistant", "all"],
-        option(
-            _DATA,
-            "--train-on",
-            "Tokens that are learned: the assistant's of chats and the completions of prompts, or all.",
-        ),
+        option("Tokens that are learned: the assistant's of chats and the completions of prompts, or all."),
     ] = "assistant"
     seq_len: Annotated[
         int,
         option(
-            _DATA,
-            "--seq-len",
             "Tokens of a sequence.",
             "--max-length",
             "--max-seq-length",
@@ -156,209 +114,146 @@ class TrainOptions:
     ] = 256
     steps: Annotated[
         int | None,
-        option(_STEPS, "--steps", "Steps in all, those of a resumed run included. [default: 200]", "--max-steps"),
+        option("Steps in all, those of a resumed run included. [default: 200]", "--max-steps", group="Steps"),
     ] = None
     epochs: Annotated[
-        float | None,
-        option(_STEPS, "--epochs", "Instead of --steps: passes over the data.", "--num-train-epochs", "--num-epochs"),
+        float | None, option("Instead of --steps: passes over the data.", "--num-train-epochs", "--num-epochs")
     ] = None
     batch_size: Annotated[
         int | None,
         option(
-            _STEPS,
-            "--batch-size",
             "Sequences of a micro-batch, on each GPU. [default: 8]",
             "--per-device-train-batch-size",
             "--micro-batch-size",
         ),
     ] = None
     accumulation: Annotated[
-        int | None,
-        option(_STEPS, "--accumulation", "Micro-batches of a step. [default: 1]", "--gradient-accumulation-steps"),
+        int | None, option("Micro-batches of a step. [default: 1]", "--gradient-accumulation-steps")
     ] = None
     lr: Annotated[
         float | None,
         option(
-            _STEPS,
-            "--lr",
             "Learning rate. [default: 2e-5 from weights of a folder, 2e-4 with --lora, 3e-4 from scratch]",
             "--learning-rate",
         ),
     ] = None
     schedule: Annotated[
         Literal["cosine", "constant"] | None,
-        option(
-            _STEPS,
-            "--schedule",
-            "Learning rate after the warm-up. [default: cosine]",
-            "--lr-scheduler-type",
-            "--lr-scheduler",
-        ),
+        option("Learning rate after the warm-up. [default: cosine]", "--lr-scheduler-type", "--lr-scheduler"),
     ] = None
     warmup: Annotated[
         float | None,
         option(
-            _STEPS,
-            "--warmup",
             "Share of the steps, below 1, or number of steps, in which the rate rises. [default: 0.03]",
             "--warmup-ratio",
             "--warmup-steps",
         ),
     ] = None
-    weight_decay: Annotated[
-        float | None, option(_STEPS, "--weight-decay", "Decay of matrices; biases and norms have none. [default: 0.1]")
-    ] = None
+    weight_decay: Annotated[float | None, option("Decay of matrices; biases and norms have none. [default: 0.1]")] = (
+        None
+    )
     grad_clip: Annotated[
         float | None,
-        option(
-            _STEPS,
-            "--grad-clip",
-            "Largest norm of a gradient; 0: any. [default: 1.0]",
-            "--max-grad-norm",
-            "--gradient-clipping",
-        ),
+        option("Largest norm of a gradient; 0: any. [default: 1.0]", "--max-grad-norm", "--gradient-clipping"),
     ] = None
     eval_every: Annotated[
         int | None,
         option(
-            _STEPS,
-            "--eval-every",
             "Steps from one evaluation to the next, and after the last; 0: none. [default: a fifth of the steps]",
             "--eval-steps",
         ),
     ] = None
-    seed: Annotated[int | None, option(_STEPS, "--seed", "Seed of weights, data order and dropout. [default: 0]")] = (
-        None
-    )
+    seed: Annotated[int | None, option("Seed of weights, data order and dropout. [default: 0]")] = None
     config: Annotated[
         Path | None,
         option(
-            _PLACEMENT,
-            "--config",
             "DeepSpeed JSON file, whose values replace these defaults. An option of the command line overrules the "
             "file, with a log line.",
             "--deepspeed",
             "--deepspeed-config-file",
+            group="Placement",
         ),
     ] = None
     offload_param: Annotated[
-        TierName | None,
-        option(_PLACEMENT, "--offload-param", "Tier of the weights. [default: nvme]", "--offload-param-device"),
+        TierName | None, option("Tier of the weights. [default: nvme]", "--offload-param-device")
     ] = None
     offload_optimizer: Annotated[
-        TierName | None,
-        option(
-            _PLACEMENT,
-            "--offload-optimizer",
-            "Tier of the optimizer states. [default: nvme]",
-            "--offload-optimizer-device",
-        ),
+        TierName | None, option("Tier of the optimizer states. [default: nvme]", "--offload-optimizer-device")
     ] = None
     activations: Annotated[
         Literal["device", "cpu", "nvme", "auto"] | None,
-        option(
-            _PLACEMENT,
-            "--activations",
-            "Keep only the input of each layer for the backward, in this tier, and compute the rest again.",
-        ),
+        option("Keep only the input of each layer for the backward, in this tier, and compute the rest again."),
     ] = None
     accumulation_schedule: Annotated[
         Literal["auto", "layer_major", "micro_batch_major"] | None,
         option(
-            _PLACEMENT,
-            "--accumulation-schedule",
             "Order of the micro-batches of a step: layer_major takes all of them through a layer before the next is "
-            "fetched, micro_batch_major one after the other. [default: auto]",
+            "fetched, micro_batch_major one after the other. [default: auto]"
         ),
     ] = None
     nvme_path: Annotated[
         list[str] | None,
-        option(
-            _PLACEMENT,
-            "--nvme-path",
-            "Folder for swap files, one for each drive; may repeat. [default: ./swap]",
-            metavar="PATH",
-        ),
+        option("Folder for swap files, one for each drive; may repeat. [default: ./swap]", metavar="PATH"),
     ] = None
     dtype: Annotated[
         Literal["auto", "bf16", "fp16", "fp32"] | None,
         option(
-            _PLACEMENT,
-            "--dtype",
-            "Dtype of the weights; auto: bf16 if this machine multiplies it as fast as fp32, else fp32. "
-            "[default: auto]",
+            "Dtype of the weights; auto: bf16 if this machine multiplies it as fast as fp32, else fp32. [default: auto]"
         ),
     ] = None
     moments: Annotated[
         Literal["fp32", "bf16", "int8"] | None,
         option(
-            _PLACEMENT,
-            "--moments",
             "Form of the optimizer's moments; int8: a quarter of the bytes, in blocks with a scale each. "
-            "[default: fp32]",
+            "[default: fp32]"
         ),
     ] = None
     master: Annotated[
         Literal["fp32", "bf24"] | None,
         option(
-            _PLACEMENT,
-            "--master",
             "Form of the master of a bf16 weight; bf24: a byte a parameter less, rounded stochastically. "
-            "[default: fp32]",
+            "[default: fp32]"
         ),
     ] = None
     host_memory: Annotated[
-        str | None,
-        option(_PLACEMENT, "--host-memory", "Host budget, as 16GiB. [default: what is needed, at most 80 % of free]"),
+        str | None, option("Host budget, as 16GiB. [default: what is needed, at most 80 % of free]")
     ] = None
     device: Annotated[
-        str | None,
-        option(
-            _PLACEMENT,
-            "--device",
-            "Where to compute: auto, cpu, cuda, or another accelerator of torch. [default: auto]",
-        ),
+        str | None, option("Where to compute: auto, cpu, cuda, or another accelerator of torch. [default: auto]")
     ] = None
     run: Annotated[
-        str | None, option(_RUN, "--run", "Name of the run's folder in the nvme path. [default: default]", "--run-name")
+        str | None,
+        option("Name of the run's folder in the nvme path. [default: default]", "--run-name", group="Run and resume"),
     ] = None
     resume: Annotated[
         Literal["never", "auto", "must", "restart"] | None,
-        option(_RUN, "--resume", "Resume the run of that name: never, auto or must; or restart it. [default: never]"),
+        option("Resume the run of that name: never, auto or must; or restart it. [default: never]"),
     ] = None
     durability: Annotated[
         str | None,
         option(
-            _RUN,
-            "--durability",
             "step: each step survives a kill; 10: every tenth; none: half the disk, cannot be resumed. "
             "[default: step if it fits]",
             metavar="WORD|STEPS",
         ),
     ] = None
-    keep: Annotated[bool, option(_RUN, "--keep", "Keep the swap files after the last step.")] = False
+    keep: Annotated[bool, option("Keep the swap files after the last step.")] = False
     log: Annotated[
         Path | None,
         option(
-            _LOGGING,
-            "--log",
             "Write a JSON object a step. A resumed run appends to the file, a new one moves an earlier log aside.",
+            group="Logging",
         ),
     ] = None
     log_every: Annotated[
         int | None,
         option(
-            _LOGGING,
-            "--log-every",
             "Print a line every so many steps. [default: every few seconds; in a terminal a progress line]",
             "--logging-steps",
         ),
     ] = None
     trace: Annotated[
-        Path | None,
-        option(
-            _LOGGING, "--trace", "Write a timeline of the run, for ui.perfetto.dev; zipped if the name ends in .gz."
-        ),
+        Path | None, option("Write a timeline of the run, for ui.perfetto.dev; zipped if the name ends in .gz.")
     ] = None
     json_output: Json = False
 

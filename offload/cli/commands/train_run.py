@@ -59,7 +59,6 @@ class StepLog:
         self._close()
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Appends `content` as one line of JSON and flushes the file."""
         from offload.fileio.jsonl import json_line
 
         if self._file is None:
@@ -85,7 +84,6 @@ class ProgressLine:
     """A progress line in a terminal; without a terminal a plain line every few seconds."""
 
     def __init__(self, console: Console, job: Any, every: int | None) -> None:
-        """Prepares the line of `job`."""
         self._console, self._job, self._every = console, job, every
         self._process = psutil.Process()
         self._last_printed = 0.0
@@ -115,12 +113,14 @@ class ProgressLine:
             self._progress.stop()
 
     def print(self, text: str) -> None:
-        """Prints a plain line above the progress line."""
         self._console.print(text, markup=False)
 
     def show(self, report: Any) -> None:
-        """Shows the report of one step."""
-        gpu = f"  GPU {format_size(self._on_gpu())}" if self._job.engine.device.type != "cpu" else ""
+        gpu, device = "", self._job.engine.device
+        if device.type != "cpu":
+            import torch
+
+            gpu = f"  GPU {format_size(torch.get_device_module(device).memory_reserved(device))}"
         text = (
             f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}  "
             f"{report.tokens / report.seconds:,.0f} tokens/s{gpu}  "
@@ -141,12 +141,6 @@ class ProgressLine:
             return step % self._every == 0 or step == self._job.steps
         # Five seconds keep log files of batch systems short.
         return self._progress is None and (step == self._job.steps or time.monotonic() - self._last_printed > 5)
-
-    def _on_gpu(self) -> int:
-        import torch
-
-        device = self._job.engine.device
-        return int(torch.get_device_module(device).memory_reserved(device))
 
 
 # -- train summary -------------------------------------------------------------------------------------
@@ -215,7 +209,6 @@ def rows(reports: Sequence[Any], result: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def _bound(reports: Sequence[Any]) -> Bound | None:
-    """Returns the limiting phase of the steady steps."""
     return bound(_steady(reports))
 
 
@@ -292,7 +285,6 @@ class Signals:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Delays `Stopped` until the end of the context."""
         self._holding = True
         try:
             yield
@@ -355,7 +347,6 @@ class Output(Console):
     """
 
     def on_broken_pipe(self) -> None:
-        """Raises `IoError`; nothing more is printed to the output."""
         with suppress(SystemExit):
             super().on_broken_pipe()
         raise IoError("the output", 0, 0, errno.EPIPE, "write") from None
@@ -591,7 +582,6 @@ def _path(folder: Path | None) -> str | None:
 
 
 def _count(engine: Any) -> str:
-    """Returns the number of parameters in words, and of trainable ones if some are frozen."""
     training = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
     some = f", {training:,} of them train" if training < engine.parameter_count else ""
     return f"{count_of(engine.parameter_count, 'parameter')}{some}"

@@ -10,7 +10,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -106,11 +105,7 @@ def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int =
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: python_logging.Logger | None = None) -> None:
-    """Sets the level, such as "info", of DeepSpeed's logger or of another one.
-
-    Raises:
-        ValueError: if there is no such level.
-    """
+    """Sets the level, such as "info", of DeepSpeed's logger or of another one."""
     if log_level_str.lower() not in _LEVELS:
         raise ValueError(f"{log_level_str} is no level of logging: expected one of {', '.join(_LEVELS)}")
     (custom_logger or logger).setLevel(_LEVELS[log_level_str.lower()])
@@ -141,44 +136,28 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Marks the modules of some classes, or names of classes, and returns the modules.
-
-    Raises:
-        ValueError: if no module is of these classes, and `raise_if_not_found` is True.
-    """
+    """Marks the modules of some classes, or names of classes, and returns the modules."""
     return _set_by_class(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Removes the marks that `set_z3_leaf_modules` makes, and returns the modules.
-
-    Raises:
-        ValueError: as `set_z3_leaf_modules`.
-    """
+    """Removes the marks that `set_z3_leaf_modules` makes, and returns the modules."""
     return _set_by_class(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Marks modules by their names in `named_modules()`; returns them, and the names that the model lacks.
-
-    Raises:
-        ValueError: if the model lacks a name, and `raise_if_not_found` is True.
-    """
+    """Marks modules by their names in `named_modules()`; returns them, and the names that the model lacks."""
     return _set_by_name(model, module_names, str.__eq__, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Marks modules by the suffixes of their names; returns the modules, and the suffixes that match no name.
-
-    Raises:
-        ValueError: if a suffix matches no name, and `raise_if_not_found` is True.
-    """
+    """Marks modules by the suffixes of their names; returns the modules, and the suffixes that match no name."""
     return _set_by_name(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
@@ -220,9 +199,7 @@ def safe_update_full_grad_vectorized(
 ) -> None:
     """Replaces the gradient of each parameter by a function of it. Every rank calls it with the same parameters.
 
-    Args:
-        param_list: parameters of a model under an engine; those without a gradient are left out.
-        update_func: receives the gradient in fp32 and the parameter, and returns the new gradient.
+    `update_func` receives the gradient in fp32 and the parameter. Parameters without a gradient are left out.
     """
     for parameter in param_list:
         # One gradient in memory at a time: all gradients together may be larger than the RAM.
@@ -245,10 +222,8 @@ class OnDevice:
             torch.set_default_dtype(self._dtype)
             self._open.enter_context(torch.device(self._device))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._open.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.__exit__(*error)
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
@@ -312,5 +287,4 @@ def set_random_seed(seed: int) -> None:
 
 
 def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
-    """Creates the folder of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)

@@ -60,13 +60,7 @@ def load_state_dict_from_zero_checkpoint(
 ) -> nn.Module:
     """Loads the fp32 weights of a checkpoint into a model on the CPU, and returns the model.
 
-    Args:
-        model: a model without an engine.
-        checkpoint_dir: the folder that `save_checkpoint` received.
-        tag: name of the checkpoint; the latest by default.
-
-    Raises:
-        StoreError: if there is no such checkpoint, or it is damaged.
+    Arguments and errors are those of `get_fp32_state_dict_from_zero_checkpoint`.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     # Moved to the CPU as in DeepSpeed, since the loaded weights are there.
@@ -116,16 +110,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes the fp32 weights of a checkpoint; see `convert_zero_checkpoint_to_state_dict`.
-
-    Args:
-        checkpoint_dir: the folder that `save_checkpoint` received.
-        output_dir: the folder to write.
-        max_shard_size: upper bound of one file; None for one file.
-        safe_serialization: True for safetensors.
-        tag: name of the checkpoint; the latest by default.
-        exclude_frozen_parameters: True to leave out frozen parameters.
-    """
+    """Writes the fp32 weights of a checkpoint; see `convert_zero_checkpoint_to_state_dict`."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
@@ -198,11 +183,7 @@ def _pickle(state: dict[str, torch.Tensor], out: Path, limit: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Writes the fp32 weights of a checkpoint, and ends the process with 1 if that fails, with 2 for wrong arguments.
-
-    Args:
-        arguments: those of DeepSpeed's `zero_to_fp32.py`.
-    """
+    """Writes the fp32 weights of a checkpoint; ends the process with 1 if that fails, with 2 for wrong arguments."""
     parser = argparse.ArgumentParser(
         prog="zero_to_fp32", description="Writes the exact fp32 weights of a checkpoint of save_checkpoint."
     )

@@ -205,9 +205,6 @@ def encode_chat(chat: Chat, tokenizer: Any, whole: bool = False) -> tuple[list[i
     """Returns the tokens of a chat, and for each whether it is learned: all with `whole`, else the assistant's.
 
     Bytes, whose tokenizer is None, have no chat template.
-
-    Raises:
-        ConfigError: There is no chat template, it refuses the chat, or nothing tells the assistant's tokens apart.
     """
     _check_template(chat, tokenizer)
     if whole:
@@ -252,11 +249,7 @@ def learned_words(tokenizer: Any, whole: bool = False) -> str:
 
 
 def encode_chat_prompt(chat: Chat, tokenizer: Any) -> list[int]:
-    """Returns the tokens of a chat and of the opening of the assistant's next turn.
-
-    Raises:
-        ConfigError: There is no chat template, or it refuses the chat.
-    """
+    """Returns the tokens of a chat and of the opening of the assistant's next turn."""
     _check_template(chat, tokenizer)
     encoded = _apply(chat, tokenizer, chat.messages, tokenize=True, return_dict=True, add_generation_prompt=True)
     ids: list[int] = encoded["input_ids"]
@@ -336,7 +329,6 @@ class Example(str):
 
     @classmethod
     def of(cls, ids: Sequence[int], learned: Sequence[bool], tokenizer: Any) -> Example:
-        """Returns the example of a document from its tokens, and for each whether it is learned."""
         parts = parts_of(ids, learned, tokenizer)
         example = cls("".join(f"[[{part.text}]]" if part.learned else part.text for part in parts))
         example.parts = parts

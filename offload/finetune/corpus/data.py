@@ -48,16 +48,11 @@ class Data(NamedTuple):
 
     @property
     def largest_id(self) -> int:
-        """Returns the largest token id of all data."""
         return max(self.batches.largest_id, self.held_out.largest_id if self.held_out is not None else 0)
 
 
 def find_files(options: Options) -> DataFiles:
-    """Returns the data files that the options name.
-
-    Raises:
-        ConfigError: a path does not exist, or contains no data file.
-    """
+    """Returns the data files that the options name."""
     if options.data:
         return DataFiles(find_data(options.data), find_data(options.eval_data) if options.eval_data else [])
     learned = token_stream.find_files(options.text or token_stream.standard_library())
@@ -68,9 +63,6 @@ def read_files(options: Options, files: DataFiles, tokenizer: Any, share: Share,
     """Reads and tokenizes the data files; `apart` is True if the model masks documents of one row from each other.
 
     A tokenizer of None stands for bytes as tokens.
-
-    Raises:
-        ConfigError: a file is malformed, or contains nothing to learn.
     """
     data = (
         _documents(options, files, tokenizer, share, apart) if options.data else _text(options, files, tokenizer, share)

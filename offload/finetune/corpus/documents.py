@@ -30,11 +30,7 @@ _ROWS_AT_ONCE = 256
 
 
 def require_pyarrow() -> Any:
-    """Returns the module `pyarrow.parquet`.
-
-    Raises:
-        ConfigError: pyarrow is not installed; the message contains the command to install it.
-    """
+    """Returns the module `pyarrow.parquet`."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -50,10 +46,6 @@ def read_csv(file: Path, lines: Iterable[str]) -> Iterator[tuple[dict[str, Any],
     All values are strings.
 
     The first line names the columns; a quoted field may span several lines.
-
-    Raises:
-        ConfigError: There is no column of `COLUMNS`, a row has another number of fields than the first line, or quotes
-            are unbalanced.
     """
     # Without `strict` the reader would silently accept unbalanced quotes.
     rows = csv.reader(lines, strict=True)
@@ -88,9 +80,6 @@ def read_parquet(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
     Nulls are left out. Parquet stores null for columns that a row does not use, and for keys of messages that only
     other messages contain.
-
-    Raises:
-        ConfigError: There is no column of `COLUMNS`, or pyarrow cannot read the file.
     """
     parquet = require_pyarrow()
     import pyarrow
@@ -169,11 +158,7 @@ Record = Text | Chat | Completion
 
 
 def find_data(paths: Sequence[Path]) -> list[Path]:
-    """Returns the files of `paths`, those of a folder sorted by path.
-
-    Raises:
-        ConfigError: A path does not exist, a folder contains no such file, or pyarrow is missing and a file is Parquet.
-    """
+    """Returns the files of `paths`, those of a folder sorted by path."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -195,9 +180,6 @@ def read_records(files: Iterable[Path]) -> Iterator[Record]:
     """Yields the documents of all files in order.
 
     Memory holds one record at a time, a few hundred rows of a Parquet file, or one file of plain text.
-
-    Raises:
-        ConfigError: A file cannot be read, or a record is malformed; the message names file and line or row.
     """
     return _read(files, _record)
 
@@ -206,9 +188,6 @@ def read_prompts(files: Iterable[Path]) -> Iterator[Prompt | Chat]:
     """Yields the prompts of all files in order: `prompt` or `text` of a line or row, a chat, or a file of plain text.
 
     A completion beside a prompt is ignored.
-
-    Raises:
-        ConfigError: A file cannot be read, or a record is malformed; the message names file and line or row.
     """
     for record in _read(files, _prompt):
         yield Prompt(record.place, record.text) if isinstance(record, Text) else record

@@ -52,10 +52,6 @@ def encode(records: Iterable[Record], tokenizer: Any, whole: bool = False) -> li
 
     A tokenizer of None stands for bytes as tokens, with a newline as the end-of-text token. With `whole`, prompts and
     the messages of all roles are learned too.
-
-    Raises:
-        ConfigError: There is no chat template, it refuses a chat, the assistant's tokens cannot be identified, or there
-            is no room for the tokens.
     """
     ids, learned = Pool(np.int32), Pool(np.bool_)
     encoded = (encode_record(record, tokenizer, whole) for record in records)
@@ -80,11 +76,7 @@ def encode_record(record: Record, tokenizer: Any, whole: bool = False) -> Docume
 
 
 def encode_prompt(prompt: Prompt | Chat, tokenizer: Any) -> np.ndarray:
-    """Returns the tokens that a completion continues, (n,) int32: of a chat, up to the begin of the assistant's turn.
-
-    Raises:
-        ConfigError: There is no chat template, or it refuses a chat.
-    """
+    """Returns the tokens that a completion continues, (n,) int32: of a chat, up to the assistant's turn."""
     if isinstance(prompt, Prompt):
         return np.asarray(_begun(_ids(prompt.prompt, tokenizer), tokenizer), np.int32)
     return np.asarray(encode_chat_prompt(prompt, tokenizer), np.int32)
@@ -158,7 +150,6 @@ class Packed(NamedTuple):
 
     @property
     def learned(self) -> float:
-        """The fraction of all positions, padding included, whose token is learned."""
         count = sum(np.count_nonzero(self.labels[some] != _IGNORED) for some in pieces_of(self.labels))
         return float(count / self.labels.size)
 
@@ -167,9 +158,6 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
     """Packs documents into rows of `length` tokens. The result is deterministic.
 
     With `together`, several indivisible documents share a row; otherwise each has its own.
-
-    Raises:
-        ConfigError: no token would be learned.
     """
     divisible = [document for document in documents if document.divisible and len(document.ids)]
     truncated = [_first(document, length) for document in documents if not document.divisible]

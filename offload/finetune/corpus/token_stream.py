@@ -38,9 +38,6 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     """Returns the files of `paths` in a deterministic order.
 
     Folders are searched for *.py, *.txt and *.md, except in installed packages.
-
-    Raises:
-        ConfigError: a path does not exist or is a JSON lines file, or no file is found.
     """
     files: list[Path] = []
     for path in paths:
@@ -141,7 +138,6 @@ class Batches:
         """Number of steps that together use as many tokens as the text contains."""
 
     def batch(self, step: int, micro_batch: int) -> torch.Tensor:
-        """Returns the ids of one micro-batch of one step, (size, length) int64."""
         # Each rank draws the starts of all ranks' rows and takes its own, so that ranks need not communicate.
         chance = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, step, micro_batch))))
         starts = chance.integers(0, len(self._tokens) - self._length + 1, self._size)
@@ -164,11 +160,7 @@ _AT_ONCE = 16 << 20
 
 
 def make_array(shape: tuple[int, ...], dtype: Any, fill: int = 0) -> np.ndarray:
-    """Returns an array filled with `fill`; the array owns its memory.
-
-    Raises:
-        ConfigError: The array needs a file, and the folder of temporary files has no room.
-    """
+    """Returns an array filled with `fill`; the array owns its memory."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     if nbytes <= _IN_RAM:
         return np.full(shape, fill, dtype)
@@ -252,7 +244,6 @@ class EvaluationReport(NamedTuple):
     seconds: float
 
     def line(self) -> dict[str, Any]:
-        """Returns the evaluation's line for the log."""
         return {"step": self.step, "eval_loss": self.loss, "eval_seconds": self.seconds}
 
 

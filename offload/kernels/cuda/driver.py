@@ -136,11 +136,7 @@ class Module:
         self._context, self._driver, self._handle = context, driver, handle
 
     def function(self, name: str) -> Function:
-        """Returns a kernel of the program, which is declared extern "C".
-
-        Raises:
-            RuntimeError: the program has no such kernel.
-        """
+        """Returns a kernel of the program, which is declared extern "C"."""
         handle = c_void_p()
         with self._context:
             self._driver.call("cuModuleGetFunction", byref(handle), self._handle, name.encode())
@@ -209,11 +205,7 @@ class Compiler:
     """One loaded NVRTC."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Declares the functions of NVRTC (CUDA 12 or later), and reads its version and architectures.
-
-        Raises:
-            ConfigError: the library lacks a function, or refuses.
-        """
+        """Declares the functions of NVRTC (CUDA 12 or later), and reads its version and architectures."""
         self._library = library
         for name, types in _NVRTC_SIGNATURES.items():
             function = getattr(library, name, None)
@@ -232,11 +224,7 @@ class Compiler:
         """Architectures for which the library compiles, such as 90 for compute capability 9.0."""
 
     def compile(self, name: str, source: str, options: Sequence[str]) -> bytes:
-        """Returns a program that the driver can load: a cubin if the architecture in the options is `sm_…`, else PTX.
-
-        Raises:
-            ConfigError: NVRTC refuses the program; the message contains the compiler's log.
-        """
+        """Returns a program that the driver loads: a cubin if the architecture in the options is `sm_…`, else PTX."""
         program = c_void_p()
         self._call("nvrtcCreateProgram", byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None)
         try:
@@ -270,11 +258,7 @@ class Compiler:
 
 
 def load_nvrtc(cuda: str) -> Compiler:
-    """Returns the NVRTC of the CUDA that torch was built for, such as "12.8".
-
-    Raises:
-        ConfigError: the library is not found, or is too old.
-    """
+    """Returns the NVRTC of the CUDA that torch was built for, such as "12.8"."""
     major = cuda.partition(".")[0]
     name = f"libnvrtc.so.{major}"
     for candidate in (*_packaged(major, name), name):
@@ -288,11 +272,7 @@ def load_nvrtc(cuda: str) -> Compiler:
 
 
 def target(capability: tuple[int, int], architectures: Sequence[int]) -> str:
-    """Returns the architecture to compile for: the device's own, or the nearest lower one, which the driver translates.
-
-    Raises:
-        ConfigError: NVRTC supports only later architectures.
-    """
+    """Returns the architecture to compile for: the device's own, or the nearest lower one."""
     wanted = capability[0] * 10 + capability[1]
     if wanted in architectures:
         return f"sm_{wanted}"

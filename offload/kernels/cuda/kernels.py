@@ -58,9 +58,6 @@ def machine_code(compiler: Compiler, name: str, source: str, options: Sequence[s
     """Returns a compiled program from the cache.
 
     A program that is missing there, or damaged, is compiled and cached.
-
-    Raises:
-        ConfigError: NVRTC refuses the program.
     """
     path = cache_path(compiler.version, name, source, options)
     image = _cached(path)
@@ -183,11 +180,6 @@ class Kernels:
     """
 
     def __init__(self, *, context: Context, compiler: Compiler, capability: tuple[int, int]) -> None:
-        """Loads nothing yet.
-
-        Raises:
-            ConfigError: NVRTC compiles for later devices only.
-        """
         self._context, self._compiler = context, compiler
         self._architecture = target(capability, compiler.architectures)
         self._modules: dict[tuple[str, int, int, int], Module] = {}
@@ -411,12 +403,6 @@ def why_not(device: torch.device) -> str | None:
 
 @cache
 def _kernels(device: int) -> Kernels:
-    """Returns the kernels of a device.
-
-    Raises:
-        ConfigError: a library is missing, or torch is built for ROCm.
-        RuntimeError: the driver refuses.
-    """
     if torch.version.hip is not None:
         raise ConfigError("kernels on the GPU need CUDA: torch is built for ROCm, on which they were never tested")
     assert torch.version.cuda is not None  # the tensors are on a CUDA device
