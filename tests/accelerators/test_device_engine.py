@@ -22,7 +22,7 @@ from offload.errors import BudgetError, UsageError
 from offload.sizes import MIB
 from offload.swapper.memory import device as device_choice
 from offload.swapper.memory import device as torch_allocator
-from offload.swapper.memory.device import AcceleratorDevice, TorchHostSide
+from offload.swapper.memory.device import TorchHostSide
 from offload.swapper.memory.device_arena import DeviceArena
 from tests import device
 from tests.accelerators.test_device_streams import JOBS, Plan, draw
@@ -142,31 +142,6 @@ def test_an_accelerator_of_which_only_torch_is_known_keeps_every_bit(
     device.seed(1, 0.9)
     assert_same(expected, on_device(job, ("nvme", "nvme"), tmp_path / "late", device_memory=room_for(job, 2)))
     device_choice.open_device.cache_clear()
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("placement", [("nvme", "nvme"), ("cpu", "cpu"), ("cpu", "none")], ids=str)
-def test_every_copy_of_a_step_is_of_pinned_memory(
-    placement: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of updates under the backward too, which take weights of the DISK tier from the device."""
-    found: dict[bool, int] = {True: 0, False: 0}
-    copy = AcceleratorDevice._copy
-
-    def counted(self: Any, stream: Any, destination: Any, source: Any, after: Any, host: torch.Tensor) -> Any:
-        first, last = host.data_ptr(), host.data_ptr() + host.nbytes
-        pieces = sorted(piece for part in self._pinned.values() for piece in part)
-        for start_of, end_of in pieces:  # neighbours are one range
-            first = max(first, end_of) if start_of <= first < end_of else first
-        found[first >= last] += 1
-        return copy(self, stream, destination, source, after, host)
-
-    job = JOBS["gpt2"]._replace(steps=3, accumulation=2, dtype="bf16")
-    engine = start(job, placement, tmp_path)
-    monkeypatch.setattr(AcceleratorDevice, "_copy", counted)
-    trained(engine, job)
-    engine.destroy(remove=True)
-    assert found[True] > 0 and found[False] == 0
 
 
 def test_a_batch_in_pinned_memory_of_the_caller_may_be_refilled_after_the_call() -> None:

@@ -18,8 +18,7 @@ from offload.errors import EngineFailed
 from offload.layout.flat_layout import lay_out
 from offload.layout.units import find_units
 from offload.sizes import GIB, MIB
-from offload.swapper.caches import HostCache
-from offload.swapper.memory.device import DONE, DeviceRoom
+from offload.swapper.memory.device import DeviceRoom
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.least_budget import budget
@@ -233,57 +232,6 @@ def test_what_has_no_kernel_there_is_updated_on_the_host(
     use_device(monkeypatch, device)
     assert_same(expected, train(job, ("none", "none"), tmp_path / "late", device, device_memory=ALL_UNITS))
     assert device.broken == [] and device.downloads > job.steps
-
-
-def hold_nothing(self: LateDevice, event: Any) -> None:
-    """Compute does not wait for uploads."""
-
-
-def write_at_once(self: LateDevice, *given: Any) -> Any:
-    """Uploads do not wait for compute."""
-    return self._give("upload", given[0], given[1], ())
-
-
-def take_lease_at_once(self: HostCache, entry: Any) -> None:
-    """Leases are used again while an upload reads them."""
-    entry.copied, before = DONE, entry.copied
-    REAL_TAKE_LEASE(self, entry)
-    entry.copied = before
-
-
-REAL_TAKE_LEASE = HostCache._evict
-
-
-def free_at_once(self: DeviceToHost, sent: Any, *given: Any) -> None:
-    """Gradients are freed while a download reads them."""
-    REAL_START(self, sent, *given)
-    elsewhere = sent._replace(source=sent.source.new_empty(len(sent.source)))
-    self._arriving[-1] = self._arriving[-1]._replace(sent=elsewhere)
-    for position, each in enumerate(self._sent):
-        if each is sent:
-            self._sent[position] = elsewhere
-
-
-REAL_START = DeviceToHost._start
-FAULTS = {
-    "read early": (LateDevice, "wait_event", hold_nothing),
-    "written early": (LateDevice, "upload", write_at_once),
-    "changed early": (DeviceToHost, "_start", free_at_once),
-    "changed early, a lease": (HostCache, "_evict", take_lease_at_once),
-}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_record_shows_a_missing_wait(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*FAULTS[fault])
-    device = LateDevice(0, 0.95)
-    use_device(monkeypatch, device)
-    try:
-        train(JOB, ("nvme", "nvme"), tmp_path, device, device_memory=room_for(JOB, 4))
-    except (offload.OffloadError, AssertionError):
-        pass  # wrong weights may well become a NaN
-    assert fault.partition(",")[0] in device.broken
 
 
 def test_a_gradient_that_cannot_leave_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

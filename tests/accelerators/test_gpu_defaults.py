@@ -14,15 +14,13 @@ from typer.testing import CliRunner
 from offload import kernels, precision, testing
 from offload.cli.main import app
 from offload.config import load_config
-from offload.engine import device_budget
-from offload.errors import UsageError
 from offload.finetune import job
 from offload.kernels import settings
 from offload.notices import Remark
 from offload.swapper.memory import device
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, use_device
-from tests.support.oracle import start, train_step
+from tests.support.oracle import start
 from tests.support.processes.cli_in_process import isolated_cache, run_folder
 
 __all__ = ["isolated_cache", "run_folder"]  # fixtures
@@ -72,27 +70,6 @@ def test_train_asks_before_it_uses_the_gpu(monkeypatch: pytest.MonkeyPatch, run_
     assert calls == ["cpu", "settle"]
 
 
-def test_the_memory_report_has_the_figures_of_torchs_allocator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = {
-        "allocated_bytes.all.current": 3 << 30,
-        "allocated_bytes.all.peak": 5 << 30,
-        "reserved_bytes.all.current": 6 << 30,
-        "reserved_bytes.all.peak": 7 << 30,
-        "num_alloc_retries": 1,
-        "num_ooms": 2,
-    }
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    found = device_budget._allocator(torch.device("cuda", 0))
-    assert list(found.values()) == list(stats.values())
-    engine = start(models.GPT2, ("cpu", "cpu"), tmp_path, device="cpu")
-    report = engine.memory_report()
-    assert report["allocator"] == {} and "allocator" not in str(report), "a CPU has none"
-    words = str(device_budget.MemoryReport(report | {"allocator": found}))
-    assert "3.0 GiB allocated, 5.0 GiB at most, of 6.0 GiB reserved, 7.0 GiB at most" in words
-    assert "1 retry after it freed its cache, 2 errors of no memory" in words
-    engine.destroy(remove=True)
-
-
 # -- dtype --------------------------------------------------------------------------------------------
 
 
@@ -134,17 +111,3 @@ def test_only_an_engine_on_another_device_leaves_cores(tmp_path: Path, monkeypat
         assert kernels.thread_count() == 5
     finally:
         kernels._native.configure(kernels.isa_from(os.environ, kernels._native.supported_isas()), before)
-
-
-# -- capture ------------------------------------------------------------------------------------------
-
-
-def test_a_capture_of_a_cuda_graph_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is recorded on a stream; training goes on afterwards."""
-    engine = start(models.GPT2, ("cpu", "cpu"), tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(testing.inspect(engine).device), "capturing", lambda _: True)
-        with pytest.raises(UsageError, match="a CUDA graph cannot be captured"):
-            models.GPT2.loss(engine, 0, 0)
-    train_step(engine, models.GPT2, 0)
-    engine.destroy(remove=True)

@@ -14,13 +14,10 @@ import transformers
 from torch import nn
 
 from offload import testing
-from offload.aio import Priority
-from offload.states import State
 from offload.swapper.pager import Pager
-from offload.swapper.store import Store
 from offload.swapper.table import Residency
 from tests.support import models
-from tests.support.oracle import Job, assert_same, least_host_memory, room_for, run, small_pieces, start, train_step
+from tests.support.oracle import Job, assert_same, room_for, run, start, train_step
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
 
@@ -109,35 +106,4 @@ def test_blocks_are_on_the_device_at_each_use(tmp_path: Path, monkeypatch: pytes
     blocks = [residency for name, residency in found if "layers" in name]
     assert len(blocks) >= LAYERS
     assert set(blocks[2:]) == {Residency.DEVICE}, "the head needs all of the device until the last block is used"
-    engine.destroy(remove=True)
-
-
-def test_reads_in_place_begin_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_pieces(monkeypatch)
-    budgets = {"host_memory": least_host_memory(JOB, tmp_path), "device_memory": room_for(JOB, 1)}
-    engine = start(JOB, ("nvme", "nvme"), tmp_path, **budgets)
-    for step in range(2):
-        train_step(engine, JOB, step)
-    priorities: list[Priority] = []
-
-    def watched(
-        read: Any,
-        store: Store,
-        unit: int,
-        state: State,
-        slot: int,
-        first: int,
-        buffer: memoryview,
-        *more: Any,
-        **options: Any,
-    ) -> Any:
-        if state is State.WEIGHT:
-            priorities.append(more[0] if more else options["priority"])
-        return read(store, unit, state, slot, first, buffer, *more, **options)
-
-    testing.intercept(monkeypatch, "store.read", watched)
-    in_backward(engine, priorities.clear)
-    train_step(engine, JOB, 2)
-    assert priorities.count(Priority.NORMAL) >= LAYERS
-    assert priorities.count(Priority.URGENT) <= 1, "the embedding, which needs the whole device"
     engine.destroy(remove=True)

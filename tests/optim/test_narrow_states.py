@@ -1,7 +1,15 @@
-"""Moments in bf16 and 8 bits: their rounding, bytes, keys, resumes, checkpoints and plans."""
+"""Moments in bf16 and 8 bits, masters of 24 bits: rounding, bytes, keys, resumes, checkpoints, plans, conversions."""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,18 +22,26 @@ import offload
 from offload import testing
 from offload.cli.main import app
 from offload.config import load_config
+from offload.dtype_choice import auto_dtype
 from offload.engine.params import handle_of
-from offload.errors import ConfigError, StoreError
-from offload.kernels import Noise, Partition, Segment, SGDStep, _native, noise_stream, update
+from offload.errors import ConfigError, IoError, StoreError
+from offload.finetune.options import Options, in_options, merge
+from offload.kernels import Noise, Partition, PlainSGDStep, Segment, SGDStep, _native, noise_stream, update
 from offload.kernels.update import BLOCK
+from offload.layout.flat_layout import layouts_of
+from offload.layout.units import find_units
 from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
-from offload.planner.memory import settings
+from offload.planner.memory import Room, settings, settle
 from offload.planner.model_shape import from_count
 from offload.planner.recommend import advise, plan
 from offload.runs.inspection import inspect
 from offload.sizes import GIB
+from offload.states import State
+from offload.swapper.store import Store
+from tests.kernels.test_kernels_bf24 import joined, split
 from tests.support import models
+from tests.support.drives.fault_injection import flip_bit
 from tests.support.early_updates import counts, finish_step_before
 from tests.support.early_updates import train_step as early_step
 from tests.support.kernel_inputs import ISAS, default_settings
@@ -428,3 +444,414 @@ def test_a_plan_counts_them_and_names_them_as_a_change() -> None:
     assert int8.timing.seconds < fp32.timing.seconds
     assert "moments in int8" in [change.words for change in advise(fp32).changes]
     assert "moments in int8" not in [change.words for change in advise(int8).changes]
+
+
+BF24: dict[str, Any] = {"master": "bf24"}
+SMALL: dict[str, Any] = {"master": "bf24", "moments": "int8"}
+MUON = JOB._replace(optimizer="Muon", lr=1e-2, clip=0.0)
+
+
+def nearest(master: torch.Tensor) -> torch.Tensor:
+    return joined(*split(master.reshape(-1).contiguous())).view(master.shape)
+
+
+def masters(engine: offload.Engine) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        master = offload.safe_get_full_fp32_param(parameter)
+        assert master is not None
+        found[name] = master.cpu().clone()
+    return found
+
+
+def trained_masters(folder: Path, job: Any = JOB, where: tuple[str, str] = DISK, **options: Any) -> offload.Engine:
+    engine = start(job, where, folder, **options)
+    for step in range(2):
+        train_step(engine, job, step)
+    return engine
+
+
+def forms(name: str) -> dict[str, Any]:
+    return {"fp32": {"master": "fp32"}, "bf24": BF24, "bf24, int8": SMALL}[name]
+
+
+# -- bits and bytes -----------------------------------------------------------------------------------
+
+
+def test_the_bits_are_those_of_seed_unit_update_and_element_masters(tmp_path: Path) -> None:
+    """The masters after two steps: those that the kernel makes of the same gradients with this noise."""
+    job = RULES["momentum"]._replace(clip=0.0, weight_decay=0.0, seed=5, params=())
+    engine = start(job, DISK, tmp_path, **BF24)
+    expected = {name: split(master.view(-1)) for name, master in masters(engine).items()}
+    for step in range(2):
+        engine.backward(job.loss(engine, step, 0))
+        for name, parameter in engine.module.named_parameters():
+            gradient, handle = offload.safe_get_full_grad(parameter), handle_of(parameter)
+            assert gradient is not None and handle is not None
+            segment = testing.inspect(engine).layouts[handle.unit].segments[handle.position]
+            weight, residual = expected[name]
+            noise = Noise(noise_stream(5, handle.unit, step + 1), segment.start)
+            part = Partition(weight, gradient.view(-1), (), residual)
+            update(part, [Segment(0, segment.numel, PlainSGDStep(job.lr, 0.0), noise)])
+        engine.step()
+    for name, master in masters(engine).items():
+        assert torch.equal(master.view(-1), joined(*expected[name])), name
+    engine.destroy(remove=True)
+
+
+def test_masters_are_read_set_and_exported(tmp_path: Path) -> None:
+    """fp32 values are rounded to nearest, once; what is stored can be set, and is the same."""
+    engine = trained_masters(tmp_path, **SMALL)
+    before = masters(engine)
+    for name, weight in engine.module.named_parameters():
+        offload.safe_set_full_fp32_param(weight, before[name])
+    assert_same_tensors(masters(engine), before)
+    assert all(torch.equal(each, nearest(each)) for each in before.values())
+    name, weight = next(iter(engine.module.named_parameters()))
+    values = torch.linspace(-1, 1, weight.numel()).view(weight.shape)
+    offload.safe_set_full_fp32_param(weight, values)
+    before[name] = nearest(values)
+    assert_same_tensors(masters(engine), before)
+    engine.destroy()
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "default"), str(tmp_path / "out"), "--dtype", "fp32"])
+    assert done.exit_code == 0, done.output
+    written = torch.cat([each.view(-1) for _, each in sorted(_safetensors(tmp_path / "out").items())])
+    kept = torch.cat([each.view(-1) for key, each in sorted(before.items()) if key in _safetensors(tmp_path / "out")])
+    assert torch.equal(written, kept)
+
+
+def _safetensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {key: each for file in sorted(folder.glob("*.safetensors")) for key, each in load_file(file).items()}
+
+
+# -- what users see -----------------------------------------------------------------------------------
+
+
+def test_other_weights_and_optimizers_of_torch_refuse_them(tmp_path: Path) -> None:
+    for dtype, why in (("fp32", "an fp32 weight is its own master"), ("fp16", "shares no bits with it")):
+        with pytest.raises(ConfigError, match=rf'"master" is bf24.*weights are {dtype}: .*{why}.*leave "master" out'):
+            start(JOB._replace(dtype=dtype), DISK, tmp_path / dtype, **BF24)
+        assert not (tmp_path / dtype).exists()
+    model, given = JOB.model(), config(JOB, DISK, tmp_path, **BF24)
+    del given["optimizer"]
+    with pytest.raises(ConfigError, match=r"\"master\" is bf24, but this optimizer runs by torch's own code"):
+        offload.initialize(model=model, optimizer=torch.optim.NAdam(model.parameters(), lr=1e-3), config=given)
+    with pytest.raises(ConfigError, match=r"offload\.master"):
+        load_config({"offload": {"master": "bf20"}})
+
+
+def test_the_option_becomes_a_key_and_chooses_bf16() -> None:
+    content, lines = merge({"offload": {"master": "fp32"}}, Options(master="bf24"))
+    assert load_config(content).offload.master == "bf24" and lines == ("--master bf24 overrules offload.master fp32",)
+    assert load_config(auto_dtype(merge(None, Options(master="bf24"))[0])).dtype == "bf16"
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("before", "after"), [("fp32", "bf24"), ("bf24", "fp32"), ("bf24", "bf24, int8")])
+def test_a_run_with_another_master_is_refused(before: str, after: str, tmp_path: Path) -> None:
+    trained_masters(tmp_path, **forms(before)).destroy()
+    advice = "--moments int8" if "int8" in after else f"--master {after}"
+    with pytest.raises(
+        StoreError, match=rf"offload convert .*default {advice}`.*save_checkpoint.*load_checkpoint"
+    ) as no:
+        start(JOB, DISK, tmp_path, resume="must", **forms(after))
+    had = "--moments fp32" if "int8" in after else f"--master {before}"
+    assert f"resume with {had}, as the run had;" in in_options(str(no.value), Options())
+    again = start(JOB, DISK, tmp_path, resume="must", **forms(before))
+    assert again.global_steps == 2 and f"{before}-master" in f"fp32-master {testing.inspect(again).mode.name}"
+    again.destroy(remove=True)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "Lamb"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("fp32", "bf24"), ("bf24", "fp32"), ("bf24", "bf24"), ("fp32", "bf24, int8"), ("bf24, int8", "fp32")],
+)
+def test_a_checkpoint_converts_masters(before: str, after: str, name: str, tmp_path: Path) -> None:
+    """To bf24 to nearest, from it exactly; the units are others, and the files those of another form."""
+    engine = trained_masters(tmp_path / "one", RULES[name], **forms(before))
+    expected = masters(engine)
+    if "bf24" in after:
+        expected = {key: nearest(each) for key, each in expected.items()}
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    engine.destroy(remove=True)
+    other = start(RULES[name], HOST, tmp_path / "two", units=["GPT2MLP"], **forms(after))
+    other.load_checkpoint(str(tmp_path / "saved"))
+    assert_same_tensors(masters(other), expected)
+    train_step(other, RULES[name], 2)
+    other.destroy(remove=True)
+
+
+def with_a_frozen_part() -> Any:
+    model = JOB.model()
+    model.transformer.wte.weight.requires_grad_(False)
+    return model
+
+
+def convert(*given: object) -> Any:
+    return CliRunner().invoke(app, ["convert", *map(str, given)])
+
+
+def test_units_of_several_chunks_are_loaded_and_converted(tmp_path: Path) -> None:
+    """A unit of 2.1 million elements."""
+    job = JOB._replace(model=lambda: models.gpt2(layers=1, width=416))
+    engine = start(job, DISK, tmp_path)
+    train_step(engine, job, 0)
+    expected = {key: nearest(each) for key, each in masters(engine).items()}
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    engine.destroy()
+    assert convert(tmp_path / "default", "--master", "bf24").exit_code == 0
+    for run_name, resume in (("default-bf24", "must"), ("loaded", "never")):
+        engine = start(job, DISK, tmp_path, run=run_name, resume=resume, **BF24)
+        if run_name == "loaded":
+            engine.load_checkpoint(str(tmp_path / "saved"))
+        assert_same_tensors(masters(engine), expected)
+        engine.destroy(remove=True)
+
+
+def test_a_run_of_muon_is_converted(tmp_path: Path) -> None:
+    """Matrices begin elsewhere, and lack a moment."""
+    engine = trained_masters(tmp_path, MUON)
+    exact, moments = masters(engine), engine.optimizer.state_dict()["state"]
+    engine.destroy()
+    assert convert(tmp_path / "default", "--master", "bf24", "--moments", "bf16").exit_code == 0
+    engine = start(MUON, DISK, tmp_path, run="default-bf24-bf16", resume="must", master="bf24", moments="bf16")
+    assert_same_tensors(masters(engine), {key: nearest(each) for key, each in exact.items()})
+    states = engine.optimizer.state_dict()["state"]
+    for number, state in moments.items():
+        for key, value in state.items():
+            expected = value if key == "step" else value.bfloat16().float()
+            assert torch.equal(states[number][key], expected), key
+    train_step(engine, MUON, 2)
+    engine.destroy(remove=True)
+
+
+def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
+    for dtype in ("bf16", "fp16"):
+        trained_masters(tmp_path / dtype, JOB._replace(dtype=dtype)).destroy()
+    for given, message in (
+        ((tmp_path / "bf16" / "default",), "expected --moments or --master, or both, got neither"),
+        ((tmp_path / "bf16" / "default", "--master", "fp32"), "has master in fp32 already"),
+        ((tmp_path / "fp16" / "default", "--master", "bf24"), "only masters of bf16 weights can be bf24"),
+    ):
+        done = convert(*given)
+        assert done.exit_code == 2 and message in done.output, (given, done.output)
+
+
+# -- plans --------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_what_a_run_takes(tmp_path: Path) -> None:
+    job = JOB._replace(model=lambda: models.gpt2(layers=2, width=256))
+    for number, options in enumerate((BF24, SMALL)):
+        given = config(job, DISK, tmp_path / str(number), **options)
+        engine = offload.initialize(model=job.model(), config=given)[0]
+        model = job.model()
+        planned = settle(layouts_of(model, find_units(model)), given, Room(host=8 * GIB, device=0, disk=None))
+        assert all(nbytes % 4096 == 0 for row in planned.parts.nbytes for nbytes in row.values()), "pages of their own"
+        assert planned.parts.nbytes == testing.inspect(engine).state_bytes
+        assert planned.stored == testing.inspect(engine).store.spec.nbytes  # type: ignore[union-attr]
+        low = sum(row.get(State.MASTER_LOW_BITS, 0) for row in planned.parts.nbytes)
+        assert low == sum(planned.parts.trainable_numel)
+        engine.destroy(remove=True)
+
+
+def moments_of(engine: offload.Engine) -> dict[str, torch.Tensor]:
+    states = engine.optimizer.state_dict()["state"]
+    return {f"{number} {name}": torch.as_tensor(each) for number, row in states.items() for name, each in row.items()}
+
+
+def trained_moments(job: Job, folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A run of two steps: its weights and its moments."""
+    engine = start(job, DISK, folder, **options)
+    for step in range(2):
+        train_step(engine, job, step)
+    found = weights_of(engine), moments_of(engine)
+    engine.destroy()
+    return found
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "lock"
+    }
+
+
+def assert_converted(found: dict[str, torch.Tensor], before: dict[str, torch.Tensor], form: str) -> None:
+    assert found.keys() == before.keys()
+    for key, value in before.items():
+        if form == "fp32" or key.endswith("step"):
+            assert torch.equal(found[key], value), key
+        elif form == "bf16":
+            assert torch.equal(found[key], value.bfloat16().float()), key
+        else:
+            assert_close_to_nearest(found[key].view(-1), value.view(-1), key.endswith(("exp_avg_sq", "sum")))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "Adagrad"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("before", "after"), [("fp32", "int8"), ("int8", "fp32"), ("bf16", "int8"), ("int8", "bf16"), ("fp32", "bf16")]
+)
+def test_a_converted_run_goes_on(name: str, dtype: str, before: str, after: str, tmp_path: Path) -> None:
+    """On two drives, with weights that are frozen: masters stay bit for bit, and so does what fp32 can hold."""
+    job = RULES[name]._replace(dtype=dtype, model=with_a_frozen_part)
+    drives = [str(tmp_path / each) for each in ("one", "two")]
+    weights, moments = trained_moments(job, tmp_path, moments=before, nvme_path=drives)
+    kept = {each: files(Path(each) / "default") for each in drives}
+    done = convert(tmp_path / "one" / "default", "--moments", after)
+    assert done.exit_code == 0, done.output
+    assert f"moments in {after} in place of {before}" in done.output
+    assert {each: files(Path(each) / "default") for each in drives} == kept, "the run is only read"
+    engine = start(job, DISK, tmp_path, moments=after, nvme_path=drives, run=f"default-{after}", resume="must")
+    assert engine.global_steps == 2
+    assert_same_tensors(weights, weights_of(engine))
+    assert_converted(moments_of(engine), moments, after)
+    train_step(engine, job, 2)
+    engine.destroy(remove=True)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "fp32")])
+def test_units_of_several_chunks_are_converted(before: str, after: str, tmp_path: Path) -> None:
+    """A unit of 2.1 million elements, whose parameters begin within blocks where moments are not in 8 bits."""
+    job, folder = JOB._replace(model=lambda: models.gpt2(layers=1, width=416)), tmp_path / "my files"
+    weights, moments = trained_moments(job, folder, moments=before)
+    done = convert(folder / "default", "--moments", after, "--run", "other")
+    assert done.exit_code == 0 and f"`offload rm '{folder}/default'` deletes" in done.output, "no line to paste"
+    engine = start(job, DISK, folder, moments=after, run="other", resume="must")
+    assert_same_tensors(weights, weights_of(engine))
+    assert_converted(moments_of(engine), moments, after)
+    engine.destroy(remove=True)
+
+
+def test_there_and_back_is_the_same_run(tmp_path: Path) -> None:
+    """fp32 holds every value of 8 bits, and they are encoded to the same codes: both runs train with the same bits."""
+    trained_moments(JOB, tmp_path, moments="int8")
+    assert convert(tmp_path / "default", "--moments", "fp32", "--run", "wide").exit_code == 0
+    assert convert(tmp_path / "wide", "--moments", "int8", "--run", "again").exit_code == 0
+    results = []
+    for run_name in ("default", "again"):
+        engine = start(JOB, DISK, tmp_path, moments="int8", run=run_name, resume="must")
+        for step in (2, 3):
+            train_step(engine, JOB, step)
+        results.append((weights_of(engine), moments_of(engine)))
+        engine.destroy(remove=True)
+    for one, other in zip(*results, strict=True):
+        assert_same_tensors(one, other)
+
+
+def on_two_ranks_masters(job: Job, folder: Path, run: str, moments: str) -> dict[str, torch.Tensor]:
+    engine = start(job, DISK, folder, run=run, moments=moments, resume="auto")
+    for step in range(engine.global_steps, 2):
+        train_step(engine, job, step)
+    found = moments_of(engine)
+    engine.destroy()
+    return found
+
+
+def fails_for_rank_1(store: Store, step: int, contents: Any, real: Any = Store.commit) -> None:
+    if store.folders[0].name == "rank1":
+        raise IoError(str(store.folders[0]), 0, 4096, errno.ENOSPC)
+    real(store, step, contents)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "bf16")])
+def test_a_run_of_two_ranks_is_converted(before: str, after: str, ranks: RankPool, tmp_path: Path) -> None:
+    job = JOB._replace(clip=0.0)
+    one, _ = ranks.run(on_two_ranks_masters, job, tmp_path, "default", before)
+    with pytest.MonkeyPatch.context() as patch:
+        testing.replace(patch, "store.commit", fails_for_rank_1)
+        assert convert(tmp_path / "default", "--moments", after, "--run", "other").exit_code == 1
+    assert not (tmp_path / "other").exists(), "a part of the new run is left"
+    done = convert(tmp_path / "default", "--moments", after, "--run", "other")
+    assert done.exit_code == 0, done.output
+    for found in ranks.run(on_two_ranks_masters, job, tmp_path, "other", after):
+        assert_converted(found, one, after)
+
+
+def test_json_names_the_new_run(tmp_path: Path) -> None:
+    trained_moments(JOB, tmp_path)
+    done = convert(tmp_path / "default", "--moments", "int8", "--json")
+    found = json.loads(done.stdout)
+    assert found["run"] == str(tmp_path / "default-int8") and found["step"] == 2
+    assert (found["before"], found["after"]) == (
+        {"master": "fp32", "moments": "fp32"},
+        {"master": "fp32", "moments": "int8"},
+    )
+    size = (tmp_path / "default-int8" / "rank0" / "states").stat().st_size
+    assert found["nbytes"] == size < (tmp_path / "default" / "rank0" / "states").stat().st_size
+
+
+def test_moments_that_cannot_be_converted_are_refused(tmp_path: Path) -> None:
+    trained_moments(JOB, tmp_path)
+    run = tmp_path / "default"
+    plain = JOB._replace(optimizer="SGD", lr=0.05)
+    trained_moments(plain, tmp_path, run="plain")
+    before = files(tmp_path)
+    for given, message in (
+        ((run, "--moments", "int4"), "'int4' is not one of"),
+        ((run, "--moments", "fp32"), "has moments in fp32 already"),
+        ((run, "--moments", "int8", "--run", "default"), "needs a name of its own"),
+        ((run, "--moments", "int8", "--run", "a/b"), "letters, digits, '.', '_' and '-'"),
+        ((run, "--moments", "int8", "--run", "my run"), "letters, digits, '.', '_' and '-'"),
+        ((run, "--moments", "int8", "--run", "plain"), "plain"),
+        ((tmp_path / "plain", "--moments", "int8"), "has no moments to convert"),
+        ((tmp_path / "none", "--moments", "int8"), "there is no folder"),
+    ):
+        done = convert(*given)
+        assert done.exit_code == 2 and message in done.output, (given, done.output)
+    assert files(tmp_path) == before
+
+
+def test_a_damaged_run_is_not_converted(tmp_path: Path) -> None:
+    trained_moments(JOB, tmp_path)
+    states = tmp_path / "default" / "rank0" / "states"
+    for offset in range(0, states.stat().st_size, 4096):  # both slots of some state
+        flip_bit(states, offset)
+    done = convert(tmp_path / "default", "--moments", "int8")
+    assert done.exit_code == 2 and "is damaged, and is not converted" in done.output, done.output
+    assert not (tmp_path / "default-int8").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_conversion_leaves_the_run_and_can_be_made_again(tmp_path: Path) -> None:
+    job = JOB._replace(model=lambda: models.gpt2(layers=8, width=256))
+    weights, moments = trained_moments(job, tmp_path)
+    kept = files(tmp_path / "default")
+    command = [sys.executable, "-m", "offload", "convert", str(tmp_path / "default"), "--moments", "int8"]
+    chance = random.Random(0)
+    killed = 0
+    for _ in range(3):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+        made = tmp_path / "default-int8" / "rank0"
+        while process.poll() is None and not made.exists():  # it is about to write
+            time.sleep(0.002)
+        with_luck = chance.random() * 0.1
+        time.sleep(with_luck)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() < 0
+        assert files(tmp_path / "default") == kept
+        if (made / "commit").exists() and process.returncode == 0:
+            break
+        if convert(tmp_path / "default-int8").exit_code != 2:
+            raise AssertionError("no form was given")
+    assert killed
+    if not _is_whole(tmp_path / "default-int8"):
+        done = convert(tmp_path / "default", "--moments", "int8")
+        assert done.exit_code == 0, done.output
+    engine = start(job, DISK, tmp_path, moments="int8", run="default-int8", resume="must")
+    assert_same_tensors(weights, weights_of(engine))
+    assert_converted(moments_of(engine), moments, "int8")
+    engine.destroy(remove=True)
+
+
+def _is_whole(run: Path) -> bool:
+    return CliRunner().invoke(app, ["verify", str(run)]).exit_code == 0

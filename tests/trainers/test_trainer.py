@@ -211,9 +211,6 @@ def test_the_file_of_a_config_is_left_alone(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == content and load_config(path).gradient_clipping == 1.0
 
 
-COLUMNS = ("prompt", "chosen", "rejected")
-
-
 class WithReference(transformers.Trainer):
     """What trl's DPOTrainer does with its reference, in a loss that is short."""
 
@@ -316,54 +313,6 @@ def test_a_reference_that_comes_later_finds_no_device_memory(tmp_path: Path) -> 
     with pytest.raises(UsageError, match="before prepare"):
         accelerator.prepare_model(reference(), evaluation_mode=True)
     accelerator.engine.destroy(remove=True)
-
-
-@pytest.mark.numeric
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # trl asks for the old name
-def test_dpo_trainer_of_trl(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-
-    class OffloadDPOTrainer(OffloadMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
-        pass
-
-    words = [f"w{word}" for word in range(126)]
-    rows = [
-        {
-            name: "".join(f" {words[(row * 7 + n * 3 + place) % 126]}" for n in range(4))
-            for place, name in enumerate(COLUMNS)
-        }
-        for row in range(FEW)
-    ]
-
-    def made(kind: Any, folder: Path, **more: Any) -> Any:
-        args = arguments(folder, trl.DPOConfig, max_length=12, bf16=False, **{CHECKPOINTING: False})
-        dataset = datasets.Dataset.from_list(rows)
-        return kind(
-            model=seeded(),
-            ref_model=reference(),
-            args=args,
-            train_dataset=dataset,
-            processing_class=tokenizer(words),
-            **more,
-        )
-
-    theirs = made(trl.DPOTrainer, tmp_path / "stock")
-    theirs.train()
-    mine = made(OffloadDPOTrainer, tmp_path / "mine", offload_config=config(tmp_path))
-    mine.train()
-    assert mine.accelerator.references[0].module is mine.ref_model
-    assert_close(result(mine), result(theirs))
-    for engine in (mine.engine, *mine.accelerator.references):
-        engine.destroy(remove=True)
-
-
-def tokenizer(words: list[str]) -> Any:
-    tokenizers = pytest.importorskip("tokenizers")
-    ids = {"[PAD]": 0, "[EOS]": 1} | {word: index + 2 for index, word in enumerate(words)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="[PAD]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", eos_token="[EOS]")
 
 
 def made_errors(folder: Path, blocks: dict[str, Any] | None = None, **changed: Any) -> OffloadTrainer:

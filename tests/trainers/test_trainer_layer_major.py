@@ -10,8 +10,7 @@ import pytest
 import torch
 import transformers
 
-from offload.hf import OffloadMixin, OffloadTrainer
-from offload.losses import causal_lm, causal_model
+from offload.hf import OffloadTrainer
 from tests.support import models
 from tests.support.trainer_runs import (
     CHECKPOINTING,
@@ -30,7 +29,6 @@ from tests.support.trainer_runs import (
     seeded,
     stock,
 )
-from tests.trainers.test_trainer_kinds import _tokenizer as byte_tokenizer
 
 LAYERED, ONE_BY_ONE = "layer_major", "micro_batch_major"
 BY_FOUR = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
@@ -112,27 +110,11 @@ def test_losses_logs_and_weights_have_the_same_bits(changed: dict[str, Any], tmp
     assert_same(trained(tmp_path, ONE_BY_ONE, **changed), trained(tmp_path, LAYERED, **changed))
 
 
-def test_logits_of_all_tokens_are_never_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss in chunks holds in each micro-batch, while others are between the beginning of the model and its end."""
-    shapes: list[tuple[int, ...]] = []
+class Calls(transformers.TrainerCallback):
+    """The calls of the loop."""
 
-    def recorded(hidden: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
-        shapes.append(tuple(hidden.shape))
-        return causal_lm(hidden, *args, **more)
-
-    monkeypatch.setattr(causal_model, "causal_lm", recorded)
-    with ended(trainer(tmp_path, LAYERED)) as mine:
-        mine.train()
-    assert shapes == [(1, 12, 64)] * 20
-
-
-class Counter(transformers.TrainerCallback):
-    """Bytes read until each step, in the store's own count, and the calls of the loop."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.read: list[int] = []
+    def __init__(self) -> None:
         self.calls: list[str] = []
-        self._trainer = trainer
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.calls.append("begin")
@@ -142,18 +124,16 @@ class Counter(transformers.TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.calls.append("end")
-        self._trainer.engine.synchronize()
-        self.read.append(self._trainer.engine.io_bytes().read)
 
 
 def test_callbacks_see_each_micro_batch(tmp_path: Path) -> None:
     seen = []
     for schedule in (ONE_BY_ONE, LAYERED):
         with ended(trainer(tmp_path / schedule, schedule)) as mine:
-            counter = Counter(mine)
-            mine.add_callback(counter)
+            callback = Calls()
+            mine.add_callback(callback)
             mine.train()
-            seen.append(counter.calls)
+            seen.append(callback.calls)
     assert seen[0] == seen[1] == [*["begin", *["substep"] * 3, "end"] * 2, "begin", "substep", "end"] * 2
 
 
@@ -306,37 +286,3 @@ def test_a_step_that_failed_is_dropped_and_training_begins_again(tmp_path: Path)
         handle.remove()
         mine.train()
         assert_same(expected, result(mine))
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning", "ignore:.*chunked_nll:FutureWarning")
-def test_sft_trainer_of_trl_keeps_its_bits_and_its_own_metrics(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-
-    class OffloadSFTTrainer(OffloadMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
-        pass
-
-    rows = [{"input_ids": Texts()[row]["input_ids"].tolist()} for row in range(FEW)]
-
-    def run(schedule: str) -> tuple[Run, list[Any], str]:
-        content = config(tmp_path / schedule)
-        content["offload"]["schedule"] = schedule
-        more = {"max_length": 12, "bf16": False, CHECKPOINTING: False}
-        mine = OffloadSFTTrainer(
-            model=seeded(),
-            args=arguments(tmp_path / schedule, trl.SFTConfig, **BY_FOUR, **more),
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=byte_tokenizer(),
-            offload_config=content,
-        )
-        with ended(mine):
-            mine.train()
-            metrics = [(log.get("mean_token_accuracy"), log.get("num_tokens")) for log in mine.state.log_history]
-            return result(mine), metrics, mine.engine.schedule
-
-    plain, layered = run(ONE_BY_ONE), run(LAYERED)
-    assert_same(plain[0], layered[0])
-    assert plain[1] == layered[1] and any(accuracy for accuracy, _ in plain[1])
-    assert layered[2] == LAYERED and "one after the other" not in caplog.text
