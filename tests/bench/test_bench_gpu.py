@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
-import os
 import signal
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload.bench.child_process import run_child
 from offload.bench.gpu import __main__ as command
 from offload.bench.gpu import parts as correctness
 from offload.bench.gpu import parts as rates_part
-from offload.bench.gpu import report, training
+from offload.bench.gpu import report
 from offload.bench.gpu.parts import (
-    DIRECTIONS,
     FILES,
     JOBS,
     PARTS,
-    PLANNED,
     Part,
     add_exposure,
     bits,
     bounds,
-    copies,
-    deepspeed_steps,
     fitting,
     gpu_tests,
     invalid,
@@ -43,17 +34,11 @@ from offload.bench.gpu.parts import (
 )
 from offload.bench.gpu.training import (
     PLACEMENTS,
-    Exposure,
-    Fitted,
-    StepSize,
-    Waits,
     Work,
     config_for,
     exposure,
     fit,
-    largest_step,
     measure_steps,
-    split,
 )
 from offload.cli.main import app
 from offload.errors import ConfigError
@@ -170,13 +155,6 @@ def test_what_matters_most_fits_in_eight_minutes_and_all_nine_placements_are_par
     assert [part.name for part in PARTS if part.changes.get("limit")][-3:] == ["7B", "13B in few bytes", "13B"]
 
 
-def test_what_fits_in_a_budget() -> None:
-    parts = [Part("a", 50), Part("b", 60), Part("c", 30)]
-    assert fitting(parts, 1000) == parts
-    assert [part.name for part in fitting(parts, 109)] == ["a", "c"], "a smaller part takes what b leaves"
-    assert fitting(parts, 29) == []
-
-
 def test_parts_run_in_order_while_there_is_time_and_the_others_are_named() -> None:
     clock, granted = [0.0], {}
     takes = {"a": 10.0, "b": 135.0, "c": 1.0, "d": 1.0}
@@ -194,53 +172,8 @@ def test_parts_run_in_order_while_there_is_time_and_the_others_are_named() -> No
     assert granted["b"][1] == 160 and granted["d"][1] == 25, "nobody may take more than is left"
 
 
-def test_a_process_that_ends_well_that_fails_and_that_takes_too_long(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    figures.write_text('{"so": "far"}')
-    well = run_child([sys.executable, "-c", "pass"], figures, 60)
-    assert well["state"] == "done" and well["figures"] == {"so": "far"}
-    failed = run_child([sys.executable, "-c", "print('a word'); raise SystemExit(3)"], figures, 60)
-    assert (failed["state"], failed["exit_code"], failed["last_lines"]) == ("failed", 3, ["a word"])
-    stopped = run_child([sys.executable, "-c", "import time; time.sleep(60)"], figures, 0.2)
-    assert stopped["state"] == "stopped" and stopped["figures"] == {"so": "far"}
-
-
-@pytest.mark.slow
-def test_a_step_has_as_many_tokens_as_fit_beside_the_model() -> None:
-    """8 x 4096 where there is room: on a fast GPU smaller steps wait for the host and say nothing of copies."""
-    found = [largest_step("llama-1b", memory * GIB) for memory in (140, 80, 48, 24, 1)]
-    assert found[0] == StepSize(8, 4096) and found[1] == StepSize(8, 4096, recompute=True)
-    tokens = [size.batch_size * size.seq_len for size in found]
-    assert tokens == sorted(tokens, reverse=True) and tokens[3] > tokens[4] > 0
-    assert all(size.recompute for size in found[1:])
-
-
-def test_given_sizes_are_taken_as_they_are() -> None:
-    given = command._parser().parse_args(["--batch-size", "2", "--device", "cpu"])
-    assert command.step_size(given, GIB) == StepSize(2, 512)
-    given = command._parser().parse_args(["--seq-len", "64", "--recompute"])
-    assert command.step_size(given, GIB) == StepSize(8, 64, recompute=True), "without a look at the GPU"
-
-
 GPU = 1 << 30
 """Bytes of the device, which has room enough."""
-
-
-def placement_of(fitted: Fitted) -> tuple[str, str]:
-    zero = fitted.settings["zero_optimization"]
-    return zero["offload_param"]["device"], zero["offload_optimizer"]["device"]
-
-
-def test_all_layers_are_in_ram_where_they_fit(tmp_path: Path) -> None:
-    fitted = fit(small(tmp_path), Room(GIB, GPU, GIB))
-    assert fitted.layers == 4 and fitted.words.startswith("all 4 layers of gpt2-tiny") and "0 B of disk" in fitted.words
-    assert placement_of(fitted) == ("cpu", "cpu")
-
-
-def test_what_ram_has_no_room_for_goes_to_disk(tmp_path: Path) -> None:
-    fitted = fit(small(tmp_path), Room(72 * MIB, GPU, GIB))
-    assert fitted.layers == 4 and "nvme" in placement_of(fitted)
-    assert fitted.settings["offload"]["host_memory"] == 72 * MIB
 
 
 def test_where_both_are_too_small_the_model_has_fewer_layers_and_a_note_says_so(tmp_path: Path) -> None:
@@ -250,15 +183,6 @@ def test_where_both_are_too_small_the_model_has_fewer_layers_and_a_note_says_so(
     assert f"{found[1].layers} of 4 layers" in found[1].words
     none = fit(small(tmp_path), Room(MIB, GPU, 0))
     assert none.layers == 0 and "not one layer of gpt2-tiny fits" in none.words
-
-
-def test_a_planned_part_trains_what_fits_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part, seen = Part("13B", 1, PLANNED), list[dict[str, Any]]()
-    command.run_here(part, small(tmp_path), seen.append)
-    assert seen[-1]["layers"] == 4 and "all 4 layers" in seen[-1]["fitted"]
-    monkeypatch.setattr(command, "room_of", lambda work: Room(1 << 16, 0, 0))
-    command.run_here(part, small(tmp_path), seen.append)
-    assert seen[-1].keys() == {"skipped"}
 
 
 FIGURES = {
@@ -290,14 +214,6 @@ FIGURES = {
 }
 
 
-def test_the_bits_of_all_placements_are_compared(tmp_path: Path) -> None:
-    seen: list[dict[str, Any]] = []
-    bits(small(tmp_path), seen.append, jobs=["gpt2 bf16", "llama fp32"], placements=("none/none", "nvme/cpu"), steps=2)
-    for found in seen[-1]["jobs"].values():
-        assert found == {"equal": ["none/none", "nvme/cpu"], "different": {}, "failed": {}}
-    assert not list(tmp_path.rglob("states")) and not torch.are_deterministic_algorithms_enabled()
-
-
 def test_differing_bits_are_reported_and_the_comparison_continues_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,15 +233,6 @@ def test_differing_bits_are_reported_and_the_comparison_continues_after_an_error
         "cpu/cpu": ["loss 2 is 1.5, not 2.0", "1 of 1 tensors of the state dict, the first is w"]
     }
     assert found["failed"] == {"cpu/none": "ValueError: no room"} and found["equal"] == ["nvme/nvme"]
-
-
-def test_copies_are_measured_in_both_directions(tmp_path: Path) -> None:
-    seen: list[dict[str, Any]] = []
-    copies(small(tmp_path), seen.append)
-    for way in DIRECTIONS:
-        assert seen[-1][way]["right"] and seen[-1][way]["fraction_of_pinned"] > 0
-    assert (seen[-1]["host_bytes"], seen[-1]["pinned_bytes"]) == (seen[-1]["nbytes"], 0), "a CPU pins nothing"
-    assert "0 B of the engine's" in report._copies_words(seen[-1])
 
 
 def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -> None:
@@ -365,26 +272,6 @@ def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -
     assert max(map(len, output.splitlines())) < 200
 
 
-def test_what_a_step_of_a_gpu_came_to() -> None:
-    """Two copies, of which one kernel hides a part; a kernel inside of another."""
-    seen = exposure(10.0, [(1.0, 4.0), (2.0, 3.0), (6.0, 7.0)], [(3.5, 5.0), (8.0, 8.5)])
-    assert seen == Exposure(seconds=10.0, kernels=4.0, copies=2.0, exposed_copies=1.5, idle=4.5)
-    assert exposure(1.0, [], []) == Exposure(1.0, 0.0, 0.0, 0.0, 1.0)
-
-
-def test_events_of_the_profiler_are_sorted_by_kind() -> None:
-    def event(name: str, start: float, device: str = "CUDA") -> Any:
-        return SimpleNamespace(
-            name=name,
-            device_type=SimpleNamespace(name=device),
-            time_range=SimpleNamespace(start=start, end=start + 1e6),
-        )
-
-    names = ["gemm", "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pinned)", "Memcpy DtoD"]
-    events = [event(name, 1e6 * number) for number, name in enumerate(names)]
-    assert split([*events, event("aten::add", 0.0, "CPU")]) == ([(0.0, 1.0), (3.0, 4.0)], [(1.0, 2.0), (2.0, 3.0)])
-
-
 def test_rates_are_measured_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = Rates(*[1.0] * 5, {"bf16": DtypeRates(5e12, 1.0, 1.0, 2e9, 1.0)})
     monkeypatch.setattr(rates_part, "measure_rates", lambda device: given)
@@ -393,17 +280,6 @@ def test_rates_are_measured_and_reported(tmp_path: Path, monkeypatch: pytest.Mon
     assert seen[-1]["matmul"] == 5e12 and seen[-1]["plain_matmul"] > 0 and seen[-1]["drive"]["read"] > 0
     output = report._rates_words(seen[-1])
     assert "TFLOP/s" in output and "2.00 G parameters/s" in output and "the drive reads" in output
-
-
-def test_a_model_is_measured_with_recomputation_and_accumulation(tmp_path: Path) -> None:
-    work = small(tmp_path)._replace(layers=2, accumulation=2, recompute=True, steps=1)
-    seen: list[dict[str, Any]] = []
-    measure_steps(work, config_for("cpu/cpu", work, "bf16", work.accumulation), seen.append)
-    figures = seen[-1]
-    assert figures["parameters"] == numel_of(work) < numel_of(small(tmp_path))
-    assert figures["tokens_per_step"] == 32
-    assert figures["teraflops_8n"] == pytest.approx(8 * figures["parameters"] * 32 / figures["step_seconds"] / 1e12)
-    assert "2 layers of gpt2-tiny" in report._head(figures) and "computed again" in report._head(figures)
 
 
 def test_tests_are_run_and_counted(tmp_path: Path) -> None:
@@ -418,66 +294,6 @@ def test_tests_are_run_and_counted(tmp_path: Path) -> None:
     assert all((ROOT / name).exists() for name in FILES)
 
 
-class FakeDeepSpeed(ModuleType):
-    """Trains by torch alone."""
-
-    def __init__(self) -> None:
-        super().__init__("deepspeed")
-        self.zero = SimpleNamespace(Init=lambda config_dict_or_path: nullcontext())
-        self.__spec__ = importlib.machinery.ModuleSpec("deepspeed", None)
-        self.config: Any = None
-
-    def initialize(self, model: Any, config: Any) -> Any:
-        self.config = config
-        return (TorchEngine(model),)
-
-
-class TorchEngine:
-    def __init__(self, model: Any) -> None:
-        self._model, self._optimizer = model, torch.optim.AdamW(model.parameters())
-
-    def __call__(self, **inputs: Any) -> Any:
-        return self._model(**inputs)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def step(self) -> None:
-        self._optimizer.step()
-
-
-def test_deepspeed_trains_the_same_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    deepspeed_steps(small(tmp_path), seen.append)
-    assert seen[-1] == {"skipped": "DeepSpeed is not installed"}
-    fake = FakeDeepSpeed()
-    monkeypatch.setitem(sys.modules, "deepspeed", fake)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: fake.__spec__)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    deepspeed_steps(small(tmp_path), seen.append)
-    assert (
-        seen[-1]["steps"] == 2 and seen[-1]["parameters"] == numel_of(small(tmp_path)) and len(seen[-1]["losses"]) == 4
-    )
-    assert "offload" not in fake.config and fake.config["zero_optimization"]["offload_param"]["pin_memory"]
-    report.words(
-        {"machine": report.machine(torch.device("cpu")), "parts": {"DeepSpeed": {"state": "done", "figures": seen[-1]}}}
-    )
-
-
-def test_waits_are_those_that_the_engine_measures() -> None:
-    measured = {"wait_for_reads_seconds": 0.25, "wait_for_updates_seconds": 0.5, "wait_for_memory_seconds": 1.0}
-    assert Waits.of(measured | {"seconds": 9.0}) == Waits(0.25, 0.5, 1.0)
-    assert Waits.of({}) == Waits(0.0, 0.0, 0.0)
-
-
-def test_tests_are_a_checkouts(tmp_path: Path) -> None:
-    seen: list[dict[str, Any]] = []
-    gpu_tests(small(tmp_path), seen.append, ("tests/none_such.py",))
-    assert seen[-1].keys() == {"skipped"} and "there is no tests/none_such.py" in seen[-1]["skipped"]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_all_placements_have_the_same_bits_on_the_gpu(tmp_path: Path) -> None:
@@ -488,20 +304,6 @@ def test_all_placements_have_the_same_bits_on_the_gpu(tmp_path: Path) -> None:
         found = result["figures"]["jobs"][job]
         assert not found["different"] and not found["failed"], job
         assert found["equal"] == list(PLACEMENTS)
-
-
-def test_values_are_drawn_once_and_repeated() -> None:
-    drawn, rows = training._DRAWN, torch.empty(3, training._DRAWN // 2 + 1)
-    before = torch.Tensor.normal_
-    with training.values_repeated():
-        torch.nn.init.normal_(rows, std=0.02)
-        few = torch.empty(7).normal_()
-        across = torch.empty(4, 6).t().normal_()
-    values = rows.view(-1)
-    assert torch.equal(values[drawn:], values[: len(values) - drawn])
-    assert 0.019 < float(values.std()) < 0.021 and len(values[:drawn].unique()) > drawn // 2
-    assert len(few.unique()) == 7 and len(across.unique()) == 24
-    assert torch.Tensor.normal_ is before
 
 
 def test_the_exit_code_knows_other_bits_and_failed_parts_but_no_skipped_ones() -> None:
@@ -515,13 +317,6 @@ def test_the_exit_code_knows_other_bits_and_failed_parts_but_no_skipped_ones() -
     assert judge({"copies": {"state": "done", "figures": {"upload": {"right": False}}}}) == 1
     assert judge({"copies": {"state": "done", "figures": {"both": {"right": False}}}}) == 1
     assert judge({"tests": {"state": "done", "figures": {"exit_code": 1}}}) == 1
-
-
-def test_a_placement_is_held_against_none_none_of_the_same_work_alone() -> None:
-    parts = {"none/none": placed(1.0), "cpu/cpu": placed(1.5), "nvme/nvme in 24 GiB": placed(9.0, tokens_per_step=8)}
-    add_exposure(parts)
-    assert parts["cpu/cpu"]["figures"]["exposed_seconds"] == 0.5
-    assert "exposed_seconds" not in parts["nvme/nvme in 24 GiB"]["figures"]
 
 
 def test_without_kernels_of_the_gpu_the_bound_is_invalid_and_nothing_is_held_against_it() -> None:

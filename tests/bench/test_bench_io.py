@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +14,10 @@ from typer.testing import CliRunner
 
 from offload.aio import BACKENDS
 from offload.aio.backend import refusals
-from offload.bench.io import Case, Fio, IoRow, _of_fio, make_plan, measure
+from offload.bench.io import IoRow, make_plan, measure
 from offload.bench.io import plot as draw
 from offload.cli.main import app
 from offload.errors import ConfigError
-from tests.support.processes import warm_process
 
 KEYS = {"backend", "op", "block_bytes", "depth", "bytes", "gb_per_s", "of_fio", "cpu_s_per_gb", "p50_us", "p99_us"}
 SMALL = ("--size", "1MiB", "--request", "256KiB", "--rounds", "1", "--block-size", "64KiB", "--depth", "4")
@@ -91,13 +87,6 @@ def test_fio_is_measured_in_the_same_run(tmp_path: Path) -> None:
         assert max(row["of_fio"] for row in rows if row["op"] == op and row["backend"] != "threads") == 1
 
 
-@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
-def test_what_fio_says_when_it_fails(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(OSError, match="fio"):
-        Fio([str(tmp_path / "file" / "beneath")], "libaio", 65536, 4, 1 << 20).run("read")
-
-
 @pytest.mark.parametrize("name", ["aiofiles", "python-libaio"])
 def test_the_plain_ways_of_python_come_last(tmp_path: Path, name: str) -> None:
     try:
@@ -118,21 +107,6 @@ def test_the_file_holds_what_was_written(tmp_path: Path, monkeypatch: pytest.Mon
     )
     measure(plan)
     assert len(seen) == 1 and len(seen[0]) == 1 << 20 and len(set(seen[0])) == 256
-
-
-def test_a_ratio_is_that_of_the_rounds() -> None:
-    from offload.aio.measure import TimedTransfer
-
-    def passes(*seconds: float) -> list[TimedTransfer]:
-        return [TimedTransfer(100, each, 0) for each in seconds]
-
-    case = Case("threads", 4096, 1)
-    found = {
-        (case, "read"): passes(1, 1, 1),
-        (case._replace(backend="fio io_uring"), "read"): passes(2, 1, 4),
-        (case._replace(backend="fio libaio"), "read"): passes(3, 3, 3),
-    }
-    assert _of_fio(case, "read", found) == 2, "each round against the faster engine of that round, then the median"
 
 
 def test_bad_input_is_named_before_a_file_is_made(tmp_path: Path) -> None:
@@ -169,11 +143,6 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_table_for_people(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["bench", "io", str(tmp_path), *SMALL, "--backend", "threads", "--no-fio"])
-    assert done.exit_code == 0 and "GB/s" in done.stdout and "threads" in done.stdout
-
-
 @pytest.mark.sample(1)
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -199,23 +168,3 @@ def test_a_plot_is_written(tmp_path: Path, suffix: str) -> None:
     draw(rows, path)
     start = path.read_bytes()[:5]
     assert start in (b"\x89PNG\r", b"<?xml")
-
-
-def test_it_works_beside_what_is_there(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_bytes(b"kept")
-    _json("bench", "io", str(tmp_path), *SMALL, "--op", "write", "--backend", "threads", "--no-fio")
-    assert os.listdir(tmp_path) == ["mine"] and (tmp_path / "mine").read_bytes() == b"kept"
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_leaves_no_file(tmp_path: Path, number: signal.Signals) -> None:
-    command = ["-m", "offload", "bench", "io", str(tmp_path), "--size", "256MiB", "--rounds", "1000"]
-    child = warm_process.begin(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not list(tmp_path.iterdir()):
-        assert child.poll() is None
-        time.sleep(0.02)
-    time.sleep(0.3)
-    child.send_signal(number)
-    assert child.wait(timeout=120) == 128 + number
-    assert not list(tmp_path.iterdir())

@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import subprocess
-import time
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 import offload
-from offload import testing
-from offload.bench.measure import DriveSpeeds, kernel_bytes
-from offload.bench.swap import SwapPlan, SwapRow, Turn, find_limit, in_words, make_plan, make_row
+from offload.bench.swap import SwapPlan, SwapRow, find_limit, make_plan
 from offload.cli.main import app
 from offload.errors import ConfigError
-from offload.swapper.store import Shortage
 from tests.support.processes import warm_process
 
 MIB = 1 << 20
@@ -78,25 +74,6 @@ def test_it_says_nothing_of_a_config_that_nobody_wrote(tmp_path: Path) -> None:
     assert output is not None and output.startswith(f"{UNITS} units of 256.0 KiB, "), output
 
 
-def test_a_drive_without_room_for_two_slots_is_told_in_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    testing.replace(monkeypatch, "disk.shortage_of_run", lambda *_: Shortage(str(tmp_path), 1 << 30, 1))
-    answer = _json(str(tmp_path), *SMALL, "--no-in-memory")
-    assert answer["durability"] == "none"
-    assert [line[:39] for line in answer["notices"]] == ["durability none: two slots need 1.0 GiB"]
-
-
-@pytest.mark.skipif(kernel_bytes() is None, reason="the kernel does not tell")
-def test_the_kernel_counts_the_same(tmp_path: Path) -> None:
-    """What the process wrote, where the folder is on a drive and not in memory."""
-    (row,) = _json(str(tmp_path), *SMALL, *TIGHT, "--no-in-memory")["rows"]
-    if row["kernel_written_bytes"] == 0:
-        pytest.skip("the folder is in memory")
-    assert row["kernel_written_bytes"] == pytest.approx(row["written_bytes"], rel=0.05)
-    assert row["kernel_read_bytes"] >= 0.9 * row["read_bytes"]
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "nbytes"),
@@ -122,17 +99,6 @@ def test_bytes_of_other_choices(tmp_path: Path, options: tuple[str, ...], nbytes
     assert answer["busy"] == ("--busy" in options)
     assert answer["durability"] == ("none" if "none" in options and "--durability" in options else "step")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_a_sweep_over_several_folders(tmp_path: Path) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-    answer = _json(*map(str, folders), *SMALL, "--compute-ms", "0.5", "--rounds", "2", "--backend", "threads")
-    assert [row["compute_ms"] for row in answer["rows"]] == [0, 0.5]
-    assert answer["paths"] == [str(folder) for folder in folders] and answer["file_bytes"] >= 24 * NUMEL
-    assert not any(list(folder.iterdir()) for folder in folders)
 
 
 def test_a_table_and_a_sentence(tmp_path: Path) -> None:
@@ -215,74 +181,7 @@ def test_an_error_in_a_step_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert os.listdir(tmp_path) == ["mine"] and (tmp_path / "mine").read_bytes() == b"kept"
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-@pytest.mark.parametrize("after", [0.0, 1.0])
-def test_a_signal_leaves_no_file(tmp_path: Path, number: signal.Signals, after: float) -> None:
-    command = ["-m", "offload", "bench", "swap", str(tmp_path)]
-    command += ["--units", "8", "--unit-size", "1MiB", "--compute-ms", "20", "--rounds", "1000"]
-    child = warm_process.begin(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not list(tmp_path.iterdir()):
-        assert child.poll() is None
-        time.sleep(0.02)
-    time.sleep(after)
-    child.send_signal(number)
-    assert child.wait(timeout=120) == 128 + number
-    assert not list(tmp_path.iterdir())
-
-
 # -- what the figures mean ----------------------------------------------------------------------------
-
-RATES = DriveSpeeds(read=2e9, write=4e9, mixed=3e9)
-
-
-def _plan(**options: Any) -> SwapPlan:
-    return make_plan([str(Path(__file__).parent)], units=10, unit_bytes=2 << 20, in_memory=False, **options)
-
-
-def _turn(plan: SwapPlan, *seconds: float, weights_read: int = 2) -> Turn:
-    """Steps of everything on disk."""
-    return Turn(seconds, (12 + weights_read) * plan.parameters, 12 * plan.parameters, None, None)
-
-
-def test_what_a_drive_needs_is_the_faster_of_two_ways() -> None:
-    assert RATES.seconds(2e9, 0) == 1 and RATES.seconds(0, 4e9) == 1
-    assert RATES.seconds(3e9, 3e9) == 2, "at once"
-    assert RATES.seconds(5e9, 3e9) == 3, "at once, and what is left"
-    assert RATES._replace(mixed=1e9).seconds(2e9, 4e9) == 2, "one after the other"
-
-
-def test_exposed_is_what_compute_does_not_explain_and_hidden_is_the_rest() -> None:
-    plan = _plan()
-    in_memory = [Turn((3.0, 1.0, 2.0), 0, 0, None, None)]
-    rates = DriveSpeeds(*(26 * plan.parameters / 1.5 for _ in range(3)))  # 1.5 s of I/O
-    row = make_row(plan, 10, rates, [_turn(plan, 9, 2, 2.5), _turn(plan, 2.4, 2.4)], in_memory)
-    assert (row.step_seconds, row.compute_seconds) == (2.4, 2)
-    assert row.io_seconds == pytest.approx(1.5) and row.exposed_seconds == pytest.approx(0.4)
-    assert row.hidden_seconds == pytest.approx(1.1) and row.hidden_percent == pytest.approx(100 * 1.1 / 1.5)
-    assert row.efficiency == pytest.approx(2 / 2.4)
-    assert row.bytes_per_parameter == 26
-    # More than all of it cannot be exposed, nor hidden.
-    assert make_row(plan, 10, rates, [_turn(plan, 9)], in_memory).hidden_seconds == 0
-    assert make_row(plan, 10, rates, [_turn(plan, 1.9)], in_memory).hidden_percent == 100
-
-
-def test_without_a_copy_in_memory_compute_is_added_up() -> None:
-    plan = _plan(accumulation=2)
-    row = make_row(plan, 50, RATES, [_turn(plan, 4)])
-    assert row.compute_seconds == pytest.approx(10 * 0.05 * 3 * 2)
-
-
-def test_updates_hide_behind_the_first_forward_alone() -> None:
-    plan = _plan()
-    nbytes = plan.parameters
-    rates = DriveSpeeds(2 * nbytes, 12 * nbytes, 24 * nbytes)  # updates take a second, weights another
-    row = make_row(plan, 50, rates, [_turn(plan, 3)])
-    assert row.order_seconds == pytest.approx(1 + 1), "0.5 s of forward beside 1 s of updates, 1 s of backward"
-    assert row.hiding_compute_ms == pytest.approx(100)
-    serial = make_row(replace(plan, overlap=False), 50, rates, [_turn(plan, 3)])
-    assert serial.order_seconds == pytest.approx(1 + 0.5 + 1) and serial.hiding_compute_ms is None
-    assert make_row(plan, 200, rates, [_turn(plan, 6)]).order_seconds == pytest.approx(6)
 
 
 @pytest.mark.parametrize(
@@ -296,30 +195,3 @@ def test_updates_hide_behind_the_first_forward_alone() -> None:
 )
 def test_the_limiting_rate_is_named(step: float, compute: float, io: float, order: float, limit: str) -> None:
     assert find_limit(step, compute, io, order) == limit
-
-
-def test_every_limit_has_a_description() -> None:
-    plan = _plan()
-    row = make_row(plan, 50, RATES, [_turn(plan, 3)])
-    for limit, message in (
-        ("compute", "of I/O are hidden"),
-        ("drive", "the drive limits"),
-        ("order", "first forward"),
-        ("budgets", "budgets limit"),
-    ):
-        assert message in in_words(plan, replace(row, limit=limit))
-
-
-def test_what_compute_hides_is_said_without_a_contradiction() -> None:
-    plan = _plan()
-    row = replace(make_row(plan, 50, RATES, [_turn(plan, 3)]), limit="compute", io_seconds=2.0)
-    assert in_words(plan, replace(row, exposed_seconds=0.0)).endswith("limits: all of the 2.00 s of I/O are hidden")
-    told = in_words(plan, replace(row, exposed_seconds=0.25))
-    assert told.endswith("limits: all but 0.25 s of the 2.00 s of I/O are hidden")
-
-
-def test_a_time_that_would_hide_all_is_told_where_it_is_longer_than_the_rows() -> None:
-    plan = _plan()
-    row = replace(make_row(plan, 50, RATES, [_turn(plan, 3)]), limit="drive")
-    assert "from about 80 ms on all" in in_words(plan, replace(row, hiding_compute_ms=80.0))
-    assert "could be hidden" not in in_words(plan, replace(row, hiding_compute_ms=50.0))

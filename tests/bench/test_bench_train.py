@@ -17,17 +17,13 @@ from offload.bench.measure import DriveSpeeds
 from offload.bench.train import loops
 from offload.bench.train.figures import (
     LOSS_BOUNDS,
-    TITLES,
-    TrainRow,
     as_json,
-    cells,
     make_rows,
     markdown,
-    plot,
     remarks,
 )
-from offload.bench.train.loops import Result, _use_drive, measure
-from offload.bench.train.plan import CONTENDERS, TrainJob, TrainPlan, make_plan, reason_to_skip
+from offload.bench.train.loops import Result, measure
+from offload.bench.train.plan import CONTENDERS, TrainPlan, make_plan, reason_to_skip
 from offload.cli.main import app
 from offload.errors import UsageError
 from offload.sizes import MIB
@@ -93,15 +89,6 @@ def test_the_same_training_in_memory_and_from_files(tmp_path: Path, quick: None)
     assert "<svg" in chart.read_text()
 
 
-@pytest.mark.slow
-def test_the_same_training_by_a_peer_and_in_another_order(tmp_path: Path, quick: None) -> None:
-    chosen = ("--only", "offload nvme/nvme", "--only", "fsdp2")
-    rows = rows_of(tmp_path, *chosen, "--micro-batches", "2")[1]
-    assert list(rows) == ["plain", "offload nvme/nvme", "offload nvme/nvme layer-major", "fsdp2 cpu"]
-    assert rows["fsdp2 cpu"]["forward_seconds"] > 0 and rows["offload nvme/nvme layer-major"]["forward_seconds"] is None
-    assert 0 < rows["offload nvme/nvme layer-major"]["read_bytes"] < rows["offload nvme/nvme"]["read_bytes"]
-
-
 def test_a_contender_that_fails_is_a_row_with_its_words_and_takes_no_further_turns(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,38 +131,6 @@ def test_a_row_says_where_its_losses_differ_from_plain_pytorch(tmp_path: Path) -
     page = markdown(settings, RATES, rows)
     assert page.count("DIFFER") == 2 and page.count("equal") == 1 and "roundings of fp32 explain 0.01%" in page
     json.dumps(as_json({}, settings, result))
-
-
-def test_the_bound_is_the_larger_of_compute_and_the_drive(tmp_path: Path) -> None:
-    moving = turn(4.0, read_bytes=1e9, written_bytes=1e9)
-    turns = {"plain": [turn(1.0), turn(3.0)], "offload nvme/nvme": [moving, moving], "offload none/none": [turn(3.0)]}
-    plain, swapped, in_memory = make_rows(plan(tmp_path), Result(RATES, turns, {}))
-    assert (plain.step_seconds, plain.bound_seconds, plain.of_bound) == (2.0, 2.0, 1.0)
-    assert (swapped.bound_seconds, swapped.of_bound, in_memory.bound_seconds) == (2.0, 0.5, 2.0)
-    slow = Result(RATES._replace(read=1e8, write=1e8, mixed=1e8), turns, {})
-    assert make_rows(plan(tmp_path), slow)[1].bound_seconds == 20.0
-    assert swapped.over_plain == pytest.approx((4 / 1 + 4 / 3) / 2), "each round by itself"
-    assert swapped.tokens_per_second == 16 / 4 and len(cells(swapped)) == len(TITLES)
-    alone = Result(RATES, {"plain": [], "offload none/none": [turn(3.0)]}, {"plain": "ended"})
-    assert make_rows(plan(tmp_path), alone)[1].bound_seconds is None
-
-
-def test_a_chart_is_drawn_of_rows_that_have_figures(tmp_path: Path) -> None:
-    row = TrainRow(
-        name="offload cpu/cpu", turns=1, step_seconds=2.0, least_seconds=1.0, most_seconds=3.0, bound_seconds=1.5
-    )
-    plot([row, TrainRow(name="fsdp2 cpu", refused="ended")], tmp_path / "chart.svg")
-    drawn = (tmp_path / "chart.svg").read_text()
-    assert "offload cpu/cpu" in drawn and "fsdp2" not in drawn
-
-
-def test_deepspeed_has_buffers_for_the_largest_parameter_and_its_files_in_the_folder() -> None:
-    job = TrainJob("deepspeed nvme/nvme", "/swap", "", "cpu", "gpt2-tiny", 1, 16, 1, "fp32", 1)
-    zero: dict[str, Any] = {key: {"device": "nvme"} for key in ("offload_param", "offload_optimizer")}
-    settings: dict[str, Any] = {"zero_optimization": zero}
-    _use_drive(settings, job, 1000)
-    assert zero["offload_param"]["buffer_size"] == 1000
-    assert all(zero[key]["nvme_path"] == "/swap" for key in ("offload_param", "offload_optimizer"))
 
 
 def test_the_page_receives_its_table_between_two_marks() -> None:

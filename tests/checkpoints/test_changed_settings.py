@@ -119,6 +119,7 @@ def test_a_resumed_run_says_both(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["OneCycle", "WarmupCosineLR"])
 @pytest.mark.parametrize("lr", [LR, 0.5])
 def test_without_the_schedule_a_resumed_run_has_its_own_rates(kind: str, lr: float, tmp_path: Path) -> None:

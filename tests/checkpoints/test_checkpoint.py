@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +23,10 @@ from offload.errors import ConfigError, IoError, StoreError, UsageError
 from offload.runs.import_checkpoint import open_foreign
 from offload.states import State
 from offload.swapper.store.format import read_manifest, read_records
-from tests.checkpoints.checkpoint_runs import DISK as ARGUMENTS_DISK
 from tests.checkpoints.checkpoint_runs import engine, folder, inspect, names, saved_checkpoint
 from tests.support import models, rounding_bounds
 from tests.support.drives.fault_injection import flip_bit
-from tests.support.oracle import PLACEMENTS, Job, assert_same_tensors, config, run, start, train_step, weights_of
+from tests.support.oracle import Job, assert_same_tensors, config, run, start, train_step, weights_of
 
 DISK, CPU, NONE = ("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")
 MIXTURE = models.MIXTURE._replace(accumulation=1)
@@ -79,13 +77,6 @@ def test_a_run_goes_on_in_another_placement(
     goes_on(models.DROPOUT._replace(dtype=dtype, steps=4), one, other, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("other", PLACEMENTS)
-@pytest.mark.parametrize("one", PLACEMENTS)
-def test_a_run_goes_on_in_every_placement(one: tuple[str, str], other: tuple[str, str], tmp_path: Path) -> None:
-    goes_on(models.DROPOUT._replace(dtype="bf16", steps=4), one, other, tmp_path)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [DISK, CPU])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -126,24 +117,6 @@ def test_units_may_be_cut_otherwise(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_what_was_loaded_is_what_a_kill_leaves(tmp_path: Path) -> None:
-    """The load is the next commit of the store, whatever its epoch."""
-    job = models.DROPOUT._replace(steps=4, dtype="bf16")
-    unbroken = run(job, DISK, tmp_path / "whole")
-    losses = saved(job, DISK, tmp_path)
-    engine = begin(job, DISK, tmp_path / "second")
-    for step in range(5, 9):
-        train_step(engine, job, step)
-    engine.load_checkpoint(tmp_path / "saved")
-    testing.abandon(engine, remove=False)  # as a kill would: nothing is finished
-    again = begin(job, DISK, tmp_path / "second", resume="must")
-    assert again.global_steps == 2
-    losses += [train_step(again, job, step) for step in range(2, 4)]
-    assert losses == unbroken.losses
-    assert_same_tensors(weights_of(again), unbroken.weights)
-    again.destroy(remove=True)
-
-
 def test_schedule_groups_counts_and_client_state_come_back(tmp_path: Path) -> None:
     job = models.MIXTURE
 
@@ -174,19 +147,6 @@ def test_schedule_groups_counts_and_client_state_come_back(tmp_path: Path) -> No
     second.load_checkpoint(tmp_path / "saved", load_lr_scheduler_states=False)
     assert second.global_steps == 3 and second.lr_scheduler.last_epoch == 6
     second.destroy(remove=True)
-
-
-def test_gradients_of_before_a_load_are_dropped(tmp_path: Path) -> None:
-    job = models.GPT2._replace(accumulation=2, steps=3)
-    unbroken = run(job, DISK, tmp_path / "whole")
-    losses = saved(job, DISK, tmp_path)
-    engine = begin(job, DISK, tmp_path / "second")
-    engine.backward(job.loss(engine, 50, 0))
-    engine.step()
-    engine.load_checkpoint(tmp_path / "saved")
-    assert engine.micro_batches == 0
-    assert [*losses, train_step(engine, job, 2)] == unbroken.losses
-    engine.destroy(remove=True)
 
 
 # -- weights alone, other modes -----------------------------------------------------------------------
@@ -258,22 +218,6 @@ def test_without_optimizer_states_moments_stay(placement: tuple[str, str], tmp_p
         assert torch.equal(value, (before if "exp_avg" in name else first)[name]), name
     assert testing.inspect(engine).parameter_steps[0][0] == 3 and engine.global_steps == 2
     engine.destroy(remove=True)
-
-
-@pytest.mark.parametrize("states", [True, False])
-def test_without_optimizer_states_the_groups_stay(states: bool, tmp_path: Path) -> None:
-    """What the saved run had set in its groups in the middle comes with the states alone."""
-    engine = begin(MIXTURE, DISK, tmp_path / "first")
-    engine.optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25)
-    train_step(engine, MIXTURE, 0)
-    engine.save_checkpoint(tmp_path / "saved")
-    engine.destroy(remove=True)
-    other = begin(MIXTURE, DISK, tmp_path / "second")
-    fresh = [(group["lr"], group["weight_decay"]) for group in other.optimizer.param_groups]
-    other.load_checkpoint(tmp_path / "saved", load_optimizer_states=states)
-    found = [(group["lr"], group["weight_decay"]) for group in other.optimizer.param_groups]
-    assert found == ([(0.5, 0.25), *fresh[1:]] if states else fresh) and fresh[0] != (0.5, 0.25)
-    other.destroy(remove=True)
 
 
 # -- what fits ----------------------------------------------------------------------------------------
@@ -376,24 +320,6 @@ def test_other_parameters_may_be_frozen(placement: tuple[str, str], tmp_path: Pa
     engine.destroy(remove=True)
 
 
-def test_an_engine_that_trains_nothing_loads_weights_of_any_mode(tmp_path: Path) -> None:
-    saved(models.GPT2, DISK, tmp_path)
-
-    def still() -> nn.Module:
-        return models.gpt2().requires_grad_(False)
-
-    engine = begin(models.GPT2._replace(model=still, dtype="bf16"), DISK, tmp_path / "second")
-    engine.load_checkpoint(tmp_path / "saved")
-    tensors = safetensors.torch.load_file(tmp_path / "saved" / "global_step2" / "states.rank0.safetensors")
-    loaded = weights_of(engine)["transformer.wte.weight"]
-    row = json.loads((tmp_path / "saved" / "global_step2" / "manifest.json").read_text())["layout"]["units"]
-    unit, each = next((u, p) for u, r in enumerate(row) for p in r["parameters"] if p["name"].endswith("wte.weight"))
-    values = tensors[f"{unit}.weight"][each["start"] : each["start"] + loaded.numel()].view(loaded.shape)
-    assert torch.equal(loaded, values.to(torch.bfloat16))
-    engine.save_checkpoint(tmp_path / "again")
-    engine.destroy()
-
-
 __all__ = ["engine", "folder", "saved_checkpoint"]  # fixtures
 
 ARGUMENTS_CPU = ("cpu", "cpu")
@@ -413,19 +339,6 @@ def test_a_tag_that_is_no_name(tag: str, engine: offload.Engine, tmp_path: Path)
     with pytest.raises(UsageError, match="cannot name a folder") as promoted:
         engine.save_checkpoint(tmp_path / "saved", tag=tag)
     assert repr(tag) in str(promoted.value) and not (tmp_path / "saved").exists()
-
-
-def test_a_save_among_the_swap_files_of_a_run_is_refused(tmp_path: Path) -> None:
-    engine = start(models.GPT2, ARGUMENTS_DISK, tmp_path / "swap")
-    train_step(engine, models.GPT2, 0)
-    run = tmp_path / "swap" / "default"
-    before = sorted(run.rglob("*"))
-    for where in (run, run / "rank0"):
-        with pytest.raises(UsageError, match="which holds the swap files of a run: give a folder of checkpoints"):
-            engine.save_checkpoint(where)
-    assert sorted(run.rglob("*")) == before
-    engine.save_checkpoint(tmp_path / "swap" / "checkpoints")
-    engine.destroy(remove=True)
 
 
 @pytest.mark.parametrize("tag", ["x" * 246, "ü" * 123, "two words", "日本", "latest.swp", "a.partial", "a.old"])
@@ -563,21 +476,6 @@ def test_the_latest_a_named_one_and_none(tmp_path: Path, caplog: pytest.LogCaptu
     engine.destroy()
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_checkpoint_of_the_same_name_is_replaced(
-    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not at_once:
-        testing.replace(monkeypatch, "folder.exchange", lambda *_: False)
-    engine = start(models.GPT2, ARGUMENTS_CPU, tmp_path / "run")
-    for step in range(2):
-        train_step(engine, models.GPT2, step)
-        engine.save_checkpoint(tmp_path / "saved", tag="best")
-    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"best", "latest"}
-    assert checkpoints(tmp_path / "saved")["best"].step == 2
-    engine.destroy()
-
-
 def test_keep_last_removes_the_oldest_of_ours_and_nothing_else(tmp_path: Path) -> None:
     folder, job = tmp_path / "saved", models.GPT2
     engine = start(job, ARGUMENTS_CPU, tmp_path / "run")
@@ -609,13 +507,6 @@ class Pair(nn.Module):
 
     def forward(self, factor: float) -> torch.Tensor:
         return factor * (self.a.square().sum() + (self.b.square().sum() if self.both else 0))
-
-
-class Parts(nn.ModuleDict):
-    """Modules that are a unit each."""
-
-    def forward(self, factor: float) -> torch.Tensor:
-        return torch.stack([part(factor) for part in self.values()]).sum()
 
 
 def begin_load(folder: Path, both: bool, frozen: bool, model: nn.Module | None = None) -> offload.Engine:
@@ -677,38 +568,6 @@ def test_damage_in_what_stays_is_an_error(
         step(engine)
         engine.destroy()
         assert CliRunner().invoke(app, ["verify", str(run / "default")]).exit_code == 0
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("damaged", [True, False])
-def test_damage_in_a_unit_that_stays_as_a_whole_is_an_error(damaged: bool, tmp_path: Path) -> None:
-    """The head is a unit of its own, which the checkpoint does not contain."""
-    body = {"layer": Pair(both=False, frozen=False)}
-    saver = begin_load(tmp_path / "other", both=False, frozen=False, model=Parts(body))
-    step(saver)
-    saver.save_checkpoint(tmp_path / "saved")
-    saver.destroy(remove=True)
-    run, parts = tmp_path / "run", {**body, "head": Pair(both=False, frozen=False)}
-    engine = begin_load(run, False, False, model=Parts(parts))
-    for _ in range(2):
-        step(engine)
-    engine.destroy()
-    rank = run / "default" / "rank0"
-    record = read_records(rank / "commit").valid[0]
-    place = read_manifest(rank / "manifest.json").spec.places()[1][State.EXP_AVG][record.slots[1]]
-    if damaged:
-        flip_bit(rank / "states", place.offset(4 * 5990))
-    engine = begin_load(run, False, False, model=Parts(parts))
-    if damaged:
-        with pytest.raises(IoError, match="checksum"):
-            engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
-        engine.destroy()
-        assert read_records(rank / "commit").valid[0] == record
-    else:
-        engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
-        step(engine)
-        engine.destroy()
-    assert CliRunner().invoke(app, ["verify", str(run / "default")]).exit_code == int(damaged)
 
 
 class Ranged(nn.Module):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import shutil
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -105,40 +103,6 @@ def test_the_newest_complete_one_before_it_is_named(tmp_path: Path) -> None:
         harm(folder, how)
         with pytest.raises(StoreError, match=f"{folder}.*; {advice}$"):
             engine.load_checkpoint(folder)
-    engine.destroy(remove=True)
-
-
-def test_swap_files_that_are_damaged_are_not_saved(tmp_path: Path) -> None:
-    job = models.GPT2
-    engine = start(job, DISK, tmp_path / "run")
-    train_step(engine, job, 0)
-    engine.save_checkpoint(tmp_path / "saved")
-    store = testing.inspect(engine).store
-    assert store is not None
-    flip_bit(*testing.inspect(engine).state_place(1, State.EXP_AVG, 100))
-    with pytest.raises(OSError, match="checksum"):
-        engine.save_checkpoint(tmp_path / "saved", tag="bad")
-    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"global_step1", "latest"}
-    engine.destroy(remove=True)
-
-
-def test_each_byte_of_a_save_has_one_checksum_that_of_the_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store's own checksum is compared with it, so that a read needs none."""
-    engine = start(models.GPT2, DISK, tmp_path / "run")
-    train_step(engine, models.GPT2, 0)
-    engine.save_checkpoint(tmp_path / "saved")  # after all updates
-    summed: dict[str, set[bool]] = {"read": set(), "write": set()}
-    submit = IoQueue._submit
-
-    def noted(queue: IoQueue, operation: str, *request: Any) -> Any:
-        summed[operation].add(request[-2])
-        return submit(queue, operation, *request)
-
-    monkeypatch.setattr(IoQueue, "_submit", noted)
-    engine.save_checkpoint(tmp_path / "saved", tag="again")
-    assert summed == {"read": {False}, "write": {True}}
     engine.destroy(remove=True)
 
 
@@ -360,24 +324,6 @@ def test_killed_at_each_moment(moment: str, same_tag: bool, tmp_path: Path) -> N
     gone = moment in ("all but the old one", "the old one goes", "the old one is empty")
     step = goes_on(tmp_path, 1, same_tag)
     assert step == (2 if gone or (named and same_tag) else 1)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("same_tag", [False, True], ids=["others", "the same"])
-def test_killed_at_random_moments(same_tag: bool, tmp_path: Path) -> None:
-    chance = random.Random(same_tag)
-    for attempt in range(2):
-        folder = tmp_path / str(attempt)
-        receiver, sender = processes().Pipe(duplex=False)
-        process = processes().Process(target=save_and_die, args=(folder, None, same_tag, sender))
-        process.start()
-        first = receiver.recv()
-        time.sleep(chance.uniform(0.0, 0.1))
-        process.kill()
-        process.join()
-        while receiver.poll():
-            first = receiver.recv()
-        assert goes_on(folder, first, same_tag) in (first, first + 1)
 
 
 class HalfFrozen(nn.Module):

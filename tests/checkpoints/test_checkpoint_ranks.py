@@ -15,8 +15,7 @@ import torch
 import offload
 from offload import testing
 from offload.checkpoint import load, save
-from offload.checkpoint.directory import remove
-from offload.errors import IoError, RankError, StoreError, UsageError
+from offload.errors import IoError, RankError, StoreError
 from offload.states import State
 from tests.support import rounding_bounds
 from tests.support.oracle import Job, Result, assert_same_tensors, config, weights_of
@@ -165,55 +164,6 @@ def test_an_error_on_one_rank_is_an_error_on_all(ranks: RankPool, tmp_path: Path
     assert one.startswith("IoError")
 
 
-def one_is_wrong(folder: Path) -> list[str]:
-    """What only rank 1 asks for cannot be; each time both are told, and go on together."""
-    job = JOBS["gpt2"]
-    engine = start(job, CPU, folder / "run")
-    rank, message = rank_and_size()[0], []
-    right: dict[str, Any] = {"save_dir": folder / "saved", "tag": "one"}
-    wrong: list[dict[str, Any]] = [{"tag": "a/b"}, {"keep_last": 0}, {"keep_last": "2"}, {"save_dir": None}]
-    wrong += [{"client_state": [1]}, {"client_state": {"big": 10**5000}}]
-    for each in wrong:
-        try:
-            engine.save_checkpoint(**{**right, **(each if rank else {})})
-        except (StoreError, UsageError) as error:
-            message.append(f"{type(error).__name__}: {error}")
-    assert not (folder / "saved").exists()
-    engine.save_checkpoint(**right)
-    for load_dir in (None if rank else folder / "saved", folder / "saved"):
-        try:
-            engine.load_checkpoint(load_dir)  # type: ignore[arg-type]
-        except (StoreError, UsageError) as error:
-            message.append(f"{type(error).__name__}: {error}")
-    train(engine, job, range(1))
-    engine.destroy(remove=True)
-    return message
-
-
-def test_an_error_of_one_rank_is_raised_on_all(ranks: RankPool, tmp_path: Path) -> None:
-    zero, one = ranks.run(one_is_wrong, tmp_path)
-    assert len(zero) == len(one) == 7
-    for mine, theirs in zip(zero, one, strict=True):
-        assert theirs.startswith("UsageError: ") and mine.startswith("StoreError: rank 1 could not "), (mine, theirs)
-        assert theirs in mine
-
-
-def test_nothing_of_a_save_is_left_for_any_rank_to_see(ranks: RankPool, tmp_path: Path) -> None:
-    for each in ranks.run(names_after_saves, tmp_path):
-        assert each == ["global_step0", "latest"]
-
-
-def names_after_saves(folder: Path) -> list[str]:
-    engine = start(JOBS["gpt2"], CPU, folder / "run")
-    seen: set[str] = set()
-    for _ in range(5):
-        engine.save_checkpoint(folder / "saved")
-        seen |= {path.name for path in (folder / "saved").iterdir()}
-        engine.mean(0.0)
-    engine.destroy(remove=True)
-    return sorted(seen)
-
-
 def one_saves_alone(folder: Path, what: str) -> str:
     job = JOBS["gpt2"]
     engine = start(job, CPU, folder / "run")
@@ -321,18 +271,6 @@ def test_a_grid_goes_on_from_its_checkpoint_bit_for_bit(kind: str, ranks: RankPo
     assert names == ["manifest.json", f"{short}0of2", f"{short}1of2"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tensor", "pipeline", "both"])
-def test_parts_are_divided_by_zero_too(kind: str, four: RankPool, tmp_path: Path) -> None:
-    names = four.run(save_and_load, kind, tmp_path)[0]
-    files = {each.name for each in (tmp_path / "saved" / "global_step1" / names[1]).iterdir()}
-    ranks = range(1 if kind == "both" else 2)
-    assert files == {
-        "manifest.json",
-        *(f"{what}.rank{rank}.safetensors" for what in ("states", "progress") for rank in ranks),
-    }
-
-
 def save_weights(kind: str, folder: Path) -> dict[str, Any]:
     engine = start_grid(kind, MEMORY, folder / "one")
     weights = train_grid(kind, engine, 0, 1).weights
@@ -358,26 +296,6 @@ def test_more_ranks_of_zero_load_the_same_parts(kind: str, ranks: RankPool, four
     for number, loaded in enumerate(four.run(load_weights, kind, tmp_path)):
         # Two by two: those of one stage are neighbours in the mesh of a pipeline, as are those of a row.
         assert_same_tensors(loaded, saved[number // 2 if kind == "pipeline" else number % 2])
-
-
-def replace_and_prune(folder: Path) -> None:
-    engine = start_grid("pipeline", MEMORY, folder / "run")
-    for step in range(3):
-        train_grid("pipeline", engine, step, step + 1)
-        engine.save_checkpoint(folder / "saved", keep_last=2)
-    engine.save_checkpoint(folder / "saved", "global_step3")  # over the one of that name
-    engine.destroy(remove=True)
-
-
-def test_old_checkpoints_of_a_grid_are_removed_and_replaced_whole(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(replace_and_prune, tmp_path)
-    saved = tmp_path / "saved"
-    assert sorted(each.name for each in saved.iterdir()) == ["global_step2", "global_step3", "latest"]
-    (saved / "global_step3" / "pp1of2" / "notes.txt").write_text("mine")
-    with pytest.raises(StoreError, match=r"pp1of2/notes\.txt in .* does not belong to a checkpoint"):
-        remove(saved / "global_step3")
-    remove(saved / "global_step2")
-    assert sorted(each.name for each in saved.iterdir()) == ["global_step3", "latest"]
 
 
 def refused(damage: str, folder: Path) -> str:

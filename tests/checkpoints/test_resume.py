@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,14 @@ from torch.utils.data import DataLoader, Dataset
 
 import offload
 from offload import testing
-from offload.engine.snapshot import write_buffer
 from offload.errors import StoreError, UsageError
 from offload.swapper.store import run_status
 from tests.support import models
 from tests.support.modules.module_kinds import Layers
 from tests.support.oracle import (
     Job,
-    assert_same,
     assert_same_tensors,
     config,
-    kill_and_resume,
     run,
     start,
     train_step,
@@ -45,27 +41,8 @@ from tests.support.processes.user_script import (
     warm_up,
 )
 from tests.support.processes.user_script import Script as TrainingScript
-from tests.support.sampling import drawn
 
 DISK = ("nvme", "nvme")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "placement", "late"),
-    [
-        ("bf16", DISK, 0.005),
-        pytest.param("bf16", DISK, 0.0, marks=pytest.mark.slow),
-        pytest.param("fp32", ("cpu", "nvme"), 0.0, marks=pytest.mark.slow),
-    ],
-)
-def test_killed_five_times(dtype: str, placement: tuple[str, str], late: float, tmp_path: Path) -> None:
-    """SIGKILL at random moments, five with `--whole`, with dropout, so that every generator must come back too."""
-    job = models.DROPOUT._replace(dtype=dtype, steps=40 if late else 150, accumulation=2)
-    (tmp_path / "killed").mkdir()
-    killed = kill_and_resume(
-        job, placement, tmp_path / "killed", kills=len(drawn(range(5), 2)), seed=len(dtype), late=late
-    )
-    assert_same(run(job, placement, tmp_path / "whole"), killed, "unbroken and killed")
 
 
 @pytest.mark.sample(1)
@@ -88,45 +65,6 @@ def test_every_placement_resumes(placement: tuple[str, str], tmp_path: Path) -> 
     second.destroy(remove=True)
     assert losses == reference.losses
     assert_same_tensors(weights, reference.weights)
-
-
-def test_every_step_is_there_after_destroy(tmp_path: Path) -> None:
-    """A step of which only the schedule was made is finished and committed by `destroy`."""
-    job = models.GPT2
-    for step in range(3):
-        engine = start(job, DISK, tmp_path, resume="auto")
-        assert engine.global_steps == step
-        train_step(engine, job, step)
-        engine.destroy()
-    engine = start(job, DISK, tmp_path, resume="auto")
-    assert engine.global_steps == 3
-    engine.destroy(remove=True)
-
-
-def test_buffers_schedule_and_counts_come_back(tmp_path: Path) -> None:
-    job = models.MIXTURE
-
-    def begin(resume: str) -> offload.Engine:
-        torch.manual_seed(0)
-
-        def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-            return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-
-        return offload.initialize(
-            model=job.model(), lr_scheduler=schedule, config=config(job, DISK, tmp_path, resume=resume)
-        )[0]
-
-    first = begin("never")
-    for step in range(3):
-        train_step(first, job, step)
-    calls, lr = first.module.calls.clone(), first.get_lr()
-    first.destroy()
-    assert lr == [job.lr / 2] and int(calls) == 6
-    second = begin("auto")
-    assert torch.equal(second.module.calls, calls) and second.get_lr() == lr and second.micro_steps == 6
-    train_step(second, job, 3)
-    assert second.get_lr() == [job.lr / 4]
-    second.destroy(remove=True)
 
 
 def test_other_settings_are_reported(tmp_path: Path) -> None:
@@ -188,30 +126,6 @@ def test_a_run_resumes_with_tiers_that_need_no_store(tmp_path: Path) -> None:
     assert losses == unbroken.losses
 
 
-def test_schedules_that_move_the_betas(tmp_path: Path) -> None:
-    job = models.GPT2
-
-    def begin(folder: Path, resume: str) -> offload.Engine:
-        torch.manual_seed(0)
-
-        def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-            return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)
-
-        content = config(job, DISK, folder, resume=resume)
-        return offload.initialize(model=job.model(), lr_scheduler=schedule, config=content)[0]
-
-    reference = begin(tmp_path / "whole", "never")
-    expected = [train_step(reference, job, step) for step in range(6)]
-    reference.destroy(remove=True)
-    first = begin(tmp_path / "parts", "never")
-    losses = [train_step(first, job, step) for step in range(3)]
-    first.destroy()
-    second = begin(tmp_path / "parts", "must")
-    losses += [train_step(second, job, step) for step in range(3, 6)]
-    second.destroy(remove=True)
-    assert losses == expected
-
-
 def test_must_without_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="must"):
         start(models.GPT2, DISK, tmp_path, resume="must")
@@ -250,40 +164,6 @@ def test_an_exit_without_destroy_commits(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_ctrl_c_in_the_middle_of_a_forward(tmp_path: Path) -> None:
-    """The step before is whole, and training goes on in the same process with the right bits."""
-    job = models.GPT2
-    reference = run(job, DISK, tmp_path / "whole")
-    engine = start(job, DISK, tmp_path / "cut")
-    losses = []
-    for step in range(job.steps):
-        hook = engine.module.transformer.h[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            job.loss(engine, step, 0)
-        hook.remove()
-        losses.append(train_step(engine, job, step))
-    engine.destroy(remove=True)
-    assert losses == reference.losses
-
-
-class Counting(Layers):
-    """A persistent buffer that does not lie contiguously."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.arange(12.0).view(3, 4).t())
-
-
-def test_a_buffer_that_is_not_contiguous_is_committed(tmp_path: Path) -> None:
-    job = Job(Counting, models.mixture_loss, steps=2)
-    engine = start(job, DISK, tmp_path)
-    train_step(engine, job, 0)
-    engine.destroy()
-    engine = start(job, DISK, tmp_path, resume="must")
-    assert torch.equal(engine.module.table.cpu(), torch.arange(12.0).view(3, 4).t())
-    engine.destroy(remove=True)
-
-
 class Sharing(Layers):
     """Persistent buffers whose elements share memory."""
 
@@ -314,12 +194,6 @@ def test_a_buffer_whose_elements_share_memory_comes_back(tmp_path: Path) -> None
         engine = start(job, DISK, tmp_path / "other")
         engine.load_checkpoint(tmp_path / "saved", load_module_only=weights_alone)
         assert_back(engine)
-
-
-def test_elements_that_shared_memory_and_differ_get_memory_of_their_own() -> None:
-    buffer = torch.ones(1).expand(3)
-    write_buffer(buffer, torch.arange(3.0))
-    assert buffer.tolist() == [0, 1, 2]
 
 
 def test_a_schedule_that_does_not_take_its_saved_state_is_an_error_of_ours(tmp_path: Path) -> None:
@@ -412,16 +286,6 @@ def test_draws_before_the_first_call_come_again(workers: int, accumulation: int,
     assert seen == expected
 
 
-def test_nothing_is_put_back_in_a_new_run_and_after_a_step(tmp_path: Path) -> None:
-    script = Script(tmp_path, 0)
-    for _ in range(2):
-        before = torch.get_rng_state()
-        script.engine.restore_generators()
-        assert torch.equal(before, torch.get_rng_state())
-        script.step()
-    script.engine.destroy()
-
-
 def test_a_checkpoint_of_a_run_without_a_loader_restores_the_generators(tmp_path: Path) -> None:
     """Also where the loader has restored others, of an earlier resume."""
     first = user_script.Script(tmp_path / "plain", user_script.Setup("plain 0"))
@@ -492,24 +356,6 @@ def test_a_loop_that_loads_goes_on_as_the_one_that_saved(setup: Setup, begin_ane
     assert_equal((seen, script.engine.get_lr(), script.end()), expected)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("loads", [1, 2])
-def test_two_loads_in_a_row_are_one(loads: int, tmp_path: Path) -> None:
-    setup = SETUPS[2]
-    expected = unbroken(tmp_path, setup)
-    script, seen = saved(tmp_path, setup)
-    generator = torch.get_rng_state()
-    script.step()
-    for _ in range(loads):
-        script.engine.load_checkpoint(tmp_path / "saved")
-        next(script.batches)  # which draws, and is not trained
-    script.engine.load_checkpoint(tmp_path / "saved")
-    torch.manual_seed(99)
-    script.engine.get_lr(), script.engine.mean(0.0)  # no batch of the loader: the generators are put back here
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert_equal(([*seen, *to_the_end(script)], script.engine.get_lr(), script.end()), expected)
-
-
 def killed_after(script: TrainingScript) -> None:
     """As a kill would leave it: nothing is finished."""
     testing.abandon(script.engine, remove=False)
@@ -534,17 +380,6 @@ def test_a_kill_right_after_a_load_loses_nothing_of_it(setup: Setup, at: int, tm
         assert script.engine.global_steps == at and script.engine.client_state == {"at": [at]}
         ends.append((to_the_end(script), script.engine.get_lr(), script.end()))
     assert_equal(*ends)
-
-
-def test_a_load_of_before_the_first_step_is_a_new_run(tmp_path: Path) -> None:
-    """There each `iter` begins the next pass."""
-    script, _ = saved(tmp_path, Setup("ours"), 0)
-    script.step()
-    for _ in range(2):
-        script.engine.load_checkpoint(tmp_path / "saved")
-        passes = [[rows.tolist() for rows in script.loader] for _ in range(2)]
-        assert passes[0] != passes[1] and script.loader.epoch == 2 and len(passes[0]) == 10
-    script.engine.destroy(remove=True)
 
 
 # -- registered objects -------------------------------------------------------------------------------
@@ -584,21 +419,6 @@ def test_objects_beyond_those_registered_are_waited_for(tmp_path: Path) -> None:
     script.engine.destroy(remove=True)
 
 
-def test_objects_that_the_checkpoint_has_not_stay_as_they_are(tmp_path: Path) -> None:
-    checkpoint = counters_saved(tmp_path, 4)
-    script, (first, second) = with_counters(tmp_path / "second", 0, 7)
-    script.engine.load_checkpoint(checkpoint)
-    assert (first.count, second.count) == (4, 7)
-    assert "the last 1 registered object was not saved" in script.engine.notices[-1]
-    third = Counter(8)
-    script.engine.register_for_checkpointing(third)
-    killed_after(script)
-    script, counters = with_counters(tmp_path / "second", 0, 0)
-    assert [each.count for each in counters] == [4, 7], "the third came after the commit"
-    script.step()
-    script.engine.destroy(remove=True)
-
-
 def test_other_objects_are_an_error_before_anything_changes(tmp_path: Path) -> None:
     checkpoint = counters_saved(tmp_path, 4, 5)
     script, (first,) = with_counters(tmp_path / "second", 1)
@@ -619,19 +439,6 @@ def test_other_objects_are_an_error_before_anything_changes(tmp_path: Path) -> N
     script.engine.load_checkpoint(checkpoint, load_module_only=True)
     assert first.count == 1 and script.engine.global_steps == 2
     script.step()
-    script.engine.destroy(remove=True)
-
-
-def test_objects_that_a_resumed_run_still_waits_for_are_those_of_the_checkpoint_then(tmp_path: Path) -> None:
-    checkpoint = counters_saved(tmp_path, 4, 5)
-    script, _ = with_counters(tmp_path / "second", 1)
-    script.step()
-    script.engine.destroy()
-    script = TrainingScript(tmp_path / "second")
-    script.engine.load_checkpoint(checkpoint)
-    first, second = Counter(), Counter()
-    script.engine.register_for_checkpointing(first, second)
-    assert (first.count, second.count) == (4, 5)
     script.engine.destroy(remove=True)
 
 

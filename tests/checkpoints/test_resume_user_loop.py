@@ -15,13 +15,10 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from offload.engine.state import RegisteredObjects
 from offload.errors import ConfigError, UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from tests.support.oracle import processes
 from tests.support.processes.user_script import (
-    SAMPLES,
-    STEPS,
     Counter,
     Script,
     Setup,
@@ -94,32 +91,6 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
 
 
 # -- the loader's place -------------------------------------------------------------------------------
-
-
-def test_samples_of_before_are_not_loaded(tmp_path: Path) -> None:
-    first = Script(tmp_path)
-    for _ in range(3):
-        first.step()
-    next(first.batches)  # fetched, and not trained
-    first.end()
-    second = Script(tmp_path)
-    assert len(second.loader) == 10 and second.loader.epoch == 0
-    rest = list(second.loader)
-    assert len(rest) == 4 and sorted(first.data.loaded[:12] + second.data.loaded) == list(range(SAMPLES))
-    second.engine.destroy()
-
-
-def test_a_look_at_a_batch_changes_nothing(tmp_path: Path) -> None:
-    """Scripts look at the first batch, for its shape say, before they train."""
-    setup = Setup("ours", draws=True)
-    unbroken = train(tmp_path / "whole", setup)
-    first = Script(tmp_path / "parts", setup)
-    seen = [first.step() for _ in range(7)]
-    first.end()
-    second = Script(tmp_path / "parts", setup)
-    next(iter(second.loader)), next(iter(second.loader))
-    seen += [second.step() for _ in range(7, STEPS)]
-    assert_equal(unbroken, (seen, second.engine.get_lr(), second.end()))
 
 
 def test_epochs_are_counted(tmp_path: Path) -> None:
@@ -243,33 +214,6 @@ def test_objects_come_back_in_order(tmp_path: Path) -> None:
     script.engine.step()  # nothing of the one that was refused had begun
     assert script.engine.global_steps == 4
     script.engine.destroy()
-
-
-class Picky(Counter):
-    """A counter that refuses its first state."""
-
-    ready = False
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.ready:
-            self.ready = True
-            raise KeyError("not ready")
-        super().load_state_dict(state)
-
-
-def test_a_call_of_which_one_object_fails_registers_none_and_may_be_repeated() -> None:
-    before = RegisteredObjects()
-    before.add([Counter(1), Picky(2), Counter(3)])
-    after = RegisteredObjects()
-    after.restore(before.states(), may_grow=False)
-    objects = [Counter(), Picky()]
-    with pytest.raises(KeyError, match="not ready"):
-        after.add(objects)
-    assert after.states() == before.states() and not after.complete
-    after.add(objects)
-    assert [thing.count for thing in objects] == [1, 2] and after.states() == before.states() and not after.complete
-    after.add([Counter()])
-    assert after.states() == before.states() and after.complete
 
 
 def test_other_objects_than_the_run_had_are_errors(tmp_path: Path) -> None:
@@ -410,19 +354,3 @@ def test_another_kind_of_schedule_begins_at_its_start(tmp_path: Path) -> None:
     assert script.engine.get_lr() == [pytest.approx(1e-3)]
     assert any("schedule StepLR is now SequentialLR" in line for line in script.engine.notices)
     script.engine.destroy(remove=True)
-
-
-# -- generators ---------------------------------------------------------------------------------------
-
-
-def test_a_new_run_and_a_resumed_one_leave_the_generators_alike(tmp_path: Path) -> None:
-    """Until the first engine call: a DataLoader without a generator of its own draws its order from torch's."""
-    states = []
-    for _ in range(2):
-        script = Script(tmp_path)
-        states.append((torch.get_rng_state(), random.getstate(), np.random.get_state()[1]))
-        next(iter(script.loader)) if not states[:-1] else None
-        script.step()
-        script.end()
-    assert torch.equal(states[0][0], states[1][0]) and states[0][1] == states[1][1]
-    assert (states[0][2] == states[1][2]).all()

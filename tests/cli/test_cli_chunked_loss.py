@@ -87,13 +87,6 @@ def test_a_model_that_caps_its_logits_keeps_all_of_them(calls: list[torch.Size])
     assert not calls and not Path("swap/other").exists()
 
 
-def test_adapters_on_the_head_keep_all_logits(calls: list[torch.Size]) -> None:
-    name = folder("Llama", num_key_value_heads=2)
-    done = call("--steps", "1", "--model", name, "--lora", "r=4,targets=lm_head+q_proj")
-    assert done.exit_code == 0 and f"{AT_ONCE}: LlamaForCausalLM has the head peft.tuners.lora" in done.stdout
-    assert not calls
-
-
 # -- resumed ------------------------------------------------------------------------------------------
 
 
@@ -136,13 +129,3 @@ def test_a_run_of_an_earlier_version_is_resumed_with_all_logits(
     done = call(*RUN, "--log", "log", "--resume", "must")
     assert done.exit_code == 0 and f"{AT_ONCE}: the run has begun with all logits" in done.stdout, done.output
     assert losses("log") == losses("whole") and not calls
-
-
-def test_another_loss_is_an_option_of_a_resumed_run_and_no_job_that_is_done(calls: list[torch.Size]) -> None:
-    call("--steps", "1", "--keep", "--no-chunked-loss")
-    done = call("--steps", "2", "--resume", "must", "--chunked-loss")
-    assert done.exit_code == 0 and IN_CHUNKS in done.stdout and calls
-    assert "resumed, and the loss was computed from all logits, is computed in chunks" in done.stdout
-    refused = call("--steps", "2", "--resume", "auto", "--no-chunked-loss")
-    assert refused.exit_code == 2 and "the loss was computed in chunks, is computed from all logits" in refused.stderr
-    assert "nothing to do" in call("--steps", "2", "--resume", "auto").stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import re
@@ -19,7 +18,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
-from offload.cli.console import without_collector
 from offload.cli.main import app
 from offload.config import load_config
 from offload.errors import ConfigError, UsageError
@@ -42,10 +40,6 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 COMMANDS = list(commands(typer.main.get_command(app)))
 WITHOUT_JSON = [("run",), ("launch",)]
 """Commands whose output is that of a script."""
-
-
-def test_commands_are_found() -> None:
-    assert {("train",), ("plan",), ("rm",), ("bench", "io")} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -112,12 +106,6 @@ def test_an_empty_path_is_not_the_working_folder(
     monkeypatch.chdir(tmp_path)
     message = f"an argument is empty{of}: give a value, or leave it out; see `offload --help`"
     assert (refused(*arguments) == message) is (of is not None)
-
-
-def test_a_group_without_a_command_prints_its_help() -> None:
-    for path in ((), ("bench",)):
-        result = CliRunner().invoke(app, path, prog_name="offload")
-        assert result.exit_code == 2 and result.output.startswith("Usage: offload "), result.output
 
 
 def test_a_terminal_without_a_letter_ends_nothing() -> None:
@@ -269,21 +257,3 @@ def test_another_text_or_length_is_reported() -> None:
     Path("other.py").write_text("def half(number):\n    return number // 2\n\n" * 50)
     output = " ".join(call("--steps", "4", "--seq-len", "16", *more, text="other.py").stdout.split())
     assert "the data differ" in output and "checksum was" in output and "seq-len" not in output
-
-
-def test_the_collector_is_off_inside_and_on_again_after_an_error() -> None:
-    assert gc.isenabled()
-    with pytest.raises(ValueError, match="inside"), without_collector():
-        assert not gc.isenabled()
-        raise ValueError("inside")
-    assert gc.isenabled()
-
-
-def test_a_collector_that_was_off_stays_off() -> None:
-    gc.disable()
-    try:
-        with without_collector():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()

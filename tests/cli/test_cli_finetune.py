@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from offload.finetune.corpus import packing, token_stream
-from offload.finetune.corpus.token_stream import HeldOut, choose
-from offload.report.log import read_log
+from offload.finetune.corpus import packing
+from offload.finetune.corpus.token_stream import choose
 from tests.support import rounding_bounds
 from tests.support.model_folders import MARKING_TEMPLATE, make_folder, write_lines
 from tests.support.processes import warm_process
@@ -123,13 +121,6 @@ def test_too_little_to_hold_out_is_an_error() -> None:
     assert "no evaluation: there is too little data" in done.stderr and facts(done)["evaluations"] == []
 
 
-def test_a_report_shows_steps_and_evaluations() -> None:
-    call("--steps", "4", "--eval-every", "2", "--log", "log")
-    found = read_log(Path("log"))
-    assert [step["step"] for step in found.steps] == [1, 2, 3, 4] and found.again == found.truncated_lines == 0
-    assert ["eval_loss" in step for step in found.steps] == [False, True, False, True]
-
-
 def test_a_resumed_run_keeps_the_evaluations_of_its_log() -> None:
     call("--steps", "4", "--eval-every", "2", "--log", "whole", "--run", "whole")
     call("--steps", "2", "--eval-every", "2", "--log", "log", "--keep")
@@ -150,40 +141,9 @@ def test_one_in_twenty_at_most_sixteen_spread_over_all(count: int) -> None:
         assert 0 <= chosen[0] and chosen[-1] < count and gaps.max() - gaps.min() <= 1
 
 
-def test_text_is_divided_into_sequences_and_the_rest() -> None:
-    tokens = np.arange(1000, dtype=np.int32)
-    learned, held = token_stream.hold_out(tokens, 10)
-    assert held.shape == (5, 10) and {*learned, *held.flat} == {*tokens} and len(learned) == 950
-    assert (np.diff(learned) > 0).all() and learned.dtype == tokens.dtype
-
-
 def test_rows_are_split_into_training_and_evaluation() -> None:
     documents = [packing.Document(np.full(8, n, np.int32), np.ones(8, bool), False) for n in range(40)]
     packed = packing.pack(documents, 8)
     learned, held = packing.hold_out(packed)
     assert held is not None and len(held.ids) == 2 and {*learned.ids.flat} | {*held.ids.flat} == {*range(40)}
     assert not {*learned.ids.flat} & {*held.ids.flat}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("count", [1, 5, 12])
-def test_ranks_make_the_same_forwards_and_count_each_token_once(world_size: int, count: int) -> None:
-    labels = np.arange(count * 4).reshape(count, 4)
-    labels[0, 2:] = -100
-    shares = [HeldOut({"input_ids": labels, "labels": labels}, 2, rank, world_size) for rank in range(world_size)]
-    batches = [[*share.batches()] for share in shares]
-    assert len({len(each) for each in batches}) == 1, "a forward takes all ranks"
-    counted = sum(many for each in batches for _, many in each)
-    assert counted == (labels[:, 1:] >= 0).sum()
-
-    def mean_of(inputs: dict[str, torch.Tensor]) -> float:
-        return float(inputs["labels"][:, 1:][inputs["labels"][:, 1:] >= 0].double().mean())
-
-    sums = [share.loss(mean_of, lambda value: value) for share in shares] if world_size == 1 else []
-    for found in sums:
-        assert found == pytest.approx(labels[:, 1:][labels[:, 1:] >= 0].mean())
-
-
-def test_the_lines_are_json() -> None:
-    call("--steps", "1", "--log", "log")
-    assert json.dumps(all_lines()[-1]) and {*all_lines()[-1]} == {"step", "eval_loss", "eval_seconds", "time"}

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.errors import StoreError
-from offload.finetune.output import check_output, weights_of
+from offload.finetune.output import weights_of
 from tests.support.model_folders import make_folder
 from tests.support.processes.cli_in_process import call, facts, log, run_folder, swap_files
 
@@ -143,36 +140,12 @@ def test_a_place_that_cannot_be_written_is_found_before_training() -> None:
     assert not Path("swap").exists()
 
 
-def test_what_another_rank_tries_in_an_empty_folder_does_not_fill_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("out").mkdir()
-    made: list[str] = []
-    remove = os.rmdir
-
-    def tried_by_another_too(path: str) -> None:
-        made.append(path)
-        if len(made) == 1:
-            check_output(Path("out"), may_be_there=False)
-        remove(path)
-
-    monkeypatch.setattr("os.rmdir", tried_by_another_too)
-    check_output(Path("out"), may_be_there=False)
-    assert len(made) == 2 and not [*Path("out").iterdir()]
-
-
 def test_passes_over_the_data_are_steps() -> None:
     """2200 bytes are 68 sequences of 32; 3 are held out; 2 are in a step of two micro-batches of 1."""
     nbytes = Path("text.py").stat().st_size
     of_a_pass = math.ceil((nbytes - nbytes // 32 // 20 * 32) / 64)
     found = facts(call("--epochs", "0.5", "--batch-size", "1", "--accumulation", "2", "--json"))
     assert found["total_steps"] == found["steps"] == math.ceil(of_a_pass / 2)
-
-
-def test_a_warm_up_is_compared_with_the_steps_of_the_passes() -> None:
-    """They are known only when the data are packed; before, nothing is said of the default of 200 steps."""
-    refused = call("--epochs", "1", "--warmup", "250")
-    assert refused.exit_code == 2 and re.search(r"--warmup 250 is more than the \d\d? steps", refused.stderr)
-    goes_on = call("--epochs", "300", "--warmup", "250", "--resume", "must")
-    assert "holds no committed step" in goes_on.stderr and "--warmup" not in goes_on.stderr, goes_on.stderr
 
 
 def test_names_of_hugging_face_are_taken() -> None:
@@ -212,12 +185,6 @@ def test_names_of_axolotl_and_accelerate_are_taken() -> None:
 
     for name, (own, value) in names.items():
         assert parsed(name, value) == parsed(own, value) != parsed(), name
-
-
-def test_the_help_has_one_name_of_each_option() -> None:
-    message = CliRunner().invoke(app, ["train", "--help"]).output
-    assert "--lr " in message and "--learning-rate" not in message and "--save " not in message
-    assert "Hugging Face" in message
 
 
 @pytest.mark.sample(8)

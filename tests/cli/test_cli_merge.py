@@ -14,7 +14,7 @@ from offload.cli.commands.train import TrainOptions
 from offload.config import load_config, resolve_batch
 from offload.errors import ConfigError
 from offload.finetune.model import decay_groups
-from offload.finetune.options import Options, Start, chooses_dtype, merge, schedule
+from offload.finetune.options import Options, chooses_dtype, merge, schedule
 
 FILE: dict[str, Any] = {
     "train_batch_size": 32,
@@ -36,17 +36,6 @@ def test_the_job_has_the_options_of_the_command_and_their_defaults() -> None:
     several = {name for name, default in asked.items() if default == ()}
     assert {name: () if name in several else default for name, default in typed.items()} == asked
     assert all(typed[name] is None for name in several)
-
-
-def test_defaults_without_a_file() -> None:
-    content, lines = merge(None, Options())
-    config = load_config(content)
-    assert lines == ()
-    assert (config.weight_tier, config.optimizer_tier) == ("nvme", "nvme") and chooses_dtype(content)
-    assert config.drives == ("./swap",)
-    assert resolve_batch(config, 1) == (8, 1, 8)
-    assert config.optimizer is not None and config.optimizer.params.lr == 3e-4
-    assert (config.offload.seed, config.offload.run, config.offload.resume) == (0, "default", "never")
 
 
 def scheduled(file: dict[str, Any] | None, **typed: Any) -> Any:
@@ -124,33 +113,6 @@ def test_a_typed_schedule_overrules_the_files() -> None:
     assert scheduled(FILE, warmup=5)[0].type == "WarmupCosineLR"
 
 
-def test_what_training_starts_from_decides_the_learning_rate() -> None:
-    for start, lr in ((Start.SCRATCH, 3e-4), (Start.WEIGHTS, 2e-5), (Start.ADAPTERS, 2e-4)):
-        for file in (None, {"optimizer": {"params": {"lr": "auto"}}}):
-            assert merge(file, Options(), start)[0]["optimizer"]["params"]["lr"] == lr
-        assert merge(FILE, Options(), start)[0]["optimizer"]["params"]["lr"] == 1e-3
-        assert merge(None, Options(lr=0.5), start)[0]["optimizer"]["params"]["lr"] == 0.5
-
-
-def test_decay_and_clip_become_config_keys() -> None:
-    config = load_config(merge(None, Options())[0])
-    assert (config.optimizer.params.weight_decay, config.gradient_clipping) == (0.1, 1.0)
-    content, lines = merge({**FILE, "gradient_clipping": 2.0}, Options(weight_decay=0.0, grad_clip=0.5))
-    config = load_config(content)
-    assert (config.optimizer.params.weight_decay, config.gradient_clipping) == (0.0, 0.5)
-    assert lines == (
-        "--weight-decay 0.0 overrules optimizer.params.weight_decay 0.1",
-        "--grad-clip 0.5 overrules gradient_clipping 2.0",
-    )
-
-
-def test_the_form_of_the_moments_becomes_a_config_key() -> None:
-    assert load_config(merge(None, Options())[0]).moments == "fp32"
-    content, lines = merge({**FILE, "offload": {"moments": "bf16"}}, Options(moments="int8"))
-    assert load_config(content).moments == "int8"
-    assert lines == ("--moments int8 overrules offload.moments bf16",), "and is not the option of frozen weights"
-
-
 def test_biases_and_norms_do_not_decay() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
     model[1].weight.requires_grad_(False)
@@ -197,13 +159,6 @@ def test_the_same_value_needs_no_line(typed: dict[str, Any]) -> None:
     assert load_config(content).drives == ("/fast",)
 
 
-def test_typed_values_arrive() -> None:
-    typed = Options(offload_param="none", nvme_path=("/a", "/b"), dtype="bf16", host_memory="2GiB", device="cpu")
-    config = load_config(merge(FILE, typed)[0])
-    assert (config.weight_tier, config.drives, config.dtype) == ("none", ("/a", "/b"), "bf16")
-    assert (config.offload.host_memory, config.offload.device) == (2 << 30, "cpu")
-
-
 @pytest.mark.parametrize("block", ["fp16", "bfloat16"])
 def test_dtype_stands_for_every_mode(block: str) -> None:
     content, lines = merge({block: {"enabled": True}}, Options(dtype="fp32"))
@@ -243,25 +198,6 @@ def test_the_machine_chooses_the_dtype_where_that_is_asked_for(name: str) -> Non
 )
 def test_batch_size_is_a_micro_batch(file: dict[str, Any], typed: dict[str, int], batch: tuple[int, ...]) -> None:
     assert resolve_batch(load_config(merge(file, Options(**typed))[0]), 1) == batch
-
-
-def test_batch_size_names_what_it_overrides() -> None:
-    assert merge(FILE, Options(batch_size=16))[1] == ("--batch-size 16 overrules train_micro_batch_size_per_gpu 4",)
-    assert merge(FILE, Options(batch_size=16, accumulation=4))[1] == (
-        "--batch-size 16 overrules train_micro_batch_size_per_gpu 4",
-        "--batch-size and --accumulation overrule train_batch_size 32",
-    )
-
-
-def test_a_total_that_stays_is_not_overruled() -> None:
-    for ranks, accumulation in ((1, 8), (2, 4)):
-        content, lines = merge(FILE, Options(accumulation=accumulation), world_size=ranks)
-        assert lines == () and resolve_batch(load_config(content), ranks).total == 32
-        assert merge(FILE, Options(accumulation=accumulation), world_size=3)[1] == (
-            "--accumulation overrules train_batch_size 32",
-        )
-    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu"):
-        load_config(merge({**FILE, "train_micro_batch_size_per_gpu": [4]}, Options(accumulation=8))[0])
 
 
 @pytest.mark.parametrize("lr", ["auto", None])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +14,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli.main import app
-from offload.fileio import locked_dir
-from offload.runs import inspection
 from offload.sizes import format_size
-from offload.swapper.store import other_runs
-from offload.swapper.store.folder import Lock, holder
 from offload.swapper.store.inspection import allocated_nbytes
 from tests.support import models
 from tests.support.oracle import config, start, train_step
@@ -102,14 +96,6 @@ def test_an_nvme_path_lists_its_runs_and_nothing_else(run: Path) -> None:
     assert "finished.json notes it: --resume auto does not train the run again" in shown(drive / "done")
 
 
-def test_a_narrow_terminal_shows_the_whole_name_of_a_run(run: Path) -> None:
-    name = "a-run-with-a-long-name-moments-int8-master-bf24"
-    run.rename(run.parent / name)
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["inspect", str(run.parent)])
-    rows = [line[: line.find("  ")] for line in result.stdout.splitlines()[1:]]
-    assert name in "".join(row.strip() for row in rows), result.stdout
-
-
 def test_no_folder_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in ("none", "file"):
@@ -140,15 +126,6 @@ def test_looking_changes_nothing(run: Path) -> None:
     assert state() == before
 
 
-def test_who_starts_at_the_moment_of_a_look_has_the_lock(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`holder` asks by taking it for a moment: a start waits for that."""
-    looking = os.open(run / "rank0" / "lock", os.O_RDONLY)
-    fcntl.flock(looking, fcntl.LOCK_SH)
-    monkeypatch.setattr(locked_dir, "time", SimpleNamespace(sleep=lambda _: os.close(looking)))
-    with Lock(run / "rank0"):
-        assert holder(run / "rank0") is not None
-
-
 def test_an_old_format_is_reported(run: Path) -> None:
     path = run / "rank0" / "manifest.json"
     content = json.loads(path.read_text())
@@ -175,28 +152,6 @@ def test_what_a_kill_has_left_over(run: Path) -> None:
     assert f"left over {run / 'finished.tmp'}" in shown(run)
 
 
-def test_a_run_of_one_slot_has_no_commits(tmp_path: Path) -> None:
-    engine = begin(tmp_path, durability="none")
-    found = inspect(tmp_path / "default")
-    assert found["slots"] == 1 and found["ranks"][0]["commits"] == [] and found["ranks"][0]["damaged"] == []
-    assert "nothing is committed" in shown(tmp_path / "default")
-    engine.destroy()
-
-
-def test_a_later_drive_names_itself(tmp_path: Path) -> None:
-    drives = [str(tmp_path / "a"), str(tmp_path / "b")]
-    begin(tmp_path, nvme_path=drives).destroy()
-    rank = inspect(tmp_path / "b" / "default")["ranks"][0]
-    assert rank["drive"] == 1 and rank["damaged"] == []
-    result = CliRunner().invoke(app, ["rm", str(tmp_path / "b" / "default"), "--yes"])
-    assert result.exit_code == 2 and f"remove the run at {tmp_path / 'a' / 'default'}" in result.stderr
-    result = CliRunner().invoke(app, ["verify", str(tmp_path / "b" / "default")])
-    assert result.exit_code == 2 and str(tmp_path / "a") in result.stderr
-    shutil.rmtree(tmp_path / "a")  # then what is left of it can go
-    assert CliRunner().invoke(app, ["rm", str(tmp_path / "b" / "default"), "--yes"]).exit_code == 0
-    assert not (tmp_path / "b" / "default").exists()
-
-
 # -- what a start tells of ----------------------------------------------------------------------------
 
 
@@ -220,23 +175,6 @@ def test_a_start_tells_of_other_runs_that_nobody_holds(run: Path) -> None:
     again = begin(drive, 0, resume="must")
     assert notices(again) == [], "its own run is no other"
     again.destroy()
-
-
-def test_a_run_on_two_drives_is_counted_once_and_its_holder_found(tmp_path: Path) -> None:
-    drives = [str(tmp_path / "a"), str(tmp_path / "b")]
-    engine = begin(tmp_path, nvme_path=drives)
-    assert other_runs(drives, "mine") == other_runs(drives[1:], "mine") == []
-    engine.destroy()
-    (found,) = other_runs(drives, "mine")
-    files = [path for drive in drives for path in Path(drive, "default").rglob("*")]
-    assert found.nbytes == sum(p.stat().st_blocks * 512 for p in files if p.parent.name == "rank0")
-    assert len(other_runs(drives[1:], "mine")) == 1 and other_runs(drives, "default") == []
-
-
-def test_a_file_that_is_deleted_meanwhile_has_no_bytes(tmp_path: Path) -> None:
-    (tmp_path / "kept").write_bytes(b"1234")
-    (tmp_path / "folder").mkdir()
-    assert [inspection._size_of(tmp_path / name) for name in ("kept", "folder", "deleted")] == [4, 0, 0]
 
 
 @pytest.fixture
@@ -303,24 +241,6 @@ def test_what_is_no_run_stays(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["rm", str(path), "--yes"])
         assert result.exit_code == 2 and words in result.stderr
     assert (tmp_path / "photos" / "one").read_text() == "dear"
-
-
-def test_version_and_help_are_printed() -> None:
-    assert CliRunner().invoke(app, ["--version"]).stdout == f"{offload.__version__}\n"
-    for arguments in ([], ["--help"]):
-        result = CliRunner().invoke(app, arguments)
-        assert "train" in result.output and "rm" in result.output and result.exit_code in (0, 2)
-
-
-def test_it_names_what_goes_and_what_a_kill_has_left(drives: list[str]) -> None:
-    begin_rm(drives).destroy()
-    run = Path(drives[0], "default")
-    (run / "finished.tmp").write_text("{")
-    result = CliRunner().invoke(app, ["rm", str(run)], input="y\n")
-    for drive in drives:
-        assert str(Path(drive, "default", "rank0")) in result.stdout
-    assert f"{run / 'finished.tmp'} (left by a kill)" in result.stdout and "MiB)" in result.stdout
-    assert not run.exists()
 
 
 def test_what_is_not_of_the_run_stays(drives: list[str]) -> None:

@@ -17,7 +17,6 @@ from offload.aio import Bandwidth
 from offload.cli.main import app
 from offload.errors import OffloadError
 from offload.layout.modes import MODES
-from offload.runs.verify import RankReport, resumable_step
 from offload.states import State
 from offload.swapper.store.format import Extents
 from offload.swapper.store.inspection import look
@@ -173,14 +172,6 @@ def test_a_damaged_blob_is_named(run: Path, swap: Path) -> None:
     assert resumed(swap) == 2
 
 
-def test_a_run_without_a_blob_cannot_be_resumed(run: Path, swap: Path) -> None:
-    for which in (0, 1):
-        (run / "rank0" / f"blob.{which}").unlink()
-    code, report = verify(run)
-    assert code == 1 and report["epoch"] is None and "cannot be resumed" in output_of(run)
-    assert resumed(swap) is None
-
-
 def test_a_torn_record_is_named_and_the_one_before_is_taken(run: Path, swap: Path) -> None:
     which, _ = newest(run)
     for position in (20, 4000):  # of the head, of the zeros behind it
@@ -269,39 +260,6 @@ def test_the_step_after_writes_over_the_commit_before(swap: Path, run: Path, tmp
     assert ": the bytes do not match the stored checksum; " in before, "the place is told"
 
 
-def test_a_damaged_earlier_commit_is_not_called_overwritten(run: Path) -> None:
-    """Of bytes that are wrong nobody can tell which it was."""
-    found = look(run / "rank0")
-    assert found.manifest is not None
-    last, record = (commit.record for commit in found.commits)
-    unit = next(unit for unit, slot in enumerate(record.slots) if slot != last.slots[unit])
-    path, start = on_drive(run, found.manifest.spec.places()[unit][State.WEIGHT][record.slots[unit]].offset(0))
-    flip_bit(path, start)
-    code, report = verify(run)
-    assert code == 0 and report["step"] == 3
-    title = found.manifest.spec.title(unit)
-    slot = "AB"[record.slots[unit]]
-    before = report["ranks"][0]["before"]
-    assert before.startswith(f"the commit before, step 2, is not intact: weight of {title}, slot {slot}: ")
-    assert before.endswith(EITHER)
-    flip_bit(path, start)
-    flip_bit(run / "rank0" / f"blob.{record.blob}", 0)
-    before = verify(run)[1]["ranks"][0]["before"]
-    assert (
-        before
-        == f"the commit before, step 2, is not intact: its blob.{record.blob} differs from the bytes written; {EITHER}"
-    )
-
-
-def test_what_an_earlier_run_with_more_ranks_has_left_is_none_of_the_run(swap: Path, run: Path) -> None:
-    """It was removed by half, and the name taken again; its commits have stayed where they were."""
-    for drive in ("first", "second"):
-        shutil.copytree(swap / drive / "default" / "rank0", swap / drive / "default" / "rank1")
-    trained(swap, 6, resume="must").destroy()
-    code, report = verify(run)
-    assert code == 0 and report["epoch"] == 6 and len(report["ranks"]) == 1
-
-
 def test_nothing_is_changed(run: Path, swap: Path) -> None:
     """But for the name in the lock."""
     before = {p: p.read_bytes() for p in swap.rglob("*") if p.is_file() and p.name != "lock"}
@@ -317,30 +275,3 @@ def test_of_many_damages_some_are_listed_and_all_counted(run: Path, swap: Path) 
     count = len(report["ranks"][0]["damages"])
     assert code == 1 and count > 20
     assert f"and {count - 20} more" in output_of(run) and f"damaged in {count} places" in output_of(run)
-
-
-def test_the_step_of_a_run_is_that_of_the_common_commit() -> None:
-    """Rank 0 has lost its newest commit, so its report is about the one before."""
-
-    def report(rank: int, serial: int | None) -> RankReport:
-        step = None if serial is None else serial + 10
-        return RankReport(
-            folder=Path(f"rank{rank}"),
-            rank=rank,
-            serial=serial,
-            step=step,
-            nbytes=0,
-            wrong=(),
-            damages=(),
-            places=(),
-            before=None,
-        )
-
-    assert resumable_step([report(0, 1), report(1, 2)], 2) == 12
-    assert resumable_step([report(0, None), report(1, 2)], 2) is None
-
-
-def test_a_rank_with_a_damaged_file_is_not_called_intact(run: Path) -> None:
-    flip_bit(run / "rank0" / "manifest.json", 20)
-    lines = output_of(run)
-    assert "damaged: " in lines and ": intact" not in lines

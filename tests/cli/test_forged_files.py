@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from offload.cli.main import app
-from offload.errors import StoreError
 from tests.support.forgery import Bench, Outcome
 
 
@@ -31,36 +30,6 @@ def test_a_forgery_ends_each_command_with_one_line(bench: Bench) -> None:
 @pytest.mark.slow
 def test_ten_thousand_forgeries(bench: Bench) -> None:
     assert faults(bench, range(1000, 11_000), 3) == []
-
-
-def test_an_error_that_is_none_of_ours_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so are a raw character of a terminal, and a second line."""
-    import offload.runs.inspection as module
-
-    real = module.inspect
-    command = ["inspect", str(bench.root / "ck")]
-    bench.restore()
-    assert bench.run(command) == ""
-
-    def raises(error: Exception) -> None:
-        def inspect(path: Path) -> None:
-            raise error
-
-        monkeypatch.setattr(module, "inspect", inspect)
-
-    raises(KeyError("layout"))
-    assert "KeyError" in bench.run(command)
-    raises(MemoryError())
-    assert "MemoryError" in bench.run(command)
-    raises(StoreError("a \x1b[31mname\nof several lines"))
-    assert bench.run(command) == "", "an error of ours is printable"
-
-    def takes_much(path: Path) -> object:
-        assert bytearray(300 << 20)
-        return real(path)
-
-    monkeypatch.setattr(module, "inspect", takes_much)
-    assert "it took" in bench.run(command)
 
 
 def test_what_a_library_logs_of_a_file_is_printable(

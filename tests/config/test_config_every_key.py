@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from offload.config import load_config
-from offload.config.blocks import all_blocks
-from offload.config.schema import Config
 from offload.errors import ConfigError
 
 HONOURED: dict[str, Any] = {
@@ -212,11 +210,6 @@ def test_named_at_the_start() -> None:
         lines = load_config(content(key, value)).notices
         named = "checkpoint.tag_validation" if key == "checkpoint" else key
         assert any(re.search(rf"(^|[ ,]){re.escape(named)}($|[ ,])", line) for line in lines), (key, lines)
-
-
-def test_reasons_are_given_for_keys_without_effect_alone() -> None:
-    for _, block in all_blocks(Config, ""):
-        assert set(block.WITHOUT_EFFECT) <= {*block.TUNING, *block.UNSUPPORTED}
 
 
 def test_a_key_without_support_is_refused() -> None:

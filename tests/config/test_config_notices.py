@@ -53,10 +53,6 @@ def beside_the_headline(errors: str) -> list[str]:
     return lines
 
 
-def test_nothing_where_all_is_done(tmp_path: Path) -> None:
-    assert notices_of(tmp_path, {"zero_optimization": {"stage": 3}}) == []
-
-
 def test_one_line_for_all_that_changes_speed_alone(tmp_path: Path) -> None:
     zero = {"stage": 3, "contiguous_gradients": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
     (line,) = notices_of(tmp_path, {"zero_optimization": zero, "aio": {"use_gds": True}})
@@ -76,11 +72,6 @@ def test_one_line_for_all_that_changes_speed_alone(tmp_path: Path) -> None:
 def test_a_line_for_what_is_not_done(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     (line,) = notices_of(tmp_path, given)
     assert line.startswith("offload: ") and message in line
-
-
-def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
-    (line,) = notices_of(tmp_path, {}, "own")
-    assert line == "offload: the optimizer AdamW of the config is not used, because optimizer= is given"
 
 
 # -- files that DeepSpeed users have, by each way to train ----------------------------------------------
@@ -204,14 +195,6 @@ def test_stages_1_and_2_on_several_ranks_are_reported_once_as_stage_3() -> None:
     assert not any("ZeRO stage" in line for line in lines_on_rank({"stage": 2})), "one rank has nothing to part"
 
 
-def test_who_names_no_stage_hears_of_none() -> None:
-    """A loop of plain PyTorch gives tiers by keywords, and has never heard of ZeRO's stages."""
-    plain = load_config({"zero_optimization": {"offload_param": {"device": "cpu"}}})
-    named = load_config({"zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}}})
-    assert not any("stage" in line for line in plain.notices)
-    assert "offload_param is honoured at ZeRO stage 0 too, as at stage 3" in named.notices
-
-
 def test_a_config_without_a_stage_tells_how_each_rank_keeps_whole_states() -> None:
     with shared_pool(2) as ranks:
         for zero in ({}, {"stage": 0, "mics_shard_size": -1}):
@@ -297,11 +280,6 @@ def test_values_that_replace_auto_are_reported(case: str) -> None:
     content, message = AUTO[case]
     _, auto, became = line_of(content).partition('; "auto": ')
     assert became == message and bool(auto) == bool(message)
-
-
-def test_a_clip_of_auto_is_not_told_twice() -> None:
-    line, default = line_of({"gradient_clipping": "auto"}), line_of({})
-    assert "by default" not in line and "gradient_clipping 1 by default" in default
 
 
 def test_the_effective_config_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

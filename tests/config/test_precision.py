@@ -16,21 +16,16 @@ import offload
 from offload import precision, testing
 from offload.cli.main import app
 from offload.config import load_config
-from offload.errors import RankError, UsageError
-from offload.hardware import probe
-from offload.hardware.probe import DTYPES, DtypeRates, machine_of
-from offload.planner import request
+from offload.errors import UsageError
 from offload.precision import ProductRates
 from offload.swapper.store import inspection as look
 from tests.support import models
 from tests.support.oracle import Job, config, start, train_step
 from tests.support.processes.cli_in_process import isolated_cache, run_folder
-from tests.support.ranks.rank_pool import rank_and_size, shared_pool
 
 __all__ = ["isolated_cache", "run_folder"]  # fixtures
 
 FAST, SLOW = ProductRates(2e11, 1e11), ProductRates(7e9, 5e10)
-OPEN = {"train_batch_size": 1, "bf16": {"enabled": "auto"}, "offload": {"device": "cpu"}}
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, found: ProductRates) -> None:
@@ -96,13 +91,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def test_it_is_measured_once(measured: list[str]) -> None:
-    assert precision.rates("bf16") == precision.rates("bf16") == ProductRates(1e9, 1e9)
-    assert precision.rates("fp16") == precision.rates("fp16") == ProductRates(2e9, 1e9)
-    assert precision.rates("bf16") == ProductRates(1e9, 1e9) and measured == ["bf16", "fp16"]
-    assert precision.cache_path().is_file() and precision.cache_path().parent == probe.cache_path().parent
-
-
 @pytest.mark.parametrize(
     "found", [[1, float("nan")], [1e-300, 1e300], [float("inf")] * 2, "52", [True, 1], {"5": 1, "3": 2}, [5e9], None]
 )
@@ -113,29 +101,6 @@ def test_what_cannot_have_been_measured_is_measured_anew(found: Any, measured: l
     precision.cache_path().write_text(json.dumps(content))
     assert precision.rates("bf16") == ProductRates(2e9, 1e9) != expected and measured == ["bf16", "bf16"]
     assert precision.rates("bf16") == ProductRates(2e9, 1e9), "it is kept again"
-
-
-def test_a_file_that_is_no_json_and_one_that_cannot_be_replaced(measured: list[str]) -> None:
-    precision.cache_path().parent.mkdir(parents=True, exist_ok=True)
-    precision.cache_path().unlink(missing_ok=True)
-    precision.cache_path().write_text("[" * 200_000)
-    assert precision.rates("bf16") == ProductRates(1e9, 1e9)
-    precision.cache_path().unlink()
-    precision.cache_path().mkdir()
-    assert precision.rates("bf16") == ProductRates(2e9, 1e9)
-    assert [path.name for path in precision.cache_path().parent.iterdir()] == [precision.cache_path().name]
-    precision.cache_path().rmdir()
-
-
-@pytest.mark.parametrize("limit", precision._ISA_VARIABLES)
-def test_limits_of_instructions_are_another_machine(
-    limit: str, measured: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = precision.rates("bf16")
-    monkeypatch.setenv(limit, "avx2")
-    assert precision.rates("bf16") != before
-    monkeypatch.delenv(limit)
-    assert precision.rates("bf16") == before and len(measured) == 2
 
 
 @pytest.mark.parametrize("what", ["_cpuinfo", "torch"])
@@ -151,22 +116,6 @@ def test_another_processor_or_torch_is_measured_anew(
         monkeypatch.setattr(precision, "_cpuinfo", lambda: "model name : A\nflags : fpu avx512_bf16\n")
         assert precision.rates("bf16") != other, "a guest's processor may have any name"
     assert precision.rates("bf16") != before
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"version": 1, "products": 3}', '{"version": 0, "products": {}}', "KEY"]
-)
-def test_what_is_damaged_is_measured_anew(content: str, measured: list[str]) -> None:
-    precision.rates("bf16")
-    kept = json.loads(precision.cache_path().read_text())
-    broken = {"version": 1, "products": {key: [0, "x"] for key in kept["products"]}}
-    precision.cache_path().write_text(json.dumps(broken) if content == "KEY" else content)
-    assert precision.rates("bf16") == precision.rates("bf16") == ProductRates(2e9, 1e9)
-
-
-def test_where_nothing_can_be_kept_each_asks_the_machine(measured: list[str], tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file")
-    assert precision.rates("bf16") != precision.rates("bf16")
 
 
 # -- a config that leaves it open ----------------------------------------------------------------------
@@ -233,33 +182,6 @@ def test_a_run_and_a_checkpoint_keep_the_dtype_that_they_have(
     again.destroy(remove=True)
 
 
-def _on_its_own_machine(fail: bool) -> Any:
-    rank, _ = rank_and_size()
-
-    def rates(half: str) -> ProductRates:
-        if fail and rank == 0:
-            raise OSError("no such processor")
-        return (FAST, SLOW)[rank]
-
-    before, precision.rates = precision.rates, rates
-    try:
-        return offload.auto_dtype(OPEN)["bf16"]["enabled"]
-    except (OSError, RankError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        precision.rates = before
-
-
-@pytest.mark.slow
-def test_ranks_on_machines_of_different_kinds_decide_alike() -> None:
-    with shared_pool(2) as ranks:
-        assert ranks.run(_on_its_own_machine, False) == [True, True]
-        first, other = ranks.run(_on_its_own_machine, True)
-        assert first == "OSError: no such processor"
-        assert other == f"RankError: rank 0 has ended before it could choose the dtype: {first}"
-        assert ranks.run(_on_its_own_machine, False) == [True, True]
-
-
 # -- what was chosen by hand ---------------------------------------------------------------------------
 
 
@@ -296,15 +218,6 @@ def test_autocast_is_warned_of_too(
     begin(tmp_path, "fp32", torch_autocast={"enabled": True, "dtype": "bf16"})
     (output,) = warnings_of(caplog)
     assert 'leave the block "torch_autocast" out' in output
-
-
-@pytest.mark.parametrize("found", [FAST, ProductRates(1e11, 1.4e11)])
-def test_a_dtype_that_is_fast_enough_is_not(
-    found: ProductRates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    machine(monkeypatch, found)
-    begin(tmp_path, "bf16")
-    assert warnings_of(caplog) == []
 
 
 # -- the command ---------------------------------------------------------------------------------------
@@ -368,24 +281,6 @@ def test_a_run_that_goes_on_elsewhere_stays_as_it_is(
     assert f"{'fp32' if dtype == 'bf16' else 'bf16'} on cpu: " in train("--steps", "1", "--run", "another")
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("found", "dtype"), [(FAST, "bf16"), (SLOW, "fp32")])
-def test_a_plan_of_this_machine_is_of_what_train_would_take(
-    found: ProductRates, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine(monkeypatch, found)
-    drive = probe.DriveRates(".", "/dev/some", 2e9, 1e9, 1.5e9)
-    each = DtypeRates(matmul=1e11, weights=1e10, elementwise=1e10, optimizer=1e9, gradient=2e9)
-    of_probe = probe.Rates(2e10, 1e10, 5e9, 5e9, 4e9, dict.fromkeys(DTYPES, each))
-    here = probe.Probed(machine_of(torch.device("cpu")), of_probe, (drive,), "2026-01-01", 1.0)
-    monkeypatch.setattr(request, "kept", lambda: here)
-    for described, mode in (((), dtype), (("--gpu", "24GB"), "bf16"), (("--dtype", "fp16"), "fp16")):
-        target = f"{mode}{len(described)}.json"
-        done = CliRunner().invoke(app, ["plan", "--model", "gpt2-tiny", *described, "--write", target])
-        assert done.exit_code == 0, done.output
-        assert load_config(target).dtype == mode
-
-
 # --------------------------------------------------------------------------------------------------
 # Weights of float64 train in the dtype of the config, and a line reports it.
 
@@ -406,13 +301,6 @@ def test_float64_is_named_once(dtype: str, message: str, tmp_path: Path) -> None
     assert not isinstance(line, offload.notices.Remark)
     engine.backward(JOB.loss(engine, 0, 0))
     engine.step()
-    engine.destroy()
-
-
-def test_other_dtypes_are_not_reported(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1).bfloat16())
-    engine = offload.initialize(model=model, config=config(JOB, ("none", "none"), tmp_path))[0]
-    assert not [line for line in engine.notices if "float64" in line]
     engine.destroy()
 
 
@@ -459,13 +347,6 @@ def test_not_a_word_where_it_is_asked_for_or_not_needed(
     engine.destroy()
 
 
-def test_what_fits_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = begin_plain("bf16", tmp_path)
-    engine(torch.ones(2, 4, dtype=torch.bfloat16))
-    assert cast_lines(caplog) == []
-    engine.destroy()
-
-
 def test_false_leaves_them_and_the_error_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = begin_plain("bf16", tmp_path, auto_cast=False)
     with pytest.raises(UsageError, match=r'inputs of fp32 .*weights are bf16; set "auto_cast": true') as caught:
@@ -473,11 +354,4 @@ def test_false_leaves_them_and_the_error_names_it(tmp_path: Path, caplog: pytest
     assert isinstance(caught.value.__cause__, RuntimeError) and cast_lines(caplog) == []
     engine(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
     engine.step()
-    engine.destroy()
-
-
-def test_an_error_of_the_model_is_its_own(tmp_path: Path) -> None:
-    engine = begin_plain("bf16", tmp_path, auto_cast=False)
-    with pytest.raises(RuntimeError, match="shapes"):
-        engine(torch.ones(2, 5, dtype=torch.bfloat16))
     engine.destroy()

@@ -179,19 +179,6 @@ def test_a_reference_config_has_its_meaning(name: str, tmp_path: Path) -> None:
     assert config.notices == tuple(start + ", ".join(keys) for start, keys in meaning.notices)
 
 
-def test_the_schedule_of_the_warm_up(tmp_path: Path) -> None:
-    block = load_config(written(MEANINGS["warm-up"], tmp_path)).scheduler
-    assert block is not None and block.type == "WarmupLR"
-    assert block.params == {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-4, "warmup_num_steps": 1000}
-    assert not any(load_config(written(m, tmp_path)).scheduler for n, m in MEANINGS.items() if n != "warm-up")
-
-
-def test_auto_is_the_default(tmp_path: Path) -> None:
-    zero = load_config(written(MEANINGS["stage 3 on the CPU"], tmp_path)).zero_optimization
-    assert zero.stage3_prefetch_bucket_size is None and zero.stage3_param_persistence_threshold == 0
-    assert zero.sub_group_size == zero.stage3_max_live_parameters == zero.stage3_max_reuse_distance == 10**9
-
-
 class Ids(Dataset[dict[str, torch.Tensor]]):
     """Samples of a causal language model."""
 

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from tokenizers import AddedToken
 
 from offload.errors import ConfigError
-from offload.finetune.corpus.chats import Example, encode_chat, learned_words, parts_of, visible_text
+from offload.finetune.corpus.chats import Example, encode_chat, learned_words, visible_text
 from offload.finetune.corpus.documents import Chat
 from tests.support.model_folders import MARKING_TEMPLATE, tokenizer
 
@@ -241,11 +241,6 @@ def test_a_known_family_has_its_training_template(family: str) -> None:
     assert family in learned_words(coder(template, False))
 
 
-def test_arguments_of_a_call_may_be_an_object() -> None:
-    called = [user("q"), assistant("", tool_calls=CALLS)]
-    assert '[[<｜Assistant｜>{"a": 2}<｜tool▁calls▁end｜>' in text_of(called, DEEPSEEK_V3)  # noqa: RUF001
-
-
 TEMPLATES = importlib.util.find_spec("trl")
 
 
@@ -289,12 +284,3 @@ def test_an_example_shows_nothing_that_a_terminal_obeys() -> None:
     assert shown == (r"<|user|>\x1b]0;title\x07\x9b31m\u202eabc\r\x00 é 好" + "\n  end<|assistant|>[[yes</s>]]")
     assert not any(each in shown for each in "\x1b\x07\x9b\u202e\r\x00")
     assert visible_text("a\u00a0b\u2028c\tend") == r"a\xa0b\u2028c\tend"
-
-
-def test_a_long_example_is_shortened() -> None:
-    ids = list(b"p" * 1000 + b"c" * 1000)
-    prompt, answer = parts_of(ids, [False] * 1000 + [True] * 1000, None)
-    assert (prompt.learned, answer.learned) == (False, True)
-    assert answer.text.startswith("ccc") and "[... 820 characters ...]" in answer.text and answer.text.endswith("ccc")
-    many = parts_of(ids, [bool(at % 2) for at in range(2000)], None)
-    assert len(many) < 30 and many[-1].text == " [...]"

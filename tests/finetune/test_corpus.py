@@ -76,10 +76,6 @@ def test_a_tokenizer_that_begins_and_ends_all_it_is_given() -> None:
     assert one(Completion("", "p</s>", "c"), both) == ("<s>p</s>c</s>", "c</s>")
 
 
-def test_a_prompt_keeps_an_end_of_its_own() -> None:
-    assert one(Completion("", "p</s>", "c"), tokenizer()) == ("p</s>c</s>", "c</s>")
-
-
 def test_without_a_tokenizer_tokens_are_bytes() -> None:
     text, completion = encode([Text("", "é"), Completion("", "a", "b")], None)
     assert bytes(text.ids.astype(np.uint8)) == "é\n".encode()
@@ -128,12 +124,6 @@ def test_each_token_lies_in_one_row(texts: list[int], whole: list[int], length: 
     lost = sum(texts) - len(tokens)
     assert tokens == list(range(1, len(tokens) + 1)) and lost in (0, 1), "the last one may be alone in its row"
     assert packed.cut == sum(size > length for size in whole) and packed.dropped == 0
-
-
-def test_little_room_is_lost() -> None:
-    sizes = np.random.default_rng(0).integers(10, 100, 500).tolist()
-    packed = pack(documents(*sizes), 128)
-    assert len(packed.ids) <= 1.02 * -(-sum(sizes) // 128)
 
 
 def test_what_cannot_be_learned_is_left_out() -> None:
@@ -250,31 +240,11 @@ def test_a_batch_depends_on_nothing_else() -> None:
     assert first_tokens(rows_of(seed=4), 1, 0) != first_tokens(rows, 1, 0)
 
 
-def test_a_pass_has_each_row_once_in_an_order_of_its_own() -> None:
-    rows = rows_of()
-    assert rows.steps_of_a_pass == 3
-    drawn = [token for step in range(1, 6) for micro in (0, 1) for token in first_tokens(rows, step, micro)]
-    assert sorted(drawn[:10]) == sorted(drawn[10:]) and len(set(drawn[:10])) == 10 and drawn[:10] != drawn[10:]
-
-
 def test_ranks_have_their_rows_of_the_same_batch() -> None:
     whole = rows_of(size=4)
     for step, micro in ((1, 0), (2, 1)):
         parts = [first_tokens(rows_of(rank=rank, world_size=2), step, micro) for rank in (0, 1)]
         assert parts[0] + parts[1] == first_tokens(whole, step, micro)
-
-
-def test_a_model_that_takes_no_positions_gets_none() -> None:
-    rows = rows_of()
-    rows.with_positions = False
-    assert rows.inputs(1, 0).keys() == {"input_ids", "labels"}
-
-
-def test_a_checksum_tells_data_apart() -> None:
-    plain, other = rows_of(), pack(documents(*(8,) * 10), 8)
-    assert Rows(other, 2, 2, 0).checksum == plain.checksum
-    other.labels[0, 3] = -100
-    assert Rows(other, 2, 2, 0).checksum != plain.checksum
 
 
 def test_the_learned_tokens_are_reported() -> None:
@@ -307,11 +277,6 @@ def test_every_kind_of_line(tmp_path: Path) -> None:
     assert text == Text(f"{file}:1", "one\ntwo")
     assert isinstance(chat, Chat) and chat.place == f"{file}:3" and chat.messages[1]["content"] == "b"
     assert completion == Completion(f"{file}:4", "p", "")
-
-
-def test_any_other_file_is_one_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text('\ufeff{"text": 1}\nand more é')
-    assert [*read_records([tmp_path / "a.txt"])] == [Text(str(tmp_path / "a.txt"), '{"text": 1}\nand more é')]
 
 
 def test_a_folder_is_searched_in_an_order_that_stays(tmp_path: Path) -> None:
@@ -395,7 +360,6 @@ TABLE_CHAT = [
     {"role": "assistant", "tool_calls": [CALL]},
     {"role": "tool", "content": "2", "name": "add"},
 ]
-TEXTS = ["one\ntwo", "", "2024-01-02", "1.50", "null", 'a "quoted", é\r\nline', "x" * 200_000]
 
 
 def contents(file: Path) -> list[tuple[Any, ...]]:
@@ -446,23 +410,6 @@ def test_a_chat_has_its_tools_as_a_list_or_as_its_json(tmp_path: Path) -> None:
     assert contents(as_json(tmp_path / "b.jsonl", rows)) == expected
 
 
-def test_texts_come_as_they_were_written(tmp_path: Path) -> None:
-    rows = [{"text": text, "id": str(number)} for number, text in enumerate(TEXTS)]
-    expected = contents(as_json(tmp_path / "a.jsonl", rows))
-    assert [content[1] for content in expected] == TEXTS
-    assert contents(as_csv(tmp_path / "a.csv", rows)) == expected
-    assert contents(as_parquet(tmp_path / "a.parquet", rows)) == expected
-    assert csv.field_size_limit() < 200_000, "a setting of the process, given back"
-
-
-def test_prompts_and_completions(tmp_path: Path) -> None:
-    rows = [{"id": "7", "completion": f" {n}\n", "prompt": f"{n}, "} for n in range(5)]
-    expected = contents(as_json(tmp_path / "a.jsonl", rows))
-    assert len(expected) == 5
-    assert contents(as_csv(tmp_path / "a.csv", rows)) == expected
-    assert contents(as_parquet(tmp_path / "a.parquet", rows)) == expected
-
-
 def test_every_kind_in_one_parquet_file_without_the_nulls_between_them(tmp_path: Path) -> None:
     plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = [{"messages": TABLE_CHAT}, {"text": "t"}, {"messages": plain}, {"prompt": "p", "completion": ""}]
@@ -478,14 +425,6 @@ def test_any_text_survives_csv_and_parquet(texts: list[str], tmp_path_factory: p
     assert contents(as_parquet(folder / "a.parquet", rows)) == expected
 
 
-@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
-def test_every_type_of_strings_that_parquet_has(tmp_path: Path, kind: str) -> None:
-    message = pyarrow.array(["one", "two", "one"])
-    array = message.dictionary_encode() if kind == "dictionary" else message.cast(getattr(pyarrow, kind)())
-    pyarrow.parquet.write_table(pyarrow.table({"text": array}), tmp_path / "a.parquet")
-    assert [content[1] for content in contents(tmp_path / "a.parquet")] == ["one", "two", "one"]
-
-
 # -- places, order, and how much is read --------------------------------------------------------------
 
 
@@ -497,12 +436,6 @@ def test_records_name_their_line_or_row(tmp_path: Path) -> None:
     assert [record.place for record in read(rows)] == [f"{rows}: row {number}" for number in range(1, 6)]
 
 
-def test_a_folder_has_tables_too(tmp_path: Path) -> None:
-    for name in ("b.csv", "a.parquet", "c.jsonl", "weights.bin"):
-        (tmp_path / name).write_text("")
-    assert [file.name for file in find_data([tmp_path])] == ["a.parquet", "b.csv", "c.jsonl"]
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
 def test_what_comes_later_is_read_later(tmp_path: Path, name: str) -> None:
     first = "text\nright\n" if name == "a.csv" else '{"text": "right"}\n'
@@ -511,24 +444,6 @@ def test_what_comes_later_is_read_later(tmp_path: Path, name: str) -> None:
     assert next(records)[1] == "right"
     with pytest.raises(ConfigError, match=r"is not UTF-8"):
         next(records)
-
-
-def test_parquet_is_read_some_hundred_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"] * 2000, "other": ["b"] * 2000}), file)
-    seen: list[tuple[int, list[str]]] = []
-    made = pyarrow.parquet.ParquetFile.iter_batches
-
-    def counted(self: Any, *arguments: Any, **named: Any) -> Any:
-        for batch in made(self, *arguments, **named):
-            seen.append((batch.num_rows, batch.schema.names))
-            yield batch
-
-    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", counted)
-    records = read_records([file])
-    next(records)
-    assert seen == [(256, ["text"])]
-    assert sum(1 for _ in records) == 1999
 
 
 # -- what is none -------------------------------------------------------------------------------------

@@ -7,17 +7,15 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from offload.errors import ConfigError
-from offload.finetune.corpus import packing, token_stream
+from offload.finetune.corpus import token_stream
 from offload.finetune.corpus.data import steps_of
-from offload.finetune.corpus.documents import Completion, Record, Text
-from offload.finetune.corpus.token_stream import Batches, find_files, read_bytes, read_tokens, standard_library
+from offload.finetune.corpus.token_stream import Batches, find_files, read_bytes, read_tokens
 from offload.finetune.options import Options
 from tests.support.processes import warm_process
 
@@ -31,16 +29,6 @@ def test_a_batch_depends_on_nothing_else() -> None:
     assert first.batch(7, 2).shape == (4, 16) and first.batch(7, 2).dtype == torch.int64
     different = [Batches(TEXT, 4, 16, seed=4).batch(7, 2), first.batch(8, 2), first.batch(7, 3)]
     assert not any(torch.equal(first.batch(7, 2), other) for other in different)
-
-
-def test_sequences_are_contiguous_in_the_text() -> None:
-    for row in Batches(TEXT, 32, 16, seed=0).batch(1, 0):
-        assert torch.equal(row, (row[0] + torch.arange(16)) % 256)
-
-
-def test_every_token_of_the_text_can_be_drawn() -> None:
-    rows = Batches(np.arange(17, dtype=np.uint8), 200, 16, seed=0).batch(1, 0)
-    assert set(rows[:, 0].tolist()) == {0, 1}
 
 
 def test_too_little_text_is_an_error() -> None:
@@ -81,18 +69,8 @@ def test_a_tokenizer_makes_the_tokens_of_a_text(tmp_path: Path) -> None:
     assert tokens.tolist() == [3, 3, 1]
 
 
-def test_the_default_text_is_there() -> None:
-    assert len(read_bytes(find_files(standard_library())[:50])) > 100_000
-
-
 # --------------------------------------------------------------------------------------------------
 # Large token lists are stored in unnamed files; training has the same bits, and a full disk is an error.
-
-
-RECORDS: list[Record] = [
-    *(Text("", f"{n} " * (7 * n % 40)) for n in range(60)),
-    *(Completion("", "a" * (n % 17), "b" * (n % 23)) for n in range(60)),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -103,43 +81,6 @@ def _files_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def mapped() -> int:
     """How many temporary files this process has mapped."""
     return Path("/proc/self/maps").read_text().count(tempfile.gettempdir())
-
-
-class Made(NamedTuple):
-    """What becomes of the records."""
-
-    checksum: str
-    learned: float
-    batches: list[dict[str, torch.Tensor]]
-    held: np.ndarray
-    files: tuple[int, int]
-    """Mapped files: of the documents, and then of the rows too."""
-
-
-def make() -> Made:
-    documents = packing.encode(RECORDS, None)
-    of_documents = mapped()
-    packed = packing.pack(documents, 32)
-    files = of_documents, mapped()
-    del documents
-    packed, held = packing.hold_out(packed)
-    assert held is not None
-    rows = packing.Rows(packed, 2, 1, 0)
-    inputs = [rows.inputs(step, 0) for step in range(1, 30)]
-    return Made(rows.checksum, packed.learned, inputs, held.labels.copy(), files)
-
-
-def test_in_files_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = make()
-    for name, value in (("_IN_RAM", 100), ("_BLOCK", 1 << 12), ("_AT_ONCE", 300)):
-        monkeypatch.setattr(token_stream, name, value)
-    found = make()
-    assert (found.checksum, found.learned) == (expected.checksum, expected.learned)
-    for one, other in zip(found.batches, expected.batches, strict=True):
-        assert all(torch.equal(one[key], other[key]) for key in ("input_ids", "labels", "position_ids"))
-    assert np.array_equal(found.held, expected.held)
-    assert expected.files == (0, 0) and found.files[0] >= 2 and found.files[1] == found.files[0] + 3
-    assert mapped() == 0, "files end with their arrays"
 
 
 def test_texts_in_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,17 +99,6 @@ def test_texts_in_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = read()
     assert mapped() >= 4, "tokens, and those that are learned, of each"
     assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
-
-
-def test_a_pool_makes_no_file_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_stream, "_IN_RAM", 80)
-    monkeypatch.setattr(token_stream, "_BLOCK", 4096)
-    pool, values = token_stream.Pool(np.int32), np.arange(10, dtype=np.int32)
-    assert pool.keep(values) is values
-    kept = [pool.keep(values + number) for number in range(1, 400)]
-    assert mapped() == 4, "4,096 bytes each"
-    assert all(np.array_equal(each, values + number) for number, each in enumerate(kept, 1))
-    assert len(pool.keep(np.zeros(5000, np.int32))) == 5000
 
 
 def test_a_full_disk_is_an_error_and_not_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:

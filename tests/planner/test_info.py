@@ -106,12 +106,6 @@ def test_the_machine_is_reported() -> None:
     assert bool(found["gpus"]["devices"]) == (found["gpus"]["why"] is None)
 
 
-def test_features_are_those_of_the_processor() -> None:
-    assert system.features("processor : 0\nflags : fpu avx2 avx512f sse amx_bf16\n") == ["avx2", "avx512f", "amx_bf16"]
-    assert system.features("processor : 0\nFeatures : fp asimd bf16\n") == ["asimd", "bf16"]
-    assert system.features("") == []
-
-
 def test_nodes_are_read_from_the_system(tmp_path: Path) -> None:
     for number, cpus in ((0, "0-3"), (10, ""), (2, "4-7")):
         folder = tmp_path / f"devices/system/node/node{number}"
@@ -197,21 +191,6 @@ def sliced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "driver_cards", lambda: system.parse_cards(LISTED))
 
 
-def test_the_drivers_cards_and_their_slices_are_read() -> None:
-    first, second = system.parse_cards(LISTED)
-    assert (first["index"], first["name"]) == (0, "NVIDIA A100-SXM4-40GB") and first["uuid"].startswith("GPU-5d5b")
-    assert [part["profile"] for part in first["slices"]] == ["3g.20gb", "1g.5gb"] and second["slices"] == []
-    assert system.parse_cards("No devices were found\n") == []
-
-
-def test_a_slice_is_known_by_its_uuid_and_by_its_name() -> None:
-    cards = system.parse_cards(LISTED)
-    assert system.slice_of("NVIDIA A100-SXM4-40GB", "a28ad590-3fda-56dd-84fc-0a0b96edc58d", cards) == "1g.5gb"
-    assert system.slice_of("NVIDIA A100-SXM4-40GB MIG 2g.10gb", None, []) == "2g.10gb"
-    assert system.slice_of("NVIDIA A100-SXM4-40GB", "5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77", cards) is None
-    assert system.slice_of("NVIDIA GeForce RTX 4090", None, []) is None
-
-
 def test_a_slice_and_what_hides_the_rest_are_reported(sliced: None, tmp_path: Path) -> None:
     found = system.gpus(tmp_path)
     assert found["why"] is None and found["visible"] == {"CUDA_VISIBLE_DEVICES": f"MIG-{PROPERTIES.uuid}"}
@@ -223,15 +202,6 @@ def test_a_slice_and_what_hides_the_rest_are_reported(sliced: None, tmp_path: Pa
     assert any(line.startswith("CUDA_VISIBLE_DEVICES: 'MIG-c7384736") for line in words)
     assert "of the driver: 2 cards, 2 slices; torch sees 1 device" in words
     assert "card 0: NVIDIA A100-SXM4-40GB, slices 3g.20gb, 1g.5gb" in words and "card 1: NVIDIA A100-SXM4-40GB" in words
-
-
-def test_a_machine_with_nothing_hidden_has_a_line_a_gpu(sliced: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = SimpleNamespace(**vars(PROPERTIES) | {"name": "NVIDIA A100-SXM4-40GB", "uuid": "other"})
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: whole)
-    monkeypatch.setattr(system, "driver_cards", lambda: system.parse_cards(LISTED.splitlines()[0]))
-    rows = info._of_gpus(system.gpus())
-    assert len(rows) == 1 and "slice" not in rows[0][1]
 
 
 def test_a_variable_that_hides_every_gpu_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

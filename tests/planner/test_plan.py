@@ -1,26 +1,32 @@
-"""`offload plan` for a described machine: the report, its verdict, defaults and advice."""
+"""`offload plan` for a described machine: the report, its verdict, defaults, advice, and what its options mean."""
 
 from __future__ import annotations
 
 import json
-import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from typer.testing import CliRunner
 
-from offload.cli.console import parse_count
+from offload.cli.commands import plan as command
 from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
+from offload.finetune.model import allows_chunks
 from offload.planner import activations, memory, recommend
 from offload.planner.activations import Load
-from offload.planner.hardware import Hardware, described, parse_drive
+from offload.planner.gpus import GPUS, find_gpu
+from offload.planner.hardware import Hardware, described, parse_drive, parse_memory
 from offload.planner.model_shape import Shape, from_count
 from offload.planner.output import Asked, cautions, verdict
-from offload.planner.request import PlanRequest, hardware
 from offload.sizes import GIB, MIB, format_count, format_time
-from tests.pages import plan_table as table
+from tests.planner.test_plan_activations import COUNT, config, llama
+from tests.planner.test_plan_activations import MACHINE as OWN_MACHINE
+from tests.support import models
 
 
 def run(*arguments: str) -> Any:
@@ -34,6 +40,11 @@ def found(*arguments: str) -> dict[str, Any]:
     assert done.exit_code == 0, done.output
     result: dict[str, Any] = json.loads(done.stdout)
     return result
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -141,71 +152,193 @@ def test_without_a_drive_no_state_is_placed_there(shape: Shape) -> None:
         plan(shape, machine, Load(1, 1, True))
 
 
-PAGE = table.PAGE.read_text(encoding="utf-8")
-ROWS = (*table.CASES, *((*other, 1) for other in table.OTHERS))
-"""Of the first model, in the order of the page: by GPU and drives, and of other machines, which have one drive."""
-SMALL = tuple(f"| 13B | {gpu} |" for gpu in table.SMALL)
-CARD_ROWS = [line for line in table.CARD_PAGE.read_text(encoding="utf-8").splitlines() if table.is_of_card(line)]
+# -- what options mean, and what is left open --------------------------------------------------------
+
+MACHINE = ("--gpu", "12GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
+TINY = ("--model", "gpt2-tiny", "--seq-len", "128")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(ROWS)))
-def test_a_row_of_the_first_model_is_generated(number: int) -> None:
-    """Those of the others take longer."""
-    first = [line for line in PAGE.splitlines() if line.startswith("| 13B") and not line.startswith(SMALL)]
-    assert first[number] == table.row(table.MODELS[0], *ROWS[number]), "run: python -m tests.pages.plan_table"
+def folder(path: Path, kind: str) -> str:
+    """A folder with the config of a small model."""
+    settings = {**models.WIDTHS, "vocab_size": 261, "max_position_embeddings": 128}
+    getattr(transformers, f"{kind}Config")(**settings).save_pretrained(path)
+    return str(path)
 
 
-@pytest.mark.slow
-def test_the_page_is_generated() -> None:
-    assert table.document() == PAGE, "run: python -m tests.pages.plan_table"
+# -- the loss -----------------------------------------------------------------------------------------
 
 
-def test_the_tables_have_all_rows() -> None:
-    assert len(CARD_ROWS) == len(table.CARD_CASES) == 6
-    assert sum(line.startswith("| 13B") for line in PAGE.splitlines()) == len(ROWS) + len(table.SMALL)
+def test_the_loss_is_computed_in_chunks_where_the_model_allows_it_as_in_train(tmp_path: Path) -> None:
+    assert found(*TINY, *MACHINE)["step"]["chunked_loss"]
+    assert not found(*TINY, *MACHINE, "--no-chunked-loss")["step"]["chunked_loss"]
+    assert found("--parameters", "1B", "--layers", "4", *MACHINE)["step"]["chunked_loss"]
+    capped = folder(tmp_path / "capped", "Gemma2")
+    assert not allows_chunks(capped) and allows_chunks(folder(tmp_path / "plain", "Llama"))
+    assert not found("--model", capped, "--seq-len", "32", *MACHINE)["step"]["chunked_loss"]
 
 
-@pytest.mark.parametrize("number", range(len(table.GPUS)))
-def test_the_rates_of_each_gpu_are_on_the_page_with_their_origins(number: int) -> None:
-    gpu = table.GPUS[number]
-    sources = [line.partition(". ")[2] for line in PAGE.splitlines() if line.partition(". ")[0].isdigit()]
-    assert table.rates_row(gpu, sources) in PAGE.splitlines(), "run: python -m tests.pages.plan_table"
+def test_chunks_that_the_model_does_not_allow_are_an_error(tmp_path: Path) -> None:
+    done = run("--model", folder(tmp_path / "capped", "Gemma2"), "--seq-len", "32", *MACHINE, "--chunked-loss")
+    assert done.exit_code == 2 and "cannot be computed in chunks" in done.stderr
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("number", range(len(table.STEPS)))
-def test_a_prediction_beside_a_step_of_others_is_generated(number: int) -> None:
-    assert table.step_row(table.STEPS[number]) in PAGE.splitlines(), "run: python -m tests.pages.plan_table"
+# -- while it computes --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_rows_of_smaller_cards_are_on_the_page() -> None:
-    rows = [table.small_row(table.SMALL_MODELS[0], table.SMALL[0])]
-    assert all(row in PAGE.splitlines() for row in rows), "run: python -m tests.pages.plan_table"
+def test_a_terminal_is_told_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    @contextmanager
+    def recorded(console: Any) -> Iterator[Any]:
+        assert console.stderr, "stdout has the plan alone"
+        yield shown.append
+
+    monkeypatch.setattr(command, "status_line", recorded)
+    assert run(*TINY, *MACHINE).exit_code == 0
+    expected = ["loading", "reading", "counting", "trying", "searching", "trying"]
+    assert [words.split()[0] for words in shown] == expected
 
 
-def test_the_command_of_the_cards_page_plans_its_first_row() -> None:
-    """A reader who types the command finds the row below it."""
-    text = table.CARD_PAGE.read_text(encoding="utf-8").partition("\noffload plan ")[2].partition("      #")[0]
-    typed = shlex.split(text.replace("\\\n", ""))
-    assert table.CARD_CASES[0][1].chunked_loss, "as without an option"
-    given = dict(zip(typed[::2], typed[1::2], strict=True))
-    ram, load, durability = table.CARD_CASES[0]
-    assert f"{load.batch} {load.accumulation}" == f"{given.pop('--batch-size')} {given.pop('--accumulation')}"
-    shape = from_count(parse_count(given.pop("--parameters")), int(given.pop("--layers")), int(given.pop("--seq-len")))
-    asked = PlanRequest(
-        gpu=given.pop("--gpu"),
-        ram=given.pop("--ram"),
-        drive=[given.pop("--drive")],
-        memory_bandwidth=given.pop("--memory-bandwidth"),
-    )
-    assert not given and shape == table.card_shape() and durability == "step"
-    assert hardware(asked) == table.card_machine(ram)
+# -- the machine --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("number", range(len(table.CARD_CASES)))
-def test_a_row_of_13b_on_one_card_is_generated(number: int) -> None:
-    assert CARD_ROWS[number] == table.card_row(*table.CARD_CASES[number]), "run: python -m tests.pages.plan_table"
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [("8GB", "RTX 4060"), ("10GB", "RTX 3080"), ("12 GB", "RTX 3060"), ("16GB", "RTX 4060 Ti 16GB")],
+)
+def test_a_size_below_24_gb_is_the_slowest_card_that_is_sold_with_it(size: str, name: str) -> None:
+    gpu, like = find_gpu(size)
+    assert like == f"the GPU is as fast as a {name}"
+    (card,) = [each for each in GPUS if each.name == name]
+    assert (gpu.memory, gpu.flops, gpu.matmul) == (card.memory, card.flops, card.matmul)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("4060", "RTX 4060"),
+        ("4060 Ti", "RTX 4060 Ti 16GB"),
+        ("4070", "RTX 4070"),
+        ("4070 super", "RTX 4070 SUPER"),
+        ("4070 ti", "RTX 4070 Ti"),
+        ("4070 ti super", "RTX 4070 Ti SUPER"),
+        ("4080 super", "RTX 4080 SUPER"),
+        ("5070 ti", "RTX 5070 Ti"),
+        ("5060ti", "RTX 5060 Ti 16GB"),
+        ("T4", "T4"),
+        ("a100", "A100 80GB"),
+    ],
+)
+def test_a_part_of_a_name_is_the_card_that_users_mean(text: str, name: str) -> None:
+    assert find_gpu(text)[0].name == name
+
+
+def test_a_card_without_units_for_bf16_is_planned_in_fp32_as_train_would() -> None:
+    count = ("--parameters", "1B", "--layers", "4", "--gpu", "T4")
+    plain, half = found(*count), found(*count, "--dtype", "fp16")
+    assert not {"bf16", "fp16"} & plain["config"].keys()
+    assert any("--dtype fp16 is faster there" in each for each in plain["machine"]["assumed"])
+    assert not any("--dtype fp16" in each for each in half["machine"]["assumed"])
+    assert half["step"]["compute_seconds"] < plain["step"]["compute_seconds"]
+    rates = {dtype: described("T4", dtype=dtype).matmul for dtype in ("fp32", "bf16", "fp16")}
+    assert rates["bf16"] < rates["fp32"] < rates["fp16"]
+
+
+def test_ram_is_as_large_as_it_is_sold() -> None:
+    assert parse_memory("64GB") == parse_memory("64GiB") == parse_memory("64 gb") == parse_memory("64G") == 64 * GIB
+    assert found(*TINY, *MACHINE)["machine"]["ram"] == int(0.9 * 64 * GIB)
+
+
+# -- how long -----------------------------------------------------------------------------------------
+
+
+def test_steps_and_tokens_are_one_question() -> None:
+    done = run(*TINY, *MACHINE, "--steps", "500", "--tokens", "1M")
+    assert done.exit_code == 2 and "--tokens and --steps both say how long" in done.stderr
+    assert run(*TINY, *MACHINE, "--steps", "0").exit_code == 2
+
+
+# -- adapters -----------------------------------------------------------------------------------------
+
+
+def test_what_a_run_saves_of_adapters_is_their_bytes_alone() -> None:
+    pytest.importorskip("peft")
+    whole, adapters = found(*TINY, *MACHINE), found(*TINY, *MACHINE, "--lora", "r=4")
+    assert whole["export"] == 2 * whole["model"]["parameters"]
+    trained = adapters["model"]["parameters"] - whole["model"]["parameters"]
+    assert 0 < adapters["export"] == 2 * trained < whole["export"] / 10
+    assert adapters["least_host_memory"] <= adapters["host_memory"]
+    assert "; the saved adapters take" in run(*TINY, *MACHINE, "--lora", "r=4").stdout
+
+
+# -- activations --------------------------------------------------------------------------------------
+
+
+def test_the_report_says_where_inputs_are() -> None:
+    report = found(*COUNT, *OWN_MACHINE, "--activations", "auto", "--chunked-loss", "--batch-size", "24")
+    tiers = report["activation_tiers"]
+    assert sum(tiers["inputs"].values()) == 8 and tiers["inputs"]["device"] >= 1
+    assert tiers["host"] > 24 * 2 * 2048 * 5120 and tiers["device"] == report["activations"]
+    assert report["step"]["recompute"] and report["step"]["chunked_loss"] and report["step"]["tile_tokens"] == 24 * 2048
+    assert report["config"]["offload"]["activations"] == "auto"
+    ways = {row["activations"]: row for row in report["ways"]}
+    assert ways["auto"]["batch"] >= 24 > ways["device"]["batch"] and ways["device"]["seconds"] is None
+    done = run(*COUNT, *OWN_MACHINE, "--activations", "cpu", "--chunked-loss", "--tile-mlp", "16", "--batch-size", "8")
+    for words in ("inputs of 8 blocks: 1 on the device, 7 in host memory", "loss in chunks", "tiles of 1024 tokens"):
+        assert words in done.stdout, done.stdout
+    assert "longest sequence with 8 in a micro-batch" in done.stdout and "does not fit" in done.stdout
+
+
+def test_a_config_with_activations_is_planned_and_written(tmp_path: Path) -> None:
+    file, target = tmp_path / "config.json", tmp_path / "written.json"
+    file.write_text(json.dumps(config("cpu", 4)))
+    report = found(*COUNT, *OWN_MACHINE, "--config", str(file), "--chunked-loss", "--batch-size", "2")
+    assert report["activation_tiers"]["inputs"] == {"device": 1, "host": 7, "disk": 0}
+    assert report["step"]["tile_tokens"] == 2 * 2048 // 4
+    found(*COUNT, *OWN_MACHINE, "--activations", "cpu", "--tile-mlp", "8", "--write", str(target))
+    written = json.loads(target.read_text())["offload"]
+    assert written["activations"] == "cpu" and written["tile_mlp"] == 8
+    done = run(*COUNT, *OWN_MACHINE, "--config", str(file), "--activations", "cpu")
+    assert done.exit_code == 2 and "cannot be given beside --config" in done.output
+
+
+def test_the_search_prints_lengths_and_what_to_set(tmp_path: Path) -> None:
+    rows = found(*COUNT, *OWN_MACHINE, "--longest-sequence")["longest"]
+    assert [row["sequence_chunked"] > 0 for row in rows] == [True] * 5
+    best = max(rows, key=lambda row: row["sequence_chunked"])
+    file = tmp_path / "best.json"
+    file.write_text(json.dumps(best["config"]))
+    length = str(best["sequence_chunked"])
+    report = found(*COUNT[:4], *OWN_MACHINE, "--config", str(file), "--chunked-loss", "--seq-len", length)
+    assert report["activation_tiers"] == best["activation_tiers"]
+    done = run(*COUNT, *OWN_MACHINE, "--longest-sequence")
+    assert f"for {best['sequence_chunked']:,} tokens set" in done.stdout and "chunk_loss_of" in done.stdout
+    with_file = found(*COUNT, *OWN_MACHINE, "--longest-sequence", "--config", str(file), "--no-chunked-loss")["longest"]
+    assert all(not row["chunked_loss"] for row in with_file)
+
+
+def test_the_search_names_the_positions_of_a_model(tmp_path: Path) -> None:
+    done = run("--model", llama(tmp_path), *OWN_MACHINE, "--longest-sequence", "--seq-len", "128")
+    assert done.exit_code == 0 and "allows 8,192 positions" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--activations", "ram"), "expected --activations of device, cpu, nvme, auto"),
+        (("--tile-mlp", "0"), "expected --tile-mlp of auto, off or a number"),
+        (("--activations", "cpu", "--no-gradient-checkpointing"), "leave one of them out"),
+        (("--longest-sequence", "--measure"), "writes and measures nothing"),
+        (("--batch-size", "4000", "--no-chunked-loss"), "--chunked-loss"),
+        (("--activations", "device", "--batch-size", "4000"), "--activations cpu"),
+    ],
+)
+def test_wrong_options_are_named(arguments: tuple[str, ...], message: str) -> None:
+    done = run(*COUNT, *OWN_MACHINE, *arguments)
+    assert done.exit_code == 2 and message in done.output, done.output
+
+
+def test_a_micro_batch_that_is_too_large_is_told_with_one_that_fits() -> None:
+    done = run(*COUNT, *OWN_MACHINE, "--activations", "device", "--batch-size", "400")
+    batch = int(done.output.partition("--batch-size ")[2].split()[0])
+    assert batch > 8 and run(*COUNT, *OWN_MACHINE, "--activations", "device", "--batch-size", str(batch)).exit_code == 0

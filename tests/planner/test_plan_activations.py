@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import lay_out
 from offload.losses import chunked
-from offload.planner import activations, memory, output, reach, recommend, request, step_time
+from offload.planner import memory, output, reach, recommend, request
 from offload.planner.activations import (
     CHUNK_TOKENS,
     Load,
@@ -29,19 +28,15 @@ from offload.planner.activations import (
     fits,
     largest_batch,
     longest_sequence,
-    moving,
     need,
     placed,
     room_of,
     wish_of,
-    within,
 )
 from offload.planner.hardware import Hardware, described, parse_drive
-from offload.planner.model_shape import Shape, Use, from_count, from_name
+from offload.planner.model_shape import Shape, Use, from_count
 from offload.planner.recommend import advise
-from offload.planner.simulation.simulate import Input
 from offload.sizes import GIB
-from tests import ROOT
 from tests.support.sampling import examples
 
 KEPT, DEVICE, CPU, NVME, AUTO = (Wish(tier) for tier in (None, "device", "cpu", "nvme", "auto"))
@@ -90,65 +85,9 @@ def llama(folder: Path, **changes: int) -> str:
     return str(folder)
 
 
-LOGITS = 4 * TOKENS * WORDS
-PLAIN_HEAD = 3 * INPUT + INPUT + LOGITS + 2 * LOGITS
-"""Saved by norm and head, and the logits with their gradient."""
-
-
 @pytest.fixture(scope="module")
 def shape() -> Shape:
     return from_count(13 * 10**9, 40, 2048)
-
-
-def test_without_recomputation_every_block_keeps_all() -> None:
-    assert need(small(), Load(1)) == Need(BLOCKS * 20 * INPUT + PLAIN_HEAD)
-    assert need(small(), Load(3)) == Need(3 * (BLOCKS * 20 * INPUT + PLAIN_HEAD))
-
-
-def test_recomputation_keeps_inputs_and_the_larger_of_head_and_one_block() -> None:
-    one_block = 20 * INPUT + INPUT + 2 * 3 * INPUT
-    assert PLAIN_HEAD > one_block
-    assert need(small(), Load(1, recompute=True)) == Need(BLOCKS * INPUT + PLAIN_HEAD)
-    in_chunks = Load(1, recompute=True, chunked_loss=True)
-    assert need(small(), in_chunks) == Need(BLOCKS * INPUT + max(one_block, chunked_head()))
-
-
-def chunked_head() -> int:
-    """Returns the bytes of the norm, and of what the docstring of `offload.losses.chunked` counts."""
-    numel = small().layouts[-1].numel
-    summed = INPUT + 4 * numel
-    return 3 * INPUT + INPUT + summed + max(CHUNK_TOKENS * WORDS * 6 + 2 * numel, summed + 2 * numel)
-
-
-def test_inputs_leave_the_device_but_for_those_on_their_way() -> None:
-    load = Load(1, recompute=True, on_host=BLOCKS - 1)
-    assert need(small(), load) == Need((1 + activations.IN_FLIGHT) * INPUT + PLAIN_HEAD, 3 * INPUT)
-    on_disk = need(small(), Load(2, recompute=True, on_disk=BLOCKS - 1))
-    assert on_disk.disk == 2 * 3 * INPUT and on_disk.host == 2 * 3 * INPUT, "of buffers as many as there are inputs"
-    assert moving(small(), load) == [Input(INPUT)] * 3 + [Input()]
-    both = moving(small(), Load(1, recompute=True, on_disk=1, on_host=2))
-    assert both == [Input(INPUT, True), *[Input(INPUT)] * 2, Input()], "the oldest is needed last"
-
-
-def test_tiles_bound_what_an_mlp_makes() -> None:
-    tile, numel = 1024, 8 * HIDDEN**2
-    load = Load(1, recompute=True, chunked_loss=True, tile=tile)
-    in_tile = (12 * INPUT + 2 * 3 * INPUT) * tile // TOKENS
-    one_block = (20 - 12 + 1) * INPUT + INPUT + max(INPUT + in_tile + numel * (4 + 2), 4 * 2 * INPUT)
-    assert need(small(), load).device == BLOCKS * INPUT + max(one_block, chunked_head())
-    assert need(small(), load._replace(tile=TOKENS)) == need(small(), load._replace(tile=0)), "one tile is the whole"
-    assert need(small(), load._replace(tile=0, tiles=4)) == need(small(), load), "a quarter of the sequence"
-
-
-def test_the_first_blocks_alone_are_recomputed_on_request() -> None:
-    """As DeepSpeed's `number_checkpoints` asks."""
-    for count in (1, 3):
-        load = Load(1, recompute=True, first=count)
-        kept = (BLOCKS - count) * 20 * INPUT + PLAIN_HEAD
-        assert need(small(), load) == Need(count * INPUT + kept)
-        of_tier = placed(small(), Load(1), Wish("nvme", first=count), Need(0), True)
-        assert of_tier.on_disk == count - 1
-    assert need(small(), load._replace(first=BLOCKS)) == need(small(), load._replace(first=0))
 
 
 def test_chunks_and_tiles_are_those_of_the_engine(shape: Shape) -> None:
@@ -179,26 +118,6 @@ def test_more_tokens_never_need_less(load: Load, sequence: int, more: int, seque
     assert all(small_ <= large for small_, large in zip(less, longer, strict=True))
 
 
-@settings(max_examples=examples(100), deadline=None)
-@given(loads, st.integers(1, 10**5))
-def test_inputs_that_leave_never_need_more_of_the_device(load: Load, sequence: int) -> None:
-    of = small().at(sequence)
-    stay, needed = need(of, load._replace(on_disk=0, on_host=0)), need(of, load)
-    one = activations.input_nbytes(of, load, of.blocks[0])
-    # No more than those on their way: so many may be counted beside inputs that stay.
-    assert needed.device <= stay.device + activations.IN_FLIGHT * one
-    assert needed.host + needed.disk >= sum(each.nbytes for each in moving(of, load))
-
-
-def test_a_plan_that_chooses_says_so_in_its_config(shape: Shape) -> None:
-    for tokens, tier, recompute in ((1024, None, False), (4096, "device", True), (48_000, "cpu", True)):
-        planned = recommend.choose(shape.at(tokens), card(), Load(1, chunked_loss=True), None)
-        assert planned.content["offload"].get("activations") == tier and planned.load.recompute is recompute
-        assert recommend.plan(shape.at(tokens), card(), planned.load, planned.content).needed == planned.needed
-    theirs = recommend.choose(shape.at(4096), card(), Load(1, chunked_loss=True), True)
-    assert "activations" not in theirs.content["offload"], "the model recomputes by itself"
-
-
 def test_no_recomputation_is_advised_where_it_is_faster_and_fits(shape: Shape) -> None:
     on = card(gpu_memory=1 << 40, matmul=1e12)
     planned = recommend.plan(shape, on, Load(1), config("device"))
@@ -218,14 +137,6 @@ def test_the_budgets_of_a_plans_config_have_the_planned_room_for_inputs(shape: S
     assert again.memory.placement.inputs_nbytes >= inputs
     assert again.load == planned.load
     assert again.memory.placement.classes == planned.memory.placement.classes
-
-
-def test_copies_hide_behind_compute_while_the_link_keeps_up(shape: Shape) -> None:
-    long = shape.at(8192)
-    fast = card(upload=1e12, download=1e12)
-    stays, leaves = (recommend.plan(long, fast, Load(1, chunked_loss=True), config(tier)) for tier in ("device", "cpu"))
-    assert leaves.load.on_host == 39 and leaves.timing.seconds == pytest.approx(stays.timing.seconds, rel=0.03)
-    assert leaves.timing.compute_seconds == stays.timing.compute_seconds
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
@@ -249,32 +160,6 @@ def test_inputs_on_drives_are_written_and_read_once_a_micro_batch(shape: Shape) 
         assert planned.timing.seconds >= without.seconds
 
 
-def test_a_tiled_mlp_is_computed_once_more(shape: Shape) -> None:
-    on, load = card(handed_seconds=0.0), Load(2, recompute=True, tile=1024)
-    plain, tiled = (step_time.forward(shape, on, each) for each in (load._replace(tile=0), load))
-    use = shape.uses[3]
-    numel = use.mlp_flops / (2 * shape.sequence)
-    sums = 4 * numel * (2 * 4 + 2) / on.elementwise
-    assert tiled[3].seconds == plain[3].seconds
-    assert tiled[3].backward - plain[3].backward == pytest.approx(2 * use.mlp_flops / on.matmul + sums)
-    assert tiled[-1] == plain[-1]
-
-
-def test_the_loss_in_chunks_adds_sums_of_the_heads_gradient(shape: Shape) -> None:
-    on = card(handed_seconds=0.0)
-    plain, in_chunks = (step_time.forward(shape, on, Load(1, chunked_loss=each)) for each in (False, True))
-    sums = 2 * shape.layouts[-1].numel * (2 * 4 + 2) / on.elementwise
-    assert in_chunks[-1].backward - plain[-1].backward == pytest.approx(sums)
-    assert in_chunks[:-1] == plain[:-1]
-
-
-def test_the_head_is_not_recomputed(shape: Shape) -> None:
-    on = card(handed_seconds=0.0)
-    first = step_time.forward(shape, on, Load(1))
-    plain, again = (step_time.backward(first, [0] * len(shape.layouts), on, each) for each in (False, True))
-    assert again[0] == plain[0] and again[1].seconds == pytest.approx(plain[1].seconds + first[-2].seconds)
-
-
 def test_auto_takes_the_device_then_host_memory_then_disk() -> None:
     of, load = small(), Load(1, chunked_loss=True)
     least = need(of, Load(1, recompute=True, chunked_loss=True, on_host=3)).device
@@ -294,26 +179,6 @@ def test_auto_takes_the_device_then_host_memory_then_disk() -> None:
     assert (few.on_disk, few.on_host) == (0, 3), "cpu takes host memory even where the device has room"
     none = placed(of, load, CPU, Need(1 << 50, 0), True)
     assert (none.on_disk, none.on_host) == (3, 0), "and goes on to files"
-
-
-def test_auto_leaves_a_quarter_of_the_device_to_all_but_inputs(shape: Shape) -> None:
-    bounded = placed(small(), Load(1), AUTO, Need(1 << 50, 1 << 50), True, most_inputs=2 * INPUT)
-    assert bounded.on_host == BLOCKS - 2 and bounded.on_disk == 0
-    deep = from_count(13 * 10**9, 400, 2048)
-    size = activations.input_nbytes(deep, Load(1), deep.blocks[0])
-    room = Room(500 * size, 1 << 50, 0)
-    load = within(deep, Load(1, chunked_loss=True), AUTO, room)
-    assert 400 - load.on_host == 375, "three quarters, although there is room for all"
-    assert need(deep, load._replace(on_host=0)).device < room.device
-
-
-def test_one_memory_has_room_for_an_input_once(shape: Shape) -> None:
-    """Where the CPU computes, inputs in host memory are inputs on the device."""
-    alone, shared = (Room(20 * GIB, 20 * GIB, 0, one) for one in (False, True))
-    load = Load(1, chunked_loss=True)
-    assert longest_sequence(shape, load, CPU, shared) < longest_sequence(shape, load, CPU, alone)
-    at = shape.at(longest_sequence(shape, load, AUTO, shared))
-    assert within(at, load, AUTO, shared).on_host == 0
 
 
 def test_the_budget_of_host_memory_bounds_inputs(shape: Shape) -> None:
@@ -387,37 +252,6 @@ def test_the_longest_sequence_is_the_last_that_fits(shape: Shape, wish: Wish, in
         assert fits(shape.at(256), load._replace(batch=sequences), wish, room) is has_room
 
 
-def test_each_way_reaches_further_than_the_one_before(shape: Shape) -> None:
-    load, room = Load(1, chunked_loss=True), Room(20 * GIB, 1 << 50, 1 << 50)
-    ladder = (KEPT, DEVICE, CPU, Wish("cpu", tiles=None))
-    lengths = [longest_sequence(shape, load, wish, room) for wish in ladder]
-    assert all(after > 1.2 * before for before, after in itertools.pairwise(lengths)), lengths
-    # What the first and the second block keep: everything, or their input alone.
-    assert lengths[1] > 5 * lengths[0]
-
-
-LONGEST_8B = {"device": 65, "device, loss in chunks": 300, "cpu, loss in chunks": 650, "cpu, in chunks, tiles": 1200}
-"""Thousands of tokens that ALST's recipes reach on one H200 for Llama-3.1-8B: ArcticTraining,
-projects/sequence-parallelism/run-h200-sp1-llama-8b-*.yml."""
-
-
-def test_the_longest_sequences_are_near_those_that_others_measured(tmp_path: Path) -> None:
-    """All weights and states in RAM. Their modules are Liger's, whose norms and MLPs save less than those of a plan."""
-    name = llama(
-        tmp_path, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
-    )  # fmt: skip
-    of, on = from_name(name, 4096), described("H200", 2000 * GIB)
-    content = memory.settings("cpu", "cpu", durability="none")
-    room = room_of(on, recommend.settled(of, on, Load(1), content), KEPT, of, Load(1))
-    page = (ROOT / "docs" / "concepts" / "cost-model.md").read_text(encoding="utf-8")
-    ways = ((DEVICE, False), (DEVICE, True), (CPU, True), (Wish("cpu", tiles=None), True))
-    for (wish, in_chunks), (words, measured) in zip(ways, LONGEST_8B.items(), strict=True):
-        longest = longest_sequence(of, Load(1, chunked_loss=in_chunks), wish, room) / 1000
-        assert 0.5 * measured < longest < 1.2 * measured, words
-        assert f"| {measured:,}K | {longest:,.0f}K |" in page, f"{words}: {longest:,.0f}K"
-
-
 def test_the_table_tells_what_fits_and_what_it_costs(shape: Shape) -> None:
     planned = recommend.plan(shape, card(), Load(2, chunked_loss=True), config("device"))
     rows = {row.way.tier: row for row in reach.reach(planned)}
@@ -445,29 +279,6 @@ def test_a_way_by_which_nothing_fits_is_a_line_and_no_row(shape: Shape) -> None:
     assert output.reach_table(planned, [kept, again]) == [("on the device", "5", "9,000", "none", "1.00 x")]
     assert output.without_room([kept, again]) == ["no sequence fits: all kept"]
     assert output.without_room([again]) == []
-
-
-def test_files_for_inputs_alone_make_no_step_durable() -> None:
-    content = reach.with_way(memory.settings("cpu", "cpu"), reach.Way("", "nvme"), card())
-    assert content["offload"]["nvme_path"] and content["offload"]["durability"] == "none"
-    same = memory.settings("cpu", "cpu", activations="nvme")["offload"]
-    assert same["nvme_path"] and same["durability"] == "none"
-    durable = config()
-    assert reach.with_way(durable, reach.Way("", "nvme"), card())["offload"]["durability"] == "auto"
-
-
-@pytest.mark.slow
-def test_the_longest_sequence_of_a_machine_is_one_that_plans_accept(shape: Shape) -> None:
-    on, contents = card(), [memory.settings(*tiers) for tiers in recommend.PLACEMENTS]
-    rows = reach.search(shape, on, Load(1), contents)
-    lengths = [row.sequence_chunked for row in rows]
-    assert lengths[0] < lengths[1] < lengths[2] <= max(lengths[3:])
-    for row in rows:
-        assert row.planned is not None
-        assert row.planned.shape.sequence >= 0.98 * max(row.sequence, row.sequence_chunked)
-        assert row.planned.load.chunked_loss is (row.sequence_chunked > row.sequence)
-    plain = reach.search(shape, on, Load(1), contents, False)
-    assert all(row.planned is not None and not row.planned.load.chunked_loss for row in plain)
 
 
 def test_a_machine_of_one_memory_has_no_way_by_host_memory() -> None:

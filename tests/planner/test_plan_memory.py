@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import tempfile
@@ -14,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 import torch
 import transformers
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,19 +25,15 @@ from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
 from offload.finetune.model import make_ready
 from offload.layout.flat_layout import layouts_of
-from offload.layout.frozen import stored_as_blocks
-from offload.layout.tiers import Partitions
 from offload.layout.units import find_units
 from offload.losses import chunk_loss_of
 from offload.planner import memory, recommend
 from offload.planner import memory as planning
-from offload.planner.activations import Load, head_copy, need
+from offload.planner.activations import Load, need
 from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import Memory, Room, settle
 from offload.planner.model_shape import Shape, from_name, from_training
-from offload.planner.step_time import predict
 from offload.sizes import GIB, MIB
-from offload.states import State, Tier
 from offload.swapper.memory.limits import free_host_memory
 from offload.torch_internals import TorchDispatchMode, tree_leaves
 from tests.support import models
@@ -144,46 +139,6 @@ def blocks(count: int, numel: int) -> Any:
     return layouts_of(net, find_units(net))
 
 
-def test_twelve_bytes_a_parameter_in_each_slot() -> None:
-    layouts, count = blocks(8, 1 << 20), 8 << 20
-    for durability, slots in (("auto", 2), ("none", 1)):
-        memory = settle(layouts, planning.settings(durability=durability), Room(GIB, GIB, None))
-        assert memory.slots == slots and memory.stored == 12 * count * slots and memory.export == 2 * count
-        assert memory.total.disk == 12 * count * slots
-        states = {row.name: row for row in memory.rows}
-        assert states["grad"].host == 2 * count and states["grad"].disk == 0
-
-
-def test_two_more_where_gradients_spill() -> None:
-    layouts, count = blocks(8, 1 << 20), 8 << 20
-    roomy = settle(layouts, planning.settings(), Room(GIB, GIB, None))
-    tight = settle(layouts, planning.settings(host_memory=roomy.least_host), Room(GIB, GIB, None))
-    assert tight.spilled == 2 * count == tight.total.disk - roomy.total.disk
-    assert tight.host == roomy.least_host
-    with pytest.raises(BudgetError, match=rf"\({roomy.least_host} bytes\)"):  # the least that a run would name
-        settle(layouts, planning.settings(host_memory=roomy.least_host - 4096), Room(GIB, GIB, None))
-
-
-@pytest.mark.parametrize("weights", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize("room", [None, 10, 30, 50, 100])
-def test_totals_of_gradients_are_in_the_devices_column(weights: str, room: int | None) -> None:
-    """As far as there is room beyond weights; without a number there is none before a first step."""
-    layouts, count = blocks(8, 1 << 20), 8 << 20
-    budget = None if room is None else room * MIB
-    if weights == "none" and room == 10:
-        budget = 2 * count
-    content = planning.settings(weights, "cpu", device_memory=budget, accumulation=2)
-    memory = settle(layouts, content, Room(GIB, GIB, None), 2)
-    rows, added = {row.name: row for row in memory.rows}, dict(memory.placement.added)
-    assert memory.total.device == memory.device and memory.device == (budget or memory.device)
-    assert rows["grad"].device == sum(added.values()) == 4 * MIB * len(added) and rows["grad"].host == 4 * count
-    moving = 0 if weights == "none" else 2 * count + 2 * MIB
-    fixed = 2 * count if weights == "none" else 0
-    assert len(added) == (0 if budget is None else min(8, max(0, budget - fixed - moving) // (4 * MIB)))
-    grown = memory.placement.grown(memory.placement.device_need.most - memory.device)
-    assert len(grown.added) == (8 if budget is None else len(added))
-
-
 def test_a_drive_without_room_for_two_slots_takes_one() -> None:
     layouts, count = blocks(8, 1 << 20), 8 << 20
     memory = settle(layouts, planning.settings(), Room(GIB, GIB, 20 * count))
@@ -201,15 +156,6 @@ def test_what_a_run_refuses_is_refused_by_the_plan() -> None:
     assert str(planned.value) == str(ran.value)
     with pytest.raises(ConfigError, match='"durability" needs'):
         settle(layouts, planning.settings(durability="step"), Room(GIB, GIB, 20 * count))
-
-
-def test_states_kept_in_memory_have_their_slots_too() -> None:
-    layouts, count = blocks(8, 1 << 20), 8 << 20
-    memory = settle(layouts, planning.settings(host_memory=256 * MIB), Room(GIB, GIB, None))
-    rows = {row.name: row for row in memory.rows}
-    assert memory.placement.promoted and rows["exp_avg"].host == 4 * count and rows["exp_avg"].disk == 8 * count
-    tiers = memory.placement.tiers[0]
-    assert tiers[State.EXP_AVG] is Tier.HOST and memory.host <= 256 * MIB
 
 
 TOKENS, LAYERS = 256, 2
@@ -293,59 +239,6 @@ class _Waiting(torch.autograd.Function):
         return grad
 
 
-class _Head(nn.Linear):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden, _Waiting.apply(self.weight))
-
-
-class _Decoder(nn.Module):
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.words = nn.Embedding(96, 32)
-        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-        self.head = _Head(32, 96, bias=False)
-        if tied:
-            self.head.weight = self.words.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.words(ids)
-        for block in self.blocks:
-            hidden = torch.tanh(block(hidden))
-        return self.head(hidden).square().mean()
-
-
-@pytest.mark.parametrize("schedule", ["layer_major", "micro_batch_major"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_gradients_of_a_tied_head_wait_in_a_layer_major_step(
-    schedule: str, tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """autograd keeps the head's gradient until that of the embedding comes, as the plan says."""
-    count = 4
-    content = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": count,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "gradient_clipping": 0,
-        "offload": {"device": "cpu", "schedule": schedule},
-    }
-    monkeypatch.setattr(_Waiting, "made", [])
-    monkeypatch.setattr(_Waiting, "most", [])
-    torch.manual_seed(0)
-    engine = offload.initialize(model=_Decoder(tied), config=content)[0]
-    ids = torch.arange(8)[None]
-    for _ in range(2):  # the micro-batches take turns from the second step on
-        engine.train_batch(itertools.repeat(ids))
-    assert len(_Waiting.made) == 2 * count
-    alive = max(_Waiting.most[count:])
-    engine.destroy()
-    shape = from_name("gpt2-tiny", 16)
-    untied = shape._replace(uses=(shape.uses[0]._replace(unit=1), *shape.uses[1:]))
-    planned = [need(each, Load(1, count, schedule=schedule)).device for each in (shape, untied)]
-    head = shape.layouts[shape.uses[-1].unit].trainable_stop * shape.itemsize
-    assert planned[0] - planned[1] == (count - 1) * head * (schedule == "layer_major")
-    assert alive == (count if tied and schedule == "layer_major" else 1)
-
-
 @pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("name", ["gpt2-small", "llama-1b"])
 def test_the_peak_of_a_plan_that_fits_is_within_the_ram(name: str, in_chunks: bool) -> None:
@@ -363,25 +256,6 @@ def test_the_peak_of_a_plan_that_fits_is_within_the_ram(name: str, in_chunks: bo
         fitting.append(ram)
         assert planned.host_peak <= ram
     assert fitting and fitting[0] > 512 * MIB, "the sizes are on both sides of the least that fits"
-
-
-def test_a_copy_of_the_head_is_gone_before_its_gradients_are_scaled() -> None:
-    """So the loss in chunks takes the larger of both, and all logits at once take the copy too."""
-    shape = from_name("llama-1b", 256, torch.bfloat16)
-    whole = 2 * shape.layouts[shape.uses[-1].unit].numel
-    assert head_copy(shape, Load(1)) == whole
-    # Logits of 256 tokens, in fp32 and bf16, less the piece of a gradient that is scaled in fp32 at a time.
-    logits, piece = 6 * 256 * 128256, 4 << 22
-    assert head_copy(shape, Load(1, chunked_loss=True)) == logits - piece - 2 * 256 * 2048
-
-
-@settings(max_examples=4)
-@given(sizes=st.tuples(st.integers(9, 16), st.integers(9, 16)), sequence=st.sampled_from([256, 512]))
-@example(sizes=(16, 18), sequence=256)
-def test_a_plan_that_fits_a_machine_fits_one_with_more_memory(sizes: tuple[int, int], sequence: int) -> None:
-    """Default budgets take whole units, so those of 4.5 GiB left less to the activations than those of 4 GiB."""
-    less, more = sorted(sizes)
-    assert fits(256 * MIB * less, sequence) <= fits(256 * MIB * more, sequence)
 
 
 @cache
@@ -420,16 +294,6 @@ def test_bytes_are_those_of_the_run(form: str, tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_a_step_reads_the_codes_alone() -> None:
-    read = {}
-    for form in (None, "int8", "nf4"):
-        shape = shape_of(form)
-        memory = settle(shape.layouts, config(JOB, DISK, Path("swap"), frozen=form, device_memory="4MiB"), ROOM)
-        machine = replace(described("24GB", 64 << 30), gpu_memory=0)
-        read[form] = predict(memory, shape, machine, Load(1)).moved.weights_read
-    assert 1.8 < read[None] / read["int8"] < 2.0 and 3.2 < read[None] / read["nf4"] < 3.8
-
-
 def command(*options: str) -> Any:
     machine = ("--gpu", "24GB", "--ram", "16GB", "--drive", "7GB/s,4GB/s", "--seq-len", "64")
     return CliRunner().invoke(app, ["plan", *machine, *options])
@@ -462,17 +326,3 @@ WRONG = {
 def test_options_of_the_command_that_do_not_fit_are_refused(options: str) -> None:
     refused = command(*options.split())
     assert refused.exit_code == 2 and WRONG[options] in refused.output, refused.output
-
-
-def test_a_unit_in_codes_comes_and_goes_on_its_own_device() -> None:
-    """Its partition stays there, and its values are made for each use."""
-    parts = Partitions(
-        nbytes=({State.WEIGHT: 4096}, {State.WEIGHT: 4096}),
-        trainable_numel=(0, 0),
-        unit_nbytes=(4096, 12288),
-        largest_gradient=0,
-        gradient_dtype=torch.bfloat16,
-        alone=True,
-    )
-    assert [parts.device_resident(unit, {State.WEIGHT: Tier.DEVICE}) for unit in (0, 1)] == [True, False]
-    assert stored_as_blocks(JOB.model(), None, torch.bfloat16) == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from typer.testing import CliRunner
 from offload.cli.console import parse_count
 from offload.cli.main import app
 from offload.errors import ConfigError
-from offload.finetune.model import allows_chunks
 from offload.hardware.info import rated_bytes
 from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
 from offload.planner import request
@@ -85,13 +83,6 @@ def test_a_length_at_which_the_mask_has_the_shape_of_another_tensor_is_counted(n
         assert from_name(name, sequence) == _counted(name, sequence, torch.bfloat16)
 
 
-def test_it_needs_no_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert allows_chunks(name) and from_name(name, 1024) == from_preset(name, 1024, 2)
-    with pytest.raises(ConfigError, match="transformers"):
-        from_name(name, 1024, units=["model.layers.0"])
-
-
 def test_what_is_no_llama_or_too_long_is_left_to_the_forward_or_refused() -> None:
     assert from_preset("gpt2-tiny", 64, 2) is None and from_preset("/a/folder", 64, 2) is None
     with pytest.raises(ConfigError, match="--seq-len 4097 is more than the 4096 positions of this model"):
@@ -118,10 +109,6 @@ def test_counts_are_parsed() -> None:
             parse_count(message)
 
 
-def test_a_rated_life_without_a_unit_is_in_terabytes_as_in_a_config() -> None:
-    assert request.parse_tbw("600") == request.parse_tbw("600TB") == 600 * 10**12 and request.parse_tbw("1PB") == 10**15
-
-
 def test_machines_are_parsed() -> None:
     assert find_gpu("24.5GB")[0].memory == 24.5 * GIB
     assert find_gpu("4090")[0].name == "RTX 4090" and find_gpu("4090")[1] is None
@@ -143,19 +130,6 @@ def test_machines_are_parsed() -> None:
     assert parse_drive("3GB/s").write == 3e9
     with pytest.raises(ConfigError, match="expected a drive"):
         parse_drive("1,2,3,4")
-
-
-def test_a_count_is_near_the_model_of_that_size() -> None:
-    real = from_name("llama-7b", 256)
-    counted = from_count(real.parameters, 32, 256)
-    assert counted.parameters == real.parameters
-
-    def total(shape: Shape, name: str) -> float:
-        return sum(getattr(use, name) for use in shape.uses)
-
-    assert total(counted, "flops") == pytest.approx(total(real, "flops"), rel=0.05)
-    for name in ("nbytes", "saved", "boundary"):
-        assert total(counted, name) == pytest.approx(total(real, name), rel=0.2), name
 
 
 def test_smart_tells_what_a_drive_is_rated_for() -> None:
@@ -284,32 +258,6 @@ def test_a_model_that_cannot_be_cut_is_run_where_it_fits(
     assert layers == [4]
     with pytest.raises(ConfigError, match=r"too large to run, and cannot be cut.*cannot cut .*leave out --measure"):
         request.measured(replace(machine, ram=1000), mamba, Load(1), BF16)
-
-
-def test_layers_of_two_kinds_are_cut_together(tmp_path: Path) -> None:
-    kinds = ["full_attention", "sliding_attention"] * 2
-    name = save_config(tmp_path / "two", layer_types=kinds, use_sliding_window=True, sliding_window=4)
-    complete, part = from_name(name, TOKENS), from_name(name, TOKENS, layers=3)
-    assert len(part.layouts) == len(complete.layouts) - 1
-
-
-def test_a_real_model_is_run_and_leaves_nothing(shape_measured: Shape, machine: Hardware) -> None:
-    torch.manual_seed(3)
-    before = torch.random.get_rng_state()
-    found = request.measured(machine, shape_measured, Load(2), BF16)
-    assert torch.equal(before, torch.random.get_rng_state())
-    seconds = request.compute_seconds(shape_measured, found, 2)
-    assert 0 < seconds < 60 and seconds != request.compute_seconds(shape_measured, machine, 2)
-
-
-def test_the_hand_over_of_weights_is_not_the_models(shape_measured: Shape, machine: Hardware) -> None:
-    """What a model takes alone has none; a step has it once for each use in the forward and in the backward."""
-    free = replace(machine, handed_seconds=0.0)
-    assert request.compute_seconds(shape_measured, machine, 1) == request.compute_seconds(shape_measured, free, 1)
-    first, second = (
-        sum(each.seconds for each in request.forward(shape_measured, on, Load(1))) for on in (machine, free)
-    )
-    assert first - second == pytest.approx(len(shape_measured.uses) * 1e-3)
 
 
 def test_a_model_that_cannot_run_is_a_clear_error(

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.hardware import probe
-from offload.hardware.probe import grown, in_turns
 from offload.planner.hardware import probed
 
 SECONDS = 0.3
@@ -49,11 +48,6 @@ def test_all_rates_are_measured_and_kept(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".offload-probe*")), "its file is gone"
 
 
-def test_the_output_names_the_file_of_the_probe(tmp_path: Path) -> None:
-    done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu")
-    assert done.exit_code == 0 and str(probe.cache_path().name) in done.stdout and "optimizer" in done.stdout
-
-
 def test_progress_is_printed_line_by_line_without_a_terminal(tmp_path: Path) -> None:
     done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu", "--json")
     json.loads(done.stdout)
@@ -61,12 +55,6 @@ def test_progress_is_printed_line_by_line_without_a_terminal(tmp_path: Path) -> 
     assert progress[0] == f"measuring the drive of {tmp_path}" and len(progress) == len(set(progress)) > 10
     for message in ("memory", "matrix products in bf16", "optimizer and gradients in fp32", "new memory"):
         assert f"measuring {message}" in progress
-
-
-def test_progress_runs_from_0_to_1(tmp_path: Path) -> None:
-    progress: list[float] = []
-    probe.probe([str(tmp_path)] * 2, "cpu", 1 << 20, lambda _, done: progress.append(done))
-    assert progress[0] == 0 and progress == sorted(set(progress)) and 0.8 < progress[-1] < 1
 
 
 def test_a_second_drive_joins_the_first(tmp_path: Path) -> None:
@@ -116,64 +104,6 @@ def test_a_cache_with_a_relative_path_is_ignored(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert probe.cache_path().parent == tmp_path / ".cache" / "offload"
-
-
-# -- seconds ------------------------------------------------------------------------------------------
-
-
-class Machine:
-    """One on which a call of a size takes so many seconds for each unit of work, on a clock of its own."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-        self.now, self.seconds, self.called = 0.0, seconds, list[float]()
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-
-    def call(self, work: float) -> Any:
-        def action() -> None:
-            self.called.append(work)
-            self.now += work * self.seconds
-
-        return action
-
-
-SIZES = (1.0, 8.0, 64.0, 512.0)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "size"), [(1.0, 1.0), (0.05, 1.0), (0.01, 8.0), (0.001, 64.0), (0.0001, 512.0), (1e-9, 512.0)]
-)
-def test_sizes_grow_until_a_call_takes_long_enough(
-    seconds: float, size: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = Machine(monkeypatch, seconds)
-    assert grown(SIZES, float, machine.call, 0.05) == size
-    assert machine.called == sorted(machine.called), "never a large one before a small one"
-    assert max(machine.called) * seconds <= max(2 * 0.05, seconds), "no call is much longer than it should be"
-
-
-@pytest.mark.parametrize("seconds", [10.0, 0.3, 1e-4])
-def test_rounds_end_with_their_seconds(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, seconds)
-    assert in_turns([machine.call(1.0), machine.call(2.0)], 1.0) == pytest.approx([seconds, 2 * seconds])
-    assert machine.now <= max(1.0 + 3 * seconds, 6 * seconds), "two rounds, or as many as fit"
-    assert len(machine.called) <= 2 * (probe._ROUNDS + 1)
-
-
-def test_a_slow_drive_has_a_shorter_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.aio.measure import TimedTransfer
-
-    moved: list[int] = []
-
-    def move(queue: Any, file: Any, buffer: memoryview, *_: Any) -> TimedTransfer:
-        moved.append(len(buffer))
-        time.sleep(0.02)
-        return TimedTransfer(len(buffer), len(buffer) / 1e6, 0.0)
-
-    monkeypatch.setattr(probe, "move", move)
-    monkeypatch.setattr(probe, "_REQUEST", 1 << 16)
-    found = probe.drive_rates(str(tmp_path), 1 << 22, seconds=0.05)
-    assert found.read == found.write == found.mixed == pytest.approx(1e6)
-    assert moved == [2 << 16] * 4, "one round of what was written in the seconds of the first write"
 
 
 # -- what runs beside ---------------------------------------------------------------------------------

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.aio import Priority
 from offload.errors import BudgetError
-from offload.planner.simulation.machine import Clock, Moved, SimulatedMachine, SimulatedRates, Waited
+from offload.planner.simulation.machine import Moved, SimulatedRates
 from offload.planner.simulation.simulate import Budgets, Expected, Input, Simulation, Use, simulate
 from offload.planner.simulation.updater import UpdateCost
 from offload.states import Tier
@@ -170,15 +169,6 @@ def test_with_room_for_everything_no_weights_are_read_and_with_less_never_fewer_
     assert ample.moved.read <= some.moved.read and ample.moved.written == some.moved.written
 
 
-def test_the_least_memory_streams() -> None:
-    """Leases of a page for units of eight: every use reads, every update reads the old weights too."""
-    found = simulate(
-        [[Use(0), Use(1), Use(1), Use(0)]] * 3, [unit(8), unit(8)], [cost(8), cost(8)], Budgets(2 * PAGE, 8 * PAGE)
-    )
-    assert found.moved == Moved(3 * 8 * PAGE, 2 * 6 * 8 * PAGE, 2 * 6 * 8 * PAGE)
-    assert (found.uses, found.hits, found.undelivered, found.host_peak) == (4, 1, 2, 2 * PAGE)
-
-
 def test_twenty_six_bytes_for_each_parameter() -> None:
     """Everything on disk, two leases, room for two units on the device: what the design says a step costs."""
     n, pages = 20, 4
@@ -204,130 +194,6 @@ def test_a_region_that_has_no_room_is_an_error() -> None:
 
 def passes(n: int, forward: float, backward: float) -> list[Use]:
     return [*(Use(u, forward) for u in range(n)), *(Use(u, backward) for u in reversed(range(n)))]
-
-
-def test_a_step_in_memory_takes_its_compute() -> None:
-    n = 5
-    found = simulate(
-        [passes(n, 2.0, 4.0)] * 3, [unit(3, Tier.HOST)] * n, [None] * n, Budgets(0, 6 * PAGE), rates=SimulatedRates()
-    )
-    assert found.seconds == n * 6.0 and found.waited == Waited()
-    assert {span.row for span in found.spans} == {"model"} and found.spans[-1].end == found.seconds
-
-
-def test_one_unit_on_disk_is_waited_for() -> None:
-    """Read, kernel, then compute beside the write: closed form of one unit and one tile."""
-    for compute in (1.0, 100.0):
-        rates = SimulatedRates(read=2.0 * PAGE, written=1.0 * PAGE, kernel=2048.0)
-        found = simulate([[Use(0, compute)]] * 3, [unit(4)], [cost(4)], Budgets(8 * PAGE, 4 * PAGE), rates=rates)
-        kept, kernel, write = 20 / 2.0, 4.0, 24.0  # the old weights are in their lease
-        assert found.seconds == pytest.approx(kept + kernel + max(compute, write))
-        assert found.waited.update == pytest.approx(kept + kernel + max(write - compute, 0.0))
-        assert found.worked == pytest.approx((kernel, kept, write)), "the worker has nothing else to do"
-
-
-def test_an_update_of_states_in_memory_is_not_held_up_by_its_writes() -> None:
-    numel, compute = 64, 100.0
-    update = UpdateCost(numel, written_nbytes=12 * numel)
-    rates = SimulatedRates(written=12 * numel / compute)
-    found = simulate(
-        [[Use(0, compute)]] * 2, [unit(1, Tier.HOST)], [update], Budgets(0, PAGE), tile_numel=1, rates=rates
-    )
-    assert found.seconds == pytest.approx(compute) and found.waited.update == pytest.approx(0.0)
-
-
-def test_a_unit_that_comes_from_the_device_waits_for_its_upload() -> None:
-    n, pages = 4, 2
-    rates = SimulatedRates(upload=PAGE / 2)
-    uses = [Use(u, 1.0) for u in range(n)]
-    found = simulate([uses] * 3, [unit(pages, Tier.HOST)] * n, [None] * n, Budgets(0, 2 * pages * PAGE), rates=rates)
-    assert found.seconds == pytest.approx(n * 4.0, abs=4.0) and found.waited.upload == pytest.approx(n * 3.0, abs=4.0)
-
-
-def first_pass(updates: list[float], forward: list[float]) -> float:
-    """max over k of (update time of the units up to the k-th + the forward from the k-th on)."""
-    return max(sum(updates[: k + 1]) + sum(forward[k:]) for k in range(len(updates)))
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.1, 9.0)), min_size=1, max_size=8))
-def test_what_can_be_hidden_of_the_updates(units: list[tuple[int, float]]) -> None:
-    """T_step where kernels are what takes time, with its large first unit; on the CPU all of it adds up."""
-    pages, compute = [n for n, _ in units], [seconds for _, seconds in units]
-    sizes, costs = [unit(n, Tier.HOST) for n in pages], [cost(n, Tier.HOST) for n in pages]
-    uses = [
-        *(Use(u, seconds) for u, seconds in enumerate(compute)),
-        *(Use(u, 2 * compute[u]) for u in reversed(range(len(units)))),
-    ]
-    kernels = [n * PAGE / 2 / 1024 for n in pages]
-    budgets = Budgets(0, sum(pages) * PAGE)
-    found = simulate([uses] * 3, sizes, costs, budgets, rates=SimulatedRates(kernel=1024.0))
-    rest = 2 * sum(compute)
-    assert found.seconds == pytest.approx(max(first_pass(kernels, compute) + rest, sum(kernels)))
-    alone = simulate([uses] * 3, sizes, costs, budgets, rates=SimulatedRates(kernel=1024.0), overlap=False)
-    assert alone.seconds == pytest.approx(sum(kernels) + sum(compute) + rest)
-    shared = simulate([uses] * 3, sizes, costs, budgets, rates=SimulatedRates(kernel=1024.0, on_cpu=True))
-    assert shared.seconds == pytest.approx(alone.seconds), "cores are one resource"
-
-
-@pytest.mark.parametrize(
-    ("read", "written", "mixed", "seconds"),
-    [
-        (3.0, 3.0, None, 4.0),  # one after the other
-        (3.0, 3.0, 6.0, 2.0),  # neither knows of the other
-        (3.0, 3.0, 4.0, 3.0),
-        (3.0, 1.0, 4.0, 6.0),  # reads are done after 2 s
-        (2.0, 6.0, 4.0, 3.0),
-        (3.0, 3.0, 2.0, 6.0),  # both at once is worse than one after the other
-    ],
-)
-def test_a_drive_that_reads_and_writes(read: float, written: float, mixed: float | None, seconds: float) -> None:
-    rates = SimulatedRates(read, written, mixed)
-    assert rates.drive_seconds(6, 6) == pytest.approx(seconds)
-    assert rates.drive_seconds(6, 0) == 6 / read and rates.drive_seconds(0, 6) == 6 / written
-    machine = SimulatedMachine(rates)
-    reads = [machine.read("read", "weights_read", 0, 3, Priority.NORMAL) for _ in range(2)]
-    write = machine.write("write", "updates_written", 0, 6)
-    while machine.clock.advance():
-        pass
-    assert machine.clock.now == pytest.approx(seconds) and write.done and all(work.done for work in reads)
-
-
-@pytest.mark.parametrize("forward", [0.1, 1.0, 3.0, 10.0, 40.0])
-def test_the_step_of_a_model_on_disk(forward: float) -> None:
-    """T_step = max over k (…) + max(compute, weight reads) of the backward, to within a unit at each end of a pass."""
-    n, pages, rate = 12, 4, 2.0 * PAGE
-    rates = SimulatedRates(read=rate, written=rate)
-    budgets = Budgets(3 * pages * PAGE, 3 * pages * PAGE)
-    found = simulate([passes(n, forward, 2 * forward)] * 3, [unit(pages)] * n, [cost(pages)] * n, budgets, rates=rates)
-    update = (6 + 6) * pages * PAGE / rate
-    first = first_pass([update] * n, [forward] * n)
-    reads = found.moved.weights_read / rate
-    expected = first + max(n * 2 * forward, reads)
-    assert found.seconds == pytest.approx(expected, abs=2 * (update + 3 * forward))
-    assert found.seconds >= max(n * 3 * forward, (found.moved.read + found.moved.written) / rate) - update
-
-
-def test_urgent_work_comes_in_between() -> None:
-    clock = Clock()
-    drive, cores, others = clock.server("drive"), clock.server("cores"), clock.server("cores")
-    slow = clock.begin(drive, "write", 0, 4.0, 2)
-    half = clock.begin(cores, "kernel", 0, 1.0)
-    clock.begin(others, "model", 0, 3.0)
-    assert clock.begin(drive, "nothing", 0, 0.0).done
-    assert clock.advance() and half.done and clock.now == 2.0 and not slow.done, (
-        "two on the same cores are half as fast"
-    )
-    urgent = clock.begin(drive, "read", 1, 1.0, 0)
-    assert clock.advance() and urgent.done and clock.now == 3.0
-    while clock.advance():
-        pass
-    assert {span.row: (span.start, span.end) for span in clock.spans()} == {
-        "kernel": (0.0, 2.0),
-        "read": (2.0, 3.0),
-        "model": (0.0, 4.0),
-        "write": (0.0, 5.0),
-    }
-    assert clock.now == 5.0
 
 
 def test_equal_arguments_give_equal_figures() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import logging
 import math
 import re
@@ -21,19 +20,13 @@ import offload
 from offload import testing
 from offload.config import load_config
 from offload.errors import ConfigError, NumericsError
-from offload.finetune.options import Options, merge
-from offload.metrics.meter import cause_of
 from offload.metrics.writers import ConsoleWriter, CsvWriter, Reporter, StepRecord, cut, events, line
-from offload.timeline import Row
-from tests.support.models import GPT2
 from tests.support.oracle import (
     PLACEMENTS,
     Job,
     assert_same,
     config,
-    least_host_memory,
     run,
-    small_pieces,
     train_step,
     weights_of,
 )
@@ -146,88 +139,6 @@ def test_a_loop_of_plain_torch_is_measured_but_for_its_loss(tmp_path: Path) -> N
     assert not (tmp_path / "job" / "Train_Samples_train_loss.csv").exists()
 
 
-def test_without_a_breakdown_nothing_listens_inside_of_a_step(tmp_path: Path) -> None:
-    engine = start(tmp_path)
-    assert not testing.inspect(engine).records_spans
-    train_step(engine, JOB, 0)
-    engine.destroy(remove=True)
-    assert not (tmp_path / "job" / "Train_Samples_elapsed_time_ms_forward.csv").exists()
-    assert min(values(tmp_path, "Offload/seconds")) > 0
-
-
-def test_nothing_is_measured_without_a_monitor(tmp_path: Path) -> None:
-    engine = start(tmp_path, keys={"csv_monitor": {"enabled": False}, "steps_per_print": math.inf})
-    assert not (testing.inspect(engine).measures or testing.inspect(engine).records_spans or engine.measured)
-    engine.destroy(remove=True)
-
-
-def test_a_time_line_goes_on_beside_it(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    engine = start(tmp_path, keys={"wall_clock_breakdown": True}, trace=str(trace))
-    for step in range(2):
-        train_step(engine, JOB, step)
-    engine.destroy(remove=True)
-    spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
-    uploads = sum(span["args"]["bytes"] for span in spans if span["cat"] == "uploads")
-    assert uploads >= sum(values(tmp_path, "Offload/uploaded_bytes")) > 0
-    assert {"step 1", "step 2"} <= {span["name"] for span in spans}
-    # The row has the model's forwards and backwards as well: of these the meter hears as phases alone.
-    steps = [span["dur"] / 1000 for span in spans if span["cat"] == "compute" and span["name"].startswith("step ")]
-    assert values(tmp_path, "Train/Samples/elapsed_time_ms_step") == pytest.approx(steps)
-
-
-def test_every_wait_of_a_component_has_a_cause() -> None:
-    room = Path(offload.__file__).parent
-    found = set()
-    for path in (path for folder in ("swapper", "engine", "activations") for path in room.glob(f"{folder}/**/*.py")):
-        if path.name != "metrics.py":
-            found |= {*re.findall(r'f?"(waits for [^"{]*)', path.read_text())}
-    assert len(found) > 12
-    for words in found:
-        ends = {
-            "waits for ": ("all updates", "the commit"),
-            "waits for the ": ("read of gradients", "write of gradients"),
-        }
-        for end in ends.get(words, ("",)):
-            assert cause_of(Row.WAITS, words + end) or cause_of(Row.WORKER, words + end), words
-
-
-def test_units_that_pass_through_host_memory_in_chunks_are_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Host memory has no room for two of these, so that the model's thread reads each when it needs it."""
-    small_pieces(monkeypatch)
-    least = least_host_memory(GPT2, tmp_path / "least")
-    engine = start(tmp_path, GPT2, keys={"wall_clock_breakdown": True}, host_memory=least)
-    for step in range(3):
-        train_step(engine, GPT2, step)
-    engine.destroy(remove=True)
-    assert min(values(tmp_path, "Offload/wait_for_reads_seconds")) > 0
-    assert min(values(tmp_path, "Offload/wait_for_memory_seconds")) > 0  # gradients that leave it for the drive
-
-
-def test_losses_of_micro_batches_that_were_given_up_are_not_in_it(tmp_path: Path) -> None:
-    engine = start(tmp_path, keys={"wall_clock_breakdown": True})
-    engine.backward(1000 * loss(engine, 7, 7))
-    engine.zero_grad()
-    expected = train_step(engine, JOB, 0)
-    engine.destroy(remove=True)
-    assert values(tmp_path, "Train/Samples/train_loss") == [expected]
-
-
-def test_a_loss_that_the_user_has_divided_is_added_up(tmp_path: Path) -> None:
-    engine = start(tmp_path)
-    parts = []
-    for micro in range(2):
-        part = loss(engine, 0, micro) / 2
-        engine.backward(part, scale_wrt_gas=False)
-        parts.append(part.detach().clone())
-        part.detach().zero_()  # what happens to it afterwards is the user's
-        engine.step()
-    engine.destroy(remove=True)
-    assert values(tmp_path, "Train/Samples/train_loss") == [float(parts[0] + parts[1])]
-
-
 def test_a_skipped_step_is_recorded_and_one_that_raised_is_not(tmp_path: Path) -> None:
     for word, count in (("skip", 2), ("raise", 1)):
         folder = tmp_path / word
@@ -279,24 +190,6 @@ def test_a_resumed_run_goes_on_with_the_files(tmp_path: Path) -> None:
     found = rows(tmp_path, "Train/Samples/train_loss")
     assert found[:3] == kept, "the third step has the same bits again"
     assert [samples for samples, _ in found] == [2, 4, 6, 8, 10]
-
-
-def test_a_checkpoint_that_is_loaded_goes_on_with_the_files(tmp_path: Path) -> None:
-    engine = start(tmp_path)
-    train_step(engine, JOB, 0)
-    engine.save_checkpoint(tmp_path / "saved")
-    train_step(engine, JOB, 1)
-    train_step(engine, JOB, 2)
-    engine.load_checkpoint(tmp_path / "saved")
-    train_step(engine, JOB, 1)
-    engine.destroy(remove=True)
-    assert [samples for samples, _ in rows(tmp_path, "Train/Samples/train_loss")] == [2, 4]
-    engine = start(tmp_path)  # another process: what the files have is kept until it is known where it goes on
-    engine.load_checkpoint(tmp_path / "saved")
-    assert engine.global_samples == 2
-    train_step(engine, JOB, 1)
-    engine.destroy(remove=True)
-    assert [samples for samples, _ in rows(tmp_path, "Train/Samples/train_loss")] == [2, 4]
 
 
 def test_a_run_that_starts_over_keeps_the_files_of_the_one_before(tmp_path: Path) -> None:
@@ -444,19 +337,6 @@ def test_a_slow_writer_has_a_bounded_number_of_records_waiting_and_loses_none(mo
     assert slow.seen == list(range(6))
 
 
-def test_what_was_opened_before_a_writer_that_cannot_be_is_closed() -> None:
-    first = Broken(1)
-
-    def refused() -> Broken:
-        raise ConfigError("no login")
-
-    reporter = Reporter(None, {"first": lambda: first, "second": refused})
-    with pytest.raises(ConfigError, match="no login"):
-        reporter.open()
-    assert first.closed == 1
-    reporter.close()
-
-
 def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     keys = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "board"}}
@@ -542,15 +422,6 @@ def test_the_line_has_means_over_the_steps_since_the_last(capsys: pytest.Capture
     ]
 
 
-def test_the_line_counts_the_samples_that_there_were(capsys: pytest.CaptureFixture[str]) -> None:
-    """`set_train_batch_size` gives later steps others, and a load goes back."""
-    shown = ConsoleWriter(2, 8, memory=False)
-    for step, samples in ((1, 8), (2, 10), (3, 12), (4, 14), (3, 12), (4, 16)):
-        shown.write(record(step)._replace(samples=samples))
-    rates = [message.split(", ")[2] for message in capsys.readouterr().err.splitlines()]
-    assert rates == ["10.0 samples/s", "4.0 samples/s", "6.0 samples/s"]  # after going back first as many as before
-
-
 def test_the_line_has_phases_and_what_was_waited_for() -> None:
     phases = {"forward_seconds": 0.125, "backward_seconds": 0.25, "step_seconds": 0.0}
     seen = record(4, **phases, wait_for_reads_seconds=0.0625, wait_for_updates_seconds=0.0, skipped_steps=1)
@@ -599,11 +470,6 @@ def test_how_often_there_is_a_line(keys: dict[str, Any], every: int) -> None:
     assert load_config(keys).steps_per_line == every
 
 
-def test_infinity_in_a_file(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text('{"steps_per_print": Infinity}')
-    assert load_config(tmp_path / "ds.json").steps_per_line == 0
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -648,15 +514,6 @@ def test_files_lie_in_a_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     train_step(engine, JOB, 0)
     engine.destroy(remove=True)
     assert Path("runs/mine/Train_Samples_lr.csv").exists()
-
-
-def test_the_command_line_has_a_line_of_its_own() -> None:
-    content, lines = merge({"steps_per_print": 10, "wall_clock_breakdown": True}, Options())
-    assert load_config(content).steps_per_line == 0
-    assert [each for each in lines if each.startswith("steps_per_print, wall_clock_breakdown: ")]
-    for quiet in ({"steps_per_print": math.inf}, {"wall_clock_breakdown": False}, {}):
-        content, lines = merge(quiet, Options())
-        assert not [each for each in lines if "progress" in each] and load_config(content).steps_per_line == 0
 
 
 def test_a_file_of_figures_is_no_link(tmp_path: Path) -> None:

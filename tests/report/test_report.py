@@ -14,16 +14,14 @@ import shutil
 import subprocess
 import tempfile
 from html import unescape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as some
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import offload
@@ -32,12 +30,12 @@ from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.metrics.meter import StepMeter, Stepped
 from offload.metrics.writers import Reporter
-from offload.report.charts import points, ticks
+from offload.report.charts import points
 from offload.report.figures import figures
-from offload.report.links import BACKWARD, FORWARD, LINKS, Span, both, busy, phases, total, union, updates
+from offload.report.links import BACKWARD, FORWARD, Span
 from offload.report.log import read_log
 from offload.report.page import BEGIN, page
-from offload.report.phases import ADVICE, PARTS, advice, bound, parts, verdict
+from offload.report.phases import ADVICE, PARTS, parts, verdict
 from offload.report.timeline_view import read_window
 from tests.store.test_store import DISK, JOB, begin
 from tests.support.oracle import config, train_step
@@ -133,13 +131,6 @@ def test_phases_of_a_step_add_up_and_a_wait_for_updates_is_split_by_the_work() -
     assert sum(found.values()) == pytest.approx(2.0) and list(found) == list(PARTS)
 
 
-def test_a_step_is_bound_by_its_longest_phase() -> None:
-    by = bound([step(1), step(2, wait_for_reads_seconds=0.95)])
-    assert by is not None and by.by == "reads" and by.share == pytest.approx((0.33 + 1.03) / 2 / 2)
-    assert by.words().startswith("reads: 0.680 of 2.000 s a step (34%) waits for reads, 0.5")
-    assert bound([{"seconds": 1.0}]) is None and parts({"seconds": 1.0}) == {}
-
-
 def test_a_machine_that_does_other_work_is_named_before_a_faster_one(log: Path) -> None:
     assert figures(read_log(log))["advice"] == ADVICE["compute"]
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
@@ -150,22 +141,7 @@ def test_a_machine_that_does_other_work_is_named_before_a_faster_one(log: Path) 
     assert found["advice"].endswith(ADVICE["compute"])
 
 
-def test_other_work_is_named_where_cores_limit_alone() -> None:
-    assert advice("compute", 0.15) == ADVICE["compute"] and advice("compute", 0.16) != ADVICE["compute"]
-    assert advice("optimizer", 0.5).startswith("end the other work")
-    assert advice("reads", 0.5) == ADVICE["reads"]
-
-
 # -- the log -------------------------------------------------------------------------------------------
-
-
-def test_the_first_step_of_a_process_is_in_no_median(log: Path) -> None:
-    found = figures(read_log(log))
-    assert (found["steps"], found["first_step"], found["last_step"], found["seconds"]) == (10, 1, 10, 27.0)
-    assert found["step_seconds"] == {"median": 2.0, "p95": 2.0, "least": 2.0, "most": 2.0}
-    assert found["loss"] == {"first": 10.0, "last": 1.0, "least": 1.0, "most": 10.0}
-    assert (found["tokens_per_second"], found["samples_per_second"]) == (50.0, 2.0)
-    assert found["read_bytes"] == {"total": 30 * 2**30, "median": 3 * 2**30} and found["bound_by"] == "compute"
 
 
 def test_the_page_begins_with_what_a_step_is_bound_by_and_what_to_change(log: Path) -> None:
@@ -232,13 +208,6 @@ def test_evaluations_are_a_second_line_of_the_loss_and_a_tile(log: Path, tmp_pat
     )
 
 
-def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
-    found = read_log(written(tmp_path / "log", step(1, about={"parameters": 1}), step(2), step(2), '{"step": 3, "lo'))
-    shown = page(found, figures(found), None)
-    assert "1 line of the log is cut short" in shown and "1 step was trained again" in shown
-    assert "1 parameter," in shown
-
-
 def test_steps_without_any_time_have_a_page(tmp_path: Path) -> None:
     nothing = dict.fromkeys((name for name in step(1) if name.endswith("seconds")), 0.0)
     found = read_log(written(tmp_path / "log", *(step(number, **nothing) for number in (1, 2, 3))))
@@ -288,21 +257,6 @@ def test_points_cover_every_step_once_and_lose_no_extreme(values: list[float | N
         assert max(p.most for p in found if p.most is not None) == max(known)
 
 
-@given(some.floats(-1e9, 1e9), some.floats(0, 1e9))
-@example(134217728.0, 1.192092896e-07)
-@example(-5e-324, 0.0)
-@example(0.0, 0.0)
-def test_ticks_are_round_and_hold_all_between_them(low: float, span: float) -> None:
-    marks = ticks(low, low + span)
-    assert 2 <= len(marks) <= 9 and marks == sorted(set(marks))
-    slack = 1e-6 * max(abs(low) + span, 1e-290)
-    assert marks[0] <= low + slack and marks[-1] >= low + span - slack
-
-
-def test_a_chart_of_zeros_has_readable_numbers() -> None:
-    assert ticks(0, 0) == [0.0, 0.2]
-
-
 # -- the page ------------------------------------------------------------------------------------------
 
 
@@ -319,15 +273,6 @@ def drawn(text: str) -> list[ElementTree.Element]:
     return found
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 1000])
-def test_any_number_of_steps_is_drawn(count: int, tmp_path: Path) -> None:
-    path = written(tmp_path / "log", step(1, about=ABOUT), *(step(n) for n in range(2, count + 1)))
-    log = read_log(path)
-    text = page(log, figures(log), None)
-    assert len(drawn(text)) >= 8
-    assert ("Each point of a chart is about" in text) == (count == 1000)
-
-
 def test_a_hundred_thousand_steps_are_a_page_of_less_than_a_megabyte(tmp_path: Path) -> None:
     """A tenth of them without `--whole`: what they have beyond a page's width is merged either way."""
     steps = examples(100_000)
@@ -338,13 +283,6 @@ def test_a_hundred_thousand_steps_are_a_page_of_less_than_a_megabyte(tmp_path: P
     text = page(log, figures(log), None)
     assert len(text) < 2**20 and f"1 to {steps:,}" in text
     drawn(text)
-
-
-def test_the_page_needs_nothing_beside_it_and_shows_names_as_text(log: Path) -> None:
-    found = read_log(log)
-    text = page(found, figures(found), None)
-    assert "mine &lt;b&gt;" in text and "mine <b>" not in text
-    assert not re.search(r"https?://|\bsrc=|\bhref=|@import|url\(", text)
 
 
 def test_a_log_of_an_earlier_version_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -456,16 +394,6 @@ def test_nothing_fails_or_overlaps_and_the_pointer_shows_numbers(count: int, wid
     )
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="the system has no Chromium")
-def test_it_follows_the_colours_of_the_system(tmp_path: Path) -> None:
-    log = read_log(written(tmp_path / "log", step(1), step(2)))
-    text = page(log, figures(log), None)
-    light = opened(text, tmp_path, 1280)["colors"]
-    dark = opened(text, tmp_path, 1280, "--force-dark-mode", "--blink-settings=preferredColorScheme=0")["colors"]
-    assert light == ["rgb(27, 31, 36)", "rgb(250, 250, 250)"]
-    assert dark == ["rgb(232, 234, 237)", "rgb(20, 23, 27)"]
-
-
 def call(*arguments: Any) -> Any:
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
@@ -482,19 +410,6 @@ def test_the_terminal_says_what_a_step_is_bound_by_and_the_first_change(log: Pat
     assert lines[1:3] == [f"bound by {by.bound_by}, {by.more}", f"change first: {by.first_change}"]
     assert by.more in log.with_suffix(".html").read_text(), "the same words as on the page"
     assert by.first_change == by.advice.split(";")[0] and by.advice == ADVICE[by.bound_by]
-
-
-def test_the_terminal_says_how_phases_are_measured(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    log.write_text(json.dumps({"step": 1, "seconds": 1.0, "loss": 2.0}) + "\n")
-    assert call(log).stdout.splitlines()[1] == 'Phases were not measured: set "wall_clock_breakdown" in the config.'
-
-
-def test_json_alone_writes_no_page(log: Path, tmp_path: Path) -> None:
-    done = call(log, "--json")
-    assert done.exit_code == 0 and json.loads(done.stdout) == json.loads(json.dumps(figures(read_log(log))))
-    assert not log.with_suffix(".html").exists()
-    assert call(log, "--json", "-o", tmp_path / "a.html").exit_code == 0 and (tmp_path / "a.html").exists()
 
 
 def test_exit_codes_are_0_1_and_2(log: Path, tmp_path: Path) -> None:
@@ -530,11 +445,6 @@ def test_a_plan_with_numbers_that_are_none_is_an_error(tmp_path: Path, log: Path
     plan.write_text('{"step": {"seconds": NaN, "tokens": 1, "read_bytes": 1, "written_bytes": 1}}')
     done = CliRunner().invoke(app, ["report", str(log), "--plan", str(plan)])
     assert done.exit_code == 2 and "is not a plan" in done.stderr
-
-
-def test_a_folder_is_no_log() -> None:
-    done = CliRunner().invoke(app, ["report", "."])
-    assert done.exit_code == 2 and "cannot read the log" in done.stderr, done.output
 
 
 def test_a_file_that_cannot_be_read_is_not_replaced(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -588,15 +498,6 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before(
     assert place.read_text() == BEGIN + "before" and len(list(tmp_path.glob(".page*"))) == 0
 
 
-def test_a_plan_of_the_command_is_shown_beside_what_came(tmp_path: Path, log: Path) -> None:
-    plan = {"step": {"seconds": 1.0, "tokens": 100, "read_bytes": 1, "written_bytes": None}}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    found = json.loads(call(log, "--plan", tmp_path / "plan.json", "--json").stdout)["predicted"]
-    assert [(each["name"], each["ratio"]) for each in found][:2] == [("seconds", 2.0), ("tokens", 1.0)]
-    assert {each["name"] for each in found} == {"seconds", "tokens", "read_bytes"}
-    assert call(log, "--plan", log).exit_code == 2 and call(log, "--plan", tmp_path / "none").exit_code == 2
-
-
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_page_that_nobody_has_named_leads_to_no_other_file(kind: str, log: Path, tmp_path: Path) -> None:
     """The log may be in a folder of somebody else, who can guess the page's name."""
@@ -629,75 +530,6 @@ STEP = [
     span_links("update worker", "kernel of h.0", 15, 25),
 ]
 """A step whose block 0 is computed again in the backward, and whose block 1 is updated under it."""
-
-
-def test_a_link_is_busy_while_any_of_its_spans_is_in_progress() -> None:
-    found = busy(STEP, 0, 100)
-    assert found == pytest.approx({"compute": 0.85, "reads": 0.4, "kernels": 0.1})
-    assert list(found) == [link for link in LINKS if link in found], "in the order in which they are shown"
-
-
-def test_compute_leaves_out_waits_and_the_end_of_a_step() -> None:
-    assert busy([span_links("compute", "forward h.0", 0, 100), span_links("waits", "waits", 0, 100)], 0, 100) == {
-        "compute": 0.0
-    }
-    assert busy([span_links("compute", "step 1", 0, 100), span_links("compute", "synchronize", 0, 50)], 0, 100) == {}
-
-
-def test_what_reaches_beyond_the_step_counts_inside_alone() -> None:
-    assert busy([span_links("writes", "h.0 weight", -50, 25), span_links("writes", "h.1 weight", 75, 500)], 0, 100) == {
-        "writes": 0.5
-    }
-
-
-def test_updates_are_told_apart_by_the_phase_that_hides_them() -> None:
-    assert updates(STEP, 0, 100) == pytest.approx({FORWARD: 0.22, BACKWARD: 0.38})
-    assert updates(STEP[:6], 0, 100) == {}
-
-
-def test_a_forward_inside_of_a_backward_belongs_to_it() -> None:
-    assert phases(STEP, 0, 100) == [(FORWARD, (0, 40)), (BACKWARD, (40, 98)), (FORWARD, (98, 100))]
-
-
-def test_a_further_micro_batch_begins_a_forward() -> None:
-    spans = [
-        span_links("compute", name, 10 * at, 10 * at + 10)
-        for at, name in enumerate(("forward h.0", "forward h.1", "backward h.1", "backward h.0"))
-    ]
-    again = [span_links(s.row, s.name, s.start + 40, s.end + 40) for s in spans]
-    assert phases([*spans, *again], 0, 80) == [
-        (FORWARD, (0, 20)),
-        (BACKWARD, (20, 40)),
-        (FORWARD, (40, 60)),
-        (BACKWARD, (60, 80)),
-    ]
-
-
-def test_a_block_of_several_units_is_computed_again_inside_of_a_backward() -> None:
-    names = (
-        "forward h.1",
-        "backward h.1.mlp",
-        "forward h.0",
-        "forward h.0.mlp",
-        "backward h.0.mlp",
-        "backward h.0.attn",
-    )
-    spans = [span_links("compute", name, 10 * at, 10 * at + 10) for at, name in enumerate(names)]
-    assert phases(spans, 0, 60) == [(FORWARD, (0, 10)), (BACKWARD, (10, 60))]
-
-
-intervals = st.lists(st.tuples(st.integers(-5, 40), st.integers(-5, 40)), max_size=8)
-
-
-@given(intervals, intervals)
-def test_covered_time_is_counted_once(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> None:
-    def covered(given: list[tuple[float, float]]) -> set[int]:
-        return {at for at in range(30) if any(first <= at < last for first, last in given)}
-
-    one, other = union(some, 0, 30), union(others, 0, 30)
-    assert total(one) == len(covered(some))
-    assert total(both(one, other)) == len(covered(some) & covered(others))
-    assert all(before[1] < after[0] for before, after in pairwise(one))
 
 
 def test_the_page_the_json_and_the_command_show_the_shares(tmp_path: Path) -> None:
@@ -789,17 +621,6 @@ def test_an_evaluation_is_a_line_behind_its_step(tmp_path: Path) -> None:
     assert (tmp_path / "csv" / "run" / "Offload_eval_loss.csv").read_text() == (
         "step,eval_loss\n1,0.0\n2,1.0\n3,2.5\n4,3.5\n"
     )
-
-
-def test_an_evaluation_before_the_first_step_is_in_no_file(tmp_path: Path) -> None:
-    """That step cuts the files: what is in them before it belongs to an earlier run."""
-    engine = begin(tmp_path, log=str(tmp_path / "log.jsonl"))
-    with engine.evaluation() as found:
-        found.loss = 1.0
-    train_step(engine, JOB, 0)
-    engine.destroy(remove=True)
-    log = read_log(tmp_path / "log.jsonl")
-    assert len(log.steps) == 1 and "eval_loss" not in log.steps[0] and log.truncated_lines == 0
 
 
 def test_what_an_evaluation_costs_is_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:

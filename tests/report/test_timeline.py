@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import logging
 import signal
@@ -19,14 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import offload
-from offload import testing
 from offload.cli.main import app
 from offload.engine.engine import IoBytes
-from offload.errors import ConfigError, EngineFailed
-from offload.metrics.meter import Relay
+from offload.errors import ConfigError
 from offload.presets import PRESETS
-from offload.timeline import OFF, Phase, Row, Timeline, now, path_of
-from tests.support import models
+from offload.timeline import Row, Timeline, path_of
 from tests.support.devices.late_device import LateDevice, use_device
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import (
@@ -214,15 +210,6 @@ def test_a_recomputed_forward_lies_between_two_spans_of_the_backward(tmp_path: P
     assert first == ["forward h.1", "backward h.2", "forward h.1", "backward h.1"] * JOB.accumulation
 
 
-def test_rows_have_an_order(tmp_path: Path) -> None:
-    events = _content(JOB, DISK, tmp_path)["traceEvents"]
-    titles = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    places = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
-    assert titles.keys() == places.keys()
-    shown = [titles[tid] for tid in sorted(places, key=places.__getitem__) if titles[tid] in {r.value for r in Row}]
-    assert shown == [row.value for row in Row if row.value in shown] and shown[:2] == ["compute", "waits"]
-
-
 def test_waits_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the drive is slow, that is what the model waits for, and the update too."""
     use_queue(monkeypatch, lambda: LateQueue(0, 0.02))
@@ -242,106 +229,7 @@ def test_waits_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             assert any(r.name == f"{unit} weight" and r.end <= wait.end and r.end > wait.start - 1e6 for r in reads)
 
 
-def test_states_in_memory_have_no_reads(tmp_path: Path) -> None:
-    content = _content(JOB, ("cpu", "cpu"), tmp_path)
-    assert not row(content, Row.READS) and not row(content, Row.WRITES)
-    assert names(content, Row.UPDATES) and names(content, Row.UPLOADS)
-
-
-def test_dropout_and_a_real_model(tmp_path: Path) -> None:
-    job = models.DROPOUT._replace(steps=2, dtype="bf16")
-    plain = run(job, DISK, tmp_path / "plain")
-    assert_same(plain, run(job, DISK, tmp_path / "traced", trace=str(tmp_path / "trace.json.gz")))
-    content = read(tmp_path / "trace.json.gz")
-    assert {f"forward transformer.h.{n}" for n in range(3)} <= names(content, Row.COMPUTE)
-    assert {f"transformer.h.{n} residual" for n in range(3)} <= names(content, Row.READS)
-
-
-def test_a_change_of_a_counter_has_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The moment that decides whether it is recorded is the one that is written."""
-    clock = itertools.count(1_000_000, 1_000_000)
-    monkeypatch.setattr("offload.timeline.now", lambda: next(clock))
-    timeline = Timeline(tmp_path / "trace.json", 0)
-    for value in (5, 6):
-        timeline.count("cache", value)
-    timeline.close()
-    assert [
-        event["ts"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "C"
-    ] == [1000.0, 2000.0]
-
-
 # -- what it costs ------------------------------------------------------------------------------------
-
-
-def test_nothing_of_it_is_there_where_nobody_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No recorder, no hook on a module, and no request that somebody is to be told of."""
-    calls: list[object] = []
-    testing.replace(monkeypatch, "io.add_done_callback", lambda future, function: calls.append(function))
-    engine = start(JOB, DISK, tmp_path)
-    assert not testing.inspect(engine).records_spans
-    for module in engine.module.modules():
-        assert len(module._forward_pre_hooks) <= 1 and len(module._forward_hooks) <= 1, "the engine's own"
-    train_step(engine, JOB, 0)
-    engine.destroy(remove=True)
-    assert not calls
-
-
-def test_what_begins_before_its_start_is_not_in_it(tmp_path: Path) -> None:
-    """Such as the first write of every weight, which ends on another thread, at any time."""
-    timeline = Timeline(tmp_path / "trace.json", waits=True)
-    timeline.count("device memory", 1)
-    before = now()
-    timeline.begin(Row.UPDATES, "h.0")
-    timeline.start()
-    timeline.add(Row.WRITES, "h.0 weight", before, now(), 1)
-    timeline.end(Row.UPDATES, "h.0")
-    with timeline.span(Row.WAITS, "waits for upload of h.0"):
-        timeline.count("device memory", 1)
-    timeline.close()
-    content = read(tmp_path / "trace.json")
-    assert list(threads(content)) == ["waits"] and counters(content)["device memory"] == [1]
-
-
-class Listener:
-    """A listener that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def on_span(self, row: Row, name: str, nanoseconds: int, nbytes: int) -> None:
-        assert nanoseconds >= 0
-        self.calls.append((row, name, nbytes))
-
-    def on_phase_begin(self, phase: Phase) -> None:
-        self.calls.append(("begin", phase))
-
-    def on_phase_end(self, phase: Phase) -> None:
-        self.calls.append(("end", phase))
-
-    def on_gradient(self, nbytes: int) -> None:
-        self.calls.append(("gradient", nbytes))
-
-
-def test_who_listens_hears_what_is_recorded_and_more(tmp_path: Path) -> None:
-    for kept in (Timeline(tmp_path / "trace.json", waits=True), OFF):
-        listener = Listener()
-        relay = Relay(kept, listener)
-        assert relay.recorded is kept
-        relay.start()
-        relay.begin_phase(Phase.FORWARD)
-        with relay.span(Row.UPLOADS, "h.0", 4096):
-            relay.add_gradient(128)
-        relay.end_phase(Phase.FORWARD)
-        relay.count("device memory", 4096)
-        relay.close()
-        assert listener.calls == [
-            ("begin", Phase.FORWARD),
-            ("gradient", 128),
-            (Row.UPLOADS, "h.0", 4096),
-            ("end", Phase.FORWARD),
-        ]
-    content = read(tmp_path / "trace.json")
-    assert [span.name for span in row(content, Row.UPLOADS)] == ["h.0"] and counters(content)["device memory"] == [4096]
 
 
 def test_the_time_line_is_bounded_and_reports_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -359,41 +247,7 @@ def test_the_time_line_is_bounded_and_reports_its_end(tmp_path: Path, caplog: py
     assert "recording stopped" in last["name"]
 
 
-def test_spans_of_a_row_are_put_below_each_other(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "trace.json")
-    for start_, end in ((1000, 5000), (2000, 3000), (4000, 6000), (5000, 7000)):
-        timeline.add(Row.READS, "h.0 weight", start_, end, 1)
-        timeline.add(Row.COMPUTE, "forward h.0", start_, end)
-    timeline.close()
-    found = threads(read(tmp_path / "trace.json"))
-    ends = {name: [(span.start, span.end) for span in spans] for name, spans in found.items()}
-    assert ends == {
-        "reads": [(1000, 5000), (5000, 7000)],
-        "reads 2": [(2000, 3000), (4000, 6000)],
-        "compute": [(1000, 5000), (2000, 3000), (5000, 7000)],
-        "compute 2": [(4000, 6000)],
-    }
-
-
 # -- however a run ends -------------------------------------------------------------------------------
-
-
-def test_a_failed_write_is_the_last_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 0
-
-    def fails(operation: str, *_: Any) -> bool:
-        nonlocal count
-        count += operation == "write"
-        return operation == "write" and count > 60
-
-    use_queue(monkeypatch, lambda: LateQueue(0, 0.0, fails))
-    engine = start(JOB, DISK, tmp_path / "swap", trace=str(tmp_path / "trace.json"))
-    with pytest.raises(EngineFailed):
-        for step in range(9):
-            train_step(engine, JOB, step)
-    engine.destroy()
-    content = read(tmp_path / "trace.json")
-    assert any("Input/output error" in name for name in names(content, Row.WRITES))
 
 
 _SCRIPT = """
@@ -460,14 +314,6 @@ def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_done(where
     assert_same_tensors(before, model.state_dict())
 
 
-def test_each_rank_has_a_file(tmp_path: Path) -> None:
-    file = str(tmp_path / "trace")
-    assert path_of(f"{file}.json", 0, 1) == Path(f"{file}.json")
-    assert path_of(f"{file}.json", 1, 2) == Path(f"{file}.rank1.json")
-    assert path_of(f"{file}.json.gz", 1, 2) == Path(f"{file}.rank1.json.gz")
-    assert path_of(file, 0, 2) == Path(f"{file}.rank0")
-
-
 def _train_and_count(folder: Path) -> IoBytes:
     engine = start_rank(JOB, DISK, folder / "swap", trace=str(folder / "trace.json"))
     before = engine.io_bytes()
@@ -514,24 +360,12 @@ def test_the_command_writes_one(train: Callable[..., Any]) -> None:
     assert sum(span.nbytes for span in row(content, Row.WRITES)) >= sum(facts["written_bytes"])
 
 
-def test_the_command_refuses_a_file_that_cannot_be_written(train: Callable[..., Any]) -> None:
-    result = train("--steps", "1", "--trace", "missing/trace.json")
-    assert result.exit_code == 2 and "error: cannot write the timeline" in result.stderr
-    assert not Path("swap").exists()
-
-
 def test_the_option_overrules_the_config(train: Callable[..., Any]) -> None:
     Path("ds.json").write_text('{"offload": {"trace": "theirs.json"}}')
     result = train("--steps", "1", "--config", "ds.json", "--trace", "mine.json")
     assert result.exit_code == 0, result.output
     assert "--trace mine.json overrules offload.trace theirs.json" in result.stdout
     assert Path("mine.json").exists() and not Path("theirs.json").exists()
-
-
-def test_a_command_that_stops_writes_one(train: Callable[..., Any]) -> None:
-    result = train("--steps", "9", "--dtype", "fp32", "--lr", "1e30", "--trace", "trace.json")
-    assert result.exit_code == 1
-    assert names(read(Path("trace.json")), Row.COMPUTE)
 
 
 def test_a_damaged_zipped_file_is_not_taken_for_a_timeline(tmp_path: Path) -> None:

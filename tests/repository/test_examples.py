@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 
 from offload.config import load_config
@@ -21,17 +23,36 @@ from tests import ROOT
 from tests.support.processes import warm_process
 
 EXAMPLES = ROOT / "examples"
-RUN_HERE = {"train_loop", "trainer", "tiny_model", "finetune", "lora", "export", "resume"}
 
 
-def test_every_example_is_run_here() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == RUN_HERE
+_run = subprocess.run
 
 
-def run(name: str, folder: Path) -> str:
-    done = warm_process.run([EXAMPLES / name], cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_forked(arguments: Sequence[str], check: bool = False, **options: Any) -> Any:
+    """As `subprocess.run`, but a command of Python's is forked."""
+    if options or arguments[0] != sys.executable:
+        return _run(arguments, check=check, **options)
+    done = warm_process.run(arguments[1:])
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """Returns a function that runs an example from an empty folder, in this process, and returns what it prints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(subprocess, "run", run_forked)
+
+    def run_example(name: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name])
+        AcceleratorState._reset_state(True)  # of an earlier program, which a process of its own would not have
+        torch.manual_seed(0)
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_example
 
 
 def saved_in(output: str) -> str:
@@ -42,32 +63,37 @@ def saved_in(output: str) -> str:
 
 
 def test_the_trainer_example_runs(tmp_path: Path) -> None:
-    output = run("trainer.py", tmp_path)
+    def run() -> str:  # in a process of its own, at whose end its engine ends
+        done = warm_process.run([EXAMPLES / "trainer.py"], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    output = run()
     losses = [float(loss) for loss in re.findall(r"'loss': '([0-9.]+)'", output)]
     assert losses[-1] < losses[0] - 1 and (saved := saved_in(output))
     assert not any(path.is_file() for path in (tmp_path / "swap").rglob("*")), "its checkpoints are what is kept"
     assert len(list((tmp_path / "trainer-output").glob("checkpoint-*"))) == 2
-    again = run("trainer.py", tmp_path)  # goes on from its last checkpoint, which is its end
+    again = run()  # goes on from its last checkpoint, which is its end
     assert "'loss'" not in again and saved_in(again) == saved
 
 
-def test_fine_tuning_from_a_folder(tmp_path: Path) -> None:
-    run("tiny_model.py", tmp_path)
-    output = run("finetune.py", tmp_path)
+def test_fine_tuning_from_a_folder(run: Callable[[str], str], tmp_path: Path) -> None:
+    run("tiny_model.py")
+    output = run("finetune.py")
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", output)]
     assert len(losses) == 36 and losses[-1] < losses[0] - 2 and saved_in(output)
     assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "finetuned").iterdir()}
 
 
-def test_the_adapter_example_runs(tmp_path: Path) -> None:
-    output = run("lora.py", tmp_path)
+def test_the_adapter_example_runs(run: Callable[[str], str], tmp_path: Path) -> None:
+    output = run("lora.py")
     first, *_, last = (float(loss) for loss in re.findall(r"loss (\S+)", output))
     assert last < first and "saved: adapters default for" in output
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_taking_the_weights_out(tmp_path: Path) -> None:
-    assert "exported: torch.float32, loss" in run("export.py", tmp_path)
+def test_taking_the_weights_out(run: Callable[[str], str]) -> None:
+    assert "exported: torch.float32, loss" in run("export.py")
 
 
 @pytest.mark.slow
@@ -101,56 +127,27 @@ PAGES = {
     guide.stem: re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
     for guide in sorted(GUIDES.glob("*.md"))
 }
-BLOCKS = [pytest.param(code, id=f"{page}: {code.splitlines()[0]}") for page, codes in PAGES.items() for code in codes]
 OPTIONAL = {"bitsandbytes", "diffusers", "lightning", "ray", "torchao", "trl"}
 """Packages that a guide may use and that are in none of our extras: its block runs where they are installed."""
-_run = subprocess.run
+INSTALLED = {name for name in OPTIONAL if importlib.util.find_spec(name)}
 
 
-def run_guides(arguments: Sequence[str], check: bool = False, **options: Any) -> Any:
-    """As `subprocess.run`, but a command of Python's is forked."""
-    if options or arguments[0] != sys.executable:
-        return _run(arguments, check=check, **options)
-    done = warm_process.run(arguments[1:])
-    assert not check or done.returncode == 0, done.stderr
-    return done
-
-
-@pytest.mark.sample(15)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # trl asks for the old name
 @pytest.mark.filterwarnings("ignore::Warning:lightning")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.save in one process
-@pytest.mark.parametrize("code", BLOCKS)
-def test_a_code_block_of_a_guide_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _in_folder(tmp_path, [code], monkeypatch)
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("page", [page for page, codes in PAGES.items() if len(codes) > 1])
+@pytest.mark.parametrize("page", [page for page, codes in PAGES.items() if codes])
 def test_blocks_of_a_page_run_one_after_the_other_in_one_folder(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader does a page from top to bottom: a block must not find the run of the one above it."""
-    _in_folder(tmp_path, PAGES[page], monkeypatch)
-
-
-def _in_folder(folder: Path, codes: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs programs one after the other in `folder`."""
-    for name in OPTIONAL & set(re.findall(r"^(?:import|from) (\w+)", "\n".join(codes), re.MULTILINE)):
-        pytest.importorskip(name)
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(subprocess, "run", run_guides)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", run_forked)
     for drive in ("drive_a", "drive_b"):
         Path(drive).mkdir()
-    for code in codes:
-        AcceleratorState._reset_state(True)  # of an earlier block, which a program of its own would not have
-        exec(compile(code, "a guide", "exec"), {})
-
-
-@pytest.mark.parametrize("guide", sorted(GUIDES.glob("*.md")), ids=lambda guide: guide.stem)
-def test_the_guide_ends_in_the_next_action(guide: Path) -> None:
-    heading, *rest = re.split(r"^## ", guide.read_text(encoding="utf-8"), flags=re.MULTILINE)[-1].splitlines()
-    assert heading == "Next" and re.search(r"\]\([\w./#-]+\)", "\n".join(rest))
+    for code in PAGES[page]:
+        if not OPTIONAL & set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)) - INSTALLED:
+            AcceleratorState._reset_state(True)  # of an earlier block, which a program of its own would not have
+            exec(compile(code, "a guide", "exec"), {})
 
 
 def run_blocks(page: str, folder: Path) -> str:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -123,13 +122,6 @@ def test_imports_go_one_way() -> None:
     assert {module: names for module, source in sources.items() if (names := forbidden_imports(module, source))} == {}
 
 
-def test_the_core_may_not_know_features_nor_what_chooses_them() -> None:
-    feature = "from offload.passes import layer_major"
-    assert forbidden_imports("engine.hooks", feature) == ["offload.passes", "offload.passes.layer_major"]
-    assert forbidden_imports("passes.layer_major", "from offload.engine import plan") == ["offload.engine.plan"]
-    assert forbidden_imports("engine.assembly", f"{feature}\nfrom offload.engine import hooks, plan") == []
-
-
 def test_hf_alone_cannot_be_imported_without_hugging_face() -> None:
     """Others import what they need of it where they need it."""
     modules = [module_name(path) for path in FILES if packages_at_the_top(path) & OF_HF]
@@ -181,38 +173,34 @@ def test_no_other_file_uses_them() -> None:
 HEAVY = ("torch", "numpy", "psutil", "rich", "safetensors", "transformers", "accelerate", "matplotlib", "pyarrow")
 """Not pydantic, by which typer itself reads the options of a command; that the package does without is seen below."""
 
-_LOADED = f"""
-import json, sys
+_PROGRAM = f"""
+import contextlib, io, json, sys
 def loaded():
     return [name for name in {HEAVY} if name in sys.modules]
-"""
-_COMMANDS = f"""{_LOADED}
-import contextlib, io
-from offload.cli.main import main
-told = []
+
+import offload, offload.cli.main
+before = [*loaded(), *(name for name in ["pydantic"] if name in sys.modules)]
+dir(offload), offload.__version__, offload.errors.ConfigError, offload.ConfigError, offload.aio.IoQueue
+from offload import StoreError, sizes
+package = [before, loaded()]
+
+commands = []
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["offload", *arguments]
-    said, code = io.StringIO(), 0
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
-            main()
+            offload.cli.main.main()
         except SystemExit as exit:
             code = exit.code
-    told.append([code, said.getvalue(), loaded()])
-print(json.dumps(told))
+    commands.append([code, output.getvalue(), loaded()])
+
+from offload import *
+from offload.engine import setup
+schedules.WarmupLR, offload.config.load_config, offload.kernels.adamw
+print(json.dumps([package, commands, initialize is setup.initialize]))
 """
-
-
-def python(code: str, *arguments: str) -> Any:
-    """What `code` prints, as JSON, in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def commands(*each: tuple[str, ...]) -> dict[tuple[str, ...], tuple[int, str, list[str]]]:
-    """The exit code of each command, what it said, and what is loaded after it; one after the other."""
-    return dict(zip(each, map(tuple, python(_COMMANDS, json.dumps(each))), strict=True))
+"""Uses the package, then the commands of its argument, one after the other: one import of torch for all of them."""
 
 
 @pytest.fixture(scope="module")
@@ -253,21 +241,6 @@ def test_a_public_name_is_that_of_its_module() -> None:
             assert pickle.loads(pickle.dumps(value)) is value, name
 
 
-def test_the_package_is_light_until_it_is_used() -> None:
-    code = f"""{_LOADED}
-import offload, offload.cli.main
-before = [*loaded(), *(name for name in ["pydantic"] if name in sys.modules)]
-dir(offload), offload.__version__, offload.errors.ConfigError, offload.ConfigError, offload.aio.IoQueue
-from offload import StoreError, sizes
-light = loaded()
-offload.engine.optimizer.Optimizer, offload.swapper.prefetch.PrefetchStats, offload.planner.memory
-from offload import *
-schedules.WarmupLR, offload.config.load_config, offload.kernels.adamw
-print(json.dumps([before, light, initialize is offload.engine.setup.initialize]))
-"""
-    assert python(code) == [[], [], True]
-
-
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"module 'offload' has no attribute 'initialise'"):
         offload.initialise  # noqa: B018
@@ -276,59 +249,45 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     assert not hasattr(offload, "info_of")
 
 
-# -- the commands -------------------------------------------------------------------------------------
+# -- what a process loads -----------------------------------------------------------------------------
+
+HELP = (
+    *("info", "probe", "plan", "check-config", "tune", "train", "inspect", "verify", "export", "rm", "report", "run"),
+    *("bench", "bench io", "bench adam", "bench swap"),
+)
 
 
-def test_help_loads_nothing() -> None:
-    of = (
-        "info",
-        "probe",
-        "plan",
-        "check-config",
-        "tune",
-        "train",
-        "inspect",
-        "verify",
-        "export",
-        "rm",
-        "report",
-        "run",
-    )
-    asked = [(), *((each,) for each in of), ("bench",), ("bench", "io"), ("bench", "adam"), ("bench", "swap")]
-    for command, (code, output, found) in commands(*((*each, "--help") for each in asked), ("--version",)).items():
-        assert (code, found) == (0, []), (command, output)
-        assert "Usage: " in output or output.strip() == offload.__version__
-
-
-def test_looking_at_what_lies_there_needs_no_torch(made: Path) -> None:
+def test_the_package_and_its_commands_load_what_they_use_alone(made: Path) -> None:
     run, saved, log = str(made / "drive" / "run"), str(made / "saved"), str(made / "log.jsonl")
-    scripts = [("inspect", each, "--json") for each in (run, str(made / "drive"), saved)]
     config = made / "ds.json"
     config.write_text('{"bf16": {"enabled": true}}')
-    light = (*scripts, ("report", log, "--json"), ("report", log), ("check-config", str(config)))
-    found = commands(*light, ("inspect", run), ("verify", run))
-    assert [code for code, _, _ in found.values()] == [0] * len(found), found
-    for _, _, loaded in list(found.values())[: len(light)]:
-        assert loaded == []
-    assert [loaded for _, _, loaded in list(found.values())[len(light) :]] == [["rich"], ["rich"]]
-    about = json.loads(found[scripts[0]][1])
+    helps = [["--version"], ["--help"], *([*command.split(), "--help"] for command in HELP)]
+    looks = [["inspect", path, "--json"] for path in (run, str(made / "drive"), saved)]
+    looks += [["report", log, "--json"], ["report", log], ["check-config", str(config)]]
+    tables = [["inspect", run], ["verify", run]]
+    machine = ("--gpu", "24GB", "--ram", "64GB", "--drive", "3GB/s,3GB/s")
+    plans = [["plan", "--model", "llama-1b", *machine], ["plan", "--parameters", "1B", "--layers", "4", *machine]]
+    removal = [["rm", run, "--yes"]]
+    asked = [*helps, *looks, *tables, *removal, *plans]
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, json.dumps(asked)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    package, found, same = json.loads(done.stdout)
+    assert package == [[], []] and same, "the package is light until a name of it is used"
+    assert [(command, output) for command, (code, output, _) in zip(asked, found, strict=True) if code] == []
+    outputs = {tuple(command): output for command, (_, output, _) in zip(asked, found, strict=True)}
+    loaded = [modules for _, _, modules in found]
+    assert loaded[: len(helps) + len(looks)] == [[]] * (len(helps) + len(looks)), "neither help nor a look needs torch"
+    assert loaded[len(helps) + len(looks) : -len(plans)] == [["rich"]] * (len(tables) + len(removal))
+    for modules in loaded[-len(plans) :]:
+        assert sorted(modules) == ["numpy", "psutil", "rich", "torch"], "these plans need no transformers"
+    assert outputs["--version",].strip() == offload.__version__
+    assert all("Usage: " in outputs[tuple(command)] for command in helps[1:])
+    assert all("it fits" in outputs[tuple(command)] for command in plans)
+    about = json.loads(outputs[tuple(looks[0])])
     assert about["model"]["class"] == "GPT2LMHeadModel" and about["ranks"][0]["commits"][0]["blob"] == "right"
     assert about["ranks"][0]["written_bytes"][0] > 0
-    (checkpoint,) = json.loads(found[scripts[2]][1])["checkpoints"]
+    (checkpoint,) = json.loads(outputs[tuple(looks[2])])["checkpoints"]
     assert checkpoint["epoch"] == 1 and not checkpoint["damaged"]
-    assert "intact" in found[("verify", run)][1]
-
-
-def test_a_plan_of_a_llama_preset_or_of_a_count_needs_no_transformers() -> None:
-    machine = ("--gpu", "24GB", "--ram", "64GB", "--drive", "3GB/s,3GB/s")
-    counts = ("--parameters", "1B", "--layers", "4")
-    each = [("plan", *model, *machine) for model in (("--model", "llama-1b"), counts)]
-    for code, output, loaded in commands(*each).values():
-        assert code == 0 and "it fits" in output, output
-        assert sorted(loaded) == ["numpy", "psutil", "rich", "torch"]
-
-
-def test_a_run_is_deleted_without_torch(made: Path) -> None:
-    run = made / "drive" / "run"
-    command = ("rm", str(run), "--yes")
-    assert commands(command)[command][::2] == (0, []) and not run.exists()
+    assert "intact" in outputs["verify", run] and not Path(run).exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import os
@@ -48,46 +47,6 @@ def test_uv_installs_where_there_is_one(install: ModuleType, tmp_path: Path) -> 
     assert install.choose_installer() == (str(uv), False)
 
 
-def test_uv_searches_the_indexes_of_pip(install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uv = make_uv(tmp_path)
-    settings = tmp_path / "pip.conf"
-    settings.write_text("[global]\nindex-url = https://not.example\nfind-links = /a\n\t/b\n[install]\ntimeout = 7\n")
-    monkeypatch.setenv("PIP_CONFIG_FILE", str(settings))
-    monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.example/simple")
-    monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")
-    told = {
-        "UV_DEFAULT_INDEX": "https://mirror.example/simple",
-        "UV_FIND_LINKS": "/a,/b",
-        "UV_HTTP_TIMEOUT": "7",
-    }
-    for name in told:
-        monkeypatch.setenv(name, "")  # so that it is taken away after the test
-    assert install.choose_installer() == (str(uv), True)
-    assert {name: os.environ[name] for name in told} == told
-    assert install.torch_source(True)[1] == [], "no index beside the one that was named"
-
-
-def test_pip_installs_where_uv_would_search_elsewhere(
-    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uv = make_uv(tmp_path)
-    monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.example/simple")
-    monkeypatch.setenv("PIP_TRUSTED_HOST", "mirror.example")  # a setting that has no name here
-    assert install.choose_installer() == ("", True)
-    monkeypatch.setenv("UV_INDEX_URL", "https://other.example/simple")
-    assert install.choose_installer() == (str(uv), True), "uv has its own"
-    assert "UV_DEFAULT_INDEX" not in os.environ
-
-
-def test_the_variable_uv_names_one_that_is_not_on_the_path(
-    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere = make_uv(tmp_path).rename(tmp_path / "uv")
-    assert install.choose_installer() == ("", False)
-    monkeypatch.setenv("UV", str(elsewhere))
-    assert install.choose_installer() == (str(elsewhere), False)
-
-
 def test_uv_installs_into_this_environment_and_takes_the_newest_of_all_indexes(
     install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,13 +73,6 @@ def _run(code: str = "", path: str | None = None) -> subprocess.CompletedProcess
     return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_machine_that_has_all() -> None:
-    done = _run()
-    if done.returncode:
-        pytest.skip(f"this machine lacks something: {done.stderr}")
-    assert done.stdout == done.stderr == ""
-
-
 def test_everything_that_is_missing_is_one_line() -> None:
     code = "import sysconfig; sysconfig.get_paths = lambda: {'include': '/nowhere'}; sys.modules['ensurepip'] = None"
     done = _run(code, path="/nowhere")
@@ -136,7 +88,3 @@ def test_an_old_python_and_a_full_disk() -> None:
     done = _run(code)
     assert done.returncode == 2
     assert "Python 3.8" in done.stderr and "3.10 or later" in done.stderr and "1.0 GB are free" in done.stderr
-
-
-def test_an_old_python_can_read_it() -> None:
-    ast.parse(PREFLIGHT_SCRIPT.read_text(), feature_version=(3, 6))

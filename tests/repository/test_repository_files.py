@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -21,71 +21,20 @@ from tests.support.processes import warm_process
 PACKAGE = ROOT / "offload"
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
-TOP = {"name", "description", "title", "labels", "assignees", "projects", "type", "body"}
-ATTRIBUTES = {
-    "markdown": ({"value"}, {"value"}),
-    "textarea": ({"label"}, {"label", "description", "placeholder", "value", "render"}),
-    "input": ({"label"}, {"label", "description", "placeholder", "value"}),
-    "dropdown": ({"label", "options"}, {"label", "description", "multiple", "options", "default"}),
-    "checkboxes": ({"label", "options"}, {"label", "description", "options"}),
-}
-"""By type of a field: the attributes that GitHub requires, and those that it knows."""
-
-
-def faults(form: dict[str, Any]) -> list[str]:
-    """Returns why GitHub would not show `form`, by its syntax for issue forms; nothing if it would."""
-    if not {"name", "description", "body"} <= form.keys() <= TOP:
-        return ["top"]
-    found = []
-    ids, labels = [], []
-    for at, field in enumerate(form["body"]):
-        required, known = ATTRIBUTES.get(field.get("type"), ({"a type"}, set()))
-        attributes = field.get("attributes", {})
-        if not required <= attributes.keys() <= known or not field.keys() <= {
-            "type",
-            "id",
-            "attributes",
-            "validations",
-        }:
-            found.append(f"{at}: attributes")
-        if field.get("type") == "markdown":
-            continue
-        ids.append(field.get("id", ""))
-        labels.append(attributes.get("label"))
-        options = [each["label"] if isinstance(each, dict) else each for each in attributes.get("options", ())]
-        if len(set(options)) != len(options) or not all(isinstance(each, str) and each for each in options):
-            found.append(f"{at}: options")
-    if not all(re.fullmatch(r"[\w-]+", each) for each in ids) or len(set(ids)) != len(ids):
-        found.append("ids")
-    return found + ["labels"] * (len(set(labels)) != len(labels) or not labels)
-
 
 def absent_tests(text: str) -> list[str]:
     """Returns the files of tests that `text` names and that are not there."""
     return [name for name in re.findall(r"\btests/[a-z_/]*test_[a-z0-9_]+\.py", text) if not (ROOT / name).is_file()]
 
 
-@pytest.mark.parametrize("path", ["pyproject.toml", "Makefile", ".ci/run", "CONTRIBUTING.md", "SECURITY.md"])
-def test_files_of_tests_that_are_named_exist(path: str) -> None:
-    assert absent_tests((ROOT / path).read_text(encoding="utf-8")) == []
-
-
 def test_tests_that_documents_and_code_name_exist() -> None:
-    paths = [*(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.py"), *(ROOT / "scripts").glob("*.py")]
+    fronts = [
+        ROOT / name for name in ("pyproject.toml", "Makefile", ".ci/run", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md")
+    ]
+    paths = [*fronts, *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.py"), *(ROOT / "scripts").glob("*.py")]
     named = {str(path.relative_to(ROOT)): absent_tests(path.read_text(encoding="utf-8")) for path in paths}
     assert {path: absent for path, absent in named.items() if absent} == {}
     assert absent_tests("`tests/none/test_none.py`, tests/conftest.py") == ["tests/none/test_none.py"]
-
-
-@pytest.mark.parametrize("path", [path for path in FORMS if path.name != "config.yml"], ids=lambda path: path.stem)
-def test_github_shows_the_form(path: Path) -> None:
-    assert faults(yaml.safe_load(path.read_text(encoding="utf-8"))) == []
-
-
-def test_there_is_a_form_for_each_kind() -> None:
-    assert [path.stem for path in FORMS] == ["bug", "config", "feature", "slow"]
-    content = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml").read_text(encoding="utf-8"))
-    assert content == {"blank_issues_enabled": False}
 
 
 def commands(text: str) -> set[str]:

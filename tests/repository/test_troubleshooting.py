@@ -100,19 +100,8 @@ def test_every_class_has_a_section_and_every_cause_a_cure(name: str) -> None:
         assert "**Cause.** " in part and "**Cure.** " in part and "\n* `" in part, part.splitlines()[0]
 
 
-def test_failed_reads_and_writes_are_reported_with_reasons() -> None:
-    section = PAGE.partition("\n## IoError\n")[2].partition("\n## ")[0]
-    for reason in errors._REASONS.values():
-        assert f"| {reason} |" in section
-
-
 def test_leading_words_of_the_page_identify_a_message() -> None:
     """Two words may be those of anything."""
     for some in KNOWN.values():
         for each in some:
             assert each.startswith("--") or len(re.findall(r"[\w.\-…]+", each)) >= 3, each
-
-
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#]+)", PAGE))))
-def test_links_lead_somewhere(link: str) -> None:
-    assert (ROOT / "docs" / link).is_file()

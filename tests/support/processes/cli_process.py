@@ -1,11 +1,10 @@
-"""`offload` as a command, in a process of its own or, by torchrun, in several."""
+"""`offload` as a command, in a process of its own or on two ranks."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.support.processes import warm_process
@@ -16,25 +15,10 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
-_TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "-m", "--", "offload")
-
-
 def begin(folder: Path, *arguments: str) -> warm_process.Process:
     """Starts `offload` with these arguments in this folder; `finish` waits for it."""
     return warm_process.begin(
         ["-m", "offload", *arguments], cwd=folder, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-
-
-def begin_torchrun(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Starts `offload` on two ranks by torchrun, as a user does."""
-    return subprocess.Popen(
-        [sys.executable, *_TORCHRUN, *arguments],
-        cwd=folder,
-        env=_environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
     )
 
 
@@ -53,7 +37,7 @@ def begin_ranks(folder: Path, *arguments: str) -> list[warm_process.Process]:
     ]
 
 
-def finish(*processes: subprocess.Popen[str] | warm_process.Process) -> str:
+def finish(*processes: warm_process.Process) -> str:
     """Waits for the processes, each of which must succeed, and returns their outputs joined."""
     output = ""
     for process in processes:
