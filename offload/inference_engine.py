@@ -222,7 +222,7 @@ class InferenceEngine(ModelEngine):
     def destroy(self) -> None:
         """Joins every thread, frees all memory and closes the files. Idempotent. The parameters stay placeholders."""
         # Swap files, if the config asked for them, are copies of the model's own files, so they are deleted.
-        self._core.shutdown.destroy(remove=True)
+        self._core.shutdown.end(remove=True)
 
     def __enter__(self) -> InferenceEngine:
         return self

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -65,13 +65,13 @@ class WeightEdits:
         parts of the parameters `composed` are among `handles`. `coded` are the elements of each unit that ranks gather
         as codes; empty if there are none.
         """
-        self._pager, self._layouts, self._handles, self._hooks, self._dtypes = pager, layouts, handles, hooks, dtypes
+        self._pager, self._layouts, self._handles, self.hooks, self._dtypes = pager, layouts, handles, hooks, dtypes
         self._served = [*(handle for unit in handles for handle in unit), *composed]
         self._handle_of = {id(handle.parameter): handle for handle in self._served}
         self._pending: dict[tuple[int, State], torch.Tensor] = {}  # (position, state) -> values
         self._pending_unit = -1
         self._copies: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor] = weakref.WeakValueDictionary()
-        self._unit_views, self._trains, self._several_ranks = unit_views, trains, several_ranks
+        self.unit_views, self._trains, self._several_ranks = unit_views, trains, several_ranks
         self._callbacks, self._coded = callbacks, coded
         self._without_frozen = False
         """True inside of `leaving_out_frozen`."""
@@ -101,45 +101,22 @@ class WeightEdits:
 
     # -- requests of placeholders -------------------------------------------------------------------
 
-    def fetch(self, unit: int, stays: bool = False) -> bool:
-        """Materializes `unit` if a hooked module or a backward is running, and returns True if one is.
-
-        With `stays` the unit remains for as long as the innermost module runs. Otherwise it is released when the
-        outermost module or the backward ends, or earlier if its memory is needed.
-        """
-        return self._hooks.fetch(unit, stays)
-
-    def frozen_view(self, unit: int, position: int) -> torch.Tensor:
-        """Returns the weights of a frozen parameter that `fetch` has left a placeholder, as in a recomputation.
-
-        The view pins the unit for as long as it lives.
-        """
-        return self._unit_views.frozen_view(unit, position)
-
-    def turn_to(self, unit: int, others: Collection[int]) -> bool:
-        """Materializes `unit` as `fetch` does, in place of the last unit of `others` that was turned to."""
-        return self._hooks.turn_to(unit, others)
-
-    def runs_now(self) -> bool:
-        """Returns True if a hooked module or a backward is running."""
-        return self._hooks.runs_now()
-
     @contextlib.contextmanager
     def hold(self, units: Sequence[int]) -> Iterator[None]:
         """Holds `units` while the context is open; none outside of a forward or a backward, or without room."""
         fetched: list[int] = []
         try:
             try:
-                for unit in units if self._hooks.runs_now() else ():
-                    self._unit_views.use(unit)
+                for unit in units if self.hooks.runs_now() else ():
+                    self.unit_views.use(unit)
                     fetched.append(unit)
             except BudgetError:  # each module then fetches its own unit, and one that has no room raises again
                 while fetched:
-                    self._unit_views.release_unit(fetched.pop())
+                    self.unit_views.release_unit(fetched.pop())
             yield
         finally:
             while fetched:
-                self._unit_views.release_unit(fetched.pop())
+                self.unit_views.release_unit(fetched.pop())
 
     def on_gathered(self, parameters: Set[int]) -> AbstractContextManager[None]:
         """Returns a context that lets the model run on gathered memory, if `parameters` (ids) are all of the model's.
@@ -147,7 +124,7 @@ class WeightEdits:
         A parameter in parts, or in another library's bytes, cannot have gathered memory.
         """
         complete = parameters >= self._handle_of.keys()
-        return self._hooks.resting() if complete else contextlib.nullcontext()
+        return self.hooks.resting() if complete else contextlib.nullcontext()
 
     def miss_gradient(self, name: str) -> None:
         """Records that user code has read `.grad` of the parameter `name`, which is None."""
@@ -182,8 +159,8 @@ class WeightEdits:
         While a forward or a backward runs they are a view, which pins the unit for as long as the view lives. Otherwise
         they are a copy.
         """
-        if self._hooks.runs_now():
-            return self._unit_views.view(handle_of(unit, self._pager.updates(unit), geometry))
+        if self.hooks.runs_now():
+            return self.unit_views.view(handle_of(unit, self._pager.updates(unit), geometry))
         self._callbacks.enter_weights()
         copies: list[torch.Tensor] = []
 
@@ -228,7 +205,7 @@ class WeightEdits:
         gathered = sum(pending.nbytes for pending in self._pending.values())
         if self._pending_unit != unit or gathered > _MOST_GATHERED or coarser:
             self.flush()
-            self._unit_views.settle()
+            self.unit_views.settle()
         self._pending[position, state] = values.to("cpu", dtype, copy=True).contiguous().view(-1)
         self._pending_unit = unit
 
@@ -281,7 +258,7 @@ class WeightEdits:
 
         So the copies of a tied parameter are tied, as in an ordinary model.
         """
-        if not self._hooks.running:
+        if not self.hooks.running:
             self.flush()
         key = (unit, position, self._pager.updates(unit))
         copy = self._copies.get(key)

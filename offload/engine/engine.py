@@ -295,7 +295,7 @@ class EngineCore(EngineCallbacks):
         """Drops the gradients since the last optimizer step, and the count of their micro-batches, on all ranks."""
         self.enter()
         self.components.hooks.forget_gradients()
-        self.optimizer_step.forget_gradients()
+        self.optimizer_step.early.drop()
         self.components.gradients.forget()
         self.accumulation.reset()
         self.components.schedule.forget()
@@ -332,10 +332,10 @@ class EngineCore(EngineCallbacks):
         return self.accumulation.is_last(self.state.settings.accumulation, ahead=self.components.schedule.micro_batch)
 
     def gradients_complete(self, unit: int) -> None:
-        self.optimizer_step.gradients_complete(unit)
+        self.optimizer_step.early.complete(unit, self.state.parameter_steps[unit], self.state.loss_scale)
 
     def gradients_changed(self, unit: int) -> None:
-        self.optimizer_step.gradients_changed(unit)
+        self.optimizer_step.early.changed(unit)
 
     def await_updates(self) -> None:
         self.components.update_worker.finish(commit=False)
@@ -1352,7 +1352,7 @@ class Engine(ModelEngine):
         Raises:
             UsageError: before anything is closed, if `client_state` or a registered object cannot be committed.
         """
-        self._core.shutdown.destroy(remove)
+        self._core.shutdown.end(remove)
 
     def finish(self, facts: Mapping[str, Any]) -> None:
         """Ends the engine as `destroy(remove=True)` does, but leaves a note that the run has ended. All ranks call it.
@@ -1362,7 +1362,7 @@ class Engine(ModelEngine):
         Args:
             facts: contents of `finished.json` in addition to its steps and date; plain JSON values.
         """
-        self._core.shutdown.finish(facts)
+        self._core.shutdown.end(True, facts)
 
     @property
     def resumable(self) -> str | None:

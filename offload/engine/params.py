@@ -147,13 +147,16 @@ class StorageForm:
 
     def fetch(self, handle: ParamHandle, stays: bool) -> bool:
         """Materializes the parameter if a hooked module or a backward is running, and returns True if one is."""
-        return handle.engine.fetch(handle.unit, stays)
+        return handle.engine.hooks.fetch(handle.unit, stays)
 
     def here(self, handle: ParamHandle) -> torch.Tensor | None:
         """Returns the parameter, or a view of it, if a hooked module or a backward is running; None otherwise."""
         if not handle.fetch():
             return None
-        return handle.parameter if handle.materialized else handle.engine.frozen_view(handle.unit, handle.position)
+        if handle.materialized:
+            return handle.parameter
+        # A frozen parameter that `fetch` has left a placeholder, in a recomputation.
+        return handle.engine.unit_views.frozen_view(handle.unit, handle.position)
 
     def item(self, handle: ParamHandle, index: Any) -> torch.Tensor | None:
         """Returns `parameter[index]` if this form reads less than the whole parameter for it; None otherwise."""
@@ -801,7 +804,7 @@ def _like(func: Any, tensor: Any, other: Any) -> Any:
     handle = handle_of(tensor)
     if handle is None:
         return call_plainly(func, tensor, other)
-    if getattr(tensor, "own", None) is not None or handle.engine.runs_now():
+    if getattr(tensor, "own", None) is not None or handle.engine.hooks.runs_now():
         return call_with_weights(func, (tensor, other), {})
     view, with_graph = call_plainly(func, tensor, other), torch.is_grad_enabled() and tensor.requires_grad
     # The gradient of a parameter in several parts goes to the parts, not to the parameter's own accumulation node.

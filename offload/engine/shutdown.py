@@ -117,16 +117,11 @@ class Shutdown:
 
     # -- ways to end --------------------------------------------------------------------------------
 
-    def destroy(self, remove: bool | None) -> None:
-        """Ends the engine. See `Engine.destroy`."""
-        self._end_by_hand(remove, None)
+    def end(self, remove: bool | None, facts: Mapping[str, Any] | None = None) -> None:
+        """Ends the engine for a call of the user, who can still correct values that cannot be committed.
 
-    def finish(self, facts: Mapping[str, Any]) -> None:
-        """Ends the engine, removes the run and leaves a note. See `Engine.finish`."""
-        self._end_by_hand(True, facts)
-
-    def _end_by_hand(self, remove: bool | None, facts: Mapping[str, Any] | None) -> None:
-        """Ends the engine for a call of the user, who can still correct values that cannot be committed."""
+        See `Engine.destroy`, and with `facts` `Engine.finish`.
+        """
         active = self._alive and os.getpid() == self._pid
         stopped = active and self._components.pager.failed
         if active:

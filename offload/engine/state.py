@@ -779,10 +779,6 @@ class TrainingState:
         """True if a start that replaces the run loses nothing: the user has saved the last step, or changed nothing."""
         return self._saved_step == self.global_steps
 
-    def count_micro_steps(self, passed: int) -> None:
-        """Adds the micro-batches of a `step()` to the count."""
-        self.micro_steps += passed
-
     def put_values(self) -> None:
         """Gives the groups the committed values if all objects of the resumed run are registered, else does nothing.
 

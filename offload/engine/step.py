@@ -249,10 +249,11 @@ class OptimizerStep:
             optimizer=optimizer,
             noise_seed=state.settings.seed if components.shards.mode.rounds else None,
         )
-        self._early = NoEarlyUpdates()
+        self.early = NoEarlyUpdates()
+        """The updates of this step under the backward."""
         if not isinstance(components.gradients.completion, NoCompletion):
             assert isinstance(components.update_worker, UpdateWorker)
-            self._early = EarlyUpdates(
+            self.early = EarlyUpdates(
                 worker=components.update_worker,
                 gradients=components.gradients,
                 builder=self._update_builder,
@@ -273,20 +274,8 @@ class OptimizerStep:
 
     def pass_micro_batch(self) -> None:
         """Ends a `step()` that completes no optimizer step and updates nothing."""
-        self._state.count_micro_steps(self._accumulation.passed(self._state.settings.accumulation))
+        self._state.micro_steps += self._accumulation.passed(self._state.settings.accumulation)
         self.applied = False
-
-    def gradients_complete(self, unit: int) -> None:
-        """Lets the update of a unit begin whose gradients are complete, if this step is expected to clip nothing."""
-        self._early.complete(unit, self._state.parameter_steps[unit], self._state.loss_scale)
-
-    def gradients_changed(self, unit: int) -> None:
-        """Withdraws the update of a unit that has begun, since a gradient has changed."""
-        self._early.changed(unit)
-
-    def forget_gradients(self) -> None:
-        """Withdraws all updates that have begun, since their gradients are dropped."""
-        self._early.drop()
 
     def forget_norm(self) -> None:
         """Drops the norm of the last gradient, after a checkpoint of another moment was loaded."""
@@ -340,7 +329,7 @@ class OptimizerStep:
 
     def stepped(self) -> Stepped:
         """Returns the facts of the last step that the step meter records."""
-        state, norm, early = self._state, self.grad_norm, self._early.last
+        state, norm, early = self._state, self.grad_norm, self.early.last
         assert norm is not None
         return Stepped(
             state.global_steps,
@@ -382,14 +371,14 @@ class OptimizerStep:
         """
         state = self._state
         micro_batches = self._accumulation.trained(state.settings.accumulation)
-        state.count_micro_steps(self._accumulation.passed(state.settings.accumulation))
+        state.micro_steps += self._accumulation.passed(state.settings.accumulation)
         self._accumulation.reset()
         self.applied = False
         state.scaler.forget_multiplied()
         self.grad_norm = norm
         if refused:
             self._optimizer.record(True, state.loss_scale)
-            self.forget_gradients()
+            self.early.drop()
             self._components.gradients.clear()
             return
         clip, self._clip_once = self._clip, None
@@ -418,7 +407,7 @@ class OptimizerStep:
             logger.warning("step %d skipped: its gradient norm is %s%s", state.global_steps, norm, to)
         self._components.unit_views.outdate(update.unit for update in updates)
         updater.schedule(updates, state.global_steps)
-        self._early.end_step(state.global_steps, reason_to_clip(norm, clip, scale, loss_scale))
+        self.early.end_step(state.global_steps, reason_to_clip(norm, clip, scale, loss_scale))
         if any(update.shared for update in updates):
             # Ranks step these together, on their workers: no other collective may come in between.
             try:

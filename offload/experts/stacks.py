@@ -62,10 +62,10 @@ class StackedRows(StorageForm):
         if type(index) is not int:
             return None
         row = self._rows[index]
-        if not handle.engine.turn_to(row.unit, self._experts):
+        if not handle.engine.hooks.turn_to(row.unit, self._experts):
             return None
         if not row.materialized:  # frozen, in a recomputation
-            return row.engine.frozen_view(row.unit, row.position)
+            return row.engine.unit_views.frozen_view(row.unit, row.position)
         parameter = row.parameter
         with plain_tensors():  # the stack is a placeholder, which would dispatch to a rule
             trains = handle.parameter.requires_grad
@@ -99,7 +99,7 @@ class StackedRows(StorageForm):
 
         Raises `UsageError` if a module or a backward runs.
         """
-        if handle.engine.runs_now():
+        if handle.engine.hooks.runs_now():
             raise UsageError(
                 f"the memory of {handle.name} was asked for, or changed, while the model runs, but each of its experts "
                 'is paged by itself; set "experts": "whole" in the "offload" block'
