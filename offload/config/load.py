@@ -36,13 +36,6 @@ from offload.sizes import count_of
 
 def find_contradictions(config: Config) -> Iterator[ConfigError]:
     """Yields an error for each contradiction between blocks that are right: a wrong key may be what makes one."""
-    yield from _of_precision(config)
-    yield from _of_ranks(config)
-    yield from _of_tiers(config)
-
-
-def _of_precision(config: Config) -> Iterator[ConfigError]:
-    """Yields an error for each two keys that ask for different dtypes of weights, moments or computation."""
     if config.fp16.enabled and config.bf16.enabled:
         yield ConfigError("fp16 and bf16 are both enabled; leave one of them on")
     if config.torch_autocast.enabled and config.dtype != "fp32":
@@ -70,10 +63,6 @@ def _of_precision(config: Config) -> Iterator[ConfigError]:
         yield ConfigError(
             f"data_types.param_dtype is {wanted}, but the weights are {config.dtype}; {mode}, or leave it out"
         )
-
-
-def _of_ranks(config: Config) -> Iterator[ConfigError]:
-    """Yields an error for each two keys that have ranks divide weights, or send gradients, in different ways."""
     zero = config.zero_optimization
     # Codes have a format of their own, so a dtype for them contradicts it.
     if zero.zero_quantized_gradients and config.communication_data_type is not None:
@@ -91,10 +80,6 @@ def _of_ranks(config: Config) -> Iterator[ConfigError]:
             "zero_optimization.zero_hpz_partition_size keeps a copy of the weights in each node, and mics_shard_size "
             "the weights and states themselves; leave one of them out"
         )
-
-
-def _of_tiers(config: Config) -> Iterator[ConfigError]:
-    """Yields an error for each block that places states on drives where no folder is given."""
     for name, tier in (("offload_param", config.weight_tier), ("offload_optimizer", config.optimizer_tier)):
         if tier == "nvme" and not config.drives:
             yield ConfigError(

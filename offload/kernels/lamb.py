@@ -16,7 +16,17 @@ from typing import NamedTuple
 import torch
 
 from offload.kernels import _native
-from offload.kernels.update import LambStep, Noise, Partition, addresses, check_blocks, check_noise, native_segment, run
+from offload.kernels.update import (
+    LambStep,
+    Noise,
+    Partition,
+    addresses,
+    check_blocks,
+    check_noise,
+    check_ranges,
+    native_segment,
+    run,
+)
 
 BLOCK = 4096
 """Elements of a block of the sums."""
@@ -114,11 +124,7 @@ def lamb_move(partition: Partition, segments: Sequence[LambSegment], ratios: Seq
 
 
 def _check(segments: Sequence[LambSegment], numel: int) -> None:
-    """Raises `ValueError` unless the segments are ordered, disjoint, within `numel` elements and at step 1 or later."""
-    end = 0
-    for start, stop, step, _ in segments:
-        if not end <= start <= stop <= numel:
-            raise ValueError(f"segments: expected them in order within {numel} elements, got [{start}, {stop})")
-        if step.step < 1:
-            raise ValueError(f"step: expected a number from 1, got {step.step}")
-        end = stop
+    check_ranges(segments, numel)
+    for segment in segments:
+        if segment.step.step < 1:
+            raise ValueError(f"step: expected a number from 1, got {segment.step.step}")

@@ -461,21 +461,29 @@ def adamw(
 
 def check_segments(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
     """Returns the native rule of the segments and its number of moments."""
-    kind, end = type(segments[0].step), 0
+    kind = type(segments[0].step)
     if kind not in RULES:
         raise TypeError(
             f"step: expected one of {', '.join(rule_type.__name__ for rule_type in RULES)}, got {kind.__name__}"
         )
-    for start, stop, step, _ in segments:
-        # Threads divide the segments among them, so no element may belong to two.
-        if not end <= start <= stop <= numel:
-            raise ValueError(f"segments: expected them in order within {numel} elements, got [{start}, {stop})")
+    check_ranges(segments, numel)
+    for _, _, step, _ in segments:
         if type(step) is not kind:
             raise TypeError(f"step: expected {kind.__name__} in all segments, got {type(step).__name__}")
         if isinstance(step, AdamWStep | AdagradStep) and step.step < 1:  # other rules count no steps
             raise ValueError(f"step: expected a number from 1, got {step.step}")
-        end = stop
     return RULES[kind]
+
+
+def check_ranges(segments: Sequence[_Ranged], numel: int) -> None:
+    """Raises `ValueError` unless the segments are ordered, disjoint and within `numel` elements."""
+    end = 0
+    for segment in segments:
+        # Threads divide the segments among them, so no element may belong to two.
+        if not end <= segment.start <= segment.stop <= numel:
+            place = f"[{segment.start}, {segment.stop})"
+            raise ValueError(f"segments: expected them in order within {numel} elements, got {place}")
+        end = segment.stop
 
 
 class _Ranged(Protocol):

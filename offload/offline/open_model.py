@@ -15,6 +15,7 @@ from torch import nn
 from offload.config import read_json
 from offload.errors import BudgetError, ConfigError, NumericsError, OffloadError, UsageError
 from offload.finetune.corpus.packing import Document
+from offload.finetune.corpus.token_stream import IGNORED
 from offload.finetune.model import read_tokenizer
 from offload.inference_engine import InferenceEngine, inference, read_model
 from offload.losses import chunk_loss_of
@@ -253,9 +254,6 @@ def _prepare(model: nn.Module, rewards: bool) -> tuple[bool, tuple[str, ...]]:
 #
 # Rows of tokens, made from the records of files, and batches that are padded to their longest row.
 
-
-IGNORED = -100
-"""Label of a token that does not count, as in torch's cross entropy."""
 
 _T = TypeVar("_T")
 

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from offload.finetune.corpus.documents import Record
 from offload.finetune.corpus.packing import encode_record
+from offload.finetune.corpus.token_stream import IGNORED
 from offload.finetune.model import check_model, without_cache
-from offload.offline.open_model import IGNORED, OpenModel, TokenRow, in_groups, padded, refuse, rows_of
+from offload.offline.open_model import OpenModel, TokenRow, in_groups, padded, refuse, rows_of
 
 
 @dataclass(frozen=True, kw_only=True)

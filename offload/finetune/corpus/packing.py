@@ -22,11 +22,9 @@ import torch
 from offload.errors import ConfigError
 from offload.finetune.corpus.chats import Example, encode_chat, encode_chat_prompt, learned_words
 from offload.finetune.corpus.documents import Chat, Completion, Prompt, Record, Text
-from offload.finetune.corpus.token_stream import Pool, choose, make_array, pieces_of, take_rows
+from offload.finetune.corpus.token_stream import IGNORED, Pool, choose, make_array, pieces_of, take_rows
 from offload.sizes import count_of
 
-# Of torch's cross entropy.
-_IGNORED = -100
 _NEWLINE = 10
 _AT_ONCE = 1 << 20
 
@@ -150,7 +148,7 @@ class Packed(NamedTuple):
 
     @property
     def learned(self) -> float:
-        count = sum(np.count_nonzero(self.labels[some] != _IGNORED) for some in pieces_of(self.labels))
+        count = sum(np.count_nonzero(self.labels[some] != IGNORED) for some in pieces_of(self.labels))
         return float(count / self.labels.size)
 
 
@@ -244,7 +242,7 @@ def _fit(rows: list[list[Document]], documents: Sequence[Document], length: int)
 
 def _arrays(rows: Sequence[Sequence[Document]], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns ids, labels and positions of the rows, (rows, length) int32 each."""
-    ids, labels, positions = (make_array((len(rows), length), np.int32, fill) for fill in (0, _IGNORED, 0))
+    ids, labels, positions = (make_array((len(rows), length), np.int32, fill) for fill in (0, IGNORED, 0))
     for number, row in enumerate(rows):
         start = 0
         for document_part in row:
@@ -252,7 +250,7 @@ def _arrays(rows: Sequence[Sequence[Document]], length: int) -> tuple[np.ndarray
             ids[number, start:stop] = document_part.ids
             # Labels are not shifted here: the model shifts them. The first token of a document would be predicted from
             # the document before, so its label stays -100.
-            labels[number, start + 1 : stop] = np.where(document_part.learned, document_part.ids, _IGNORED)[1:]
+            labels[number, start + 1 : stop] = np.where(document_part.learned, document_part.ids, IGNORED)[1:]
             positions[number, start:stop] = np.arange(len(document_part.ids))
             start = stop
         positions[number, start:] = np.arange(length - start)

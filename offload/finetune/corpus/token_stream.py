@@ -226,7 +226,8 @@ MOST = 16
 """Upper limit of held-out sequences: a few thousand tokens show a trend and cost few forwards."""
 _SHARE = 20
 """One sequence in this many is held out."""
-_IGNORED = -100  # of torch's cross entropy
+IGNORED = -100
+"""Label of a token that does not count, as in torch's cross entropy."""
 
 
 def choose(count: int) -> np.ndarray:
@@ -266,7 +267,7 @@ class HeldOut:
             first = begin + self._rank * self._size
             rows = slice(first, min(first + self._size, self.count)) if first < self.count else slice(0, 1)
             inputs = {name: torch.from_numpy(array[rows].astype(np.int64)) for name, array in self._inputs.items()}
-            counted = int((inputs["labels"][:, 1:] != _IGNORED).sum()) if first < self.count else 0
+            counted = int((inputs["labels"][:, 1:] != IGNORED).sum()) if first < self.count else 0
             yield inputs, counted
 
     def loss(self, loss_of: Callable[[dict[str, torch.Tensor]], float], mean: Callable[[float], float]) -> float:
