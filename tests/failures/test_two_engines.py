@@ -13,6 +13,7 @@ from torch import nn
 
 import offload
 from offload import testing
+from offload.aio import IoQueue
 from offload.engine.update import UpdateWorker
 from offload.errors import BudgetError
 from offload.swapper.memory.host_arena import process_memory
@@ -85,6 +86,25 @@ def test_the_cache_is_given_in_the_middle_of_a_step(tmp_path: Path) -> None:
     other.destroy(remove=True)
     assert losses == alone.losses
     assert_same_tensors(alone.weights, weights)
+
+
+def test_one_queue_and_counts_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queues = []
+
+    def queue(backend: str, **shape: int | None) -> IoQueue:
+        queues.append(IoQueue(backend, **shape))
+        return queues[-1]
+
+    testing.replace(monkeypatch, "io.queue", queue)
+    one = start(JOB, DISK, tmp_path, run="one")
+    other = start(JOB, DISK, tmp_path, run="other")
+    assert len(queues) == 1
+    at_start = other.io_bytes()
+    train_step(one, JOB, 0)
+    assert other.io_bytes() == at_start and one.io_bytes().read > at_start.read
+    one.destroy(remove=True)
+    train_step(other, JOB, 0)
+    other.destroy(remove=True)
 
 
 def test_a_budget_that_others_have_used_up_is_an_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ def test_any_number_of_micro_batches_gives_the_bits_of_a_loop(accumulation: int,
     job = models.GPT2._replace(dtype="bf16", accumulation=accumulation, steps=3)
     loop = run(job, DISK, tmp_path / "loop")
     assert_same(loop, run(job, DISK, tmp_path / "layered", accumulated_step, **LAYERED))
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("offload-micro-batch")] == []
 
 
 def test_a_micro_batch_that_leaves_out_the_last_block_changes_the_last_bits_at_most(tmp_path: Path) -> None:
