@@ -1,6 +1,6 @@
 """The memory plan: mode, partitions, placement and slots of the store, decided from plain values.
 
-    MemoryRequest ─► place_states ─► PlacedStates ─► (the caller looks at disks and runs) ─► plan_memory ─► MemoryPlan
+    MemoryRequest ─► place_states ─► a plan without slots ─► (the caller looks at disks and runs) ─► plan_memory
 
 Both a run (`plan.decide`) and the planner (`planner.memory`) call these functions, and no other code decides. The
 planner therefore predicts the bytes of a run exactly. No function of this module reads a file, queries the machine or

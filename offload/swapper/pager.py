@@ -46,7 +46,7 @@ from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.policy import Limits, PassKind, keeps, leaves_room_ahead
 from offload.swapper.prefetch import Fetcher, Prefetcher, PrefetchStats
-from offload.swapper.table import MemoryCounters, Residency, UnitEntry, UnitSize, UnitTable, WeightSource
+from offload.swapper.table import Residency, UnitEntry, UnitSize, UnitTable, WeightSource
 from offload.timeline import OFF, Row, Timeline
 
 # -- peers ---------------------------------------------------------------------------------------------
@@ -603,7 +603,7 @@ class Pager:
             sizes,
             lambda: source.committed,
             timeline=timeline,
-            record_memory=MemoryCounters(host, arena, timeline.recorded).record,
+            record_memory=self._record_memory,
         )
         self.changed = self.table.changed
         self.lock = self.changed.lock
@@ -619,8 +619,20 @@ class Pager:
         work = (*caches, self._prefetcher, self.weight_updates.wait)
         self._fetcher = Fetcher(*work) if peers is None else CommonUses(*work, limits, peers)
         self._device, self._limits, self._divided = device, limits, peers is not None
+        self._recorded = timeline.recorded
+        self._titles = {name: f"host buffers of {name}" for name in host.regions}
         self._device_resident = tuple(size.device_resident and not self._divided for size in sizes)
         self._uses = self._hits = 0
+
+    def _record_memory(self) -> None:
+        """Records the bytes in use, in the device arena and in each class of the host arena. The lock is held."""
+        if self._recorded is OFF:  # every change of a unit comes here
+            return
+        # The regions are looked up at each call: `drop_cache` replaces one.
+        for name, region in self.host.regions.items():
+            if region.space.nbytes:
+                self._recorded.count(self._titles[name], region.space.used_bytes)
+        self._recorded.count("device memory", self.arena.used_bytes)
 
     # -- the thread that runs the model -------------------------------------------------------------
 

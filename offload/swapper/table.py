@@ -19,8 +19,8 @@ from offload.aio.protocols import Future
 from offload.errors import EngineFailed
 from offload.states import Tier
 from offload.swapper.memory.device import DONE, Event
-from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
-from offload.swapper.memory.host_arena import HostArena, HostBuffer
+from offload.swapper.memory.device_arena import DeviceBuffer
+from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.memory.lock import InterruptibleLock
 from offload.swapper.policy import AccessOrder
 from offload.timeline import OFF, Row, Timeline
@@ -145,24 +145,6 @@ class WeightSource(Protocol):
 
 
 # -- unit table ----------------------------------------------------------------------------------------
-
-
-class MemoryCounters:
-    """Timeline counters of the bytes in use, in the device arena and in each class of the host arena."""
-
-    def __init__(self, host: HostArena, device: DeviceArena, timeline: Timeline) -> None:
-        self._host, self._device, self._timeline = host, device, timeline
-        self._titles = {name: f"host buffers of {name}" for name in host.regions}
-
-    def record(self) -> None:
-        """Records the present values. The caller holds the pager's lock."""
-        if self._timeline is OFF:  # every change of a unit comes here
-            return
-        # The regions are looked up at each call: `drop_cache` replaces one.
-        for name, region in self._host.regions.items():
-            if region.space.nbytes:
-                self._timeline.count(self._titles[name], region.space.used_bytes)
-        self._timeline.count("device memory", self._device.used_bytes)
 
 
 class UnitTable:

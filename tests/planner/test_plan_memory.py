@@ -115,7 +115,7 @@ def test_bytes_add_up_and_are_those_of_the_run(case: Case) -> None:
             assert (parts.store.spec.nbytes if parts.store else 0) == memory.stored
             assert (parts.store.spec.slots if parts.store else 0) == memory.slots
             spill = parts.gradients.spill
-            files = [] if spill is None else spill.scratch._files
+            files = spill.scratch._files if spill._windows else []  # a run without a spill has no windows
             assert sum(Path(f"/proc/self/fd/{_number(each)}").stat().st_size for each in files) == memory.spilled
             taken = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             if parts.store is not None and memory.slots == 1:  # whose files have no name
