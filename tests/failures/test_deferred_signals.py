@@ -74,25 +74,6 @@ def test_a_wait_within_a_change_is_interrupted() -> None:
         change()
 
 
-def test_a_change_called_by_a_wait_is_completed() -> None:
-    done = []
-
-    @uninterrupted
-    def change() -> None:
-        _signal()
-        done.append(True)
-
-    @interruptible
-    def wait() -> None:
-        change()
-        time.sleep(1)
-
-    defer_signals(OWNER)
-    with pytest.raises(KeyboardInterrupt):
-        wait()
-    assert done
-
-
 def test_a_handler_that_raises_another_exception_waits_too() -> None:
     class Stopped(Exception):
         pass
@@ -109,15 +90,6 @@ def test_a_handler_that_raises_another_exception_waits_too() -> None:
     with pytest.raises(Stopped):
         change()
         time.sleep(1)
-
-
-def test_handlers_are_wrapped_once_and_restored() -> None:
-    defer_signals(OWNER)
-    wrapped = signal.getsignal(signal.SIGINT)
-    defer_signals(OWNER)
-    assert signal.getsignal(signal.SIGINT) is wrapped is not signal.default_int_handler
-    restore_signals(OWNER)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_handlers_stay_wrapped_while_one_engine_lives() -> None:

@@ -267,11 +267,6 @@ def test_interrupts_on_a_device_with_streams(
 
 
 @pytest.mark.slow
-def test_interrupts_beside_a_time_line(tmp_path: Path) -> None:
-    _try(0, examples(40), tmp_path, trace=str(tmp_path / "trace.json"))
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_many_interrupts(seed: int, tmp_path: Path) -> None:

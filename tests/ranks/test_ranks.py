@@ -108,49 +108,6 @@ def test_same_bits_on_a_device_beside_the_host(
         assert_same(expected, late)
 
 
-def give_memory_back(job: Job, folder: Path) -> Result:
-    """On a device whose arena grows after the first step, and is given back on each rank at another moment."""
-    from offload.swapper.memory.device import DeviceRoom
-    from tests.support.devices.late_device import LateDevice
-
-    rank = rank_and_size()[0]
-    device = LateDevice(rank, 0.5)
-    device.spare = DeviceRoom(1 << 30, 0)
-    with pytest.MonkeyPatch.context() as patch:
-        testing.replace(patch, "device.open", lambda _: device)
-        engine = start(job, ("cpu", "cpu"), folder)
-        at_first, sizes, losses = engine.device_memory, list[int](), list[float]()
-        for step in range(job.steps):
-            for micro in range(job.accumulation):
-                loss = job.loss(engine, step, micro)
-                engine.backward(loss)
-                engine.step()
-                losses.append(float(loss.detach()))
-                if (step, micro) == (1 + rank, rank):
-                    engine.empty_partition_cache()
-                # All units are on all devices by the second evaluation, and ranks do not ask each other any more.
-                for _ in range(3):
-                    with torch.no_grad():
-                        losses.append(float(job.loss(engine, step, micro)))
-                    if step == 3:
-                        engine.empty_partition_cache()
-            sizes.append(engine.device_memory)
-        assert sizes[0] > at_first and sizes[3:] == [at_first] * (job.steps - 3)
-        weights = weights_of(engine)
-        engine.destroy(remove=True)
-    assert device.broken == []
-    return Result(losses, [], weights)
-
-
-@pytest.mark.slow
-def test_each_rank_gives_device_memory_back_by_itself(ranks: RankPool, tmp_path: Path) -> None:
-    job = models.GPT2._replace(loss=language_rows_loss, steps=5, dtype="bf16", accumulation=2)
-    one, other = ranks.run(give_memory_back, job, tmp_path / "given")
-    assert_same_tensors(one.weights, other.weights)
-    expected = ranks.run(train, job, DISK, tmp_path / "disk")[0]
-    assert_same_tensors(expected.weights, one.weights)
-
-
 THREE_BLOCKS = models.GPT2._replace(loss=language_rows_loss)
 """More than the device has room for, below."""
 
