@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from offload.cli.main import app
-from tests.support.forgery import Bench, Outcome
+from tests.cli.forgery import Bench, Outcome
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def faults(bench: Bench, seeds: range, commands: int) -> list[Outcome]:
 
 
 def test_a_forgery_ends_each_command_with_one_line(bench: Bench) -> None:
-    """`python -m tests.support.forgery 10000` makes as many."""
+    """`python -m tests.cli.forgery 10000` makes as many."""
     assert faults(bench, range(150), 1) == []
 
 

@@ -3,7 +3,7 @@
 Each forgery changes one thing of a run, a checkpoint or a log, and names the commands that then read it. A command must
 end with an exit code, one line for an error, no control characters, in seconds and without much memory:
 
-    python -m tests.support.forgery 10000      # as many forgeries, from seed 0 on; prints what went wrong
+    python -m tests.cli.forgery 10000      # as many forgeries, from seed 0 on; prints what went wrong
 """
 
 from __future__ import annotations
