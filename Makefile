@@ -27,7 +27,7 @@ train: $(VENV)/.hf ## Train a 3.5M-parameter model from swap files, in a few min
 # The rooms of what an edit breaks first. Files whose tests start ranks or other processes are left out.
 QUICK := $(addprefix tests/,aio config fileio gradients kernels micro_batches params store swapper updates)
 
-quick: $(VENV)/.dev ## Run the tests of the core that start no process, in two minutes: for every edit
+quick: $(VENV)/.dev ## Run the tests of the core that start no process, in a minute: for every edit
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --quick $(QUICK)
 
 test: $(VENV)/.dev ## Run the tests: each promise once, samples of large grids

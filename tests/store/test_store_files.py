@@ -408,15 +408,16 @@ def test_a_run_id_that_an_older_version_has_left_out_of_its_commits_is_no_damage
         read_manifest(path)
 
 
-def test_a_run_of_another_format_is_refused_and_left_as_it_is(tmp_path: Path, queue: IoQueue) -> None:
+@pytest.mark.parametrize("commits", [1, 2])
+def test_a_run_of_another_format_is_refused_and_left_as_it_is(commits: int, tmp_path: Path, queue: IoQueue) -> None:
     """As an earlier version has left it: its records and its manifest say so."""
     store = created(tmp_path, queue)
-    for number in range(2):
+    for number in range(commits):
         store.commit(number, blob("one"))
     store.close()
     rank = tmp_path / "run" / "rank0"
     pages = bytearray((rank / "commit").read_bytes())
-    for page in range(0, 2 * PAGE, PAGE):
+    for page in range(0, commits * PAGE, PAGE):
         pages[page + 8 : page + 12] = (2).to_bytes(4, "little")
         pages[page + PAGE - 4 : page + PAGE] = crc32c_manifest(bytes(pages[page : page + PAGE - 4])).to_bytes(
             4, "little"
