@@ -76,6 +76,7 @@ class PassSeconds(NamedTuple):
         return max(parts, key=lambda name: parts[name])
 
     def since(self, before: PassSeconds) -> PassSeconds:
+        """Returns the seconds that came after `before`."""
         return PassSeconds(*(now - then for now, then in zip(self, before, strict=True)))
 
 

@@ -28,6 +28,7 @@ class Noise(NamedTuple):
     """From 0 to below 2**64."""
 
     def after(self, count: int) -> Noise:
+        """Returns the noise from `count` elements on."""
         return Noise(self.stream, self.element + count)
 
 
