@@ -383,8 +383,10 @@ class EngineCore(EngineCallbacks):
         size = format_size(components.arena.classes.cache)
         logger.info("%s of host memory go from this engine to another engine of this process", size)
         components.update_worker.come_to_rest(commit=False)
-        # No update may use a host buffer while the pager takes all of them away: the wait above has ended them.
-        components.pager.give_cache(components.update_worker.drop_spare)
+        # thread of the other engine: this engine's own thread may have begun a step since the wait. Its updates use the
+        # promoted states, so they must end first.
+        while not components.pager.give_cache(components.update_worker.drop_spare):
+            components.update_worker.come_to_rest(commit=False)
 
     def read_stored(self, parameter: torch.Tensor) -> torch.Tensor:
         handle = self.param_access.handle(parameter)

@@ -600,11 +600,12 @@ class Updates:
     def come_to_rest(self, commit: bool = True) -> None:
         """Drops all offers and waits as `finish` does: nothing reads or writes states until the next call."""
 
-    def drop_spare(self) -> None:
+    def drop_spare(self) -> bool:
         """Frees the host memory of promoted states, which are stored on DISK too: from now on they are read from there.
 
-        The caller holds the pager's lock, and no update is in flight.
+        Returns False, and frees nothing, if an update is under way. The caller holds the pager's lock.
         """
+        return True
 
     def close(self) -> None:
         """Waits until all updates are written, or an error has stopped them, and joins the thread; idempotent.
@@ -727,11 +728,14 @@ class UpdateWorker(Updates):
             assert not self._busy, "an update is under way"
             return tuple(self._pipeline.free)
 
-    def drop_spare(self) -> None:
+    def drop_spare(self) -> bool:
+        if self._busy or self.offers.unsettled:
+            return False
         for key, resident in list(self._shards.residents.items()):
             if resident.spare is not None:
                 del self._shards.residents[key]
                 resident.spare.release()
+        return True
 
     def close(self) -> None:
         with self._pager.lock:

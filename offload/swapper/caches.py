@@ -599,10 +599,11 @@ class HostCache:
 
     # -- shutdown -----------------------------------------------------------------------------------
 
-    def give_cache(self, drop_spare: Callable[[], None]) -> None:
+    def give_cache(self, drop_spare: Callable[[], bool]) -> bool:
         """Evicts all host buffers of weights; see `Pager.give_cache`."""
         # thread of the other engine: it holds the lock of `HostMemory`, then this pager's, never in another order.
-        drop_spare()
+        if not drop_spare():
+            return False
         while not self._table.failure and self._host.weights.space.used_bytes:
             for entry in self._table.entries:
                 if entry.residency is Residency.READING:
@@ -614,6 +615,7 @@ class HostCache:
                 self._table.wait("waits for a streamed unit")
         if not self._table.failure:
             self._host.drop_cache()
+        return True
 
     def close(self) -> None:
         """Waits for reads in flight and releases their buffers.

@@ -851,14 +851,14 @@ class Pager:
             self.table.fail(error)
 
     @uninterrupted
-    def give_cache(self, drop_spare: Callable[[], None]) -> None:
-        """Frees every host buffer of weights, for another engine of the process. No update may be under way.
+    def give_cache(self, drop_spare: Callable[[], bool]) -> bool:
+        """Frees every host buffer of weights, for another engine of the process; False if updates are under way.
 
         The thread that starts the other engine calls it. `drop_spare` frees the promoted states, which are in the
-        memory of the cache too.
+        memory of the cache too. It returns False, and frees nothing, while an update may use them.
         """
         with self.lock, self._prefetcher.stopped():
-            self._host_cache.give_cache(drop_spare)
+            return self._host_cache.give_cache(drop_spare)
 
     @uninterrupted
     def close(self) -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,48 @@ def test_the_cache_is_given_in_the_middle_of_a_step(tmp_path: Path) -> None:
     one.destroy(remove=True)
     train_step(other, JOB, 0)
     other.destroy(remove=True)
+    assert losses == alone.losses
+    assert_same_tensors(alone.weights, weights)
+
+
+def test_the_cache_is_given_between_the_updates_of_a_thread_that_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that begins after the wait for updates is waited for too: its updates use the promoted states."""
+    alone, budget = run(JOB, DISK, tmp_path), enough_for_all(tmp_path)
+    one = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
+    losses = [train_step(one, JOB, 0)]
+    thread = threading.Thread(target=lambda: losses.extend(train_step(one, JOB, step) for step in range(1, JOB.steps)))
+    finish, write = UpdateWorker.finish, IoQueue.write
+    waits: list[bool] = []
+    updating, may_write = threading.Event(), threading.Event()
+
+    def finish_then_train(worker: UpdateWorker, commit: bool = True) -> None:
+        giving = threading.current_thread() is threading.main_thread()
+        if giving and waits:
+            may_write.set()
+        finish(worker, commit)
+        if giving:
+            waits.append(commit)
+            if len(waits) == 1:
+                thread.start()
+                assert updating.wait(20)
+
+    def late_write(*arguments: Any, **options: Any) -> Any:
+        if waits and threading.current_thread() is not threading.main_thread():
+            updating.set()
+            may_write.wait(5)
+        return write(*arguments, **options)
+
+    testing.replace(monkeypatch, "update.finish", finish_then_train)
+    with monkeypatch.context() as late:
+        testing.replace(late, "io.write", late_write)
+        other = start(JOB, DISK, tmp_path, host_memory=budget, run="other")
+    thread.join()
+    assert len(waits) > 1, "the step was not waited for"
+    weights = weights_of(one)
+    for engine in (one, other):
+        engine.destroy(remove=True)
     assert losses == alone.losses
     assert_same_tensors(alone.weights, weights)
 
