@@ -1251,6 +1251,7 @@ class Engine(ModelEngine):
         if loaded is None:
             return None, {}
         # Micro-batches that ran before the load belong to gradients that are gone.
+        self._core.optimizer_step.early.drop()
         self._core.accumulation.reset()
         if not options.module_only:
             self._core.optimizer_step.forget_norm()

@@ -421,8 +421,12 @@ class Passes:
         if not self.in_backward:
             self.through_old_graph = made not in (None, self._views.outdated)
             self._timeline.begin_phase(Phase.BACKWARD)
-            # autograd thread: if this call raises, the backward has not started, and its next sign calls again.
-            self._callbacks.begin_backward()
+            try:
+                # autograd thread: if this call raises, the backward has not started, and its next sign calls again.
+                self._callbacks.begin_backward()
+            except BaseException:
+                self._timeline.end_phase(Phase.BACKWARD)
+                raise
             self.in_backward = True
             call_after_backward(self.end_backward)
 
@@ -747,8 +751,15 @@ class ModuleHooks:
             self.reset_aborted()
         if not local.frames:
             self.passes.begin_forward(bool(self._trainable) and torch.is_grad_enabled())
+        try:
+            pushed = self._saved.push()
+        except BaseException:
+            # No frame lists this site yet, so no other code would end the forward, and no other thread could begin one.
+            if not local.frames:
+                self.passes.end_forward()
+            raise
         cached = torch.is_autocast_cache_enabled()
-        frame = _Frame(module, [], self._saved.push(), inside_backward(), module_call(), cached)
+        frame = _Frame(module, [], pushed, inside_backward(), module_call(), cached)
         # Stored before any unit is used: after an exception below, the frame lists what to undo.
         local.frames.append(frame)
         # See [Note: casts]. `_let_go` restores the cache.

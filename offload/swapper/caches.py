@@ -309,7 +309,12 @@ class DeviceCache:
         # ordered.
         for event in device_buffer.after:
             event.wait()
-        entry.transfer = Transfer(None, read(0, self._arena.view(device_buffer).numpy().data))
+        try:
+            future = read(0, self._arena.view(device_buffer).numpy().data)
+        except BaseException:
+            self._arena.give(device_buffer, DONE, DONE)  # nobody writes there: see `WeightSource.start_read`
+            raise
+        entry.transfer = Transfer(None, future)
         entry.device_buffer = device_buffer
         self._table.move(entry, Residency.UPLOADING)
 
@@ -540,8 +545,13 @@ class HostCache:
 
     def start_read(self, entry: UnitEntry, host_buffer: HostBuffer, priority: Priority) -> None:
         """Starts the read of the newest weights of `entry` into `host_buffer`, which the transfer owns from now on."""
-        # threads of the I/O queue: they fill the buffer from here on. The transfer owns it, so nobody evicts it.
-        entry.transfer = Transfer(host_buffer, self.reader(entry, priority)(0, host_buffer.buffer))
+        try:
+            # threads of the I/O queue: they fill the buffer from here on. The transfer owns it, so nobody evicts it.
+            future = self.reader(entry, priority)(0, host_buffer.buffer)
+        except BaseException:
+            host_buffer.release()  # nobody writes there: see `WeightSource.start_read`
+            raise
+        entry.transfer = Transfer(host_buffer, future)
         self._table.move(entry, Residency.READING)
 
     def finish_read(self, entry: UnitEntry) -> None:

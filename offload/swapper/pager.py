@@ -649,11 +649,12 @@ class Pager:
         with self.lock:
             entry.pins += 1  # from here on nobody drops it
             try:
-                if entry.pins == 1:
+                begins, on_device = entry.pins == 1, entry.residency is Residency.DEVICE
+                if begins:
                     self.table.access_order.use(unit)
-                    self._uses += 1
-                    self._hits += entry.residency is Residency.DEVICE
                 self._fetcher.fetch(entry, ahead)
+                if begins:  # only now: a caller that makes room after a `BudgetError` calls again for the same use
+                    self._uses, self._hits = self._uses + 1, self._hits + on_device
             except BaseException:  # also a Ctrl-C at a wait
                 entry.pins -= 1
                 raise

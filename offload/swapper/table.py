@@ -140,7 +140,7 @@ class WeightSource(Protocol):
 
         Byte `start` counts in `UnitSize.shard_nbytes`. `buffer` belongs to the caller and must live until the future is
         done. The `wait` of the request raises `IoError` if the bytes cannot be read, are damaged, or have changed on
-        disk.
+        disk. If this call itself raises, nothing writes to `buffer` any more.
         """
 
 

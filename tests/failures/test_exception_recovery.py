@@ -196,6 +196,19 @@ def test_without_a_call_of_the_engine(tmp_path: Path) -> None:
     assert losses == run(job, DISK, tmp_path / "plain").losses
 
 
+def test_after_a_forward_that_is_refused_another_thread_may_run_the_model(tmp_path: Path) -> None:
+    job = models.GPT2
+    engine = start(job, DISK, tmp_path / "refused")
+    with pytest.raises(offload.UsageError, match=r"torch\.autograd\.grad instead"):
+        torch.func.grad(lambda factor: factor * job.loss(engine, 0, 0).detach())(torch.ones(()))
+    losses: list[float] = []
+    other = threading.Thread(target=lambda: losses.append(train_step(engine, job, 0)))
+    other.start()
+    other.join(60)
+    engine.destroy(remove=True)
+    assert losses == run(job._replace(steps=1), DISK, tmp_path / "plain").losses
+
+
 @pytest.mark.works("Recovery", "a budget that a module inside of others exceeds", "right")
 def test_a_budget_that_a_nested_site_exceeds(tmp_path: Path) -> None:
     """The error comes from a pre-hook inside of other sites; what those hold is given back exactly once."""

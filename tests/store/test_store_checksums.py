@@ -150,6 +150,27 @@ def test_commits_read_on_in_what_nothing_else_reads(
     store.close()
 
 
+def test_a_slot_of_which_only_the_end_is_read_is_scrubbed(
+    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a user who looks at the last parameter of a unit after each step."""
+    monkeypatch.setattr(store_module, "_SCRUB_NBYTES", 4096)
+    store = created(tmp_path, queue)
+    store.commit(0, blob("zero"))
+    nbytes = SPEC.partitions[0][State.WEIGHT]
+    damage(tmp_path / "run" / "rank0" / "states", SPEC.places()[0][State.WEIGHT][0].offset(100), 8)
+    buffer = aligned_empty(nbytes - 4096)
+
+    def commits() -> None:
+        for step in range(sum(sizes[state] for sizes in SPEC.partitions for state in sizes) // 4096):
+            store.read(0, State.WEIGHT, 0, 4096, buffer).wait()
+            store.commit(step, blob("one"))
+
+    with pytest.raises(IoError, match="use weight of unit 0"):
+        commits()
+    store.close()
+
+
 class OnceWrong:
     """A queue of which the bytes of one read change on their way from the drive."""
 

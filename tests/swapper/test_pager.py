@@ -319,7 +319,7 @@ def test_a_run_that_never_ends_records_a_bounded_number_of_uses(
 
 
 PAGES = 4
-"""Pages of a unit; the host has two."""
+"""Pages of a unit; the host has two, so that units are read in place."""
 
 
 class Read:
@@ -354,9 +354,11 @@ class PendingStore:
     def __init__(self, units: int) -> None:
         self.values = list(range(1, units + 1))
         self.reads: list[Read] = []
-        self.at_once = False
+        self.at_once = self.refuses = False
 
     def start_read(self, unit: int, start: int, buffer: memoryview, priority: Priority) -> Read:
+        if self.refuses:
+            raise MemoryError
         value = self.values[unit]
         assert start == 0 and len(buffer) == PAGES * PAGE, "a unit comes in one read"
         buffer[:] = b"\xff" * len(buffer)
@@ -370,12 +372,12 @@ class PendingStore:
         return self.reads[-1]
 
 
-def pager_of_place(units: int, room: int, order: list[int]) -> tuple[Pager, PendingStore]:
+def pager_of_place(units: int, room: int, order: list[int], host_pages: int = 2) -> tuple[Pager, PendingStore]:
     """Returns a pager with room for `room` units on the device, whose next step is foreseen to use them in `order`."""
     cpu, store = Device(torch.device("cpu")), PendingStore(units)
     nbytes = PAGES * PAGE
     sizes = [UnitSize(str(unit), nbytes, Tier.DISK, nbytes, pieces_of([range(nbytes)])) for unit in range(units)]
-    host = HostArena(HostBudget(0, 2 * PAGE, 0, 0), cpu)
+    host = HostArena(HostBudget(0, host_pages * PAGE, 0, 0), cpu)
     pager = Pager(sizes, host, DeviceArena(room * nbytes, cpu), cpu, store, Limits())
     pager.table.access_order = AccessOrder.of(order, PassKind.TRAIN)
     return pager, store
@@ -454,6 +456,19 @@ def test_units_in_use_that_fill_the_device_are_an_error() -> None:
         pager.acquire(unit)
     with pytest.raises(BudgetError, match="unit 2 needs"):
         pager.acquire(2)
+    assert pager.counts().uses == 2, "no use of unit 2 has begun"
+    pager.close()
+
+
+@pytest.mark.parametrize("host_pages", [2 * PAGES, 2], ids=["into a host buffer", "in place"])
+def test_a_read_that_cannot_start_leaves_its_memory_free(host_pages: int) -> None:
+    pager, store = pager_of_place(1, room=1, order=[0], host_pages=host_pages)
+    store.refuses = True
+    with pytest.raises(MemoryError):
+        pager.acquire(0)
+    assert not pager.host.weights.space.used_bytes and not pager.arena.used_bytes
+    store.refuses, store.at_once = False, True
+    use(pager, store, 0)
     pager.close()
 
 

@@ -359,9 +359,13 @@ def test_a_load_between_backward_and_step_replaces_everything(tmp_path: Path) ->
         train_step(engine, JOB, 2)
         backward(engine, JOB.loss(engine, 3, 0))
         engine.load_checkpoint(str(tmp_path / f"saved-{name}"))
-        losses = [train_step(engine, JOB, step) for step in range(2, 5)]
+        before = counts(engine).hits
+        losses = [train_step(engine, JOB, 2)]
+        hits = counts(engine).hits - before
+        losses += [train_step(engine, JOB, step) for step in range(3, 5)]
         results.append((losses, weights_of(engine)))
         engine.destroy(remove=True)
+        assert hits > 0 or not speculate, "gradients from before the load are forgotten"
     assert results[0][0] == results[1][0]
     assert_same_tensors(results[0][1], results[1][1])
 

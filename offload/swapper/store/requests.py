@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from offload.aio import DirectFile, File, aligned_empty, crc32c_joined
 from offload.aio.file import FilePiece
-from offload.aio.protocols import Future
+from offload.aio.protocols import Future, wait_for_all
 from offload.errors import IoError, StoreError
 from offload.notices import announce
 from offload.records import fields, maybe, number, read, rows, whole
@@ -155,7 +155,11 @@ class CheckedRead(VerifiedRead):
         super().__init__(submit(start, buffer))
         self._sums, self._start, self._damaged = sums, start, damaged
         self._buffer, self._submit = buffer, submit
-        self._pages = self._read_pages(len(buffer))
+        try:
+            self._pages = self._read_pages(len(buffer))
+        except BaseException:
+            wait_for_all([self._future])  # the caller reuses the buffer
+            raise
 
     def _verify(self, nbytes: int) -> None:
         if (damage := self._first_damage(nbytes)) is not None:

@@ -318,8 +318,8 @@ class Store:
         self._scrubbed: list[tuple[Key, int]] = []
         """The slots that are left to scrub in the pass, each with the first byte; the next one is the last."""
         self._last_scrub = time.monotonic()
-        self._read_whole: set[Key] = set()
-        """Slots that were read up to their ends since the pass began; any thread adds."""
+        self._covered: dict[Key, int] = {}
+        """Bytes at the start of each slot that reads have covered since the pass began; any thread adds."""
         self._undo = Undo(self.folders[0])
 
     # -- opening ------------------------------------------------------------------------------------
@@ -456,9 +456,12 @@ class Store:
         are damaged.
         """
         began = now()
-        if start + len(buffer) == self._places[unit][state][slot].nbytes:
-            # any thread: a commit may replace the set meanwhile. A slot that the new set misses is scrubbed once more.
-            self._read_whole.add((unit, state))
+        # any thread: a commit may replace the mapping meanwhile, and another thread may extend the same slot. The bytes
+        # that the mapping then misses are scrubbed once more.
+        covered = self._covered
+        before = covered.get((unit, state), 0)
+        if start <= before < start + len(buffer):
+            covered[unit, state] = start + len(buffer)
         future = self._read(unit, state, slot, start, buffer, priority, compare)
         return self._spans.show(Row.READS, unit, state, began, len(buffer), future)
 
@@ -499,15 +502,15 @@ class Store:
         left = max(_SCRUB_NBYTES, int(self.spec.nbytes * (self._last_scrub - before) / _SCRUB_S))
         if not self._scrubbed:
             keys = [(unit, state) for unit, row in enumerate(self._places) for state in row]
-            self._scrubbed = [(key, 0) for key in reversed(keys) if key not in self._read_whole]
-            self._read_whole = set()
+            self._scrubbed = [(key, 0) for key in reversed(keys) if not self._is_read(key)]
+            self._covered = {}
         # calling thread: waits for each read before the next, since all share this buffer, and before the commit.
         buffer = aligned_empty(_SCRUB_NBYTES) if self._scrubbed else memoryview(b"")
         while self._scrubbed and left > 0:
             (unit, state), start = self._scrubbed.pop()
             slot = self.newest[unit]
             stop = min(self._places[unit][state][slot].nbytes, start + min(left, len(buffer)))
-            if (unit, state) in self._read_whole:
+            if self._is_read((unit, state)):
                 continue
             if stop < self._places[unit][state][slot].nbytes:
                 self._scrubbed.append(((unit, state), stop))
@@ -516,6 +519,11 @@ class Store:
             future = self._read(unit, state, slot, start, part, Priority.BACKGROUND, compare=True)
             self._spans.show(Row.READS, unit, state, began, len(part), future).wait()
             left -= stop - start
+
+    def _is_read(self, key: Key) -> bool:
+        """Returns True if reads have covered a slot from its start to its end since the pass began."""
+        unit, state = key
+        return self._covered.get(key, 0) == self._places[unit][state][self.newest[unit]].nbytes
 
     def sum_of(self, unit: int, state: State, nbytes: int) -> int | None:
         """Returns the CRC-32C of the first `nbytes` of the newest slot; None if no checksum ends there.
