@@ -87,7 +87,7 @@ class IoFuture:
         self._callbacks, self._flight, self._operation, self._checksum = callbacks, flight, operation, checksum
         self._file, self._offset, self._nbytes, self._pid = file, offset, nbytes, os.getpid()
         self._waiting: list[Callback] | None = None
-        """Callbacks to run when the request ends; None if there is none. Guarded by the lock of `Callbacks`."""
+        """Callbacks to run when the request ends; None if there are none. The lock of `Callbacks` guards the list."""
 
     def done(self) -> bool:
         """Returns True if the request has ended, successfully or not."""
@@ -111,7 +111,8 @@ class IoFuture:
         if os.getpid() != self._pid:
             raise of_the_parent(self._pid)
         if timeout is None:
-            # One call, if the drive answers. The line for the user is made only if it does not answer for a while.
+            # If the drive answers soon, this is a single call of the native `wait`. Only after a long wait without an
+            # answer, `_request` makes a line for the user.
             wait_aloud(lambda seconds: self._flight.wait(seconds) != _TIMED_OUT, self._request)
         error = self._flight.wait(0.0 if timeout is None else max(timeout, 0.0))
         if error == _TIMED_OUT:
@@ -133,9 +134,10 @@ class IoFuture:
         return self._flight.crc
 
     def page_crcs(self) -> bytes:
-        """Returns the CRC-32Cs, of 4 bytes, of the request's bytes in each page of the file. Waits for the request.
+        """Returns one CRC-32C of 4 bytes for each page of the file that the request covers. Waits for the request.
 
         The first page is the page of the first byte. The request may cover only parts of the first and the last page.
+        Their checksums cover only the request's bytes.
 
         Raises:
             ValueError: the request was made without `checksum`.
@@ -149,9 +151,10 @@ class IoFuture:
     def add_done_callback(self, function: Callable[[IoFuture], object]) -> None:
         """Calls `function(self)` once the request has ended.
 
-        If the request has ended already, the calling thread runs the function immediately, or within another callback,
-        right after that callback. Otherwise a thread of the queue runs it. That thread runs all callbacks of the queue
-        one after another. Exceptions of callbacks are logged.
+        If the request has ended already, the calling thread runs the function at once. If the calling thread is running
+        another callback, the function runs right after this callback. If the request is still in flight, the callback
+        thread of the queue runs the function later. The callback thread runs all callbacks of the queue one after
+        another. Exceptions of callbacks are logged.
 
         Args:
             function: receives this future; its result is ignored.
@@ -171,7 +174,7 @@ class IoFuture:
             if not ended.done():  # a cancelled task no longer waits
                 ended.set_result(None)
 
-        # May run on the queue's callback thread; an asyncio future may be completed on its loop's thread alone.
+        # callback thread: may run this function, but only the thread of the asyncio loop may complete `ended`.
         def tell(_: IoFuture) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(end)
@@ -184,8 +187,8 @@ class IoFuture:
         return f"{self._operation} of {self._nbytes} bytes at offset {self._offset} of {self._file.path}"
 
     def _failure(self, error: int) -> IoError:
-        """Returns the `IoError` for errno `error`. For a striped file the error names the drive's file, if known."""
-        if error == errno.EBADMSG or not self._nbytes:  # a checksum covers all; empty requests have no file
+        """Returns the `IoError` for errno `error`. For a striped file, it names the file that failed, if known."""
+        if error == errno.EBADMSG or not self._nbytes:  # a checksum covers all files; an empty request has none
             return IoError(self._file.path, self._offset, self._nbytes, error, self._operation)
         at = self._file.pieces(self._offset, self._nbytes)[self._flight.failed_piece]
         return IoError(at.owner.path, at.offset, at.nbytes, error, self._operation)
@@ -211,7 +214,7 @@ class Callbacks:
     def add(self, future: IoFuture, function: Callback) -> None:
         """Calls `function(future)` when `future` ends, or now if `future` has ended already."""
         with self._lock:
-            # The flight is announced once; later callbacks join the list that the first one started.
+            # The flight is announced with its first callback. Later callbacks join the list `_waiting`.
             if future._waiting is not None:
                 future._waiting.append(function)
                 return
@@ -224,11 +227,12 @@ class Callbacks:
     def stop(self) -> None:
         """Waits until every callback has run. The native queue must be closed first.
 
-        Called from a callback, returns without waiting: the callback thread cannot join itself.
+        If a callback calls `stop`, the call returns without waiting, since the callback thread cannot join itself.
         """
         with self._lock:
             self._stopped = True
-            # Read under the lock, joined outside of it: the callback thread needs the lock to finish.
+            # `thread` is read under the lock and joined outside of it, because the callback thread needs the lock to
+            # finish.
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -243,8 +247,8 @@ class Callbacks:
             thread.start()
             self._thread = thread
         tag = next(self._tags)
-        # Stored before the native queue learns the tag: the callback thread looks the tag up as soon as the request
-        # ends.
+        # The tag is stored before the native queue learns it, because the callback thread looks it up as soon as the
+        # request ends.
         self._announced[tag], future._waiting = future, [function]
         if self._queue.announce(future._flight, tag):
             return True
@@ -257,7 +261,8 @@ class Callbacks:
         """Runs on the callback thread: waits for announced requests to end until the native queue is closed."""
         while tags := self._queue.announced():
             for tag in tags:
-                # From here on `add` sees no pending list and calls new functions itself, as the request has ended.
+                # callback thread: takes the list. From then on `add` calls new functions itself, as the request has
+                # ended.
                 with self._lock:
                     future = self._announced.pop(tag)
                     functions, future._waiting = future._waiting or [], None
@@ -267,7 +272,7 @@ class Callbacks:
 
 
 class _Calls(threading.local):
-    """Calls that the current thread has yet to make; None outside of callbacks."""
+    """Calls that the current thread has yet to make. `later` is None if the thread runs no callback."""
 
     later: deque[tuple[IoFuture, Callback]] | None = None
 

@@ -1,4 +1,4 @@
-"""The base class of all config blocks: fields, and the other keys that a block recognizes."""
+"""All blocks of the config inside the outermost one, and `Block`, their base class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offload.sizes import MIB, parse_size
 
 
 def split_names(words: str) -> tuple[str, ...]:
-    """Returns the words of a string, one key name each."""
+    """Returns the names of keys that a string lists, separated by spaces or lines."""
     return tuple(words.split())
 
 
@@ -40,15 +40,15 @@ class Block(BaseModel):
     TUNING: ClassVar[tuple[str, ...]] = ()
     """Keys accepted without effect: they tune something that this library decides by itself."""
     UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
-    """Keys accepted without effect: the feature is missing, and the results have the same bits without it."""
+    """Keys accepted without effect: this library lacks the feature, which would not change the bits of any result."""
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {}
-    """For keys of `TUNING` and `UNSUPPORTED` the reason, as a clause for the reference, where users ask for it."""
+    """Reasons why some keys of `TUNING` and `UNSUPPORTED` have no effect, as clauses for the reference."""
     REFUSED: ClassVar[dict[str, str]] = {}
-    """Keys refused unless switched off, each with the part of the error message that follows the key."""
+    """Keys that are refused unless their value switches them off. The values end the error message after the key."""
     OLD_NAMES: ClassVar[dict[str, str]] = {}
-    """Older names of keys, with the names of the fields."""
+    """Older names of keys. The values are the names of the fields."""
     SUGGESTION: ClassVar[Mapping[str, Any]] = {}
-    """Content to suggest if a plain value was given in place of the block; the value replaces that of the first key."""
+    """Content that the error suggests if a config gives a plain value for the block. The first key gets the value."""
     OWN_AUTO: ClassVar[tuple[str, ...]] = ()
     """Fields that accept "auto" as a value; in all others "auto" means the default."""
 
@@ -58,7 +58,7 @@ class Block(BaseModel):
 
     @classmethod
     def arranged(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the content of the block with the keys that stand for others replaced."""
+        """Returns the content of the block, in which a key that stands for other keys is replaced by them."""
         return content
 
     @classmethod
@@ -88,7 +88,7 @@ def all_blocks(model: type[Block], path: str) -> Iterator[tuple[str, type[Block]
 
 Tier = Literal["none", "cpu", "nvme"]
 TORCH_OPTIMIZERS = "torch.optim."
-"""Start of the types of optimizers that are classes of torch."""
+"""Prefix of `OptimizerBlock.type` if the type is a class of torch."""
 OF_TORCH_ALONE = (
     "ASGD",
     "Adadelta",
@@ -101,7 +101,7 @@ OF_TORCH_ALONE = (
     "Rprop",
     "SparseAdam",
 )
-"""Classes of `torch.optim` that DeepSpeed's JSON names without the module, and that are no type of ours."""
+"""Classes of `torch.optim` that DeepSpeed's JSON names without the module. We have no type of the same name."""
 
 
 def _number(value: Any) -> Any:
@@ -112,9 +112,9 @@ def _number(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """Returns a value of a script's dict with the numbers of tensors, arrays and numpy's scalars in their place.
+    """Returns a value of a script's dict with plain numbers in place of tensors, arrays and scalars of numpy.
 
-    Those without dimensions are numbers. No library is imported here to recognize them.
+    Only those without dimensions are replaced. An attribute identifies them, so neither library is imported here.
     """
     if isinstance(value, Mapping):
         return {key: unpacked(inner) for key, inner in value.items()}
@@ -126,7 +126,7 @@ def unpacked(value: Any) -> Any:
 def spelled_number(value: Any) -> Any:
     """Returns the number that a string spells, such as "1e-3"; any other value unchanged.
 
-    Files that a program has made from YAML contain such strings, since YAML takes `1e-3` for one.
+    JSON files that a program has made from YAML contain such strings, since YAML reads `1e-3` as a string.
     """
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -144,7 +144,7 @@ def expanded(value: Any) -> Any:
 
 
 def _rates(value: Any) -> Any:
-    """Returns a number for all groups of parameters, or a tuple with one for each. Raises `ValueError` otherwise."""
+    """Returns one rate for all parameter groups, or a tuple of one rate per group. Raises `ValueError` otherwise."""
     numbers = [spelled_number(rate) for rate in (value if isinstance(value, list | tuple) else (value,))]
     if not numbers or not all(_is_rate(number) for number in numbers):
         raise ValueError("should be a number of at least 0, or a list of such, one for each group of parameters")
@@ -170,7 +170,7 @@ def _momentum(value: Any) -> Any:
 
 
 def _memory(value: Any) -> Any:
-    """Parses a size. Raises `ValueError` for bare digits below a mebibyte, where a unit was forgotten."""
+    """Parses a size. Raises `ValueError` for digits without a unit below one mebibyte: the unit was forgotten."""
     nbytes = parse_size(value)
     if isinstance(value, str) and value.strip().isdecimal() and nbytes < MIB:
         raise ValueError(f"should be a size such as 16GiB; {value} alone are bytes: give a unit")
@@ -178,7 +178,7 @@ def _memory(value: Any) -> Any:
 
 
 def _device(value: Any) -> Any:
-    """Returns the type of a device, as torch names it. Raises `ValueError` for one with an index, as "cuda:1"."""
+    """Returns the type of a device, as torch names it. Raises `ValueError` for a device with an index, as "cuda:1"."""
     if isinstance(value, str) and not value.isidentifier():
         raise ValueError("should be 'auto', 'cpu', 'cuda' or the type of another accelerator, as 'xpu'")
     return value
@@ -195,7 +195,10 @@ def _tiles(value: Any) -> Any:
 
 
 def _optimizer(value: Any) -> Any:
-    """Returns the name of an optimizer in our spelling, or that of one of torch. Raises `ValueError` for another."""
+    """Returns the name of our optimizer in our spelling, or of a class of torch with its prefix.
+
+    Raises `ValueError` for any other name.
+    """
     names = get_args(OptimizerName)
     known = {name.lower(): name for name in names}
     if value in OF_TORCH_ALONE:
@@ -207,12 +210,12 @@ def _optimizer(value: Any) -> Any:
 
 
 def steps_or_never(value: Any) -> Any:
-    """Converts infinity, as `accelerate` writes it, to 0: never."""
+    """Converts infinity, which `accelerate` writes for "never", to 0."""
     return 0 if value == math.inf else _number(value)
 
 
 def spelling(names: Mapping[str, str]) -> BeforeValidator:
-    """Returns a validator that maps other spellings of a choice, in any case of letters, to the choice."""
+    """Returns a validator that replaces each spelling in `names`, in any case of letters, by its choice."""
     return BeforeValidator(lambda value: names.get(value.lower(), value) if isinstance(value, str) else value)
 
 
@@ -385,9 +388,9 @@ class ZeroOptimization(Block):
     @model_validator(mode="before")
     @classmethod
     def _whole_in_stage_0(cls, content: Any) -> Any:
-        """Returns the content with a replica on each rank if it says stage 0, as in DeepSpeed.
+        """Returns the content. If the content sets stage 0, each rank becomes a replica, as in DeepSpeed.
 
-        The default is stage 0 too, but a user who names no stage has not asked for all states on each rank.
+        The default is stage 0 too. But a user who sets no stage has not asked for all states on each rank.
         """
         if isinstance(content, Mapping) and content.get("stage") == 0 and "mics_shard_size" not in content:
             return {**content, "mics_shard_size": 1}
@@ -403,7 +406,7 @@ OLD_SWITCHES = {
     "cpu_offload_param": "offload_param",
     "cpu_offload_params": "offload_param",
 }
-"""Older switches of "zero_optimization", each with the block that it puts on the CPU."""
+"""Older switches of "zero_optimization". The values name the blocks whose states the switches put on the CPU."""
 
 
 class Aio(Block):
@@ -475,7 +478,7 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "Adagrad": {"eps": 1e-10, "weight_decay": 0.0, "lr_decay": 0.0},
     "Lion": {"betas": (0.9, 0.999), "weight_decay": 0.0},
     "SGD": {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
-    # Those of DeepSpeed, and of torch.optim.Muon for what DeepSpeed has no key for.
+    # DeepSpeed's defaults. Keys that DeepSpeed lacks have the defaults of torch.optim.Muon.
     "Muon": {
         "muon_lr": None,
         "adam_lr": None,
@@ -501,7 +504,7 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
 """Default hyperparameters of each optimizer type, except for the learning rate."""
 
 _OF_EVERY_TYPE = ("lr", "fp32_optimizer_states", "torch_adam")
-"""Params that no type lists: the learning rate is passed on its own, and the others are no hyperparameters."""
+"""Params that every type accepts: the learning rate, and two switches that are no hyperparameters."""
 
 
 class OptimizerParams(Block):
@@ -600,7 +603,7 @@ class OptimizerBlock(Block):
     )
     params: OptimizerParams = Field(OptimizerParams(), description="see below")
     torch_params: dict[str, Any] = Field({}, exclude=True)
-    """The params of a class of torch, which stand under "params" in a file."""
+    """The params of a class of torch. A file has them under "params"."""
 
     @classmethod
     def arranged(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -646,7 +649,7 @@ class OptimizerBlock(Block):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Hyperparameters of the type, except for the learning rate; of a class of torch those that are given."""
+        """All hyperparameters of the type except for the learning rate. For a class of torch, only the params given."""
         if self.of_torch:
             return dict(self.torch_params)
         defaults = OPTIMIZER_DEFAULTS[self.type]

@@ -1,4 +1,4 @@
-"""Construction of an engine's optimizer and learning-rate schedule: the user's own or the config's."""
+"""Builds an engine's optimizer and learning-rate schedule, from the user's objects or from the config."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from offload.sizes import count_of
 
 
 def choose(block: OptimizerBlock | None, model: nn.Module, optimizer: Any, model_parameters: Any) -> Optimizer:
-    """Returns the engine's optimizer over all trainable parameters of the model, and none of another model.
+    """Returns the engine's optimizer, which contains all trainable parameters of `model`.
 
-    `optimizer` is a torch optimizer, or a function that makes one from a list of parameters; without it the config's
-    block makes one. `model_parameters` are parameters or groups for the block or the function; all that are trainable
-    if None.
+    `optimizer` is a torch optimizer, or a function that makes one from a list of parameters. If it is None, the
+    optimizer is made from `block` of the config. `model_parameters` are the parameters or groups for the function or
+    the block; None means all trainable parameters.
 
     Raises:
-        ConfigError: no optimizer is given or configured; the given one has stepped already, or is no torch optimizer;
-            the config's optimizer has no learning rate; `model_parameters` contains something else; or the optimizer
-            lacks a trainable parameter or contains one that is not the model's.
+        ConfigError: no optimizer is given or configured; the given optimizer has stepped already, or is no torch
+            optimizer; the config's optimizer has no learning rate; `model_parameters` contains objects that are no
+            parameters; or the optimizer lacks a trainable parameter or contains a parameter of another model.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # DeepSpeed accepts a function of the parameters in place of an optimizer. A torch optimizer may be callable too.
@@ -91,7 +91,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def from_config(params: Iterable[Any], block: OptimizerBlock, model: nn.Module) -> Optimizer:
-    """Returns the optimizer of the config's block over parameters, or groups of them as torch takes them.
+    """Returns the optimizer that the config's block describes. `params` are parameters or groups, as torch takes them.
 
     Raises:
         ConfigError: the learning rate is missing, a parameter is marked as a matrix but is not one, or a class of torch
@@ -110,8 +110,8 @@ def from_config(params: Iterable[Any], block: OptimizerBlock, model: nn.Module) 
 def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
     """Returns the engine's optimizer in place of a torch optimizer, which must not have stepped.
 
-    Both contain the same groups, so schedules and users that hold the torch optimizer still act on the engine. Without
-    a suitable kernel the torch optimizer's own code runs.
+    Both optimizers share their groups, so a user or a schedule that changes the torch optimizer's groups still changes
+    the engine's optimizer. If no kernel computes the same, the torch optimizer's own code runs.
 
     Raises:
         ConfigError: the argument is no optimizer, or has stepped already.
@@ -126,16 +126,16 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
         for key, value in rule.beside(optimizer, group).items():
             group.setdefault(key, value)
         for key in rule.scheduled:
-            # A tensor stays the script's, which may fill it; a step reads its number.
+            # A tensor stays in the group, because the script may fill it. Each step reads its number.
             if key in group and not isinstance(group[key], torch.Tensor):
                 value = rule.plain(group[key])
                 group[key] = tuple(value) if isinstance(value, list) else value
     groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
     engine_optimizer = Optimizer(groups, optimizer.defaults, rule)
-    # The list of groups itself is shared; the constructor has checked copies of the groups.
+    # The constructor has checked copies of the groups. From here on the list of groups itself is shared.
     engine_optimizer.param_groups = optimizer.param_groups
     engine_optimizer.replaced = optimizer
-    # Hooks of the torch optimizer are shared too: schedules and profilers may have registered some.
+    # Hooks of the torch optimizer are shared too, because schedules and profilers may have registered hooks.
     engine_optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
     engine_optimizer._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
     return engine_optimizer
@@ -157,8 +157,8 @@ def _check_kept(optimizer: torch.optim.Optimizer) -> None:
                 f"{kind.__name__} keeps state[{key!r}], which is no parameter's, so no commit would contain it; give "
                 "an optimizer that keeps states by parameter"
             )
-        # Adagrad makes its states at construction, with step 0, and `attach` drops them. A look at the states of a
-        # parameter leaves an empty dict.
+        # Adagrad creates its states, with step 0, at construction. `attach` drops these states. If somebody has looked
+        # up a parameter's state, an empty dict is left.
         if state and (not isinstance(state, Mapping) or float(state.get("step", 1))):
             names = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ConfigError(
@@ -172,7 +172,7 @@ def _check_kept(optimizer: torch.optim.Optimizer) -> None:
         )
     step = vars(optimizer).get("step")
     step = getattr(step, "__func__", step)
-    # A schedule of torch counts the calls by a wrapper of its own.
+    # A schedule of torch wraps `step` to count its calls.
     if getattr(step, "_wrapped_by_lr_sched", False):
         step = getattr(step, "__wrapped__", None)
     if step is not None and step is not getattr(kind, "step", None):
@@ -191,10 +191,9 @@ def _check_kept(optimizer: torch.optim.Optimizer) -> None:
 
 
 def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateField, ...]]:
-    """Returns the states of each trainable parameter, by its name, of an optimizer whose states are packed.
+    """Returns the packed states of each trainable parameter, by name; nothing if the optimizer's states are not packed.
 
-    The result is empty for any other optimizer. The optimizer's own code runs, and may draw from any random
-    generator; the caller restores the generators.
+    The optimizer's own code runs. The caller restores random generators, because this code may draw from any of them.
 
     Raises:
         ConfigError: the optimizer cannot run parameter by parameter.
@@ -203,7 +202,7 @@ def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateFiel
 
 
 def matrices_by(optimizer: Optimizer, model: nn.Module) -> frozenset[str] | None:
-    """Returns the names of the parameters that the optimizer steps as matrices; None if it has no rule for them."""
+    """Returns the names of the parameters that the optimizer steps as matrices; None if it has no rule for matrices."""
     mark = optimizer.rule.mark
     if not mark:
         return None
@@ -217,7 +216,7 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 def _check_covers(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raises `ConfigError` if the groups lack a trainable parameter of `model`, or contain one of another model.
+    """Raises `ConfigError` if the groups lack a trainable parameter of `model`, or contain another model's parameter.
 
     Frozen parameters of the model may be in the groups.
     """
@@ -256,7 +255,7 @@ def choose_scheduler(block: SchedulerBlock | None, scheduler: Any, optimizer: to
         ConfigError: the schedule cannot be made, or does not fit the optimizer.
     """
     if scheduler is not None:
-        # A class, or a function that cannot be stepped itself, makes a schedule.
+        # A class, or a function without `step`, makes the schedule.
         if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
             scheduler = scheduler(optimizer)
         _check_given(scheduler, optimizer)
@@ -292,7 +291,8 @@ def _check_given(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
             f'optimizer, got {type(schedule).__name__}; to choose a schedule by name, use the block "scheduler" of '
             "the config"
         )
-    # Groups are compared and not optimizers: a replaced torch optimizer shares its groups with the engine's.
+    # Groups are compared instead of optimizers, because a replaced torch optimizer shares its groups with the engine's
+    # optimizer.
     groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
     if groups and groups[0] is not optimizer.param_groups[0]:
         raise ConfigError(
@@ -312,7 +312,7 @@ def _of_torch(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _argument(value: Any) -> Any:
-    """Returns a value of the file as torch's schedules expect it; they check no types until they are stepped."""
+    """Returns a config value in the type that torch's schedules expect. They check types only in `step`."""
     if isinstance(value, list):
         return [_argument(item) for item in value]
     number = spelled_number(value)

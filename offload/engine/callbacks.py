@@ -1,7 +1,7 @@
-"""The calls that the components of an engine make to the engine that owns them.
+"""Protocols through which components and features call the engine, and the engine calls features.
 
-Imports go one way: the engine imports its components, and no component imports the engine. A component that must reach
-up calls this protocol, which it receives through its constructor.
+The engine imports its components, and no component imports the engine. A component that must call the engine receives
+an `EngineCallbacks` in its constructor.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from offload.swapper.memory.host_arena import HostArena
 
 
 class EngineCallbacks(Protocol):
-    """The engine as its components see it.
+    """The methods of the engine that its components call.
 
-    Components store the object when they are built and call it only after the engine is complete.
+    Components store the object when they are built. They call its methods only after the engine is complete.
     """
 
     def enter_forward(self) -> None:
@@ -31,22 +31,22 @@ class EngineCallbacks(Protocol):
         """Checks the engine. Called before a user reads or edits weights."""
 
     def begin_backward(self) -> None:
-        """Prepares an outermost backward. Called on its thread; if it raises, the backward has not started."""
+        """Prepares an outermost backward, on its thread. If this call raises, the backward does not start."""
 
     def end_backward(self) -> None:
-        """Counts an outermost backward that has produced a gradient. Called on its thread."""
+        """Counts an outermost backward that has produced a gradient. Called on the thread of the backward."""
 
     def is_last_micro_batch(self) -> bool:
         """Returns True if the running backward is known to be the last of its step."""
 
     def gradients_complete(self, unit: int) -> None:
-        """Notes that no further gradient of `unit` is expected in this step. Autograd's threads call this."""
+        """Notes that no further gradient of `unit` is expected in this step. Called on an autograd thread."""
 
     def gradients_changed(self, unit: int) -> None:
-        """Notes that the gradient of a complete unit has changed after all. Autograd's threads call this."""
+        """Notes that a gradient has changed although its unit was complete. Called on an autograd thread."""
 
     def await_updates(self) -> None:
-        """Waits until every scheduled update has read its gradient. Autograd's threads call this too."""
+        """Waits until every scheduled update has read its gradient. May be called on an autograd thread."""
 
     def read_stored(self, parameter: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a parameter's weights as ranks store them, on the compute device. All ranks call this."""
@@ -55,10 +55,13 @@ class EngineCallbacks(Protocol):
         """Writes new values of one unit, in order, before its weights are read again. All ranks call this."""
 
     def report_missed_gradient(self, name: str) -> None:
-        """Tells the user where gradients are, after user code has read `.grad` of the parameter `name`."""
+        """Explains to the user where gradients are. Called when user code has read `.grad` of the parameter `name`."""
 
     def give_cache(self) -> None:
-        """Gives this engine's cache of weights to another engine of the process, whose thread calls this method."""
+        """Gives this engine's cache of weights to another engine of the process.
+
+        Called on the other engine's thread.
+        """
 
     def pending_unit(self) -> int:
         """Returns the unit whose gradients wait to be reduced, or -1."""
@@ -75,9 +78,9 @@ class GradientStats:
     """Statistics of a step's gradients. They decide the step's clip, and whether the step updates anything."""
 
     sum_squares: float
-    """Sum of squares of all gradients, added in float64 in layout order; inf or NaN if any value is."""
+    """Sum of squares of all gradients, added in float64 in layout order. It is inf or NaN if any gradient is."""
     present: list[set[int]]
-    """For each unit the segments that have a gradient."""
+    """For each unit, the indices of the segments that have a gradient."""
 
     @property
     def norm(self) -> float:
@@ -92,44 +95,47 @@ class Edit:
     start: int
     stop: int
     values: torch.Tensor
-    """(stop - start,) on the CPU.
+    """The new values, of shape (stop - start,), on the CPU.
 
-    Weights: fp32 values become the master. Values in the mode's weight dtype change only elements whose bits differ;
-    the others keep the low bits of their master. Other states: fp32.
+    fp32 values of a weight become its master. Weights in the mode's weight dtype change only elements whose bits
+    differ, and all other elements keep the low bits of their master. Values of other states are fp32.
     """
     state: State = State.WEIGHT
 
 
 class ActivationPolicy:
-    """The treatment of blocks' activations between forward and backward. This class leaves them to autograd.
+    """Decides where the activations of blocks wait between forward and backward. This class leaves them to autograd.
 
-    `install`, `end_step`, `recover` and `close` belong to the thread that runs the model. A forward's thread calls
-    `keep`, autograd's threads call `fetch`.
+    Only the thread that runs the model calls `install`, `end_step`, `recover` and `close`. The thread of a forward
+    calls `keep`, and an autograd thread calls `fetch`.
     """
 
     moves_inputs = False
     """True if `keep` may take inputs of checkpointed modules off the device."""
     notices: tuple[str, ...] = ()
-    """Lines for the user, at the start."""
+    """Lines for the user, shown when the engine starts."""
 
     def install(self, modules: Mapping[str, nn.Module]) -> None:
-        """Installs hooks on the modules of the model, by name, outside of all that are installed so far."""
+        """Installs hooks on `modules`, given by name. The hooks run outside of all hooks that are installed so far."""
 
     def remove(self) -> None:
         """Removes the hooks. Idempotent."""
 
     def abandon(self) -> None:
-        """Ends the calls of blocks that a Ctrl-C has ended without their post-hooks."""
+        """Cleans up after calls of blocks that a Ctrl-C has ended before their post-hooks."""
 
     def end_step(self, step: int) -> None:
         """Ends an optimizer step."""
 
     def keep(self, tensor: torch.Tensor) -> Any:
-        """Returns the object that a graph keeps in place of a checkpointed module's input; None to keep the input."""
+        """Returns the object that the graph keeps instead of the input `tensor` of a checkpointed module.
+
+        None leaves the input in the graph.
+        """
         return None
 
     def fetch(self, kept: Any) -> torch.Tensor:
-        """Returns, on the device, the input for which `keep` has returned `kept`."""
+        """Returns the input for which `keep` has returned `kept`. The input is on the device."""
         raise AssertionError("no input was kept")
 
     @property
@@ -138,32 +144,32 @@ class ActivationPolicy:
         return []
 
     def bytes_by_tier(self) -> dict[str, dict[str, int]]:
-        """Returns the bytes of moved inputs in each tier, now ("used") and at most ("peak")."""
+        """Returns for each tier the bytes of moved inputs there: now ("used"), and at most so far ("peak")."""
         return {tier.value: {"used": 0, "peak": 0} for tier in Tier}
 
     def recover(self) -> None:
-        """Takes back the memory of inputs that an aborted forward or backward has left."""
+        """Frees the memory of inputs that an aborted forward or backward has left."""
 
     def close(self) -> None:
         """Waits for transfers in flight and frees the memory of inputs. Idempotent."""
 
 
 class Extension(Protocol):
-    """A feature that the engine does not know, installed on the model outside of the engine's own hooks.
+    """A feature on the modules of the model. Its hooks run outside of the engine's own hooks.
 
     Extensions are installed last and removed first. All methods are called by the thread that runs the model.
     """
 
     def abandon(self) -> None:
-        """Clears leftovers of an interrupted call from the model. Every call of the engine begins with this."""
+        """Removes all leftovers of an interrupted call from the model. Every call of the engine begins with this."""
         return  # most features leave nothing
 
     def add_gradients(self, present: Sequence[set[int]]) -> None:
-        """Adds gradients to a step, once the ranks know which segments of each unit have a gradient on any rank.
+        """Adds gradients to a step.
 
-        Added segments join those in `present`.
+        `present` contains for each unit the segments that have a gradient on any rank. This call adds its segments.
         """
         return
 
     def remove(self) -> None:
-        """Takes the feature off the model. Idempotent."""
+        """Removes the feature from the model. Idempotent."""

@@ -38,9 +38,9 @@ class EngineComponents:
     gradients: GradientAccumulator
     activations: ActivationPolicy
     schedule: PassSchedule
-    """The order of a step's micro-batches; one of `extensions`."""
+    """Runs the micro-batches of a step in its order. It is also one of `extensions`."""
     world: World
-    """All processes that train together, and this one's place among them."""
+    """All processes that train together, and the position of this process among them."""
     agreement: Agreement
     """The agreement of the ranks among which ZeRO partitions states."""
     store: Store
@@ -51,15 +51,15 @@ class EngineComponents:
     """Elements of each unit that this rank updates."""
     shards: LocalShards
     written: DriveByteCounter
-    """Counter of the bytes that go to each drive."""
+    """Counts the bytes that are written to each drive."""
     read_only: contextlib.ExitStack
-    """Closes files of weights that are only read."""
+    """Closes the model's own files, from which weights are only read."""
     timeline: Timeline
     meter: Meter
     shows_dtensors: bool
     """True if modules see DTensors in the place of their parameters."""
     extensions: tuple[Extension, ...]
-    """Features on the model, in the order of their installation."""
+    """Features that are installed on the model, in the order of installation."""
 
     @property
     def divides_parameters(self) -> bool:
@@ -67,7 +67,7 @@ class EngineComponents:
         return self.world.divides_model or self.shows_dtensors
 
     def refuse_shards(self, call: str) -> None:
-        """Raises `UsageError` for a call that would save or load the part of one process as if it were all."""
+        """Raises `UsageError` if each process holds only a part of the model, which `call` does not support."""
         if self.world.divides_model:
             raise UsageError(
                 f"{call} knows nothing of {self.world.kind}, and each process has a part of the weights: "
@@ -77,9 +77,10 @@ class EngineComponents:
             )
 
     def closing(self) -> list[Callable[[], object]]:
-        """Returns calls that close all but ranks, store, timeline and meter, in order; each may be repeated.
+        """Returns, in order, the calls that close all components but ranks, store, timeline and meter.
 
-        A component is closed before those that it uses: the worker before the pager, all I/O before the host arena.
+        Each call may be repeated. A component is closed before the components that it uses: the worker before the
+        pager, all I/O before the host arena.
         """
         return [
             *(extension.remove for extension in reversed(self.extensions)),
@@ -89,17 +90,17 @@ class EngineComponents:
             self.gradients.close,
             self.activations.close,
             self.pager.close,
-            self.shards.residents.clear,  # on the device they would stay until Python finds the engine's cycles
+            self.shards.residents.clear,  # else device memory stays taken until Python collects the engine's cycles
             *(() if self.queue is None else (self.queue.close,)),
             self.read_only.close,
-            self.arena.close,  # raises after a GPU's fault
+            self.arena.close,  # raises if the GPU has failed
         ]
 
 
 def close_all(*closing: Callable[[], object]) -> None:
     """Makes all calls, even if some raise, and raises the first error.
 
-    A Ctrl-C skips the remaining calls; then `close_all` may be called with all of them again.
+    A Ctrl-C skips the remaining calls. The caller may then call `close_all` again with all calls.
     """
     first: Exception | None = None
     for close in closing:
@@ -113,6 +114,6 @@ def close_all(*closing: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def together(components: EngineComponents, kind: Collective, what: str) -> Iterator[AllOrNothing]:
-    """Yields this process's side of work of all processes that train together, once ZeRO's ranks have met for it."""
+    """Waits until ZeRO's ranks have met for `kind`. Then yields an `AllOrNothing` over all processes that train."""
     with components.agreement.meeting(kind):
         yield AllOrNothing(components.world.everyone, what)

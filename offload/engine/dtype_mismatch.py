@@ -1,4 +1,4 @@
-"""Modules that need a weight in fp32 under bf16 or fp16, such as a router: named where they fail or at the start.
+"""Names modules, such as routers, that need a weight in fp32 under bf16 or fp16: when they fail, or at the start.
 
 An engine computes with all weights in one dtype, except the weights of "keep_in_fp32".
 """
@@ -25,7 +25,7 @@ _KEY = '"keep_in_fp32": {} in the block "offload"'
 
 
 def fp32_needed(error: RuntimeError, model: nn.Module, dtype: torch.dtype) -> UsageError | None:
-    """Returns the error to raise in place of torch's about fp32 and a 16-bit dtype in one operation; None for others.
+    """Returns an error to raise instead of `error`, if an operation got fp32 and a 16-bit dtype; None for other errors.
 
     `dtype` is the dtype of the model's weights under the engine.
     """
@@ -33,7 +33,7 @@ def fp32_needed(error: RuntimeError, model: nn.Module, dtype: torch.dtype) -> Us
     if dtype is torch.float32 or not (_FP32.search(text) and _HALF.search(text)):
         return None
     names = {id(module): name for name, module in model.named_modules()}
-    # The innermost module whose forward was running.
+    # The error names the innermost module whose forward was running.
     inner = [names[id(module)] for module in _of_frames(error.__traceback__) if id(module) in names]
     name = inner[-1] if inner else ""
     parameters = list(model.get_submodule(name).parameters(recurse=False))
@@ -52,7 +52,7 @@ def fp32_needed(error: RuntimeError, model: nn.Module, dtype: torch.dtype) -> Us
 
 
 def _of_frames(traceback: TracebackType | None) -> Iterator[object]:
-    """Yields the first argument of each function that was running, outermost first: `self` of a forward."""
+    """Yields the first argument of each running function, outermost first. In a forward, this argument is `self`."""
     while traceback is not None:
         names = traceback.tb_frame.f_code.co_varnames
         if names:
@@ -61,7 +61,7 @@ def _of_frames(traceback: TracebackType | None) -> Iterator[object]:
 
 
 def precision_notices(model: nn.Module, dtype: torch.dtype, in_fp32: Collection[str], wanted: bool) -> tuple[str, ...]:
-    """Returns notices about weights in fp32 among 16-bit ones, and about weights that transformers would keep in fp32.
+    """Returns notices about weights that stay in fp32, and about weights that only transformers would keep in fp32.
 
     `dtype` is the dtype of the model's weights under the engine, `in_fp32` names the parameters that stay in fp32, and
     `wanted` is True if the config names them, False if the model's class lists them.
@@ -76,7 +76,7 @@ def precision_notices(model: nn.Module, dtype: torch.dtype, in_fp32: Collection[
                 f"{count_of(len(in_fp32), 'weight stays', 'weights stay')} in fp32{why}, the first is {min(in_fp32)}"
             )
         )
-    # transformers keeps weights of the other list in fp32 only if the rest is fp16.
+    # transformers has two lists. It keeps weights of the one that is not strict in fp32 only if the rest is fp16.
     listed = listed_in_fp32(model, strict=dtype is torch.bfloat16) - frozenset(in_fp32)
     if listed and not wanted:
         names = [name for name, _ in model.named_parameters() if name in listed]

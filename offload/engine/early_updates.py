@@ -1,14 +1,14 @@
-"""Updates under the backward, as the thread that runs the model sees them.
+"""Offers updates to the update worker while the backward still runs.
 
     gradients of a unit complete ─► the update that an unclipped step would make ─► offered to the update worker
     step()                       ─► equal updates are confirmed, all others dropped, and `auto` learns from it
 
-An update under the backward is a guess: that no further gradient of its unit arrives, that the norm clips nothing,
-and that no number of the optimizer changes before `step()`. It writes the slot that the last commit does not name. So
-the guess costs time and bytes if it fails, and never a bit of the result.
+An update under the backward is a guess. It is right if no further gradient of its unit arrives, the norm clips nothing,
+and no number of the optimizer changes before `step()`. The update writes the slot that the last commit does not name.
+So a wrong guess costs time and bytes, but changes no bit of the result.
 
-Threads. `complete` and `changed` run on autograd's threads, everything else on the thread that calls `step()`. One
-backward runs at a time, and none during `step()`.
+Threads. `complete` and `changed` run on an autograd thread. All other methods run on the thread that calls `step()`.
+One backward runs at a time, and no backward runs during `step()`.
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ logger = logging.getLogger("offload")
 
 
 HELD_IN_A_ROW = 8
-"""Steps that must hold in a row, after a miss, before `auto` guesses again.
+"""Number of steps in a row that must hold after a miss before `auto` guesses again. A step holds if guesses are right.
 
-By Laplace's rule of succession the next step fails with a chance of 1 in n + 2 after n that held: 1 in 10. A miss reads
-and writes the states of a unit once more, so the expected extra traffic stays below a tenth of an update's. A smaller
-number would guess within the bursts of large gradients that bring clipped steps, and a larger one would give up more
-steps that hold than it saves.
+By Laplace's rule of succession, the step after n steps that held fails with a probability of 1 / (n + 2), here 1 / 10.
+A miss reads and writes the states of a unit once more. So the expected extra traffic is below a tenth of an update's
+traffic. A smaller number would guess within bursts of large gradients, which bring clipped steps. A larger number would
+give up more right guesses than it saves wrong ones.
 """
 
 
 def run_may_speculate(*, wanted: bool, ranks: int, one_pass: bool, commits: bool, on_disk: bool) -> bool:
-    """Returns True if updates of the run may be made under the backward.
+    """Returns True if the run may make updates under the backward.
 
-    The config wants them, the update rule is one of ours and needs `one_pass`, the store has two slots of each state
-    and commits them, and all states of some unit are `on_disk`.
+    `wanted` is True if the config asks for such updates. `one_pass` is True if the update rule is ours and passes once
+    over a unit. `commits` is True if the store has two slots and commits. `on_disk` is True if some unit has all its
+    states on DISK.
     """
-    # Ranks would have to agree on every guess. A rule of two passes needs norms first, and a tile of torch's optimizers
-    # is an entire unit, without room for a copy of its old states.
+    # Several ranks would have to agree on every guess. A rule of two passes first needs norms. A tile of torch's
+    # optimizers is an entire unit, and there is no room for a copy of its old states.
     return wanted and ranks == 1 and one_pass and commits and on_disk
 
 
 def reason_to_clip(norm: float, clip: float, scale: float, loss_scale: float) -> str | None:
-    """Returns the reason why a step does not apply its gradients unchanged; None if it does.
+    """Returns the reason why a step clips or refuses its gradients; None if it applies them unchanged.
 
     `scale` is the factor of every gradient, `loss_scale` the factor of the loss.
     """
@@ -66,11 +67,11 @@ def reason_to_clip(norm: float, clip: float, scale: float, loss_scale: float) ->
 
 @dataclass(frozen=True, slots=True)
 class AutoSpeculation:
-    """The state of `"speculate"` between steps: whether the next backward may guess."""
+    """The state between steps that decides whether the next backward may guess."""
 
     speculate: Literal["auto"] | bool
     steps_that_held: int = HELD_IN_A_ROW
-    """Steps in a row that held, or would have; at most `HELD_IN_A_ROW`."""
+    """Number of steps in a row whose guesses were right, or would have been; at most `HELD_IN_A_ROW`."""
 
     @property
     def on(self) -> bool:
@@ -78,7 +79,7 @@ class AutoSpeculation:
         return self.speculate is True or (self.speculate == "auto" and self.steps_that_held == HELD_IN_A_ROW)
 
     def after(self, held: bool) -> AutoSpeculation:
-        """Returns the state after a step; `held` if every guess of the step was right, or would have been."""
+        """Returns the state after a step. `held` is True if all guesses of the step were right, or would have been."""
         return replace(self, steps_that_held=min(self.steps_that_held + 1, HELD_IN_A_ROW) if held else 0)
 
 
@@ -86,26 +87,26 @@ class AutoSpeculation:
 
 
 class NoEarlyUpdates:
-    """The early updates of a run that makes none."""
+    """Replaces `EarlyUpdates` in a run without early updates. Its methods do nothing."""
 
     last: SpeculationCounts | None = None
     """Counts of the last step; None in a run without early updates."""
 
     def complete(self, unit: int, counts: Sequence[int], loss_scale: float) -> None:
-        """Offers the update of a unit with complete gradients; `counts` are the updates of its parameters so far."""
+        """Offers the update of a unit with complete gradients. `counts` are the past updates of its parameters."""
 
     def changed(self, unit: int) -> None:
         """Withdraws the update of a unit after one of its gradients has changed."""
 
     def drop(self) -> None:
-        """Withdraws all updates: the gradients are dropped."""
+        """Withdraws all updates, because the gradients are dropped."""
 
     def end_step(self, step: int, reason: str | None) -> None:
-        """Learns from a step whose updates have been scheduled; see `reason_to_clip`."""
+        """Learns from a step whose updates have been scheduled. `reason` is the result of `reason_to_clip`."""
 
 
 class EarlyUpdates(NoEarlyUpdates):
-    """Offers of updates to the worker, and the decision whether to make any."""
+    """Decides whether to make early updates, and offers them to the update worker."""
 
     last: SpeculationCounts
 
@@ -121,9 +122,9 @@ class EarlyUpdates(NoEarlyUpdates):
         self._worker, self._gradients, self._builder, self._optimizer = worker, gradients, builder, optimizer
         self._auto = AutoSpeculation(speculate)
         self._settings: Mapping[int, Mapping[str, Any]] | None = None
-        """The groups of the parameters, from the first complete unit of a step on."""
+        """Settings of the parameters; None until the first unit of the step is complete."""
         self._changed = False
-        """True if a gradient has changed since the last step after its unit was complete."""
+        """True if, since the last step, a gradient has changed although its unit was complete."""
         self._before = SpeculationCounts()
         self.last = SpeculationCounts()
 
@@ -134,7 +135,7 @@ class EarlyUpdates(NoEarlyUpdates):
             try:
                 self._optimizer.check_groups()
             except UsageError:
-                return  # raised by step(), which makes the same check, where the user expects it
+                return  # step() makes the same check and raises where the user expects it
             self._settings = self._optimizer.settings()
         present = self._gradients.present(unit)
         counts = [count + (position in present) for position, count in enumerate(counts)]
@@ -153,7 +154,7 @@ class EarlyUpdates(NoEarlyUpdates):
         self._forget()
 
     def end_step(self, step: int, reason: str | None) -> None:
-        self._worker.offers.drop_all()  # a step that schedules nothing has not settled them
+        self._worker.offers.drop_all()  # a step without updates leaves offers unsettled
         now, before, changed = self._worker.offers.counts, self._before, self._changed
         hits, misses = now.hits - before.hits, now.misses - before.misses
         self.last = SpeculationCounts(hits=hits, misses=misses)

@@ -1,4 +1,4 @@
-"""Initial move of the weights of a model into their tiers, one unit at a time, and the forms that fill a segment."""
+"""Moves the initial weights of a model into their tiers, one unit at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from offload.swapper.memory.host_arena import HostArena
 
 # -- forms ---------------------------------------------------------------------------------------------
 #
-# How the first values of a segment are written to the memory of its unit, and how the parameter is emptied.
+# A form writes the first values of a segment to the memory of its unit, and empties the parameter.
 
 
 class Values(StorageForm):
@@ -35,9 +35,10 @@ class Values(StorageForm):
         self.segment = segment
 
     def fill(self, model: nn.Module, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
-        """Writes the first values that are in a chunk of the unit to `flats`, the states of the masters, (len(chunk),).
+        """Writes those first values of the segment that are in `chunk` to `flats`.
 
-        A segment of bytes or codes is in one chunk.
+        `flats` contains the states of the masters of the chunk, each of shape (len(chunk),). A segment of bytes or
+        codes is in one chunk.
         """
         segment = self.segment
         part = range(max(chunk.start - segment.start, 0), min(chunk.stop - segment.start, segment.numel))
@@ -46,9 +47,9 @@ class Values(StorageForm):
             split(values, {state: flat[first : first + len(values)] for state, flat in flats.items()})
 
     def pieces(self, model: nn.Module, part: range) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields `part` of the segment's values from an origin or from memory.
+        """Yields the values in `part` of the segment, from an origin or from memory.
 
-        Values are (n,) at a time on the CPU, each with its position in the segment.
+        Each item is a position in the segment and the values from there on, of shape (n,) on the CPU.
         """
         if not part:
             return
@@ -75,7 +76,7 @@ class Values(StorageForm):
 
 
 class Codes(Values):
-    """The form of a frozen weight that `"frozen"` of the config stores as blocks of codes."""
+    """The form of a frozen weight that is stored as blocks of codes, because the config sets `"frozen"`."""
 
     def __init__(self, segment: ParameterSegment) -> None:
         super().__init__(segment)
@@ -93,15 +94,15 @@ class Codes(Values):
 
 
 CHUNK = 1 << 24
-"""Elements of a unit that are made into states at a time. A power of two: each chunk begins at a page of the file."""
+"""Number of elements of a unit that are split into states at once. It is a power of two, so chunks begin at pages."""
 
 
 def make_resident_shards(
     parts: Partitions, modes: Sequence[Mode], placement: Placement, host: HostArena, device: DeviceArena
 ) -> dict[tuple[int, State], ResidentShard]:
-    """Allocates every state except weight and gradient whose tier is not DISK. All values are zero, as moments must be.
+    """Allocates all partitions above DISK, except for weights and gradients, and fills them with zeros.
 
-    A promoted state, which DISK stores too, takes a buffer of the weight cache.
+    A promoted state is also stored on DISK. It takes a buffer of the weight cache.
     """
     tiers = placement.tiers
     residents: dict[tuple[int, State], ResidentShard] = {}
@@ -146,11 +147,12 @@ def fill_tiers(
     seed: int,
     in_place: Collection[int] = (),
 ) -> None:
-    """Moves the weights of `model` into their tiers and, for units that are kept on disk, into the store.
+    """Moves the weights of `model` into their tiers, and into the store if it keeps them.
 
-    Deferred parameters are read from their origin, or initialized. Each parameter is left empty as soon as it has been
-    copied. Buffers hold the masters of one chunk of a unit. The host arena contains partitions only: its caches, tiles
-    and staging buffers are not used yet. Values of the units `in_place` stay in the model's own files.
+    Deferred parameters are read from their origin, or initialized. Each parameter is emptied as soon as it has been
+    copied. Temporary buffers hold the masters of one chunk of a unit. The host arena contains only partitions at this
+    time: its caches, tiles and staging buffers are not used yet. Values of the units `in_place` stay in the model's own
+    files.
 
     Raises:
         ConfigError: if a deferred parameter has no initial value.
@@ -186,11 +188,11 @@ def fill_tiers(
                 flats[state].zero_()
             for form in forms[index]:
                 form.fill(model, chunk, flats)
-            if has_values:  # given weights may differ between ranks; drawn ones do not
+            if has_values:  # weights that users give may differ between ranks; drawn weights do not
                 for flat in flats.values():
                     world.ranks.broadcast(flat, 0)
             if world.replicated.size > 1:
-                # Parameters that each process of a stage holds whole begin with the first process's values.
+                # Parameters that are not divided within a stage begin with the values of the stage's first process.
                 for segment in layout.segments:
                     first, stop = max(segment.start, chunk.start), min(segment.stop, chunk.stop)
                     if first < stop and not world.is_sharded(segment.parameter):
@@ -211,10 +213,10 @@ def _put(
     buffers: Mapping[State, memoryview],
     writes: dict[State, list[tuple[int, Future]]],
 ) -> None:
-    """Copies this rank's elements of a chunk to their tier. Moments are zero already, in new files too.
+    """Copies this rank's elements of a chunk to their tiers. Moments need no copy: they are zero, also in new files.
 
-    `buffers` are the memory of `flats`, aligned for the store. The chunk's writes, which have ended, are added to
-    `writes`, by state, each with its start in the file.
+    `buffers` are the memory of `flats`, aligned for the store. Adds the writes of the chunk to `writes`, each with its
+    start in the partition, and returns when they have ended.
     """
     begun: list[Future] = []
     trainable, frozen = shards.shares[unit]
@@ -238,6 +240,6 @@ def _put(
                     writes.setdefault(state, []).append((start, write))
                     begun.append(write)
             before += len(share)
-    # All writes of the chunk are in flight together; the buffers are reused for the next one, so wait here.
+    # All writes of the chunk are in flight together. They must end before the next chunk reuses the buffers.
     for write in begun:
         write.wait()

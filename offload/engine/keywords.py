@@ -1,4 +1,4 @@
-"""Keywords of `initialize` and of DeepSpeed's calls: some stand for a config, some are refused."""
+"""Converts keywords of `initialize` into a config, and refuses unsupported keywords of DeepSpeed's calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.errors import ConfigError, UsageError
 
 # -- refused keywords ----------------------------------------------------------------------------------
 #
-# None, which scripts pass on, is accepted.
+# None is always accepted, because scripts pass it on.
 
 
 _LAUNCHER = "the launcher connects the ranks (torchrun --master-port); leave this argument out"
@@ -38,7 +38,7 @@ _ADVICE = {
     ),
 }
 _DEFAULTS = {"modifier_rank": 0, "allreduce_gradients": True, "release_loss": False}
-"""DeepSpeed's defaults that describe what this library does anyway."""
+"""Defaults of DeepSpeed that are accepted, because this library always does the same."""
 
 
 def refuse(**keywords: Any) -> None:
@@ -58,16 +58,16 @@ def refuse(**keywords: Any) -> None:
 
 # -- plain config --------------------------------------------------------------------------------------
 #
-# The keywords of `initialize` for a loop of plain PyTorch, as the config that they mean.
+# A loop of plain PyTorch may give `initialize` keywords instead of a config. They are converted into a config.
 
 
 class PlainKeywords(TypedDict, total=False):
-    """Keywords that replace a config, or come with a config that agrees with them."""
+    """Keywords that replace a config. If a config is given too, it must agree with them."""
 
     weights: str
     """Tier of the weights: "none" (the device), "cpu" or "nvme"."""
     states: str
-    """Tier of the optimizer's states and fp32 masters, by the same names."""
+    """Tier of the optimizer states and fp32 masters: "none", "cpu" or "nvme"."""
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     """Folder of the swap files, or one for each drive."""
     host_memory: int | str
@@ -88,7 +88,7 @@ _KEYS = {
     "device_memory": ("offload", "device_memory"),
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
 }
-"""The key of the config that each keyword sets, as the path of its blocks, except for `dtype`."""
+"""For each keyword except `dtype`, the path of the config key that it sets."""
 _TIERS = ("none", "cpu", "nvme")
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -134,7 +134,7 @@ def plain_config(model: Any, config: Any, keywords: Mapping[str, Any]) -> Any:
 
 
 def _check_tiers(keywords: Mapping[str, Any], config: Any) -> None:
-    """Raises `ConfigError`, in the words of the keywords, if a tier is none or lacks its folder."""
+    """Raises `ConfigError`, with the name of the keyword, if a value is no tier, or if "nvme" lacks its folder."""
     for name in ("weights", "states"):
         tier = keywords.get(name, "none")
         if tier not in _TIERS:
@@ -148,13 +148,13 @@ def _blocks_of(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _put(content: dict[str, Any], key: Sequence[str], name: str, value: Any, said: str | None = None) -> None:
-    """Sets a key of the config, or compares the key's value with the keyword's."""
+    """Sets a key of the config to `value`. Raises `ConfigError` if the config gives the key another value."""
     block, dotted = content, ".".join(key)
     for part in key[:-1]:
         block = block.setdefault(part, {})
         if not isinstance(block, dict):
             raise ConfigError(f"the config has no block for {dotted}, but {block!r}: make it a dict")
-    # "auto" leaves the value to whoever knows it, as in transformers.
+    # As in transformers, "auto" in a config leaves the value to the keyword.
     before = block.setdefault(key[-1], value)
     same = before == value or [before] == value or before == "auto"
     if not same:
@@ -167,7 +167,7 @@ def _put(content: dict[str, Any], key: Sequence[str], name: str, value: Any, sai
 
 def _of_model(model: Any) -> str:
     """Returns the dtype of the model's floating-point parameters: the widest, if there are several."""
-    # Several dtypes in one model: the widest holds the values of all.
+    # If the model has several dtypes, the widest holds all values.
     dtypes = {parameter.dtype for parameter in model.parameters()} if isinstance(model, nn.Module) else set()
     # No mode trains float64: such a model trains in fp32, and a notice reports it.
     names = {_DTYPES.get(dtype, "fp32") for dtype in dtypes if dtype in _DTYPES or dtype is torch.float64} or {"fp32"}

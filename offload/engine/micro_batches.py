@@ -1,9 +1,9 @@
 """The micro-batches of a step: their order through the model, and their random generators.
 
-`PassSchedule` runs them one after the other. Features replace it, and the assembly of an engine chooses:
+`PassSchedule` runs the micro-batches one after the other. `engine/assembly.py` may choose one of two other schedules:
 
     `passes.layer_major`     all micro-batches pass through one block before the next block is fetched
-    `parallel.stage_run`     a schedule of `torch.distributed.pipelining` runs them through the stages of a pipeline
+    `parallel.stage_run`     `torch.distributed.pipelining` runs the micro-batches through the stages of a pipeline
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 Turns = Callable[[int], AbstractContextManager[None]]
-"""Makes the forwards and backwards of so many micro-batches, within the context, one forward and one backward."""
+"""Takes a number of micro-batches that take turns. Within the context all their forwards count as one, and all their
+backwards as one."""
 
 # -- schedule ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCalls:
-    """The engine as the stages of a pipeline see it."""
+    """The functions of the engine that the stages of a pipeline call."""
 
     accumulation: Callable[[], int]
     """Returns the number of micro-batches of a step."""
     divided: Callable[[torch.Tensor], torch.Tensor]
-    """Returns the loss of a micro-batch as its backward begins with it: divided, and scaled in fp16."""
+    """Takes the loss of a micro-batch. Returns it divided by the accumulation and, in fp16, times the loss scale."""
     run_backward: Callable[[Callable[[], None]], None]
-    """Runs the backward of a stage, which its argument begins."""
+    """Runs the backward of a stage. The argument is the function that starts this backward."""
     count_micro_batch: Callable[[], None]
-    """Counts a micro-batch whose backwards all stages have run."""
+    """Counts one micro-batch. Called when all stages of this process have run its backward."""
 
 
 class PassSchedule(Extension):
     """Runs micro-batches one after the other, each with its forward and its backward.
 
-    `run` belongs to the thread that runs the step. A forward's and a backward's threads read the properties.
+    Only the thread that runs the step calls `run`. Threads of a forward or a backward read the properties.
     """
 
     counts_backwards = True
-    """True if each backward of the user is a micro-batch, or one of several of a micro-batch."""
+    """True if the engine counts micro-batches by the user's backwards. False if a schedule runs the backwards."""
 
     @property
     def name(self) -> Schedule:
@@ -67,22 +68,22 @@ class PassSchedule(Extension):
 
     @property
     def micro_batch(self) -> int:
-        """Number of the running micro-batch among those that take turns; 0 if none do."""
+        """Index of the running micro-batch in the step; 0 if no micro-batches take turns."""
         return 0
 
     @property
     def leaves_block(self) -> bool:
-        """True if no other micro-batch that is under way comes to the block of the running one."""
+        """True if the running micro-batch is the last one to pass its block, or if no micro-batches take turns."""
         return True
 
     @property
     def on_this_thread(self) -> bool:
-        """True on a thread that belongs to one of several micro-batches that take turns."""
+        """True on the thread of a micro-batch that takes turns with others."""
         return False
 
     @property
     def trial(self) -> int:
-        """Number of micro-batches that run one by one to show whether further ones may take turns; 0 for none."""
+        """Number of micro-batches to run one by one first, to learn whether the others may take turns; 0 if known."""
         return 0
 
     def run(self, works: Iterable[Callable[[], _T]], generators: MicroBatchGenerators, turns: Turns) -> list[_T]:
@@ -93,13 +94,16 @@ class PassSchedule(Extension):
         return [generators.run(number, work) for number, work in enumerate(works)]
 
     def check_backward(self) -> None:
-        """Raises `UsageError` if a schedule runs the backwards, and not the user."""
+        """Raises `UsageError` if this schedule runs the backwards, so that the user must not."""
 
     def begin_step(self, count: int, micro_batches: int, access: ParamAccess) -> None:
-        """Completes the gradients of a step of `micro_batches` before they are read; `count` of them have run."""
+        """Completes the gradients of a step before `step()` reads them.
+
+        The step has `micro_batches` micro-batches, of which `count` have run.
+        """
 
     def forget(self) -> None:
-        """Forgets the micro-batches since the last step, whose gradients are dropped."""
+        """Forgets the micro-batches since the last step. The caller drops their gradients."""
 
     def pipeline_stages(self, device: torch.device, calls: StageCalls) -> list[Any]:
         """Returns the stages of a pipeline in this process; see `Engine.pipeline_stages`."""
@@ -109,7 +113,7 @@ class PassSchedule(Extension):
         )
 
     def install(self, modules: Mapping[str, nn.Module]) -> None:
-        """Installs hooks on the modules of the model, by name, outside of all that are installed so far."""
+        """Installs hooks on `modules`, given by name. The hooks run outside of all hooks that are installed so far."""
 
     def remove(self) -> None:
         """Removes the hooks of `install`. Idempotent."""
@@ -117,14 +121,14 @@ class PassSchedule(Extension):
 
 # -- generators ----------------------------------------------------------------------------------------
 #
-# Every micro-batch of a step has its random generators. Dropout then draws the same masks in whatever order
-# micro-batches pass through the units. The first micro-batch continues torch's generators as they are; each further one
-# begins with a seed that torch's CPU generator draws before. Afterwards torch's generators are where the first
+# Every micro-batch of a step has random generators of its own, so dropout draws the same masks in every order of the
+# micro-batches. The first micro-batch continues torch's generators. Each further micro-batch begins with a seed, and
+# torch's CPU generator draws all seeds before the step. After the step, torch's generators are where the first
 # micro-batch has left them. A step of one micro-batch draws no seed.
 
 
 _States = tuple[torch.Tensor, torch.Tensor | None]
-"""States of torch's generators: that of the CPU, and that of the device; None where the two are one."""
+"""State of torch's CPU generator, and state of the device's generator. The latter is None if the device is the CPU."""
 
 
 class MicroBatchGenerators:
@@ -132,14 +136,17 @@ class MicroBatchGenerators:
 
     def __init__(self, device: torch.device, micro_batches: int) -> None:
         self.micro_batches = micro_batches
-        """Number of micro-batches, or more."""
+        """Upper bound on the number of micro-batches."""
         self._device = None if device.type in ("cpu", "meta") else device
         self._seeds = torch.randint(1 << 62, (micro_batches - 1,), dtype=torch.int64, device="cpu").tolist()
         self._states: list[_States | None] = [None] * micro_batches
 
     @contextlib.contextmanager
     def of(self, micro_batch: int) -> Iterator[None]:
-        """Makes torch's generators those of a micro-batch; may be entered again, to continue where it ended."""
+        """Sets torch's generators to the states of a micro-batch within the context.
+
+        A further context of the same micro-batch continues where the last one ended.
+        """
         outside = self._read()
         states = self._states[micro_batch]
         if states is not None:
@@ -154,7 +161,7 @@ class MicroBatchGenerators:
                 self._put(outside)
 
     def run(self, micro_batch: int, work: Callable[[], _T]) -> _T:
-        """Returns the result of `work`, during which torch's generators are those of a micro-batch."""
+        """Runs `work` with the generators of a micro-batch, and returns its result."""
         with self.of(micro_batch):
             return work()
 

@@ -1,9 +1,8 @@
-"""The plan of an engine: all decisions, made from config, model, free memory and drives before anything is changed.
+"""Decides the plan of an engine from config, model, free memory and drives, before anything is changed.
 
     checks of the model ─► units, layouts ─► tiers that fit the free memory ─► runs on the drives, slots ─► Plan
 
-`initialize` carries a plan out. With several ranks each makes its own plan, and the ranks compare the facts that must
-be equal.
+`initialize` carries a plan out. Each rank makes its own plan, and the ranks compare the facts that must be equal.
 """
 
 from __future__ import annotations
@@ -85,13 +84,13 @@ from offload.torch_internals import inner_tensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """All decisions, made before a file, a byte of memory or the model is touched."""
+    """All decisions about an engine. They are made before a file, a byte of memory or the model is touched."""
 
     config: Config
     batch: Batch
     device: Device
     world: World
-    """All processes that train together, and this one's place among them."""
+    """All processes that train together, and the position of this process among them."""
     mode: Mode
     units: Units
     layouts: tuple[UnitLayout, ...]
@@ -105,18 +104,21 @@ class Plan:
     """Steps between commits; 0 without commits."""
     resume: bool
     replace: bool
-    """True if an existing run of this name is deleted. With "never" a closed run is deleted too, with a notice."""
+    """True to delete an existing run of this name: with "restart" any run, with "never" only a closed run."""
     device_kernels: bool
-    """True if the device has kernels of its own for AdamW and for sums of squares."""
+    """True if the device runs our kernels for AdamW and for sums of squares, instead of the CPU."""
     tiled_mlps: tuple[str, ...]
-    """Modules that the config tiles, by name."""
+    """Names of the MLP modules that the config tiles."""
     schedule: ScheduleChoice
-    """Order of the micro-batches of a step through the model, for steps that the engine runs as one call."""
+    """The order in which a step's micro-batches pass through the model, if one call of the engine runs them all."""
     notices: tuple[str, ...]
     sites: tuple[Site, ...] = ()
     """The modules that compute with DTensors."""
     in_place_layouts: tuple[InPlaceLayout | None, ...] = ()
-    """Each unit's place in the model's own files; None for a unit that is not read there. Empty if no unit is."""
+    """Each unit's place in the model's own files; None for a unit that is not read from these files.
+
+    The tuple is empty if no unit is read from the model's own files.
+    """
 
     @property
     def in_place(self) -> frozenset[int]:
@@ -125,7 +127,7 @@ class Plan:
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """Mode of each unit: the run's mode, or the same mode with weights in fp32."""
+        """Mode of each unit. It is the run's mode, or the same mode with weights in fp32."""
         return tuple(layout.mode_in(self.mode) for layout in self.layouts)
 
     @property
@@ -153,9 +155,10 @@ def decide(
 ) -> Plan:
     """Returns the plan of this rank. Collective. Changes nothing; disks are only inspected.
 
-    The model has all its parameters, real or deferred. `kept_states` are those that an optimizer of torch keeps for
-    each parameter. `matrices` names the parameters that the optimizer steps as matrices; None if it has no rule for
-    them. `find_in_place_layouts` returns `Plan.in_place_layouts`; None if the weights are in the config's tier.
+    The model has all its parameters, real or deferred. `kept_states` contains the states of each parameter that a torch
+    optimizer keeps. `matrices` names the parameters that the optimizer steps as matrices; None if the optimizer has no
+    rule for matrices. `find_in_place_layouts` returns `Plan.in_place_layouts`; None if all weights are in the config's
+    tier.
 
     Raises:
         ConfigError: If model and config do not fit each other.
@@ -163,28 +166,29 @@ def decide(
         StoreError: If the run on the drives does not fit the configured "resume".
     """
     mesh, everyone = world.ranks.mesh, world.everyone
-    # Checks without other ranks come first, so that their error is the one that is reported.
+    # A rank first checks what it can check alone, so that the user sees the error of these checks first.
     _check_alone(config, model, world)
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
     mode, buffers = mode_of(config, rule.name), buffer_dtype(config)
     division = division_of(config, rule.name)
-    if world.divides_model:  # refused if the config names weights: `_check_alone`
+    if world.divides_model:  # `_check_alone` has refused configs that name weights
         division = dataclasses.replace(division, keep_in_fp32=())
     units, stacks, experts = divide(model, division)
     stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks), units.in_fp32)
     layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept_states, stored, matrices), mode, mesh.shards)
     _check_batch_norm(model, mode, device.torch, buffers, units.in_fp32)
-    # Before the disks are inspected: ranks with different configs would look for different runs.
+    # This check comes before the disks are inspected, because ranks with different configs would look for different
+    # runs.
     _check_same(world, config, batch, mode, layouts, model, rule.facts(device))
 
-    # The tiers of the states, by the memory that is free: the ranks of one machine divide it evenly.
+    # The free memory decides the tiers of the states. The ranks of one machine divide its memory evenly.
     device_kernels, why_not = _device_kernels(device)
     in_place_layouts = () if find_in_place_layouts is None else find_in_place_layouts(layouts, mode)
     machine = MachineMemory(
         free_host=free_host_memory() // everyone.here,
         free_device=device.free_bytes(),
         host_addressable=device.host_addressable,
-        # Units that are not read from the model's files stay in host memory: without swap files there is no store.
+        # An engine that reads the model's own files has no swap files. All other units then stay in host memory.
         drives=bool(config.drives) and not in_place_layouts,
         other_engines=process_memory().needed_bytes,
         device_kernels=device_kernels,
@@ -203,12 +207,13 @@ def decide(
         )
     )
 
-    # The run on the drives. Tiers may differ between ranks with different free memory, but either all have a store or
-    # none. One rank's drive may be empty, if a kill interrupted the first start: `assemble` decides by the commits.
+    # The run on the drives. Ranks with different free memory may have different tiers, but either all ranks have a
+    # store or none has. A kill during the first start may leave one rank's drive empty. `assemble` then decides by the
+    # commits.
     on_disk = any(everyone.share(placed.placement.on_disk and not in_place_layouts))
     resumes_here, replaced = _resume(config, on_disk)
     resume = any(everyone.share(resumes_here))
-    # Room is measured only if it can change the result.
+    # The room on the drives is measured only if it can change the number of slots.
     slots, may_fall_back = wanted_slots(placed, on_disk=on_disk, resume=resume)
     memory = plan_memory(placed, slots, _no_room(placed, everyone) if may_fall_back else None)
 
@@ -245,26 +250,28 @@ def decide(
 def _schedule(
     config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan, machine: MachineMemory, ranks: Ranks
 ) -> tuple[ScheduleChoice, tuple[str, ...]]:
-    """Returns the order of micro-batches and blocks, and notices if the order matters."""
+    """Returns the order in which micro-batches pass through blocks, and notices for the user if it matters."""
     asked, blocks = config.offload.schedule, blocks_of(model, config.units)
-    # A block of transformers that checkpoints itself has this attribute.
+    # This attribute is True on a block of transformers that checkpoints itself.
     by_itself = all(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in blocks)
     checkpointed = config.activation_tier is not None or by_itself
     moves = not all(memory.parts.device_resident(unit, row) for unit, row in enumerate(memory.placement.tiers))
     free = None if machine.host_addressable else machine.free_device - memory.placement.device_nbytes
     if free is not None:
-        # All ranks pass through the blocks in one order, so the device with the least memory decides.
+        # All ranks use the same order, so the device with the least free memory decides.
         free = min(ranks.share(free))
     choice = choose_schedule(
         asked=asked,
-        # If the config names the order, a loop may run several micro-batches although the config has one a step.
+        # If the config asks for layer_major, the user's loop may run several micro-batches at once, although the config
+        # has one micro-batch per step.
         micro_batches=max(batch.accumulation, 2 if asked == LAYER_MAJOR else 1),
         blocks=len(blocks),
         moves=moves,
         checkpointed=checkpointed,
         activation_nbytes=None,
         free_nbytes=free,
-        # Less one: the newest micro-batch's tied gradient is among the gradients that any order needs.
+        # Every order needs one tied gradient. Only those of the other micro-batches take extra memory, so one is
+        # subtracted.
         tied_nbytes=(batch.accumulation - 1) * tied_numel(model) * memory.mode.weight_dtype.itemsize,
     )
     if asked == LAYER_MAJOR and choice.schedule != LAYER_MAJOR:
@@ -293,11 +300,11 @@ def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
 
 def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
     """Returns True if the device runs our kernels, and a notice if it could run them but does not."""
-    # Memory that the CPU can address is updated by the CPU kernels.
+    # If the CPU can address the device's memory, the CPU kernels update it.
     if device.host_addressable:
         return False, ()
     why_not = cuda.why_not(device.torch) if device.torch.type == "cuda" else None
-    # Test devices report type cpu but are not host-addressable; they use the CPU kernels.
+    # Test devices have type cpu and are not host-addressable. They run the CPU kernels as their own.
     if device.torch.type not in ("cpu", "cuda"):
         why_not = f"there are kernels for CUDA alone, and this device is {device.torch.type}"
     if why_not is None:
@@ -307,7 +314,7 @@ def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
 
 
 def summary(plan: Plan) -> str:
-    """Returns one line about the tier and the size of each kind of state; without states if nothing trains."""
+    """Returns one line about tiers and sizes: weights, and also states and gradients if anything trains."""
     placement = plan.placement
     durable = ""
     if plan.commit_every:
@@ -332,17 +339,17 @@ def summary(plan: Plan) -> str:
 
 # -- checks --------------------------------------------------------------------------------------------
 #
-# Checks of a model before an engine takes it over, and of the equality of all ranks' arguments.
+# These functions check a model before an engine takes it over, and that all ranks have equal arguments.
 
 
 def _check_alone(config: Config, model: nn.Module, world: World) -> None:
-    """Checks what a rank can check without the others.
+    """Makes the checks for which a rank needs no other rank.
 
     Raises:
         ConfigError: If the model, a tier or a folder for swap files cannot be used.
     """
     check_model(model)
-    # Data-parallel ranks have inputs of their own: there is nothing to partition, in DeepSpeed either.
+    # Data-parallel ranks have different inputs. There is nothing to partition among them, nor is there in DeepSpeed.
     if config.activation_checkpointing.partition_activations and world.tensor_size > 1:
         raise ConfigError(
             "activation_checkpointing.partition_activations divides an input over the ranks of a model-parallel group, "
@@ -362,7 +369,7 @@ def _check_alone(config: Config, model: nn.Module, world: World) -> None:
 
 def check_model(model: nn.Module) -> None:
     """Raises `ConfigError` or `UsageError` if an engine cannot take over `model`."""
-    # Refuses parameters without values, and complex ones, which a cast would make real.
+    # Parameters without values and complex parameters are refused. A cast would drop imaginary parts.
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ConfigError(
@@ -441,9 +448,9 @@ def _check_quantized(model: nn.Module) -> None:
 
 
 def _check_absent(model: nn.Module) -> None:
-    """Raises `ConfigError` if a parameter has lost its values, or its shape differs from its file's.
+    """Raises `ConfigError` if a parameter has lost its values, or has another shape than its tensor in the file.
 
-    Values are also lost in a module that is made from another module's weights before these are read.
+    A module that computes its weights from another module's weights also loses its values if those are not read yet.
     """
     named = dict(model.named_parameters())
     lost = [name for name, parameter in named.items() if parameter.is_meta and not is_deferred(parameter)]
@@ -472,13 +479,13 @@ def _check_batch_norm(
 ) -> None:
     """Raises `ConfigError` if a BatchNorm on the CPU has statistics in another dtype than its weights.
 
-    torch's CPU kernel refuses them too, but only in the first forward.
+    torch's CPU kernel also refuses such a BatchNorm, but only in the first forward.
     """
     if device.type != "cpu":
         return
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, torch.Tensor):
-            # `buffer_dtype` is applied when the engine takes the model over, so it decides if given.
+            # If `buffer_dtype` is given, the engine casts buffers to it when it takes the model over.
             have = buffer_dtype or module.running_mean.dtype
             dtype = torch.float32 if f"{name}.weight" in in_fp32 else mode.weight_dtype
             if module.weight is not None and have != dtype:
@@ -497,11 +504,11 @@ def _check_same(
     model: nn.Module,
     facts_of_rule: Mapping[str, Any],
 ) -> None:
-    """Raises `ConfigError`, on every rank, if config or model of two processes differ. Collective."""
+    """Raises `ConfigError` on every rank if two processes differ in config or model. Collective."""
     if world.everyone.size == 1:
         return
-    # Facts that decide the layout, the collectives or the numbers. Values of weights and buffers are not among them:
-    # all ranks receive rank 0's values. Paths may differ: each machine has its own drives.
+    # These facts decide the layout, the collectives or the numbers. Values of weights and buffers may differ, because
+    # all ranks receive rank 0's values. Paths may differ, because each machine has its own drives.
     facts = {
         "batch": list(batch),
         "weights": config.weight_tier,
@@ -515,7 +522,7 @@ def _check_same(
         "buffer_dtype": config.data_types.buffer_dtype,
         "seed": config.offload.seed,
         "on_nonfinite": config.offload.on_nonfinite,
-        # The columns of tensor parallelism have runs of their own.
+        # Each column of tensor parallelism has a run of its own, whose name ends with the suffix.
         "run": config.offload.run.removesuffix(world.suffix),
         "durability": repr(config.offload.durability),
         "resume": config.offload.resume,
@@ -564,18 +571,18 @@ _OF_COLLECTIVES = (
     *("stage", "overlap_comm", "zero_hpz_partition_size"),
     *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
 )
-"""Keys of ZeRO that decide content and time of messages between ranks."""
+"""Keys of ZeRO that decide what ranks send to each other, and when."""
 _SHORT = 4
-"""Most items of a list that a message repeats in full."""
+"""Longest list that an error message shows in full."""
 _OF_LAYERS = (
     *("blocks computed again", "units", "parameters", "quantized weights", "buffers"),
     *("weights given", "weights to be read"),
 )
-"""Facts that differ between the stages of a pipeline."""
+"""Facts that may differ between the stages of a pipeline, and so are compared only within a stage."""
 
 
 def _first_difference(value: Any, expected: Any) -> tuple[str, ...]:
-    """Returns two different values, or the first different items of two lists, as short texts."""
+    """Returns two different values as short texts. Of two long lists, returns the first items that differ."""
     if isinstance(value, list) and isinstance(expected, list) and max(len(value), len(expected)) > _SHORT:
         pairs = itertools.zip_longest(value, expected, fillvalue="none more")
         value, expected = next((entry, expected_entry) for entry, expected_entry in pairs if entry != expected_entry)
@@ -618,7 +625,7 @@ def check_tensor_parallel(
         (any(segment.form or segment.inner for segment in segments), "quantized frozen weights", 'leave "frozen" out'),
         (experts, "experts that are units of their own", 'name the class of their module in "units"'),
         (tiled, "tiled MLPs", 'leave "tile_mlp" out'),
-        # A block of codes may span a divided parameter and a whole one, and the ranks' copies of the whole one would
+        # A block of codes may span a divided and an undivided parameter. The ranks' copies of the latter would then
         # differ.
         (codes, "codes of weights and gradients", 'leave the keys "zero_quantized_..." out'),
     )
@@ -642,17 +649,20 @@ def check_nodes(config: Config, world: World) -> None:
 
 # -- runs on the drives --------------------------------------------------------------------------------
 #
-# Inspection of the drives at the start: the run to resume or replace, room for two slots, leftovers of other runs.
+# At its start, an engine looks on the drives for a run to resume or replace, for room, and for leftovers of other runs.
 
 
 _COLUMN = re.compile(r"(?:-pp\d+of(\d+))?(?:-tp\d+of(\d+))?")
-"""End of the name of a run that is a column of a pipeline and of tensor parallelism."""
+"""Pattern of the end of a run's name, if the run is one column of a pipeline or of tensor parallelism."""
 _SHOWN = 5
-"""Number of names in a notice."""
+"""Largest number of other runs that a notice names."""
 
 
 def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
-    """Returns True to resume, and a notice about the run that this start replaces."""
+    """Returns True if this start resumes a run, and a notice if it replaces one.
+
+    Raises `StoreError` if the config forbids both, or asks to resume and there is nothing to resume.
+    """
     offload = config.offload
     if not config.drives or not (on_disk or offload.wants_store):
         return _resume_without_store(config), ()
@@ -661,7 +671,7 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
     if status.exists and offload.resume in ("never", "restart"):
         # A run in use must not be deleted under the process that trains it.
         check_unused(Path(folder))
-        # A run that was closed may go; `check_replaced` asks later whether its last step was saved.
+        # A closed run may be replaced. `check_replaced` checks later whether its last step was saved.
         if not (status.closed or offload.resume == "restart"):
             raise StoreError(
                 f"{folder} holds a run that did not end, or that was kept (--keep, destroy(remove=False)); resume the "
@@ -685,15 +695,18 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
 
 
 def _resume_without_store(config: Config) -> bool:
-    """Returns True if a start that needs no store finds a run, keeps the run's store and resumes the run."""
+    """Returns True if this start needs no store but finds a run, which it then resumes in its store.
+
+    Raises `StoreError` if the config wants to resume and no store can be kept.
+    """
     offload = config.offload
-    # Nothing of such a run is committed, so no later start can resume it either.
+    # A run without a store has no commits, so nothing exists that this start could resume.
     if offload.resume == "must":
         raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
     if offload.resume != "auto" or not config.drives or not run_status(config.drives, offload.run).exists:
         return False
     if offload.durability == "auto":
-        return True  # the machine has more memory now, or tiers changed: keep the store
+        return True  # the run had a store, and memory or tiers have changed since: keep the store
     raise StoreError(
         f"{os.path.join(config.drives[0], offload.run)} contains a run, but this configuration keeps no "
         'store: give the config the tiers of the run, or set "durability": "step", or choose another run name'
@@ -701,16 +714,16 @@ def _resume_without_store(config: Config) -> bool:
 
 
 def check_division(drives: Sequence[str], run: str, suffix: str, resume: str) -> None:
-    """Raises `StoreError` if a start would resume a run that is divided otherwise by tensor parallelism or a pipeline.
+    """Raises `StoreError` if tensor parallelism or a pipeline divides the run to resume otherwise than this start.
 
-    `suffix` is the end of the run's name that names this column, such as "-tp0of2" or "-pp0of2"; empty without such a
-    division.
+    `suffix` ends the run's name and names this column, such as "-tp0of2" or "-pp0of2". It is empty if neither divides
+    the model.
     """
     if not drives or resume not in ("auto", "must"):
         return
     for folder in sorted(Path(drives[0]).glob(f"{run}*")):
         end = folder.name.removeprefix(run)
-        # Columns of one grid have one size, and differ in their coordinate alone.
+        # All columns of one grid have the same sizes in their names. They differ only in their coordinates.
         is_ours = _COLUMN.fullmatch(end) is not None
         if not is_ours or _size(end) == _size(suffix) or not run_status(drives, folder.name).exists:
             continue
@@ -721,7 +734,7 @@ def check_division(drives: Sequence[str], run: str, suffix: str, resume: str) ->
 
 
 def _size(end: str) -> str:
-    """Returns the sizes of the pipeline and of tensor parallelism that the end of a run's name states, in words."""
+    """Returns words for the sizes of the pipeline and of tensor parallelism. `end` is the end of a run's name."""
     match = _COLUMN.fullmatch(end)
     assert match is not None, "the names of other runs were left out"
     pipeline, tensor = match.groups()
@@ -745,10 +758,10 @@ def _no_room(placed: MemoryPlan, ranks: Ranks) -> str | None:
 def check_replaced(folder: Path, spec: StoreSpec, job: Mapping[str, Any]) -> None:
     """Checks that nothing is lost if this start replaces the run in `folder`, which was closed at its end.
 
-    Nothing is lost if the user has saved the last step, or if this start does the same job and so repeats the run.
+    Nothing is lost if the user has saved the last step, or if this start has the same job and so repeats the run.
 
     Raises:
-        StoreError: if the run was another job, or if that is unknown. Nothing was changed.
+        StoreError: if the last step was not saved, and the run had another or an unknown job. Nothing was changed.
     """
     note = read_closed(folder)
     if note is None or note.get("saved"):
@@ -772,9 +785,9 @@ def check_replaced(folder: Path, spec: StoreSpec, job: Mapping[str, Any]) -> Non
 
 
 def _about_folders(config: Config) -> tuple[str, ...]:
-    """Returns warnings about folders that may be on the wrong drive, and a notice about other runs in them.
+    """Returns warnings about folders that may be on the wrong drive, and a notice about other runs in the folders.
 
-    Runs that no process uses take room. They are never deleted here.
+    The notice lists runs that take room and that no process uses. This function deletes none of them.
     """
     misplaced = [line for line in folder_notices(config.drives) if not isinstance(line, Remark)]
     lines = misplaced if config.wants_store else []

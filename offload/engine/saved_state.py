@@ -1,8 +1,8 @@
-"""The entries of a model's `state_dict()`: parameters and buffers under saved names, parts of them, and others.
+"""Finds out which entries a model's `state_dict()` has, without reading weights.
 
-Classes and hooks rename, split, leave out and add entries. The model's own code runs here over stand-ins of its
-parameters, on the meta device, so that nothing is read. An entry that is a view of a stand-in is that part of the
-parameter, and can be streamed; any other entry on meta is computed, and needs the values.
+Classes and hooks rename, split, leave out and add entries. So the model's own `state_dict` runs here, over stand-ins of
+the parameters on the meta device. If an entry is a view of a stand-in, the entry is a part of that parameter, and can
+be streamed. Any other entry on meta is computed from values, which must then be read.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class SavedState:
     others: Mapping[str, Any]
     """Entries that are no part of a parameter or buffer, such as results of `get_extra_state`."""
     computed: str | None
-    """The reason why values are needed to know all entries; None if they are not needed."""
+    """The reason why some entries can be computed only from values of weights; None if there are no such entries."""
 
 
 class _Copies(TorchDispatchMode):
-    """Replaces a copy on meta by an alias, since both have the same values."""
+    """Replaces each copy on meta by an alias. The copy and the alias would have the same values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
@@ -58,7 +58,7 @@ class _Copies(TorchDispatchMode):
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules whose class has `get_extra_state`, by the first name of their entry in a state dict."""
+    """Returns the modules whose class defines `get_extra_state`. The keys are the names of their state dict entries."""
     return {
         f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: module
         for path, module in model.named_modules()
@@ -67,10 +67,10 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def saved_state(model: nn.Module, also: Any = None) -> SavedState:
-    """Returns the entries of `model.state_dict()`, which `also` changes further; the model may be under an engine.
+    """Returns the entries of `model.state_dict()`, after a change by `also`. The model may be under an engine.
 
-    If another library has quantized a module's weights, the module's entries that are neither parameters nor buffers
-    are left out: they are stored with those weights.
+    If another library has quantized weights of a module, the result lacks the module's entries that are neither
+    parameters nor buffers, because these are stored with the weights.
     """
     with _stand_ins(model) as sources:
         try:
@@ -112,7 +112,7 @@ def saved_state(model: nn.Module, also: Any = None) -> SavedState:
 
 
 def _part(value: torch.Tensor, sources: Mapping[int, tuple[str, torch.Tensor]]) -> SavedPart | None:
-    """Returns the elements of a stand-in that a tensor on meta consists of; None if they are not consecutive."""
+    """Returns the elements of a stand-in that `value` shows; None if it is no view of consecutive elements."""
     source = sources.get(storage_key(value))
     if source is None or value.dtype != source[1].dtype or not value.is_contiguous():
         return None
@@ -126,13 +126,16 @@ def _same_view(value: torch.Tensor, buffer: torch.Tensor) -> bool:
 
 
 def _is_quantized(parameter: nn.Parameter) -> bool:
-    """Returns True for a parameter whose module saves it in a form of its own."""
+    """Returns True if the module of `parameter` saves it in a form of its own, as for quantized weights."""
     return is_of_bitsandbytes(parameter) or inner_tensors(parameter) is not None or not parameter.is_floating_point()
 
 
 @contextlib.contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[Mapping[int, tuple[str, torch.Tensor]]]:
-    """Replaces the model's parameters by stand-ins on meta; yields the parameters' names and stand-ins, by storage."""
+    """Replaces the model's parameters by stand-ins on meta within the context.
+
+    Yields the name and the stand-in of each parameter. The keys identify the storages of the stand-ins.
+    """
     stand_ins: dict[int, nn.Parameter] = {}
     sources: dict[int, tuple[str, torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -157,9 +160,9 @@ def _stand_ins(model: nn.Module) -> Iterator[Mapping[int, tuple[str, torch.Tenso
 
 # -- module entries ------------------------------------------------------------------------------------
 #
-# Entries of a model's `state_dict()` that are neither parameters nor buffers: in each commit and checkpoint.
+# Commits and checkpoints contain the entries of a model's `state_dict()` that are neither parameters nor buffers.
 #
-# Modules make them by `get_extra_state`, and by hooks or methods of their own, and take them back in `load_state_dict`.
+# Modules create these entries by `get_extra_state`, hooks or methods of their own. `load_state_dict` restores them.
 
 
 _ADVICE = (
@@ -169,12 +172,12 @@ _ADVICE = (
 
 
 class Entries(NamedTuple):
-    """Entries as a commit holds them."""
+    """Entries in the form in which a commit stores them."""
 
     plain: Mapping[str, Any]
     """Entries by name, as JSON."""
     tensors: Mapping[str, torch.Tensor]
-    """The tensors in them, as bytes, by their numbers in `plain`."""
+    """The tensors in the entries. `plain` contains the keys of this mapping in place of the tensors."""
 
 
 NO_ENTRIES = Entries({}, {})
@@ -184,10 +187,10 @@ class ModuleEntries:
     """The entries of one model."""
 
     def __init__(self, model: nn.Module, commits: bool) -> None:
-        """Finds the entries, and with `commits` refuses entries that a commit cannot contain.
+        """Finds the entries of `model`. If `commits`, also checks that a commit can contain them.
 
         Raises:
-            ConfigError: If a module cannot take its entries back, or, with `commits`, they are not plain values.
+            ConfigError: If a module cannot restore its entries, or if `commits` and an entry is not plain.
         """
         self._model, self._device_type = model, "cpu"
         self._extra = extra_states(model)
@@ -235,7 +238,7 @@ class ModuleEntries:
                 )
 
     def restore(self, entries: Entries, device: torch.device) -> list[str]:
-        """Gives the entries back to the modules; returns notices about entries that were not saved."""
+        """Restores the entries in the modules. Returns notices about entries of the model that `entries` lacks."""
         values = {name: from_plain(value, entries.tensors, device) for name, value in entries.plain.items()}
         for name, module in self._extra.items():
             if name in values:
@@ -255,10 +258,10 @@ class ModuleEntries:
 
 
 def _taken_back(model: nn.Module, names: set[str]) -> set[str]:
-    """Returns the entries that the model's `load_state_dict` accepts; others are made of weights, or constant.
+    """Returns the `names` that the model's `load_state_dict` accepts. Others are constant or computed from weights.
 
     Raises:
-        ConfigError: If that cannot be determined.
+        ConfigError: If `load_state_dict` raises an error.
     """
     if not names:
         return set()

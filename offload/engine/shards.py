@@ -23,8 +23,8 @@ from offload.swapper.table import UnitSize
 class ResidentShard:
     """A partition on HOST or DEVICE.
 
-    `tensor` is (numel,) of the state's dtype, for weights (nbytes,) uint8. `buffer` holds its bytes if they are in the
-    host arena.
+    `tensor` has shape (numel,) and the dtype of the state. For weights it has shape (nbytes,) and dtype uint8. `buffer`
+    is the same memory if it is in the host arena, else None.
     """
 
     tensor: torch.Tensor
@@ -35,7 +35,7 @@ class ResidentShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredShards:
-    """This rank's partitions in a store, before an engine has any memory. `LocalShards` adds the tiers above DISK."""
+    """This rank's partitions in a store. It needs no memory of an engine; `LocalShards` adds the tiers above DISK."""
 
     mode: Mode
     layouts: tuple[UnitLayout, ...]
@@ -44,7 +44,7 @@ class StoredShards:
     store: Store
 
     def mode_of(self, unit: int) -> Mode:
-        """Returns the mode of a unit, whose weights may stay in fp32."""
+        """Returns the mode of a unit: the run's mode, or the same mode with weights in fp32."""
         return self.layouts[unit].mode_in(self.mode)
 
     def states(self, unit: int) -> dict[State, int]:
@@ -56,7 +56,7 @@ class StoredShards:
         return self.store.keeps(unit, state)
 
     def read(self, unit: int, state: State, start: int, buffer: memoryview) -> list[Future]:
-        """Begins to fill `buffer` with the newest bytes of a partition."""
+        """Starts to fill `buffer` with the newest bytes of a partition, from byte `start` on."""
         return [self.store.read(unit, state, self.store.newest[unit], start, buffer)]
 
     def put(self, unit: int, state: State, start: int, buffer: memoryview) -> None:
@@ -74,7 +74,7 @@ class LocalShards(StoredShards):
     """Bytes of each partition, including gradients, by unit and state."""
     sizes: Sequence[UnitSize]
     residents: dict[tuple[int, State], ResidentShard]
-    """Partitions other than weights whose tier is above DISK; the update worker removes those that are `spare`."""
+    """Partitions above DISK, except for weights. The update worker removes those with a `spare` buffer."""
     pager: Pager
     device: Device
 
@@ -96,10 +96,10 @@ class LocalShards(StoredShards):
     def read(self, unit: int, state: State, start: int, buffer: memoryview, compare: bool = True) -> list[Future]:
         """Fills `buffer`, on the host, with the newest bytes of a partition from byte `start` on.
 
-        Without `compare` the caller compares the bytes itself; see `Store.read`. Returns futures to wait for before
-        `buffer` is read; none if the partition was copied from memory at once.
+        If `compare` is False, the caller compares the bytes itself; see `Store.read`. Returns futures that the caller
+        must wait for before it uses `buffer`. The list is empty if the partition was copied from memory at once.
         """
-        # The store comes first, also for a promoted partition: its bytes are compared with their checksums.
+        # A promoted partition is also read from the store, because the store compares the bytes with checksums.
         if self.stored(unit, state):
             return [self.store.read(unit, state, self.store.newest[unit], start, buffer, compare=compare)]
         resident = self.resident_of(unit, state)
@@ -109,7 +109,7 @@ class LocalShards(StoredShards):
         return []
 
     def tier_of(self, unit: int, state: State) -> Tier:
-        """Returns the tier of this partition now: HOST for one promoted from DISK."""
+        """Returns the present tier of a partition. A partition that was promoted from DISK is on HOST."""
         if state is State.WEIGHT:
             return self.sizes[unit].tier
         resident = self.residents.get((unit, state))
@@ -118,13 +118,13 @@ class LocalShards(StoredShards):
         return Tier.DEVICE if resident.buffer is None else Tier.HOST
 
     def read_back(self) -> None:
-        """Fills all partitions above DISK that the store contains too, from its newest slots."""
+        """Fills partitions above DISK from the newest slots of the store, if the store contains them too."""
         for unit in range(len(self.layouts)):
             for state, nbytes in self.states(unit).items():
                 resident = self.resident_of(unit, state) if self.stored(unit, state) else None
                 if resident is None:
                     continue
-                # Reads go straight to the host arena; a partition on the device needs memory in between.
+                # A partition in the host arena is read in place. One on the device needs a temporary buffer.
                 buffer = resident.buffer or aligned_empty(nbytes)
                 self.store.read(unit, state, self.store.newest[unit], 0, buffer[:nbytes]).wait()
                 if resident.buffer is None:

@@ -3,8 +3,7 @@
     worker      tiles, reads, copies, writes, publication of weights, commits
     strategy    number of passes over the tiles, content of a tile for each state, arithmetic on a tile
 
-Each rule of `offload.optimizers` has its strategy. Values that a user sets are written by `EditSteps`, under every
-strategy.
+Each rule of `offload.optimizers` has a strategy. Under every strategy, `EditSteps` writes values that a user sets.
 """
 
 from __future__ import annotations
@@ -31,23 +30,24 @@ from offload.swapper.memory.device import Device
 
 # -- unit updates --------------------------------------------------------------------------------------
 #
-# Updates of the units in one optimizer step, made once the gradient norm is known, in the order of their next use.
+# An optimizer step has one update for each unit. The updates are made when the gradient norm is known, in the order in
+# which the next forward uses the units.
 
 
 class ParameterStep(NamedTuple):
-    """A step on elements [start, stop) of a rank's shard of a unit: a parameter, or the rank's part of it."""
+    """The step of one parameter. [start, stop) are the parameter's elements in this rank's shard of the unit."""
 
     start: int
     stop: int
     step: Any
     """Arguments of the step, from `Rule.step`. The worker does not look at them."""
     noise: kernels.Noise | None
-    """Rounds moments and masters of fewer bits than fp32; None where all are fp32."""
+    """Noise to round moments and masters of fewer bits than fp32; None if all of them are fp32."""
     parameter: int
     """Index of the parameter in the unit."""
 
     def within(self, start: int, stop: int) -> ParameterStep:
-        """Returns the part within elements [start, stop), counted from `start`."""
+        """Returns the part of this step within elements [start, stop). The result counts elements from `start`."""
         first = max(self.start, start)
         noise = self.noise and self.noise.after(first - self.start)
         return self._replace(start=first - start, stop=min(self.stop, stop) - start, noise=noise)
@@ -62,9 +62,9 @@ class UnitUpdate:
     """Elements of the trainable shard of this rank's partition."""
     segments: tuple[ParameterStep, ...] = ()
     edits: tuple[Edit, ...] = ()
-    """Values set by the user; an update contains segments or edits, or neither if other ranks hold all of them."""
+    """Values that the user has set. An update has segments or edits, or neither if other ranks hold the elements."""
     shared: tuple[int, ...] = ()
-    """Parameters that several ranks step together, as a whole, by their index in the unit. Equal on every rank."""
+    """Indices in the unit of the parameters that several ranks step together, as a whole. Equal on every rank."""
 
     @property
     def changes(self) -> bool:
@@ -75,9 +75,9 @@ class UnitUpdate:
 def grad_scale(norm: float, clip: float, loss_scale: float) -> float:
     """Returns the factor of every gradient: torch's `clip_grad_norm_` coefficient over the loss scale.
 
-    The global norm is without the loss scale. A clip of 0 does not clip.
+    `norm` is the global norm, without the loss scale. A `clip` of 0 means no clip.
     """
-    # 1e-6 is torch's own, for equal bits.
+    # torch adds 1e-6 too, so the bits are equal.
     return (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) / loss_scale
 
 
@@ -102,7 +102,7 @@ def cut(edits: Sequence[Edit], part: range) -> tuple[Edit, ...]:
 
 
 class UpdateBuilder:
-    """Builder of an optimizer step's updates. Steps are counted for each parameter, as torch does."""
+    """Builds the updates of an optimizer step. As in torch, each parameter has its own count of steps."""
 
     def __init__(
         self,
@@ -121,10 +121,10 @@ class UpdateBuilder:
     def updates(
         self, present: Sequence[set[int]], order: Sequence[int], scale: float, counts: list[list[int]]
     ) -> list[UnitUpdate]:
-        """Returns an update of each unit with a gradient. `order` is the order of the next forward, and of the result.
+        """Returns an update for each unit with a gradient, in `order`, the order of units in the next forward.
 
-        `present` are the segments of each unit that have a gradient. `counts`, the number of updates of each parameter,
-        are incremented in place.
+        `present` contains the segments of each unit that have a gradient. `counts` contains the number of updates of
+        each parameter, and is incremented in place.
         """
         settings = self._optimizer.settings()
         updates: dict[int, UnitUpdate] = {}
@@ -135,7 +135,7 @@ class UpdateBuilder:
             # units.
             if positions:
                 updates[unit] = self.update_of(unit, positions, scale, counts[unit], settings)
-        # Reversed, so that the first use of a unit overwrites later ones.
+        # The order is reversed, so that the first use of a unit overwrites its later uses.
         first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
         return [updates[unit] for unit in sorted(updates, key=lambda u: (first_use.get(u, len(order)), u))]
 
@@ -147,7 +147,10 @@ class UpdateBuilder:
         counts: Sequence[int],
         settings: Mapping[int, Mapping[str, Any]],
     ) -> UnitUpdate:
-        """Returns the update of one unit. `counts` are the updates of each parameter, this one included."""
+        """Returns the update of one unit.
+
+        `counts` are the numbers of updates of its parameters, including this update.
+        """
         part, rule = self._trainable[unit], self._optimizer.rule
         segments: list[ParameterStep] = []
         shared: list[int] = []
@@ -165,10 +168,10 @@ class UpdateBuilder:
         return UnitUpdate(unit=unit, numel=len(part), segments=tuple(segments), shared=tuple(shared))
 
     def _noise(self, unit: int, count: int, part: range, start: int) -> kernels.Noise | None:
-        """Returns the noise that rounds states from element `start` of `part` on; None if all are fp32.
+        """Returns the noise that rounds states from element `start` of `part` on; None if all states are fp32.
 
-        Elements are numbered in the whole unit, and updates are counted for each parameter and committed. So neither
-        ranks nor tiles nor a resume change a bit.
+        The noise depends on the element's number in the whole unit and on the parameter's count of updates, which is
+        committed. So the number of ranks, the size of tiles and a resume change no bit.
         """
         if self._noise_seed is None:
             return None
@@ -180,58 +183,61 @@ class UpdateBuilder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileContent:
-    """Elements [start, stop) of the trainable shard of a unit, in memory on which arithmetic can work.
+    """The states and the gradient of elements [start, stop) of a unit's trainable shard.
 
-    The memory belongs to the worker, and is valid until `UnitSteps.run` returns.
+    The update worker owns the memory, which is valid until `UnitSteps.run` returns.
     """
 
     start: int
     stop: int
     states: Mapping[State, torch.Tensor]
-    """Each (n,) in the mode's dtype; n is stop - start, unless `UpdateStrategy.part` returns another length."""
+    """Each state has shape (n,) and the mode's dtype. n is stop - start, or the length of `UpdateStrategy.part`."""
     gradient: torch.Tensor | None
-    """(stop - start,); None if the update has edits."""
+    """The gradient, of shape (stop - start,); None if the update has edits."""
 
 
 class UnitSteps(Protocol):
-    """One unit's update in flight. The update worker alone calls it, tile after tile, in order."""
+    """The arithmetic of one unit's update. Only the update worker calls it, tile by tile, in order."""
 
     @property
     def passes(self) -> int:
-        """Number of times that all tiles of the unit are read and run. Only results of the last pass are kept."""
+        """Number of passes over the tiles of the unit. Only the results of the last pass are kept."""
 
     @property
     def in_place(self) -> bool:
-        """True if states and gradient are updated in their own memory on the device, without a copy to the host."""
+        """True if the device updates the states in their own memory, without a copy to the host."""
 
     @property
     def cuts(self) -> Sequence[range]:
-        """Elements of each tile, in order; empty for tiles of the worker's own size."""
+        """The elements of each tile, in order. If empty, the update worker chooses the tiles."""
 
     @property
     def drafts(self) -> Sequence[State]:
-        """States that a pass before the last one changes.
+        """States that passes before the last one change.
 
-        The worker copies them for such a pass, so that the next pass reads the originals.
+        For these passes the update worker copies the states, so that the next pass reads the originals.
         """
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Updates the elements of a tile in place, and returns when the arithmetic is done. The `last` pass is kept."""
+        """Updates the elements of a tile in place, and returns when the arithmetic is done.
+
+        `last` marks the last pass.
+        """
 
 
 class UpdateStrategy(Protocol):
-    """A way to update units, one object for all units of an engine."""
+    """Updates all units of an engine in one way."""
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
         """Returns the elements of `state` in a tile with the elements [start, stop) of a unit's trainable shard."""
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
-        """Returns the steps of a unit whose update, with segments, begins; a tile has at most `tile_numel` elements."""
+        """Starts an update that has segments, and returns its steps. A tile has at most `tile_numel` elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateSetting:
-    """The parts of an engine that a strategy works with."""
+    """The parts of an engine that a strategy needs."""
 
     mode: Mode
     layouts: Sequence[UnitLayout]
@@ -240,15 +246,15 @@ class UpdateSetting:
     whole: WholeSizes
     """Sizes of the parameters that the rule steps as a whole."""
     scratch: torch.Tensor
-    """(n,) fp32 of the host arena, which belongs to the strategy; empty if the rule steps nothing as a whole."""
+    """Scratch memory of the strategy: (n,) fp32 in the host arena. Empty if the rule steps no parameter as a whole."""
     device: Device
     gradients: GradientAccumulator
     ranks: Ranks
-    """The ranks that divide units; only this rank if it holds whole units."""
+    """The ranks that divide units. It contains only this rank if each rank holds whole units."""
 
 
 class EditSteps:
-    """Writes of new values from the user in place of an optimizer's step: one pass, no gradient."""
+    """Writes values that the user has set, in place of an optimizer step. It makes one pass and needs no gradient."""
 
     passes = 1
     in_place = False
@@ -259,7 +265,7 @@ class EditSteps:
         self._edits, self._mode = edits, mode
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Copies the values that concern the tile. Edits apply in their order, so later ones win."""
+        """Copies the values of all edits that overlap the tile, in the order of the edits, so that later edits win."""
         for edit in self._edits:
             start, stop = max(edit.start, tile.start), min(edit.stop, tile.stop)
             if start < stop:
@@ -268,7 +274,8 @@ class EditSteps:
     def _set(self, tile: TileContent, start: int, stop: int, state: State, values: torch.Tensor) -> None:
         """Writes the values of an edit to elements [start, stop) of a state; see `Edit.values`.
 
-        `start` and `stop` count from the start of the trainable shard, and lie in the tile. WEIGHT sets the master too.
+        `start` and `stop` count from the start of the trainable shard, and are inside the tile. An edit of WEIGHT also
+        sets the master.
         """
         part = slice(start - tile.start, stop - tile.start)
         if state is not State.WEIGHT:

@@ -1,4 +1,4 @@
-"""The training loop of a job: steps, and between them evaluations and saved models."""
+"""The training loop of a job. It steps, and evaluates and saves the model between steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from offload.finetune.output import MARK
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """One step, for the log. Bytes and seconds are counted between two returns of `step()`."""
+    """The log's facts about one step. Bytes and seconds are counted from the last return of `step()` to this one."""
 
     step: int
     loss: float
@@ -32,7 +32,7 @@ class StepReport:
     read_bytes: int
     written_bytes: int
     measured: Mapping[str, float]
-    """Further measurements of the engine for the step; empty on all ranks except the first."""
+    """Further measurements of the step by the engine. Only the first rank has them."""
     drives: Mapping[str, int]
     """Bytes that the run has written to each drive so far, in all its processes."""
 
@@ -43,7 +43,7 @@ class StepReport:
 
 
 class SavedModel(NamedTuple):
-    """Report that the model was saved after `step` steps."""
+    """The fact that the model was saved to `folder` after `step` steps."""
 
     step: int
     folder: Path
@@ -128,7 +128,7 @@ def steps(
 
 
 class _SinceStep:
-    """The seconds and bytes of an engine since its last step, without pauses."""
+    """Counts an engine's seconds and bytes since its last step, without those of pauses."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -142,10 +142,9 @@ class _SinceStep:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves out the seconds and bytes of the body, such as those of an evaluation or a save.
+        """Leaves out the seconds and bytes of the body, which evaluates or saves.
 
-        Updates that still run count for the next step, as without a pause: the pause starts when these updates have
-        ended.
+        Updates that still run at the call count for the next step, because the pause begins only at their end.
         """
         self._engine.synchronize()
         began, before = time.perf_counter(), self._engine.io_bytes()

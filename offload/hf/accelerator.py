@@ -38,7 +38,8 @@ class EngineOptimizer(AcceleratedOptimizer):
     """An engine's optimizer in Accelerate's wrapper. It steps only when the gradients of a step are complete."""
 
     def __init__(self, engine: Engine) -> None:
-        # Device placement would replace the groups, but the user's schedule refers to them.
+        # Accelerate's device placement replaces the parameter groups. The user's schedule holds the present groups, so
+        # placement is off.
         super().__init__(engine.optimizer, device_placement=False, scaler=None)
         self.engine = engine
         self.norms: list[torch.Tensor] = []
@@ -55,7 +56,7 @@ class EngineOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """True if the last step was not applied: an overflow in fp16, otherwise `"on_nonfinite": "skip"`."""
+        """True if the last step was skipped: in fp16 after an overflow, else by `"on_nonfinite": "skip"`."""
         return bool(self.optimizer.overflow)
 
 
@@ -71,7 +72,7 @@ class Accelerator(accelerate.Accelerator):
     engine: Engine | None = None
     """The engine of the model that trains; None before `prepare`."""
     references: tuple[Engine, ...] = ()
-    """Engines of the models of `prepare_model(model, evaluation_mode=True)`, such as a reference or a reward model."""
+    """Frozen engines that `prepare_model(model, evaluation_mode=True)` has built, such as that of a reference model."""
     _optimizer: EngineOptimizer | None = None
     _clipping_logged = False
 
@@ -82,7 +83,7 @@ class Accelerator(accelerate.Accelerator):
     # -- preparing ----------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Returns the objects prepared as by Accelerate, after building the engine of the model that trains.
+        """Builds the engine of the model that trains. Then prepares all objects as Accelerate does, and returns them.
 
         Args:
             *args: models, optimizers, loaders and schedules. The model that trains and its optimizer must come in one
@@ -90,7 +91,8 @@ class Accelerator(accelerate.Accelerator):
             device_placement: as in Accelerate.
 
         Raises:
-            UsageError: if a second model that trains is passed, or not exactly one such model and one optimizer.
+            UsageError: if another model trains already, or the call does not contain one model that trains and one
+                optimizer.
             ConfigError: if the config and the Accelerator disagree.
             BudgetError: if the models that do not train leave no device memory.
         """
@@ -98,7 +100,7 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare(*args, device_placement=device_placement)
 
     def _make_engine(self, objects: Iterable[Any]) -> None:
-        """Builds the engine if `objects` contain a model that trains, or takes the engine that they contain."""
+        """Takes the engine in `objects`. Without an engine there, builds one for the model in `objects` that trains."""
         engines = [item for item in objects if isinstance(item, Engine)]
         if engines:
             if any(engine is not (self.engine or engines[0]) for engine in engines):
@@ -109,13 +111,13 @@ class Accelerator(accelerate.Accelerator):
                     f"gradient_accumulation_steps is {accumulation} in the engine's config and "
                     f"{self.gradient_accumulation_steps} in the Accelerator; make them equal"
                 )
-            # If the engine was prepared before, the user's loop has its wrapper, and no second one may replace it.
+            # An engine that was prepared before keeps its optimizer wrapper, because the user's loop holds it.
             if self.engine is None:
                 self.use(engines[0])
             return
         trained = None if self.engine is None else self.engine.module
         models = [item for item in objects if isinstance(item, nn.Module) and item is not trained]
-        # A frozen model, such as a reference, may come in the same call and is prepared as in Accelerate.
+        # The call may also contain frozen models, such as a reference. Accelerate prepares them.
         models = [model for model in models if any(p.requires_grad for p in model.parameters())]
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         if self.offload_config is None or not models:
@@ -134,16 +136,16 @@ class Accelerator(accelerate.Accelerator):
         self.use(initialize(model=models[0], optimizer=optimizers[0], config=config).engine)
 
     def _micro_batch(self, loader: torch.utils.data.DataLoader[Any]) -> int | None:
-        """Returns the samples of a batch on each rank; None if the loader has a batch sampler of the user's own."""
+        """Returns the number of samples in a rank's batch; None if the loader has a batch sampler of the user's own."""
         size: int | None = loader.batch_size
         # With `split_batches` Accelerate divides each batch of the loader among the ranks.
         return size // self.num_processes if size and self.split_batches else size
 
     def use(self, engine: Engine) -> None:
-        """Trains by an engine from now on."""
+        """Makes `engine` the engine of the model that trains, and wraps its optimizer."""
         self.engine = engine
-        # The optimizer of a frozen engine has no parameters to step. All groups are checked: the first group of a
-        # Trainer, with the weights that decay, may be empty while the second has norms and biases.
+        # The optimizer of a frozen engine has no parameters to step. All groups are checked, because a Trainer's first
+        # group, the weights that decay, may be empty while the second group holds norms and biases.
         trains = any(group["params"] for group in engine.optimizer.param_groups)
         self._optimizer = EngineOptimizer(engine) if trains else None
 
@@ -151,7 +153,7 @@ class Accelerator(accelerate.Accelerator):
         return any(handle_of(parameter) is not None for parameter in model.parameters())
 
     def beside_references(self, config: Any) -> dict[str, Any]:
-        """Returns the config of the model that trains, with `device_memory` reduced by the references' memory."""
+        """Returns `config` with `device_memory` reduced by the device memory of the reference engines."""
         content = content_of(config)
         budget = value_of(content, "offload.device_memory")
         taken = sum(engine.device_memory for engine in self.references)
@@ -169,7 +171,9 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Returns a paged model unchanged, without a move to a device, DDP or autocast; others as Accelerate does.
+        """Returns a paged model unchanged: it is not moved, and not wrapped in DDP or autocast.
+
+        Accelerate prepares any other model.
 
         Args:
             model: the model.
@@ -192,13 +196,17 @@ class Accelerator(accelerate.Accelerator):
             engine = initialize(model=model, config=as_reference(config, len(self.references))).engine
             self.references = (*self.references, engine)
         if self._is_paged(model):
-            # Accelerate returns a marked object as it is; it moves an unmarked model to the device, or wraps it in DDP.
+            # Accelerate returns a marked object as it is. An unmarked model would be moved to the device or wrapped in
+            # DDP.
             setattr(model, _PREPARED, True)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Returns the wrapper of the engine's optimizer, for that optimizer or for the one that the engine replaced."""
+        """Returns `EngineOptimizer` for the engine's optimizer, and for the user's optimizer that the engine replaced.
+
+        Accelerate prepares any other optimizer. Raises `UsageError` for the optimizer of an unknown engine.
+        """
         wrapper = self._optimizer
         # Accelerate would wrap the optimizer that the engine replaced, copy all states to RAM, and return no norm.
         if wrapper is not None and optimizer in (wrapper.optimizer, wrapper.optimizer.replaced):
@@ -211,16 +219,18 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Returns Accelerate's wrapper of a schedule, which becomes part of the engine's commits and checkpoints."""
+        """Returns Accelerate's wrapper of a schedule, and registers it for the engine's commits and checkpoints."""
         known = scheduler in self._schedulers
         prepared = super().prepare_scheduler(scheduler)
-        # The engine saves the schedule in place of Accelerate's `save_state`. It already knows its own schedule.
+        # The engine saves the schedule, because Accelerate's `save_state` is refused. The engine's own schedule is
+        # registered already.
         if self.engine is None or known or scheduler is self.engine.lr_scheduler:
             return prepared
         try:
             self.engine.register_for_checkpointing(prepared)
         except UsageError as error:
-            # No error: only a load of a checkpoint needs the state of the schedule, and a loop may never load.
+            # A warning is enough: a loop needs the schedule's state only when it loads a checkpoint, which it may never
+            # do.
             name = type(scheduler).__name__
             logger.warning("checkpoints will not contain the state of %s, the schedule: %s", name, error)
         return prepared
@@ -258,7 +268,9 @@ class Accelerator(accelerate.Accelerator):
     # -- a step -------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Runs the backward of a loss in the engine, after dividing the loss by the accumulation and, in fp16, scaling.
+        """Runs the backward of a loss in the engine. Without an engine, runs it as Accelerate does.
+
+        The loss is divided by the accumulation, and in fp16 multiplied by the loss scale.
 
         Args:
             loss: a tensor of one element.
@@ -273,7 +285,7 @@ class Accelerator(accelerate.Accelerator):
         self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clips the gradient of the next step, in the engine.
+        """Sets the norm to which the engine clips the next step. Without an engine, clips as Accelerate does.
 
         Args:
             parameters: all parameters that train, in any order; the norm is over all of them.
@@ -300,7 +312,7 @@ class Accelerator(accelerate.Accelerator):
             )
         self._log_clipping(max_norm)
         self.engine.clip_grad_norm_(max_norm)
-        # The norm is known only after the gradients of all ranks are complete, in the step: NaN until then.
+        # The norm is known only in the step, when the gradients of all ranks are complete. Until then it is NaN.
         norm = torch.full((), math.nan, dtype=torch.float32, device="cpu")
         self._optimizer.norms.append(norm)
         return norm
@@ -315,7 +327,7 @@ class Accelerator(accelerate.Accelerator):
         self._clipping_logged = True
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Does what Accelerate does if no engine trains. An engine holds the gradients, and clips only their norm."""
+        """Without an engine, clips as Accelerate does. With an engine, raises `UsageError`: it clips only the norm."""
         if self.engine is None:
             super().clip_grad_value_(parameters, clip_value)
             return
@@ -324,7 +336,7 @@ class Accelerator(accelerate.Accelerator):
     # -- checkpoints --------------------------------------------------------------------------------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Does what Accelerate does if no engine trains. An engine saves checkpoints of its own."""
+        """Without an engine, saves as Accelerate does. With one, raises `UsageError`: call `engine.save_checkpoint`."""
         if self.engine is None:
             return super().save_state(*args, **kwargs)
         raise UsageError(
@@ -333,7 +345,7 @@ class Accelerator(accelerate.Accelerator):
         )
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Does what Accelerate does if no engine trains. An engine loads checkpoints of its own."""
+        """Without an engine, loads as Accelerate does. With one, raises `UsageError`: call `engine.load_checkpoint`."""
         if self.engine is None:
             return super().load_state(*args, **kwargs)
         raise UsageError("weights and states are in the engine: call accelerator.engine.load_checkpoint(folder)")

@@ -1,4 +1,4 @@
-"""Weights that another library has quantized: their bytes in a unit, and the move of a parameter into a unit."""
+"""Moves parameters that another library has quantized into units, and reads their bytes there."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ class ParameterBytes:
     """The bytes of one frozen parameter in a unit; implements `PagedBytes`."""
 
     def __init__(self, name: str, unit: int, start: int, device: torch.device) -> None:
-        """Describes the bytes; they can be read once `owner` is set. The bytes begin at byte `start` of the unit."""
+        """Describes bytes that begin at byte `start` of unit `unit`. `read` works once `owner` is set."""
         self.name, self.unit, self.start, self.device = name, unit, start, device
         self.owner: WeightEdits | None = None
-        """The object that reads the bytes. None before the engine is complete and after its end."""
+        """The object that reads the bytes. None until the engine is complete, and again after its end."""
 
     def read(self, geometry: torch.Tensor) -> torch.Tensor:
-        """Returns elements as an ordinary tensor: a view of a device buffer in a forward or a backward, else a copy.
+        """Returns some of the bytes as an ordinary tensor.
 
-        `geometry`, on meta, has shape, strides and dtype, and the offset in the unit. Raises `UsageError` if the engine
-        was destroyed.
+        In a forward or a backward the tensor is a view of a device buffer, otherwise a copy. `geometry` is a tensor on
+        meta with the shape, the strides, the dtype and the offset in the unit. Raises `UsageError` if the engine was
+        destroyed.
         """
         if self.owner is None:
             raise UsageError(
@@ -51,9 +52,9 @@ def is_under_engine(tensor: torch.Tensor) -> bool:
 
 # -- buffers -------------------------------------------------------------------------------------------
 #
-# Layers whose quantized weights are buffers, as in GPTQ and AWQ: the buffers become frozen parameters.
+# Layers of GPTQ and AWQ keep their quantized weights in buffers. These buffers become frozen parameters.
 #
-# The engine pages parameters. A buffer stays on the device for good.
+# The engine pages only parameters, so a buffer would stay on the device for good.
 
 
 _CODES = "qweight"
@@ -62,9 +63,9 @@ _CODES = "qweight"
 
 @contextlib.contextmanager
 def with_adopted_buffers(model: nn.Module) -> Iterator[None]:
-    """Makes frozen parameters of the buffers of quantized layers; they become buffers again if the body raises.
+    """Turns the buffers of quantized layers into frozen parameters. If the body raises, turns them into buffers again.
 
-    Names, values and ties stay.
+    The parameters keep the buffers' names, values and ties.
     """
     parameters: dict[int, nn.Parameter] = {}
     taken: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -89,7 +90,7 @@ def with_adopted_buffers(model: nn.Module) -> Iterator[None]:
 
 # -- form ----------------------------------------------------------------------------------------------
 #
-# The move of a quantized parameter into a unit: its inner tensors are copied, and paged tensors take their places.
+# A quantized parameter moves into a unit: its inner tensors are copied into the unit, and paged tensors replace them.
 
 
 _PACKS = "support_avx512bf16_for_cpu"
@@ -97,7 +98,7 @@ _PACKS = "support_avx512bf16_for_cpu"
 
 
 class QuantizedTensors(Values):
-    """The form of a parameter that another library has quantized: the bytes of its inner tensors, one after another."""
+    """The form of a quantized parameter in a unit. It stores the bytes of the inner tensors one after another."""
 
     def __init__(self, segment: ParameterSegment, source: ParameterBytes) -> None:
         super().__init__(segment)
@@ -109,7 +110,7 @@ class QuantizedTensors(Values):
         self._source.owner = owner
 
     def detach(self) -> None:
-        """Removes the owner: the bytes cannot be read any more."""
+        """Removes the owner. From then on the bytes cannot be read."""
         self._source.owner = None
 
     def fill(self, model: nn.Module, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
@@ -127,7 +128,7 @@ class QuantizedTensors(Values):
             place.copy_(tensor.values() if isinstance(tensor, PagedTensor) else _plain(tensor))
 
     def empty(self, model: nn.Module, in_place: bool = False) -> None:
-        """Replaces the inner tensors of the parameter by paged ones without memory. Identity and ties stay.
+        """Replaces the parameter's inner tensors by paged tensors without memory. The parameter keeps its ties.
 
         With `in_place`, the bytes are read from the model's own files. Tensors that are in memory already, such as a
         code book, then move to the device and stay there.
@@ -159,7 +160,7 @@ class QuantizedTensors(Values):
     def read(self, handle: ParamHandle) -> torch.Tensor:
         """Returns a copy of a parameter that consists of one tensor, such as integers or scales.
 
-        Raises `UsageError` if it consists of several tensors, which only its library can interpret.
+        Raises `UsageError` if the parameter consists of several tensors, which only its library can interpret.
         """
         parameter = handle.parameter
         if isinstance(parameter, PagedTensor) and [field.name for field in self.segment.inner] == [OWN]:
@@ -180,7 +181,7 @@ class QuantizedTensors(Values):
 
 
 class UnpackedWeights(Extension):
-    """Modules of bitsandbytes that are kept from packing weights for the CPU, as a Linear4bit does in evaluation."""
+    """Keeps modules of bitsandbytes from packing weights for the CPU, as a Linear4bit would do in evaluation mode."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         """Stops the modules of the parameters `names` from packing."""
@@ -196,9 +197,10 @@ class UnpackedWeights(Extension):
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor` on the CPU with copies in place of paged tensors, of torch's or the wrapper's class.
+    """Returns a copy of `tensor` on the CPU without paged tensors.
 
-    Each inner tensor moves by itself: not every wrapper's class keeps its format when the wrapper is moved.
+    A wrapper keeps its class, and ordinary tensors replace its paged inner tensors. Each inner tensor moves by itself,
+    because some classes change their format when the wrapper moves.
     """
 
     def made(name: str) -> torch.Tensor:
@@ -211,9 +213,9 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rewrapped(tensor: torch.Tensor, prefix: str, made: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """Returns a wrapper like `tensor` around other tensors, or the other tensor itself if `tensor` is no wrapper.
+    """Returns a wrapper like `tensor` around other tensors. If `tensor` is no wrapper, returns the other tensor itself.
 
-    `prefix` begins the names of the inner tensors; `made` returns the tensor in place of an inner one, by name.
+    `made` takes the dotted name of an inner tensor and returns the replacement. The names begin with `prefix`.
     """
     contents = inner_tensors(tensor)
     if contents is None:
@@ -243,7 +245,7 @@ def _geometry(tensor: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the strides of a stored tensor: its own, if those leave no gaps."""
+    """Returns the strides of `tensor` as the unit stores it, without gaps between elements."""
     if isinstance(tensor, PagedTensor):
         return tensor.stride()
     return torch.empty_like(_plain(tensor), device="meta").stride()

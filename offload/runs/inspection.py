@@ -45,7 +45,8 @@ from offload.swapper.store.inspection import (
 def inspect(path: Path) -> dict[str, Any]:
     """Returns JSON that describes `path`; sizes are in bytes.
 
-    The folder is an nvme path, a run, a rank, a checkpoint, or several checkpoints, as a Trainer's output folder.
+    `path` is an nvme path, the folder of a run, a rank or a checkpoint, or a folder of checkpoints, such as a Trainer's
+    output folder.
     """
     if not path.is_dir():
         raise StoreError(f"there is no folder {path}")

@@ -21,7 +21,7 @@ _OF_A_DEVICE = ("name", "slice", "memory_bytes", "capability", "node", "link")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Returns the facts about the machine and the versions of the software that is measured."""
+    """Returns facts about the machine, and the versions of the measured software."""
     cuda = device.type == "cuda"
     seen = gpus()
     driver = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") if cuda else None
@@ -135,7 +135,7 @@ _TITLES = (
 
 
 def _steps_words(measured: Mapping[str, Mapping[str, Any]], matmul: float | None) -> list[str]:
-    """Returns one table for each model. "of matmul" counts what was computed: 8N with recomputation, else 6N."""
+    """Returns one table for each model. The column "of matmul" counts 8N with recomputation, else 6N."""
     tables: dict[str, list[list[str]]] = {}
     for name, figures in measured.items():
         rows = tables.setdefault(_head(figures), [_TITLES.split("|")])

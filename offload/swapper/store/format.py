@@ -1,10 +1,10 @@
-"""The format of a store: commit records, the layout of extents, the manifest, blobs, and checksums of bytes.
+"""The format of a store: commit records, layout of extents, manifest, blobs and checksums.
 
     states file, over all drives:  [ unit 0: weight A, weight B, frozen, exp_avg A, … ][ unit 1: … ] …
 
-A slot of a weight is its trainable bytes, A or B, followed by its frozen bytes, which both slots share.
+A slot of a weight consists of its own trainable bytes and of the frozen bytes, which slots A and B share.
 
-The layout is pure arithmetic. The manifest is JSON; each drive stores it, and each blob holds a copy.
+Pure arithmetic computes the layout from sizes. The manifest is a JSON file on each drive, and each blob holds a copy.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ if TYPE_CHECKING:
 #
 # The commit record: 4096 bytes that name the slots of the last committed step. Two records alternate.
 #
-# A record is valid if its checksum is correct. Of two valid records, the one with the higher serial is the newest. An
-# incomplete record counts as never written.
+# A record is valid if its checksum is correct. If both records are valid, the record with the higher serial is the
+# newest. An incomplete record counts as never written.
 
 
 FORMAT_VERSION = 3
-"""Version of record, manifest and blob together: see docs/reference/store-format.md."""
+"""The one version number of record, manifest and blob; see docs/reference/store-format.md."""
 
 _MAGIC = b"OFFLDREC"
 _HEAD = struct.Struct("<8sIIQQQQII")  # magic, version, which blob, serial, step, ns since 1970, blob bytes, crc, units
 _CRC = struct.Struct("<I")
 MAX_UNITS = (PAGE - _HEAD.size - _CRC.size) * 8
-"""Number of units whose slots fit into the record's bitmap, one bit each."""
+"""Largest number of units. The record's bitmap has one bit for each unit."""
 
 
 class CommitRecord(NamedTuple):
     """Contents of one commit record."""
 
     serial: int
-    """Number of the commit, from 1. A step may be committed again, with a higher serial, after an edit of weights."""
+    """Number of the commit, from 1. An edit of weights commits the same step again, with a higher serial."""
     step: int
     slots: tuple[int, ...]
     """The newest slot of each unit: 0 or 1."""
@@ -71,7 +71,7 @@ class CommitRecord(NamedTuple):
 
     def pack(self) -> bytes:
         """Returns the record's page of the commit file, 4096 bytes."""
-        # One bit for each unit, the first unit in the lowest bit of the first byte.
+        # The bitmap has one bit for each unit. The first unit has the lowest bit of the first byte.
         bitmap = bytearray((len(self.slots) + 7) // 8)
         for unit, slot in enumerate(self.slots):
             bitmap[unit // 8] |= slot << (unit % 8)
@@ -100,7 +100,7 @@ class CommitRecord(NamedTuple):
         # Any mismatch means no record: the caller falls back to the other page.
         if magic != _MAGIC or version != FORMAT_VERSION or crc != crc32c(body) or units > MAX_UNITS:
             return None
-        # The record was copied here from the other page, or no commit wrote it.
+        # A mismatch here means that the record was copied from the other page, or that no commit wrote it.
         if blob != which or not 0 < serial < 2**63 or step >= 2**63:
             return None
         bitmap = body[_HEAD.size :]
@@ -116,7 +116,7 @@ class Records(NamedTuple):
     invalid_pages: tuple[int, ...]
     """Indices of pages that are neither empty nor valid: interrupted commits, or damage."""
     other_format: int | None = None
-    """The format version that an invalid page claims, if it is not this version's; else None."""
+    """The format version in an invalid page, if it differs from `FORMAT_VERSION`; else None."""
 
     def forget_later(self, path: Path, record: CommitRecord) -> None:
         """Deletes durably all records of the commit file at `path` that are newer than `record`."""
@@ -129,14 +129,14 @@ class Records(NamedTuple):
 def last_of_all(newest: Iterable[int | None]) -> int | None:
     """Returns the serial of the last commit that every rank with a commit holds; None if no rank has one.
 
-    Each rank commits on its own, and overwrites nothing of the commit before until the ranks meet in the next step.
-    A rank that was killed is therefore at most one commit behind the others, and the others still hold its commit.
+    Each rank commits on its own. Until all ranks meet in the next step, a rank overwrites nothing of its previous
+    commit. So a killed rank is at most one commit behind, and all other ranks still hold the killed rank's last commit.
     """
     return min((serial for serial in newest if serial is not None), default=None)
 
 
 def read_records(path: Path) -> Records:
-    """Reads a commit file. A file that does not exist has no records.
+    """Returns the records in a commit file; none if the file does not exist.
 
     Raises `IoError` if the file exists and cannot be read.
     """
@@ -148,9 +148,9 @@ def unpack_records(data: bytes) -> Records:
     pages = [data[start : start + PAGE] for start in (0, PAGE)]
     unpacked = [CommitRecord.unpack(page, which) for which, page in enumerate(pages)]
     valid = sorted((record for record in unpacked if record is not None), key=lambda record: -record.serial)
-    # An empty page was never written. Any other page without a valid record is an interrupted commit, or damage.
+    # An empty page was never written. Any other page without a valid record stems from an interrupted commit or damage.
     invalid_pages = tuple(which for which in (0, 1) if unpacked[which] is None and any(pages[which]))
-    # A page of another format is invalid here, but must not pass as an interrupted commit.
+    # A page of another format is invalid here. The caller must not take it for an interrupted commit.
     heads = (page for page in map(pages.__getitem__, invalid_pages) if len(page) >= _HEAD.size)
     versions = (int(_HEAD.unpack_from(head)[1]) for head in heads if head.startswith(_MAGIC))
     other_version = next((version for version in versions if version != FORMAT_VERSION), None)
@@ -158,11 +158,11 @@ def unpack_records(data: bytes) -> Records:
 
 
 def was_committed(folder: Path) -> bool:
-    """Returns True if a rank's folder holds, or must have held, a commit; False if at most a start was interrupted.
+    """Returns True if a rank's folder holds or must have held a commit; False if at most a start was interrupted.
 
-    The second commit begins with blob 1 and ends with page 1, and the first commit is complete by then. So if page 0 is
-    invalid, and blob 1 and page 1 are empty, the first commit was interrupted. A page of another format is a commit as
-    well. Raises `IoError` if a file exists and cannot be read. It may hold a commit.
+    The first commit is complete before the second commit writes blob 1 and then page 1. So the first commit was
+    interrupted if page 0 is invalid while blob 1 and page 1 are empty. A page of another format counts as a commit.
+    Raises `IoError` if a file exists and cannot be read, because the file may hold a commit.
     """
     records = read_records(folder / "commit")
     if records.valid or 1 in records.invalid_pages or records.other_format is not None:
@@ -171,14 +171,14 @@ def was_committed(folder: Path) -> bool:
 
 
 def read_if_any(path: Path) -> bytes:
-    """Returns the bytes of a file, none if it does not exist. Raises `IoError` if the file cannot be read."""
+    """Returns the bytes of a file; no bytes if there is no file. Raises `IoError` if the file cannot be read."""
     try:
         return read_whole(path)
     except (FileNotFoundError, NotADirectoryError):
         return b""
     except OSError as error:
-        # The file exists. If it counted as missing, a start would find no run and delete its commits, and a resume
-        # would take a commit for damaged.
+        # The file exists, so it must not count as missing: a start would find no run and delete the commits, and a
+        # resume would report a damaged commit.
         wrong = IoError(str(path), 0, 0, error.errno or errno.EIO, "read")
         wrong.strerror = error.strerror  # may be more specific than the system's text for the number
         raise wrong from error
@@ -195,7 +195,7 @@ class Extent(NamedTuple):
 
 
 class Extents(NamedTuple):
-    """Location of a slot of a partition: at most two extents, in the order of the slot's bytes."""
+    """Location of a slot in the states file: at most two extents, in the order of the slot's bytes."""
 
     extents: tuple[Extent, ...]
 
@@ -221,20 +221,20 @@ class Extents(NamedTuple):
 
 
 def own_nbytes(slots: Sequence[Extents]) -> int:
-    """Returns the bytes at the start of each slot of a state that no other slot shares."""
+    """Returns the number of bytes at the start of a slot that the other slot of the state does not share."""
     return sum(extent.nbytes for extent in slots[0].extents if len(slots) == 1 or extent not in slots[1].extents)
 
 
 class StoreSpec(NamedTuple):
-    """Contents of a store, as planned. Two specs belong to one run if they are equal in all but `about`.
+    """Planned contents of a store. Two specs fit one run if all their fields except `about` are equal.
 
     Attributes:
-        partitions: for each unit, the bytes of each state that is kept on disk, multiples of 4096.
+        partitions: for each unit, the number of bytes of each state on disk. All are multiples of 4096.
         slots: 2, or 1 without durability.
         fingerprint: JSON that names model, layout, mode and world size.
         about: JSON that is only displayed.
-        frozen: for each unit, the bytes at the end of its WEIGHT that no update writes, a multiple of 4096; empty for
-            none.
+        frozen: for each unit, the number of bytes at the end of its WEIGHT that no update writes. All are multiples of
+            4096. The tuple is empty if no unit has frozen bytes.
     """
 
     partitions: tuple[Mapping[State, int], ...]
@@ -245,9 +245,9 @@ class StoreSpec(NamedTuple):
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """Returns for each unit the bytes at the end of WEIGHT that are stored once, as a part of both slots.
+        """Returns for each unit the number of bytes at the end of WEIGHT that both slots share.
 
-        All are 0 in a store with one slot.
+        These bytes are stored once. The numbers are 0 in a store with one slot.
         """
         return self.frozen if self.frozen and self.slots == 2 else (0,) * len(self.partitions)
 
@@ -262,14 +262,14 @@ class StoreSpec(NamedTuple):
         return sum(map(self.nbytes_of, State))
 
     def nbytes_of(self, state: State) -> int:
-        """Returns the bytes of all slots of one state, of all units."""
+        """Returns the number of bytes that all slots of one state take, over all units."""
         rows = [row.get(state, 0) * self.slots for row in self.partitions]
         return sum(rows) - (sum(self.shared) if state is State.WEIGHT else 0)
 
     def places(self) -> list[dict[State, tuple[Extents, ...]]]:
         """Returns for each unit and state the extents of its slots.
 
-        The slots of a state follow each other; the bytes that both slots share come after the second slot.
+        The slots of a state follow each other. The shared bytes come after the second slot.
         """
         end = 0
         table: list[dict[State, tuple[Extents, ...]]] = []
@@ -278,10 +278,10 @@ class StoreSpec(NamedTuple):
             for state, nbytes in states.items():
                 shared = frozen if state is State.WEIGHT else 0
                 own = nbytes - shared
-                # The frozen bytes follow the last slot; every slot names them as its second extent.
+                # The frozen bytes follow the last slot. They are the second extent of every slot.
                 behind = Extent(end + self.slots * own, shared)
                 slots = [(Extent(end + slot * own, own), behind) for slot in range(self.slots)]
-                # Empty extents are left out: most states have no frozen bytes, and a frozen unit has only frozen bytes.
+                # Empty extents are left out. Most states have no frozen bytes, and frozen units have no other bytes.
                 row[state] = tuple(Extents(tuple(extent for extent in slot if extent.nbytes)) for slot in slots)
                 end = behind.offset + behind.nbytes
             table.append(row)
@@ -305,12 +305,12 @@ class StoreManifest:
     drives: tuple[str, ...]
     """Folders of the drives when the store was created."""
     weights: tuple[int, ...]
-    """For each drive, the number of its stripes in each row."""
+    """For each drive, the number of stripes that the drive stores of each row of stripes."""
     stripe_bytes: int
     spec: StoreSpec
-    # Not compared: an older version of offload leaves the id out of its commits, next to files that have it.
+    # Comparisons ignore the id: an older version of offload writes commits without it next to files that have it.
     run_id: str | None = field(default=None, compare=False)
-    """Random id of the run, the same in the stores of all its ranks; None if unknown, as in runs of older versions."""
+    """Random id of the run, equal in the stores of all ranks. It is None in runs of older versions."""
 
     def pack(self, drive: int = 0) -> bytes:
         """Returns the bytes of the manifest on one drive."""
@@ -329,7 +329,7 @@ class StoreManifest:
             "about": self.spec.about,
             "extents": _plain_places(self.spec),
         }
-        # A line for each key. With `indent`, json encodes in Python code, which is slow for thousands of parameters.
+        # Each key gets a line. `json.dumps` with `indent` would run in Python code, slowly for thousands of parameters.
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
         return ("{\n" + ",\n".join(lines) + "\n}").encode()
 
@@ -342,7 +342,7 @@ class StoreManifest:
     def unpack(cls, data: bytes, where: str) -> StoreManifest:
         """Returns the manifest in `data`.
 
-        Raises `StoreError` with the reason and `where`, the location of the data, if `data` is no manifest.
+        Raises `StoreError` if `data` is no manifest. The error names the reason and `where`, the location of `data`.
         """
         try:
             content = read(data, fields({}))
@@ -358,12 +358,12 @@ class StoreManifest:
             _MANIFEST(content, "")
             if len(content["stripes"]["weights"]) != len(content["drives"]):
                 raise ValueError(f"expected a weight for each of {len(content['drives'])} drives")
-            # The file stores extents and no sizes: the size of a partition is the sum over its first slot.
+            # The manifest stores extents, not sizes. The size of a partition is the sum of its first slot's extents.
             partitions = tuple(
                 {State(name): sum(nbytes for _, nbytes in slots[0]) for name, slots in row.items()}
                 for row in content["extents"]
             )
-            # The extents that both slots name hold the frozen bytes. A store with one slot does not record them.
+            # An extent in both slots holds the frozen bytes. A store with one slot does not mark its frozen bytes.
             weights = [row.get(State.WEIGHT.value, ()) for row in content["extents"]]
             frozen = tuple(
                 sum(extent[1] for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
@@ -382,8 +382,8 @@ class StoreManifest:
                 spec=spec,
                 run_id=content.get("run_id"),
             )
-            # The layout is recomputed from the sizes. Extents that differ were written in another format, or are
-            # damaged.
+            # The layout is recomputed from the sizes. If the extents differ, the manifest is damaged or has another
+            # format.
             if _plain_places(spec) != content["extents"]:
                 raise ValueError("its extents are not where its format requires them")
             return manifest
@@ -397,11 +397,11 @@ def made_by(content: Mapping[str, Any]) -> str:
     return str(about.get("offload", "unknown")) if isinstance(about, dict) else "unknown"
 
 
-# A manifest may come from anybody. These tables list the kinds and ranges of values that all other code relies on.
+# A manifest may come from anybody. These tables check the kinds and ranges of values on which all other code relies.
 MOST_RANKS = 1 << 16
 _DIMENSION = whole(0, 1 << 48)
 _FIELDS = rows(rows(anything, 3, 3))
-"""Fields of a state as [name, kind, shape]; `described_layouts` reads them further."""
+"""Fields of a state as [name, kind, shape]; `described_layouts` checks each field."""
 _PARAMETER = fields(
     {"name": text(), "shape": rows(_DIMENSION, 0, 64), "start": whole(), "trainable": flag},
     {
@@ -419,11 +419,11 @@ _UNIT = fields(
     {"matrices": maybe(whole()), "in_fp32": flag},
 )
 _UNIT_IN_WORDS = fields({"name": text(), "parameters": rows(_PARAMETER)})
-"""A unit of a checkpoint with parts. The checkpoint's manifest describes units for human readers only."""
+"""A unit in the manifest of a checkpoint with parts. Only people read this description."""
 
 
 def check_layout(value: Any, name: str) -> None:
-    """Raises `ValueError` if `value` is no description of a model, made by `offload.layout.fingerprint.describe`."""
+    """Raises `ValueError` unless `value` has the form that `offload.layout.fingerprint.describe` returns."""
     parts = isinstance(value, dict) and bool(value.get("parts"))
     ranks = whole(1, MOST_RANKS)
     place = fields({"size": ranks})
@@ -457,7 +457,7 @@ ABOUT = fields(
         "tied_buffers": table(text()),
     },
 )
-"""Description of a model for people and exports, made by `offload.layout.fingerprint.about`."""
+"""Checks the description of a model for people and exports, which `offload.layout.fingerprint.about` returns."""
 _MANIFEST = fields(
     {
         "id": text("[0-9a-f]{1,64}", "the id of a store"),
@@ -469,7 +469,7 @@ _MANIFEST = fields(
         "slots": whole(1, 2),
         "layout": check_layout,
         "about": ABOUT,
-        # The bytes of each state, and of all states together, stay within the largest possible file size.
+        # These limits keep the size of each state, and of all states together, below the largest file size.
         "extents": rows(table(rows(rows(rows(whole(0, 1 << 56), 2, 2), 0, 2), 1, 2)), 0, 1 << 16),
     },
     {"run_id": text("[^\0]*", "the id of a run"), "drive": whole(0, 1023)},
@@ -484,7 +484,7 @@ def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:
 
 
 def read_manifest(path: Path) -> StoreManifest:
-    """Returns the manifest in a file; raises `StoreError` if there is none that can be read."""
+    """Returns the manifest in a file. Raises `StoreError` if the file cannot be read or holds no manifest."""
     try:
         data = read_whole(path)
     except OSError as error:
@@ -504,13 +504,13 @@ def check_rank(manifest: StoreManifest, rank: int, folder: Path) -> None:
 def compare(own: StoreSpec, stored: StoreSpec, folder: Path) -> None:
     """Raises `StoreError` with the first difference between two specs, and advice."""
     for name in ("fingerprint", "slots", "partitions", "shared"):
-        # The found spec was read from JSON, so both are converted to JSON and back before they are compared.
+        # `stored` was read from JSON, so both specs are converted to JSON and back before the comparison.
         expected, there = (json.loads(json.dumps(_plain(getattr(spec, name)))) for spec in (own, stored))
         difference = _difference(expected, there, "layout" if name == "fingerprint" else name)
         if difference is None:
             continue
         advice = f"choose another run name, or remove the run with `{shell_command('rm', folder.parent)}`"
-        # Differences that a setting of the user explains get advice of their own.
+        # If a setting of the user explains the difference, the advice names this setting.
         if name == "slots":
             advice = 'resume with the durability that the run had, or leave "durability" out'
             there, here = ("none" if spec.slots == 1 else "step, or every N" for spec in (stored, own))
@@ -535,7 +535,7 @@ def compare(own: StoreSpec, stored: StoreSpec, folder: Path) -> None:
 
 
 def layout_difference(own: StoreSpec, stored: StoreSpec) -> str | None:
-    """Returns the first difference between the model, the layout and the mode of two specs; None if there is none."""
+    """Returns the first difference between two specs in model, layout or mode; None if they are equal."""
     expected, there = (json.loads(json.dumps(_plain(spec.fingerprint))) for spec in (own, stored))
     return _difference(expected, there, "layout")
 
@@ -560,7 +560,7 @@ def _advice_of_modes(there: str, here: str, folder: Path) -> str:
 
 
 def _words(mode: str) -> tuple[str, str, dict[str, str]]:
-    """Returns the dtype, the optimizer and the forms in a mode's name; Adam and fp32 do not appear in the name."""
+    """Returns dtype, optimizer and forms in a mode's name, which leaves out Adam and forms in fp32."""
     dtype, *extras = mode.split(" ")
     forms = {"moments": "fp32", "master": "fp32"}
     optimizer = ""
@@ -605,16 +605,16 @@ def _short(value: Any) -> str:
 
 # -- blob ----------------------------------------------------------------------------------------------
 #
-# The blob of a commit: a safetensors file with the engine's tensors and three tensors of the store.
+# A commit has one blob: a safetensors file with the engine's tensors and three tensors of the store.
 #
-# The store's tensors are read as bytes, so that the inspection of a run does not import torch; only `pack` and
-# `Blob.contents`, which returns the engine's tensors, import torch.
+# `Blob` reads the store's tensors as bytes, so inspection of a run does not import torch. Only `pack_blob`,
+# `ChecksumTable.pack` and `Blob.contents` import torch.
 
 
 SUMS, MANIFEST, WRITTEN = "store.sums", "store.manifest", "store.written"
 """Names of the tensors that the store adds to the engine's: checksums, manifest and write counts."""
 _LENGTH_NBYTES = 8
-"""A safetensors file begins with its header's length, in this many bytes."""
+"""Number of bytes at the start of a safetensors file that hold the length of its header."""
 
 
 _PLACE = fields({"dtype": text(), "data_offsets": rows(whole(), 2, 2)})
@@ -623,7 +623,7 @@ _PLACE = fields({"dtype": text(), "data_offsets": rows(whole(), 2, 2)})
 class Blob:
     """The bytes of a blob, whose checksum the caller has verified.
 
-    Raises `ValueError` if the bytes are no blob, although their checksum is correct.
+    The constructor raises `ValueError` if the bytes are no blob, although their checksum is correct.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -676,8 +676,7 @@ def tensors_in(data: bytes) -> dict[str, torch.Tensor]:
 
     try:
         return dict(safetensors.torch.load(data))
-    # The library checks sizes and offsets itself. It raises these errors for a dtype unknown to torch, or a wrong
-    # shape.
+    # safetensors checks sizes and offsets. The other errors mean a dtype that torch does not know, or a wrong shape.
     except (safetensors.SafetensorError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"the bytes are no safetensors file: {type(error).__name__}: {error}") from error
 
@@ -698,16 +697,16 @@ def pack_blob(contents: Mapping[str, torch.Tensor], table: torch.Tensor, manifes
 
 # -- checksums -----------------------------------------------------------------------------------------
 #
-# Checksums of slots: a CRC-32C for each checksum range, the bytes written by one request or by a few small ones.
+# A slot has a CRC-32C for each of its checksum ranges. One write request, or a few small ones, wrote each range.
 #
-# An update writes a partition tile by tile, so most ranges are tiles. A blob contains these checksums; a live run
-# compares its reads with finer checksums (`page_sums`). An export reads everything in order, in chunks of another size.
-# The checksums of two neighbours can be joined to one checksum of both, so an export compares bytes as soon as it
-# reaches the border of a range.
+# An update writes a partition tile by tile, so most ranges are tiles. A blob contains these checksums. A live run
+# compares its reads with finer checksums (`PageSums`). An export reads all bytes in order, in chunks of another size.
+# Two checksums of neighbouring bytes can be joined to one, so an export compares bytes whenever it reaches the border
+# of a range.
 
 
 STATES = tuple(state for state in State if state is not State.GRAD)
-"""States with checksums; a row of a packed table names a state by its index in this tuple."""
+"""States with checksums. A row of a packed table stores the index of a state in this tuple."""
 
 
 _ROW = struct.Struct("<5q")
@@ -716,7 +715,7 @@ ROW_NBYTES = _ROW.size
 
 
 class ChecksumRange(NamedTuple):
-    """Bytes of a slot, offset from the slot's start, and their CRC-32C."""
+    """A range of bytes in a slot and its CRC-32C. `start` is relative to the start of the slot."""
 
     start: int
     nbytes: int
@@ -730,7 +729,10 @@ Key = tuple[int, State]
 
 
 def joined(checksum_ranges: Iterable[ChecksumRange], least: int) -> list[ChecksumRange]:
-    """Joins neighbouring ranges, in order and without gaps, until each but the last one has at least `least` bytes."""
+    """Returns the ranges, joined to ranges of at least `least` bytes; the last one may be shorter.
+
+    `checksum_ranges` are in order and have no gaps.
+    """
     joined_ranges: list[ChecksumRange] = []
     for checksum_range in checksum_ranges:
         if joined_ranges and joined_ranges[-1].nbytes < least:
@@ -745,7 +747,7 @@ def joined(checksum_ranges: Iterable[ChecksumRange], least: int) -> list[Checksu
 
 
 def sum_of(slot: Sequence[ChecksumRange], start: int, nbytes: int) -> int | None:
-    """Returns the CRC-32C of bytes of a slot; None if they do not begin and end at borders of ranges."""
+    """Returns the CRC-32C of some bytes of a slot; None unless both ends of the bytes are borders of ranges."""
     first, last = _border(slot, start), _border(slot, start + nbytes)
     if first is None or last is None:
         return None
@@ -785,7 +787,10 @@ def unpack(rows: bytes) -> dict[Key, Slot]:
 
 
 def check_whole(table: Mapping[Key, Slot], places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
-    """Raises `StoreError` unless a table contains the checksums of all bytes of each slot, and no other checksums."""
+    """Raises `StoreError` unless the checksums of each slot in `places` cover all its bytes.
+
+    Checksums in `table` of slots that `places` lacks are ignored.
+    """
     for unit, row in enumerate(places):
         for state, slots in row.items():
             slot, nbytes = table.get((unit, state), ()), slots[0].nbytes
@@ -797,24 +802,24 @@ def check_whole(table: Mapping[Key, Slot], places: Sequence[Mapping[State, Seque
 
 
 _MOST_PASSAGES = 64
-"""Most open passages of a slot: one for each thread that reads the slot, and those that stopped readers have left."""
+"""Largest number of open passages of a slot. Each reading thread has one, and stopped readers leave theirs."""
 
 
 class _Passage(NamedTuple):
-    """Consecutive reads of a slot that are not compared yet."""
+    """Consecutive reads of a slot whose checksums have not been compared yet."""
 
     since: int
-    """First byte, a border."""
+    """First byte of the passage. It is a border of a range."""
     end: int
     crc: int
-    """Joined checksum."""
+    """Checksum of all bytes of the passage."""
 
 
 class Passages:
-    """Comparison of sequential reads with the checksums of ranges. Any thread may add a read.
+    """Compares sequential reads with the checksums of ranges. Any thread may add a read.
 
-    A read that ends inside a range stays open, and is compared together with the read of the bytes after it. If too
-    many reads are open, the oldest one is dropped. Its bytes are compared when they are read again.
+    A read that ends inside a range stays open. It is compared together with the next read, which begins at its end. If
+    too many reads are open, the oldest read is dropped, and its bytes are compared when somebody reads them again.
     """
 
     def __init__(self) -> None:
@@ -822,16 +827,15 @@ class Passages:
         self._open: dict[Key, tuple[Slot, deque[_Passage]]] = {}
         """Open reads of each slot, oldest first.
 
-        They are dropped when the slot gets another `Slot` value: the bytes have then been replaced.
+        The reads of a slot are dropped when the slot gets another `Slot` value, because its bytes have been replaced.
         """
 
     def compare(self, key: Key, slot: Slot, start: int, nbytes: int, crc: int) -> tuple[bool, range]:
-        """Returns whether the bytes read equal those written, and the range of bytes that is now verified.
+        """Compares one read. Returns True and the range of bytes that it has verified, or False and the damaged range.
 
-        The bytes are compared together with earlier bytes that could not be compared yet. If no comparison is possible
-        yet, the result is True with an empty range. The calls must come in the order of the bytes: a read that begins
-        inside a range is never compared if no call passed the bytes before it. `slot` contains the checksum ranges at
-        the time of the request.
+        The bytes are compared together with the open reads before them. If a comparison is not possible yet, returns
+        True and an empty range. The calls must come in the order of the bytes: a read that begins inside a range is
+        never compared if no earlier call ended there. `slot` contains the checksum ranges at the time of the request.
         """
         with self._lock:
             # A read that begins and ends at borders is compared at once.
@@ -839,8 +843,8 @@ class Passages:
             if expected is not None:
                 return crc == expected, range(start, start + nbytes)
             of, open_ = self._open.get(key, ((), deque[_Passage]()))
-            # Compared by identity: an update replaces the tuple, and open reads of the old bytes must not be joined
-            # with new ones.
+            # The comparison is by identity. An update replaces the tuple, and open reads of the old bytes must not be
+            # joined with reads of the new bytes.
             if of is not slot:
                 open_ = deque(maxlen=_MOST_PASSAGES)
                 self._open[key] = slot, open_
@@ -852,7 +856,7 @@ class Passages:
             elif _border(slot, start) is not None:
                 passage = _Passage(start, start, 0)
             else:
-                return True, range(0)  # a read in the middle of a range: there is no checksum to compare with
+                return True, range(0)  # the read begins inside a range: no checksum begins there
             end, crc = start + nbytes, crc32c_joined(passage.crc, crc, nbytes)
             expected = sum_of(slot, passage.since, end - passage.since)
             if expected is not None:
@@ -863,16 +867,18 @@ class Passages:
 
 # -- page sums -----------------------------------------------------------------------------------------
 #
-# Checksums of one slot's bytes in memory, page by page, so that every read of any bytes can be compared.
+# In memory, a slot has a checksum for each of its pages, so that every read of any bytes can be verified.
 #
-# The blob of a commit contains a few checksums of a slot, one for each range that an update has written. They cannot
-# verify a read that begins or ends inside a range. In memory a slot therefore has a CRC-32C for each page of 4096
-# bytes. The native queue computes the checksums of a request's pages together with the request's own checksum, at no
-# extra cost.
+# The blob of a commit contains one checksum for each range that an update has written. These checksums cannot verify a
+# read that begins or ends inside a range. In memory a slot therefore has a CRC-32C for each page of 4096 bytes. The
+# native queue computes the checksums of a request's pages together with the checksum of the whole request, at no extra
+# cost.
 #
-#     pages     the usual case: a read of whole pages is compared by one comparison of memory
-#     parts     of a page that two writes share, a checksum for each; a read that cuts a part splits it first
-#     ranges    of a slot that an earlier process wrote, until their bytes are read whole for the first time
+#     pages     A page that one write covers has one checksum. One comparison of memory verifies a read of such pages.
+#     parts     A page that several writes share has one checksum for each write's part. A read that cuts a part splits
+#               the part first.
+#     ranges    Bytes that an earlier process wrote have only the checksums of ranges, until all bytes of a range are
+#               read for the first time.
 
 
 _SUM_NBYTES = 4
@@ -880,7 +886,7 @@ _BYTE_ORDER = sys.byteorder
 
 
 class _PagePart(NamedTuple):
-    """Bytes [start, stop) of a slot, all in one page, and their CRC-32C."""
+    """The CRC-32C of bytes [start, stop) of a slot. All these bytes are in one page."""
 
     start: int
     stop: int
@@ -896,21 +902,21 @@ class PageSums:
     def __init__(self, nbytes: int, ranges: Iterable[ChecksumRange] = ()) -> None:
         """Creates the checksums of a slot of zeros, except for the bytes in `ranges`.
 
-        Each of `ranges` contains one known checksum for the whole range, and none for its pages.
+        For each of `ranges`, only the checksum of the whole range is known, and no checksums of its pages.
         """
         self.nbytes = nbytes
         self._sums = bytearray(_packed(crc32c_of_zeros(PAGE)) * (nbytes // PAGE))
         if nbytes % PAGE:
             self._sums += _packed(crc32c_of_zeros(nbytes % PAGE))
         self._parts: dict[int, list[_PagePart]] = {}
-        """For each page that was not written as a whole, by number: its parts in order."""
+        """The parts, in order, of each page that no single write has covered. The key is the number of the page."""
         self._ranges = list(ranges)
         self._lock = threading.Lock()
 
     def renewed(self, writes: Sequence[tuple[int, int, bytes]]) -> PageSums:
         """Returns the checksums after writes from byte 0 on. Bytes after the last write keep their checksums.
 
-        `writes` contains start, number of bytes and page checksums of each write, in order, without gaps.
+        `writes` contains start, number of bytes and page checksums of each write, in order and without gaps.
         """
         new = PageSums(0)
         new.nbytes, end = self.nbytes, sum(writes[-1][:2])
@@ -919,7 +925,7 @@ class PageSums:
             new._parts = {page: parts for page, parts in self._parts.items() if page * PAGE >= end}
             new._ranges = [checksum_range for checksum_range in self._ranges if checksum_range.start >= end]
         for start, nbytes, _ in writes:
-            # In a page that several writes share, none of the old bytes are left.
+            # Several writes may share a page. They replace all its bytes, so none of its old parts remain.
             for border in (start, start + nbytes):
                 if border % PAGE:
                     new._parts[border // PAGE] = []
@@ -944,13 +950,13 @@ class PageSums:
                 self._put(page, _PagePart(begin, end, _unpacked(sums, page - first)))
 
     def mark_proven(self, ranges: Iterable[ChecksumRange]) -> None:
-        """Ends the unproven state of `ranges`, all of whose bytes were recorded: `unproven` returns them no longer."""
+        """Removes `ranges` from the result of `unproven`. The caller has recorded all their bytes."""
         proven = set(ranges)
         with self._lock:
             self._ranges = [checksum_range for checksum_range in self._ranges if checksum_range not in proven]
 
     def unproven(self, start: int, nbytes: int) -> list[ChecksumRange]:
-        """Returns the ranges that overlap [start, start + nbytes) and whose pages have no known checksums yet."""
+        """Returns the ranges without known page checksums that overlap [start, start + nbytes)."""
         if not self._ranges:
             return []
         with self._lock:
@@ -961,15 +967,16 @@ class PageSums:
             ]
 
     def pages_to_read(self, start: int, nbytes: int) -> list[range]:
-        """Returns the byte ranges of the pages that must be read as a whole to verify [start, start + nbytes)."""
+        """Returns byte ranges: the whole pages that the caller must read to verify [start, start + nbytes)."""
         with self._lock:
             cut = [ends for ends in self._cut_pages(start, start + nbytes) if self._joined(*ends) is None]
         return [self._page(page) for page in sorted({begin // PAGE for begin, _ in cut})]
 
     def first_damage(self, start: int, nbytes: int, sums: bytes, pages: Mapping[int, memoryview]) -> range | None:
-        """Compares bytes that were read, all outside unproven ranges; returns the first damaged page, or None.
+        """Compares a read with the checksums. Returns the byte range of the first damaged page, or None.
 
-        `pages` contains the bytes of `pages_to_read`, by the number of the page.
+        The read must not overlap unproven ranges. `pages` maps the numbers of the pages of `pages_to_read` to their
+        bytes.
         """
         stop, first = start + nbytes, start // PAGE
         whole = self._whole_pages(start, stop)
@@ -977,7 +984,8 @@ class PageSums:
             cut = self._cut_pages(start, stop)
             for begin, end in cut:
                 if begin == start and not self._fits(begin, end, _unpacked(sums, begin // PAGE - first), pages):
-                    return self._page(begin // PAGE)  # its other bytes may be those that are damaged
+                    # The damage may be in bytes of the page that were not requested, so the whole page is reported.
+                    return self._page(begin // PAGE)
             right = self._sums[_at(whole.start) : _at(whole.stop)]
             received = sums[_at(whole.start - first) : _at(whole.stop - first)]
             if right != received:
@@ -985,21 +993,21 @@ class PageSums:
                 return self._page(whole[page])
             for begin, end in cut:
                 if begin != start and not self._fits(begin, end, _unpacked(sums, begin // PAGE - first), pages):
-                    return self._page(begin // PAGE)  # its other bytes may be those that are damaged
+                    return self._page(begin // PAGE)
         return None
 
-    # -- pages and parts; the caller of all that follows holds the lock where it reads or changes parts --------------
+    # -- pages and parts; the caller holds the lock if a method reads or changes parts --------------------------------
 
     def _page(self, page: int) -> range:
         return range(page * PAGE, min((page + 1) * PAGE, self.nbytes))
 
     def _whole_pages(self, start: int, stop: int) -> range:
-        """Returns the pages all of whose bytes are in [start, stop)."""
+        """Returns the numbers of the pages that [start, stop) covers entirely."""
         last = -(-stop // PAGE) if stop == self.nbytes else stop // PAGE
         return range(-(-start // PAGE), max(last, -(-start // PAGE)))
 
     def _cut_pages(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Returns the parts of [start, stop) in pages that it covers only partly: none, one or two ranges."""
+        """Returns the ends of [start, stop) that cover their pages only partly: none, one or two byte ranges."""
         whole = self._whole_pages(start, stop)
         if not whole and start < stop and start // PAGE == (stop - 1) // PAGE:
             return [(start, stop)]
@@ -1014,7 +1022,7 @@ class PageSums:
         return [_PagePart(of.start, of.stop, _unpacked(self._sums, page))]
 
     def _put(self, page: int, new: _PagePart) -> None:
-        """Records a part. The rest of a part that it cuts keeps a known checksum only if that part was all zeros."""
+        """Records the part `new`. If it cuts an old part, the rest has a checksum only if the old part is all zeros."""
         parts = [new]
         for old in self._parts_of(page):
             for begin, end in ((old.start, min(old.stop, new.start)), (max(old.start, new.stop), old.stop)):
@@ -1024,12 +1032,12 @@ class PageSums:
                     parts.append(_PagePart(begin, end, crc32c_of_zeros(end - begin)))
         self._parts[page] = sorted(parts)
         of = self._page(page)
-        # None: some bytes of the page are unknown, and a read of them fails.
+        # `crc` is None if some bytes of the page have no checksum. A read of these bytes then fails.
         crc = self._joined(of.start, of.stop)
         self._sums[_at(page) : _at(page + 1)] = _packed(0 if crc is None else crc)
 
     def _joined(self, start: int, stop: int) -> int | None:
-        """Returns the CRC-32C of [start, stop) in one page; None if it does not begin and end at borders of parts."""
+        """Returns the CRC-32C of [start, stop) in one page; None unless `start` and `stop` are borders of parts."""
         crc, at = 0, start
         for part in self._parts_of(start // PAGE):
             if part.start == at and part.stop <= stop:
@@ -1037,7 +1045,7 @@ class PageSums:
         return crc if at == stop else None
 
     def _fits(self, start: int, stop: int, crc: int, pages: Mapping[int, memoryview]) -> bool:
-        """Returns True if `crc` matches [start, stop) in one page; splits the page's parts at both ends if needed."""
+        """Returns True if `crc` matches [start, stop) in one page. May split the page's parts at `start` and `stop`."""
         expected = self._joined(start, stop)
         page = start // PAGE
         if expected is None and page in pages:
@@ -1073,14 +1081,14 @@ def _unpacked(sums: bytes | bytearray, page: int) -> int:
 
 # -- checksum table ------------------------------------------------------------------------------------
 #
-# The checksums of a store's newest slots: of ranges, for the commits, and of pages, to verify every read.
+# For each newest slot, a store has checksums of ranges, which it commits, and of pages, which verify every read.
 #
-# Threads: the update worker alone replaces checksums, each by one assignment. Any thread takes a slot's checksums when
-# it submits a read, and compares the bytes with these, even if the slot is replaced in the meantime.
+# Threads: only the update thread replaces a slot's checksums, by one assignment. Any other thread takes the checksums
+# when it submits a read. It compares the bytes with these checksums, even if the slot has been replaced since.
 
 
 _MIN_CHECKSUM_NBYTES = MIB // 4
-"""If a slot would have too many checksums, neighbours are joined until each checksum covers this many bytes."""
+"""If a slot would have too many checksums, neighbours are joined until each covers at least this many bytes."""
 
 
 class ChecksumTable:
@@ -1091,10 +1099,10 @@ class ChecksumTable:
         self._pages: dict[Key, PageSums] = {}
 
     def fill_zeros(self, places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
-        """Sets the checksums of slots that were never written."""
+        """Sets the checksums of all slots in `places` to those of zeros."""
         for unit, row in enumerate(places):
             for state, slots in row.items():
-                # A range for each extent: frozen bytes have checksums of their own.
+                # Each extent gets a range, so frozen bytes have checksums of their own.
                 sizes = [extent.nbytes for extent in slots[0].extents]
                 starts = itertools.accumulate(sizes, initial=0)
                 self._slots[unit, state] = tuple(
@@ -1104,9 +1112,9 @@ class ChecksumTable:
                 self._pages[unit, state] = PageSums(slots[0].nbytes)
 
     def load(self, rows: bytes, places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
-        """Replaces the table by the packed table of a commit.
+        """Replaces the table by the packed table `rows` of a commit.
 
-        Raises `StoreError` if the table does not contain the checksums of these slots.
+        Raises `StoreError` if `rows` is damaged or does not cover all bytes of each slot in `places`.
         """
         slots = unpack(rows)
         check_whole(slots, places)
@@ -1125,9 +1133,9 @@ class ChecksumTable:
         return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
 
     def growth_nbytes(self, places: Sequence[Mapping[State, Sequence[Extents]]]) -> int:
-        """Returns how many bytes the packed table may grow.
+        """Returns the number of bytes by which the packed table may still grow.
 
-        A new store has one checksum for each state; later each tile of an update has one.
+        In a new store each extent has one checksum. Later each tile of an update has one.
         """
         sizes = [slots[0].nbytes for row in places for slots in row.values()]
         most = sum(map(_max_checksums, sizes))
@@ -1138,15 +1146,15 @@ class ChecksumTable:
         return self._pages[key]
 
     def sum_of(self, key: Key, nbytes: int) -> int | None:
-        """Returns the CRC-32C of the first `nbytes` of the newest slot; None if no checksum ends there."""
+        """Returns the CRC-32C of the first `nbytes` of the newest slot; None if no range ends at byte `nbytes`."""
         return sum_of(self._slots[key], 0, nbytes)
 
     def replace(self, key: Key, writes: Sequence[tuple[int, Future]], own_nbytes: int) -> None:
         """Records the checksums of the writes to a slot. Frozen weights after the last write keep their checksums.
 
-        `writes` contains the start and the ended future of each write, in order, without gaps and from byte 0 on. No
-        checksum covers bytes on both sides of `own_nbytes`, the end of the bytes that updates write, since an update
-        would replace only some of its bytes.
+        `writes` contains the start and the ended future of each write, in order, without gaps and from byte 0 on.
+        Updates write only the bytes before `own_nbytes`. No checksum covers bytes on both sides of this border, since
+        an update would replace only some of them.
         """
         self._pages[key] = self._pages[key].renewed([(at, future.wait(), future.page_crcs()) for at, future in writes])
         new = [ChecksumRange(start, future.wait(), future.crc32c()) for start, future in writes]
@@ -1163,5 +1171,5 @@ class ChecksumTable:
 
 
 def _max_checksums(nbytes: int) -> int:
-    """Returns the most checksums that a slot of `nbytes` may have; the blobs reserve room for them."""
-    return 2 + nbytes // _MIN_CHECKSUM_NBYTES  # plus one for the remainder, one for frozen weights
+    """Returns the largest number of checksums of a slot of `nbytes` bytes. Blobs reserve room for this number."""
+    return 2 + nbytes // _MIN_CHECKSUM_NBYTES  # one more for the remainder, and one for frozen weights
