@@ -333,7 +333,7 @@ def test_the_user_may_ask_for_it_between_steps(
 
 
 def test_the_arena_grows_again_after_calm_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = JOB
+    job = JOB._replace(steps=12)
     expected = run(job, ("none", "none"), tmp_path / "plain")
     engine, device, _ = small(monkeypatch, tmp_path)
     at_first = engine.device_memory

@@ -115,6 +115,15 @@ for each in found:
 print("right" if "deepspeed.utils.zero_to_fp32" in [each.name for each in found] else found)
 """
 
+_RUN_OF_A_MODULE = """
+import runpy, sys
+libraries = ("accelerate", "transformers", "peft", "trl", "tests")
+for name in [name for name in sys.modules if name.split(".")[0] in libraries]:
+    del sys.modules[name]  # they have asked for DeepSpeed already
+sys.argv = ["offload.deepspeed", "-m", *{arguments}]
+runpy.run_module("offload.deepspeed", run_name="__main__", alter_sys=True)
+"""
+
 
 def test_the_name_is_given_once_asked_for_and_is_the_package_itself() -> None:
     for code in (_QUESTIONS, _BESIDE):
@@ -180,8 +189,7 @@ def test_a_module_that_is_a_command_says_what_is_wrong(tmp_path: Path) -> None:
 @pytest.mark.works("Trainers", "accelerate with a `DeepSpeedPlugin`, in `offload run`", "right")
 def test_libraries_train_save_and_resume_as_without_deepspeed(tmp_path: Path) -> None:
     """The scripts compare what they have trained."""
-    command = [sys.executable, "-m", "offload.deepspeed", "-m", "tests.deepspeed.scripts", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    done = warm_process.python(_RUN_OF_A_MODULE.format(arguments=["tests.deepspeed.scripts", str(tmp_path)]), cwd=ROOT)
     assert done.returncode == 0 and done.stdout.endswith("right\n"), done.stdout[-2000:] + done.stderr[-6000:]
 
 

@@ -536,7 +536,7 @@ def test_the_values_of_the_first_rank_count(ranks: RankPool, tmp_path: Path) -> 
 
 
 def shards_and_complete(job: Job, folder: Path) -> tuple[list[Found], list[Found], Found]:
-    """Each rank's parts in a round, beside the whole; and the whole after every part was doubled."""
+    """Each rank's parts in a round, beside the whole; and the whole, which doubled with every part."""
     engine = start_rank(job, DISK, folder)
     looks: list[Found] = []
 
@@ -546,25 +546,21 @@ def shards_and_complete(job: Job, folder: Path) -> tuple[list[Found], list[Found
 
     complete = a_round(engine, job, look)
     backward(engine, job, 3)
+    frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
+    expected = {
+        name: value if value is None or name.split()[0] in frozen else value * 2
+        for name, value in everything(engine.module).items()
+    }
     for parameter in engine.module.parameters():
         for get, put in LOCAL.values():
             mine = get(parameter)
             if mine is not None and parameter.requires_grad:
                 put(parameter, mine * 2)
     doubled = everything(engine.module)
+    assert differences(doubled, expected) == []
     engine.step()
     engine.destroy(remove=True)
     return looks, complete, doubled
-
-
-def doubled_complete(job: Job, folder: Path) -> Found:
-    engine = start_rank(job, DISK, folder)
-    a_round(engine, job, dict)
-    backward(engine, job, 3)
-    found = everything(engine.module)
-    engine.destroy(remove=True)
-    frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
-    return {name: value if value is None or name.split()[0] in frozen else value * 2 for name, value in found.items()}
 
 
 @pytest.mark.sample(1)
@@ -585,7 +581,6 @@ def test_the_shards_of_all_ranks_are_complete(dtype: str, ranks: RankPool, tmp_p
                 assert torch.equal(torch.cat([mine, theirs]), value.flatten()), name
     assert lengths >= {(True, True), (True, False), (False, True)}
     assert differences(doubled, also) == []
-    assert differences(doubled, ranks.run(doubled_complete, job, tmp_path / "whole")[0]) == []
 
 
 def alone_and_wrong(folder: Path) -> list[str]:

@@ -460,14 +460,19 @@ while True:
 """
 
 
-def begin(folder: Path, text: str, *command: str) -> subprocess.Popen[str]:
-    """Begins a script as `offload run` does, in a folder: before accelerate is imported, so in no warm process."""
+AS_RUN = """\
+import runpy, sys
+for name in [name for name in sys.modules if name.split(".")[0] in ("accelerate", "transformers")]:
+    del sys.modules[name]  # they have asked for DeepSpeed already
+sys.argv = ["offload.deepspeed", "train.py"]
+runpy.run_module("offload.deepspeed", run_name="__main__", alter_sys=True)
+"""
+
+
+def begin(folder: Path, text: str) -> warm_process.Process:
+    """Begins a script in a folder as `offload run` does."""
     (folder / "train.py").write_text(text)
-    command = (sys.executable, "-m", *(command or ("offload.deepspeed",)), "train.py")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return warm_process.begin(["-c", AS_RUN], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def wait_for(process: warm_process.Process | subprocess.Popen[str], word: str) -> list[str]:
@@ -497,7 +502,15 @@ def interrupted(process: warm_process.Process | subprocess.Popen[str]) -> str:
 
 
 def test_the_first_ends_after_the_last_complete_step_and_keeps_the_run(tmp_path: Path) -> None:
-    process = begin(tmp_path, TRAINING, "offload", "run")  # the real command, from its start
+    (tmp_path / "train.py").write_text(TRAINING)
+    process = subprocess.Popen(  # the real command, from its start
+        [sys.executable, "-m", "offload", "run", "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     wait_for(process, "2")
     errors = interrupted(process)
     first, last = errors.strip().splitlines()[-2:]

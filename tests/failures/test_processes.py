@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.failures import linear_engine
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import Job, processes, run, start, train_step
+from tests.support.processes import warm_process
 
 DISK = ("nvme", "nvme")
 MIB = 1 << 20
@@ -225,6 +228,15 @@ def by_python(folder: Path, fails: bool) -> None:
     assert process.exitcode == int(fails)
 
 
+@pytest.fixture
+def warm_python(tmp_path: Path) -> Iterator[None]:
+    """multiprocessing starts a Python that is forked, with modules that take longer to import than a test."""
+    multiprocessing.set_executable(str(warm_process.commands(tmp_path / "commands") / "python"))
+    yield
+    multiprocessing.set_executable(sys.executable)
+
+
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("spawn", [by_torch, pytest.param(by_python, marks=pytest.mark.slow)])
 def test_an_exception_keeps_the_run(spawn: Callable[[Path, bool], None], tmp_path: Path) -> None:
     spawn(tmp_path, True)

@@ -25,7 +25,7 @@ from tests.support.modules.checkpointed import Stack, small_inputs_move, square_
 from tests.support.oracle import Job, small_pieces, start, train_step
 
 DISK = ("nvme", "nvme")
-FAULTS_UNTIL, STEPS = 3, 8
+FAULTS_UNTIL, STEPS = 2, 4
 """A fault comes in one of the first steps; by the last one every byte was read again, or scrubbed."""
 
 
@@ -43,7 +43,7 @@ class Model(Stack):
 class Deep(Model):
     """The same with so many blocks that their inputs come back from the drive."""
 
-    depth = 16
+    depth = 10
 
 
 JOB = Job(Model, square_loss, steps=STEPS, lr=1e-2, dtype="bf16", accumulation=2)
@@ -175,7 +175,7 @@ def notice(run: str, seed: int, folder: Path) -> tuple[str, ...]:
     return run, name, kind, "noticed" if cause is not None else "never read again"
 
 
-@pytest.mark.parametrize(("run", "seed"), [("gradients spill", 0), ("without durability", 0), ("inputs move", 1)])
+@pytest.mark.parametrize(("run", "seed"), [("gradients spill", 0), ("without durability", 0), ("inputs move", 4)])
 def test_rot_under_a_live_run_is_noticed(run: str, seed: int, tmp_path: Path) -> None:
     notice(run, seed, tmp_path)
 

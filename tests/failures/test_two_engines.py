@@ -197,7 +197,7 @@ def test_what_is_taken_stays_within_the_budget_whoever_comes_and_goes(tmp_path: 
     budget = 2 * enough_for_all(tmp_path)
     chance = random.Random(0)
     engines: list[offload.Engine] = []
-    for number in range(16):
+    for number in range(10):
         if engines and chance.random() < 0.5:
             engines.pop(chance.randrange(len(engines))).destroy(remove=True)
         else:

@@ -18,7 +18,7 @@ from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, PlainEngine, assert_same_tensors, config, small_pieces, start, weights_of
 
 DISK = ("nvme", "nvme")
-STEPS, BETA = 5, 0.5
+STEPS, BETA = 4, 0.5
 LOGITS = 32.0
 """What a loss is of here: log-probabilities of the 32 tokens of a row, added, over the smaller losses of advantages."""
 

@@ -98,7 +98,7 @@ def killed(folder: Path, steps: int, kills: int, longest: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "kills"), [(12, 1), pytest.param(900, 30, marks=pytest.mark.slow)], ids=["once", "30 times"]
+    ("steps", "kills"), [(6, 1), pytest.param(900, 30, marks=pytest.mark.slow)], ids=["once", "30 times"]
 )
 @pytest.mark.works("Several ranks", "`torchrun --max-restarts`, SIGKILL of ranks, resume of all", "right")
 def test_killed_ranks_continue_bit_for_bit(steps: int, kills: int, tmp_path: Path) -> None:

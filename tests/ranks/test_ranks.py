@@ -54,7 +54,7 @@ DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.numeric
 def test_two_ranks_equal_one_rank_with_the_complete_batch(name: str, ranks: RankPool, tmp_path: Path) -> None:
-    job = JOBS[name]._replace(steps=4, lr=3e-4)
+    job = JOBS[name]._replace(steps=2, lr=3e-4)
     alone = train(job, DISK, tmp_path / "one")
     for result in ranks.run(train, job, DISK, tmp_path / "two"):
         rounding_bounds.same_training(result, alone, job, reordered=True)
@@ -75,7 +75,7 @@ def train_in_all(job: Job, folder: Path, placements: list[tuple[str, str]]) -> R
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["gpt2", "mixture"])
 def test_same_bits_in_every_placement(name: str, dtype: str, ranks: RankPool, tmp_path: Path) -> None:
-    job, placements = JOBS[name]._replace(steps=3, dtype=dtype), drawn(PLACEMENTS, 4)
+    job, placements = JOBS[name]._replace(steps=2, dtype=dtype), drawn(PLACEMENTS, 3)
     one, other = ranks.run(train_in_all, job, tmp_path, placements)
     assert_same(one, other, "the two ranks")
 
@@ -343,7 +343,7 @@ def uneven_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     return models.token_loss(model(ids, PATHS[rank_and_size()[0]][micro]), ids)
 
 
-UNEVEN = Job(Experts, uneven_loss, accumulation=3, steps=3)
+UNEVEN = Job(Experts, uneven_loss, accumulation=3, steps=2)
 
 
 def train_by_schedule(job: Job, schedule: str, folder: Path) -> Result:

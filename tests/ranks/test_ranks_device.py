@@ -13,16 +13,16 @@ from tests.support.oracle import PLACEMENTS, Job, Result, assert_same
 from tests.support.ranks.rank_jobs import JOBS, rows_loss
 from tests.support.ranks.rank_pool import RankPool, train
 
-JOB = JOBS["gpt2"]._replace(steps=3, dtype="bf16", accumulation=2)
+JOB = JOBS["gpt2"]._replace(steps=2, dtype="bf16", accumulation=2)
 CASES = {
     "stage 3": JOB,
     "stage 2": JOB._replace(stage=2),
     "stage 1, sums sent in bf16": JOB._replace(stage=1, sent="bf16"),
     "stage 0, whole states, sums beside the backward": JOB._replace(stage=0, shard_size=1, overlap=True, dtype="fp32"),
     "ranks without gradients of a unit": Job(
-        experts_of_one_rank, rows_loss, steps=3, accumulation=2, stage=1, overlap=True, shard_size=1
+        experts_of_one_rank, rows_loss, steps=2, accumulation=2, stage=1, overlap=True, shard_size=1
     ),
-    "experts": JOBS["mixture"]._replace(steps=3, dtype="bf16"),
+    "experts": JOBS["mixture"]._replace(steps=2, dtype="bf16"),
     "weights and gradients in codes": JOB._replace(quantized="weights gradients"),
 }
 

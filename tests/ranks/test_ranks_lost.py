@@ -37,7 +37,7 @@ from tests.support.ranks.rank_jobs import JOBS, language_rows_loss
 from tests.support.ranks.rank_pool import RankPool, free_port, meet, pool, rank_and_size, start
 
 DISK = ("nvme", "nvme")
-JOB = models.GPT2._replace(loss=language_rows_loss, steps=12, dtype="bf16")
+JOB = models.GPT2._replace(loss=language_rows_loss, steps=6, dtype="bf16")
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -189,7 +189,7 @@ def test_killed_at_thirty_random_moments(tmp_path: Path) -> None:
 
 def test_killed_between_the_commits_of_the_ranks(unbroken: Any, tmp_path: Path) -> None:
     """The rank that is ahead takes its commit back, and what it then writes is never taken for it."""
-    for dies, begins in (((1, 5), 0), ((0, 6), 4), (None, 5)):
+    for dies, begins in (((1, 3), 0), ((0, 4), 2), (None, 3)):
         run = Run(tmp_path, dies=dies)
         run.end()
         assert run.resumed() == [begins, begins]
@@ -200,9 +200,9 @@ def test_killed_between_the_commits_of_the_ranks(unbroken: Any, tmp_path: Path) 
 
 @pytest.mark.works("Several ranks", "SIGKILL of one rank, resume of all", "right")
 def test_killed_within_a_window(unbroken: Any, tmp_path: Path) -> None:
-    """With a commit every fifth step: the steps since the last one are lost on both, and no other."""
-    for dies, begins in (((1, 8), 0), (None, 5)):
-        run = Run(tmp_path, dies, in_step=True, durability={"every": 5})
+    """With a commit every third step: the steps since the last one are lost on both, and no other."""
+    for dies, begins in (((1, 4), 0), (None, 3)):
+        run = Run(tmp_path, dies, in_step=True, durability={"every": 3})
         run.end()
         assert run.resumed() == [begins, begins]
         if dies is not None:

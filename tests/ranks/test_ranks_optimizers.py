@@ -32,7 +32,7 @@ from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool, 
 
 DISK = ("nvme", "nvme")
 PLACES = (("none", "none"), ("nvme", "nvme"), ("cpu", "nvme"))
-MIXTURE = JOBS["mixture"]._replace(model=models.Mixture, steps=3)
+MIXTURE = JOBS["mixture"]._replace(model=models.Mixture, steps=2)
 TRIED = {
     "fp16": MIXTURE._replace(dtype="fp16"),
     "lion, bf16": MIXTURE._replace(dtype="bf16", optimizer="Lion", lr=1e-4),
@@ -128,16 +128,17 @@ def rows_loss(model: Any, step: int, micro: int) -> torch.Tensor:
 
 
 def _own(name: str, lr: float, **params: Any) -> Job:
-    return Job(Wide, words_loss, 4, lr=lr, clip=0.0, optimizer=f"torch.optim.{name}", params=tuple(params.items()))
+    return Job(Wide, words_loss, 3, lr=lr, clip=0.0, optimizer=f"torch.optim.{name}", params=tuple(params.items()))
 
 
+WIDE_MUON, WIDE_SINKGD = MUON._replace(model=Wide, steps=3), SINKGD._replace(model=Wide, steps=3)
 MATRIX_JOBS = {
-    "Muon": MUON._replace(model=Wide),
-    "Muon, bf16": MUON._replace(model=Wide, dtype="bf16", accumulation=2),
-    "Muon, fp16": MUON._replace(model=Wide, dtype="fp16"),
-    "Muon, bf16 moments": MUON._replace(model=Wide, dtype="bf16"),
-    "SinkGD": SINKGD._replace(model=Wide),
-    "SinkGD, bf16": SINKGD._replace(model=Wide, dtype="bf16"),
+    "Muon": WIDE_MUON,
+    "Muon, bf16": WIDE_MUON._replace(dtype="bf16", accumulation=2),
+    "Muon, fp16": WIDE_MUON._replace(dtype="fp16"),
+    "Muon, bf16 moments": WIDE_MUON._replace(dtype="bf16"),
+    "SinkGD": WIDE_SINKGD,
+    "SinkGD, bf16": WIDE_SINKGD._replace(dtype="bf16"),
     "Adafactor": _own("Adafactor", 1e-2),
     "Adafactor, bf16": _own("Adafactor", 1e-2)._replace(dtype="bf16", accumulation=2),
     "NAdam, fp16": _own("NAdam", 1e-3)._replace(dtype="fp16"),

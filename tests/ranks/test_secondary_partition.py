@@ -171,10 +171,9 @@ def train_on_a_late_device(job: Job, folder: Path) -> Result:
 
 
 def test_same_bits_on_a_device_whose_copies_are_late(four: RankPool, tmp_path: Path) -> None:
-    job = JOB._replace(accumulation=2)
-    expected = four.run(train_in_little_room, job, HOST, tmp_path / "host", 1 << 16)
+    expected = four.run(train_in_little_room, JOB, HOST, tmp_path / "host", 1 << 16)
     for late, plain in zip(
-        four.run(train_on_a_late_device, job._replace(node=NODE), tmp_path / "late"), expected, strict=True
+        four.run(train_on_a_late_device, JOB._replace(node=NODE), tmp_path / "late"), expected, strict=True
     ):
         assert_same(late, plain.result)
 

@@ -49,7 +49,7 @@ def train_in_placements(job: Job, size: int, folder: Path, units: list[str]) -> 
 @pytest.mark.numeric
 def test_two_ranks_that_share_sequences_equal_one_rank(name: str, ranks: RankPool, tmp_path: Path) -> None:
     """Also where most tokens that count are in one part: the loss is a mean over tokens, and no mean of means."""
-    job = sp.JOBS[name]
+    job = sp.JOBS[name]._replace(steps=2)
     alone = train_alone(job, DISK, tmp_path / "one")
     found = ranks.run(train_in_placements, job, 2, tmp_path / "two", sp.UNITS.get(name, []))
     assert_same(found[0], found[1], "the two ranks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -552,7 +553,7 @@ class Fail(transformers.TrainerCallback):
 def test_a_start_says_where_states_are_and_a_resume_from_which_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved = {"save_strategy": "steps", "save_steps": 2, "rows": FEW}
+    saved = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1, "rows": FEW}
     with ended(trainer(tmp_path, **saved)) as mine:
         mine.train()
     begun = capsys.readouterr().err
@@ -561,14 +562,14 @@ def test_a_start_says_where_states_are_and_a_resume_from_which_step(
     )
     assert len(re.findall(line, begun, re.MULTILINE)) == 1 and "loaded" not in begun
     with ended(trainer(tmp_path, **saved)) as mine:
-        mine.train(resume_from_checkpoint=f"{tmp_path}/out/checkpoint-4")
+        mine.train(resume_from_checkpoint=f"{tmp_path}/out/checkpoint-2")
     resumed = capsys.readouterr().err
-    folder = tmp_path / "out" / "checkpoint-4" / "global_step4"
-    assert f"offload: loaded {folder}: training goes on after step 4\n" in resumed and re.search(
+    folder = tmp_path / "out" / "checkpoint-2" / "global_step2"
+    assert f"offload: loaded {folder}: training goes on after step 2\n" in resumed and re.search(
         line, resumed, re.MULTILINE
     )
     with ended(trainer(tmp_path, learning_rate=1e-5, **saved)) as mine:
-        mine.train(resume_from_checkpoint=f"{tmp_path}/out/checkpoint-4")
+        mine.train(resume_from_checkpoint=f"{tmp_path}/out/checkpoint-2")
         rates = [line["learning_rate"] for line in mine.state.log_history if "learning_rate" in line]
     assert "(set by the schedule of the loop); the schedule of the loop makes the learning rates" in caplog.text
     assert max(rates) > 1e-5, "the schedule goes on"
@@ -649,11 +650,11 @@ def train(folder: Path, until: int = 0, resume: bool = False, **changed: Any) ->
 
 @pytest.mark.numeric
 def test_two_ranks_give_what_one_gives(two: RankPool, tmp_path: Path) -> None:
-    one = train(tmp_path / "one", save_strategy="no")
-    mine, other = two.run(train, tmp_path / "two")
+    one = train(tmp_path / "one", save_strategy="no", num_train_epochs=1)
+    mine, other = two.run(functools.partial(train, num_train_epochs=1), tmp_path / "two")
     assert_close(mine, one, reordered=True)
     assert_same(mine._replace(logs=[]), other._replace(logs=[]))
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "out" / "checkpoint-6").state_dict()
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "out" / "checkpoint-3").state_dict()
     assert_same_tensors(saved, mine.weights)
 
 

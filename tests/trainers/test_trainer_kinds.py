@@ -127,6 +127,7 @@ def test_predict_with_generate(tmp_path: Path) -> None:
                 transformers.Seq2SeqTrainingArguments,
                 predict_with_generate=True,
                 generation_max_length=8,
+                num_train_epochs=1,
                 **EVALUATED,
             ),
             train_dataset=Pairs(FEW),
@@ -142,7 +143,7 @@ def test_predict_with_generate(tmp_path: Path) -> None:
         mine.train()
         assert_close(result(mine), result(theirs), models.t5)
         means = [[log["eval_mean"] for log in t.state.log_history if "eval_mean" in log] for t in (mine, theirs)]
-        assert means[0] == means[1] and len(means[0]) == 3
+        assert means[0] == means[1] and len(means[0]) == 2
         assert torch.equal(
             torch.from_numpy(mine.predict(Pairs(5)).predictions), torch.from_numpy(theirs.predict(Pairs(5)).predictions)
         )

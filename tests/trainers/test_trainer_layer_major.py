@@ -147,7 +147,7 @@ def test_dropout_is_the_stock_trainers_in_every_tier_unless_the_config_asks_for_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By itself the engine takes turns on disk alone, where it saves transfers: masks must not depend on that."""
-    changed: dict[str, Any] = {CHECKPOINTING: True} | BY_FOUR
+    changed: dict[str, Any] = {CHECKPOINTING: True, "num_train_epochs": 1} | BY_FOUR
     expected = stock(tmp_path / "stock", models.gpt2_dropout, **changed)
     memory, disk = (
         offloaded(tmp_path / tier, tier, models.gpt2_dropout, rows=FEW, **changed) for tier in (MEMORY, DISK)
