@@ -166,7 +166,7 @@ def test_data_parallel_ranks_have_no_input_to_partition(ranks: RankPool, tmp_pat
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_a_run_that_is_killed_and_resumed_is_the_unbroken_one(tier: str, tmp_path: Path) -> None:
-    job = models.DROPOUT._replace(steps=20)
+    job = models.DROPOUT._replace(steps=12)
     unbroken = run(job, DISK, tmp_path / "plain")
     options = {"activations": tier, "activation_memory": None}
     resumed = kill_and_resume(job, DISK, tmp_path / "run", kills=1, late=0.002, **options)
@@ -357,6 +357,7 @@ def check(tree: Tree, tier: str, place: tuple[str, str], root: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of torch, with a frozen embedding
 @pytest.mark.works(AREA, "random trees of modules, with a tier by lot, two hundred of them", "right")
+@pytest.mark.slow
 @pytest.mark.timeout(1200)  # shrinking what fails takes longer than finding it
 @settings(max_examples=examples(200), deadline=None, derandomize=True, database=None, suppress_health_check=_HEALTH)
 @given(tree=TREES, tier=st.sampled_from(EVERY_TIER), place=st.sampled_from(PLACES))
