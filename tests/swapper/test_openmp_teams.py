@@ -88,7 +88,7 @@ def wide_loss(model: Any, step: int, micro: int) -> torch.Tensor:
 def test_micro_batches_that_wait_keep_no_team(tmp_path: Path) -> None:
     job = Job(Wide, wide_loss, accumulation=MICRO_BATCHES)
     engine = start(job, ("nvme", "nvme"), tmp_path, schedule="layer_major")
-    for step in range(3):
+    for step in range(2):
         before = threads()
         seen.clear()
         accumulated_step(engine, job, step)

@@ -79,7 +79,7 @@ def _train(job: Job, folder: str) -> dict[str, float]:
 @pytest.mark.parametrize("model", [middle, pytest.param(gpt2_small, marks=pytest.mark.slow)])
 def test_peak_and_bytes_are_the_formula(model: Callable[[], torch.nn.Module], tmp_path: Path) -> None:
     """Peak: the plain loop less its weights and gradients, plus both budgets, plus 512 MiB. Bytes: 26 a parameter."""
-    job = Job(model, loss, steps=4, dtype="bf16")
+    job = Job(model, loss, steps=3, dtype="bf16")
     parameters, plain = forked(_plain_forward_and_backward, job)
     mine, peak = forked(_train, job, str(tmp_path))
     assert mine["parameters"] == parameters
@@ -128,7 +128,7 @@ def test_a_step_moves_the_bytes_of_the_formula(
     weights: str, options: dict[str, Any], expected: int, tmp_path: Path
 ) -> None:
     """By the kernel's own count of what this process has read and written, for each parameter."""
-    job = Job(narrow, loss, steps=4, dtype="bf16")
+    job = Job(narrow, loss, steps=3, dtype="bf16")
     if options.get("host_memory") == "least":
         options = {"host_memory": least_host_memory(job, tmp_path), "device_memory": "1MiB"}
     with offload.init(None):

@@ -87,7 +87,7 @@ def in_both_ways(
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_a_step_that_clips_nothing_confirms_every_update(tmp_path: Path, dtype: str, accumulation: int) -> None:
-    seen = in_both_ways(JOB._replace(dtype=dtype, accumulation=accumulation), tmp_path)
+    seen = in_both_ways(JOB._replace(dtype=dtype, accumulation=accumulation, steps=3), tmp_path)
     # With several micro-batches the first ones of the first step tell already when a unit is complete.
     first = 0 if accumulation > 1 else 1
     assert all(hits > 0 for hits, _ in seen[first:]) and not any(misses for _, misses in seen)
@@ -129,7 +129,7 @@ def test_requests_that_end_late_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float, dtype: str
 ) -> None:
     """Updates are dropped or confirmed at any point: unread, computed, half written; and made again at once."""
-    job = JOB._replace(steps=15, clip=clip, dtype=dtype)
+    job = JOB._replace(steps=8, clip=clip, dtype=dtype)
     late = run(job, DISK, tmp_path / "late", speculate=False)
     use_queue(monkeypatch, lambda: LateQueue(0, 0.003))
     early = run(job, DISK, tmp_path / "early", speculate=True)
@@ -160,7 +160,7 @@ def test_a_step_that_overflows_drops_every_update(tmp_path: Path) -> None:
     results = []
     for name, speculate in (("late", False), ("early", True)):
         torch.manual_seed(0)
-        job = JOB._replace(dtype="fp16", steps=12)
+        job = JOB._replace(dtype="fp16", steps=8)
         given = config(job, DISK, tmp_path / name, speculate=speculate)
         given["fp16"] = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 1}
         engine = offload.initialize(model=job.model(), config=given)[0]
@@ -423,8 +423,8 @@ def test_nothing_is_updated_early_where_the_old_states_would_be_lost_or_norms_ar
 
 
 def test_between_two_commits_both_slots_are_needed(tmp_path: Path) -> None:
-    seen = in_both_ways(JOB._replace(steps=9), tmp_path, durability={"every": 3})
-    assert [hits > 0 for hits, _ in seen] == [step and step % 3 == 0 for step in range(9)]
+    seen = in_both_ways(JOB._replace(steps=7), tmp_path, durability={"every": 3})
+    assert [hits > 0 for hits, _ in seen] == [step and step % 3 == 0 for step in range(7)]
 
 
 def test_auto_stops_at_a_miss_and_begins_again_after_eight_steps(
@@ -497,8 +497,8 @@ def test_no_byte_is_moved_twice(tmp_path: Path, first: int, fresh_in_memory: ran
 
 
 KILLED_DISK = ("nvme", "nvme")
-KILLED_JOB = models.DROPOUT._replace(dtype="bf16", steps=6, clip=0.0)
-KILLED = 3
+KILLED_JOB = models.DROPOUT._replace(dtype="bf16", steps=4, clip=0.0)
+KILLED = 2
 """The step whose backward is killed."""
 
 

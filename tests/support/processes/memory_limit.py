@@ -23,12 +23,16 @@ class MemoryLimit:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
+    def enter(self) -> None:
+        """Moves the calling process into the cgroup, which charges it for the pages that it touches from then on."""
+        (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+
     def run(self, command: Sequence[str | os.PathLike[str]]) -> int:
         """Runs a program that is in the cgroup from its first byte on, and returns the peak RAM of it in bytes.
 
         The peak is that of memory of its own. What the kernel keeps of files is in the limit, and gives way to it.
         """
-        process = subprocess.Popen(command, preexec_fn=lambda: self._write("cgroup.procs", os.getpid()))
+        process = subprocess.Popen(command, preexec_fn=self.enter)
         peak = 0
         try:
             while process.poll() is None:
@@ -44,9 +48,6 @@ class MemoryLimit:
     def charged(self) -> int:
         """The most bytes that the kernel has charged at once, those of files included."""
         return int((self._folder / "memory.max_usage_in_bytes").read_text())
-
-    def _write(self, name: str, value: int) -> None:
-        (self._folder / name).write_text(str(value))
 
     def _rows(self, name: str) -> Iterator[list[str]]:
         return (line.split() for line in (self._folder / name).read_text().splitlines())
