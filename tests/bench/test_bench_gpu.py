@@ -119,8 +119,11 @@ def test_the_file_names_the_gpu_and_not_one_specimen_of_it(monkeypatch: pytest.M
 
 def test_one_command_for_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "PARTS", (Part("copies", 1), Part("none/none", 1e6)))
-    figures, before = tmp_path / "figures.json", signal.getsignal(signal.SIGTERM)
-    words = ["--device", "cpu", "--nbytes", "1MiB", "--output", str(figures), str(tmp_path)]
+    monkeypatch.setattr(sys, "executable", str(warm_process.commands(tmp_path / "bin") / "python"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    figures, before = folder / "figures.json", signal.getsignal(signal.SIGTERM)
+    words = ["--device", "cpu", "--nbytes", "1MiB", "--output", str(figures), str(folder)]
     done = CliRunner().invoke(app, ["bench", "gpu", *words])
     assert done.exit_code == 0, done.output
     written = json.loads(figures.read_text())
@@ -132,7 +135,7 @@ def test_one_command_for_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(command, "PARTS", ())
     done = CliRunner().invoke(app, ["bench", "gpu", "--json", *words])
     assert json.loads(done.stdout)["parts"] == {}, "nothing but JSON on stdout"
-    assert list(tmp_path.iterdir()) == [figures] and signal.getsignal(signal.SIGTERM) is before
+    assert list(folder.iterdir()) == [figures] and signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("option", [["--only", "nonsense"], ["--model", "nonsense"]])

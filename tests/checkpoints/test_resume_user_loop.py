@@ -46,14 +46,15 @@ from tests.support.processes.user_script import (
 )
 def test_a_resumed_loop_equals_the_unbroken_one(setup: Setup, tmp_path: Path) -> None:
     """Before the first step, after it, in the middle of a pass, at its end, and one step later."""
-    assert_equal(train(tmp_path / "whole", setup), train(tmp_path / "parts", setup, breaks=(0, 1, 3, 5, 8, 9)))
+    whole = train(tmp_path / "whole", setup, steps=8)
+    assert_equal(whole, train(tmp_path / "parts", setup, breaks=(0, 1, 3, 5, 6), steps=8))
 
 
 def _until_killed(folder: Path, log: Path, setup: Setup) -> None:
     script = Script(folder, setup)
     script.engine.client_state.setdefault("starts", []).append(script.engine.global_steps)
     with log.open("a") as lines:
-        while (step := script.engine.global_steps) < 60:
+        while (step := script.engine.global_steps) < 30:
             print(json.dumps([step, *script.step()]), file=lines, flush=True)
     starts = script.engine.client_state["starts"]
     rates = script.engine.get_lr()
@@ -86,8 +87,8 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         assert seen.setdefault(step, numbers) == numbers, f"step {step} differs after a resume"
     starts, rates, weights = torch.load(log.with_suffix(".end"), weights_only=True)
     assert len(starts) >= 2 and starts == sorted(starts), "the dict goes on with the run"
-    unbroken = train(tmp_path / "whole", setup, steps=60)
-    assert_equal(unbroken, ([tuple(seen[step]) for step in range(60)], rates, weights))
+    unbroken = train(tmp_path / "whole", setup, steps=30)
+    assert_equal(unbroken, ([tuple(seen[step]) for step in range(30)], rates, weights))
 
 
 # -- the loader's place -------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from tests.support.processes import warm_process
 from tests.support.processes.cli_in_process import all_lines, call, facts, log, run_folder
 from tests.support.ranks.rank_pool import free_port
 
-TRAIN = "train --model model --data chats.jsonl --seq-len 64 --batch-size 2 --device cpu --lr 1e-2 --steps 40".split()
+TRAIN = "train --model model --data chats.jsonl --seq-len 64 --batch-size 2 --device cpu --lr 1e-2 --steps 20".split()
 ADAPTERS = ("--lora", "r=4,dropout=0.1,targets=all-linear")
 
 
@@ -88,7 +88,7 @@ def test_killed_and_gone_on(tmp_path: Path, options: tuple[str, ...]) -> None:
     killed.kill()
     killed.communicate()
     reached = len(losses(tmp_path / "killed.jsonl"))
-    assert reached < 40 and not (tmp_path / "killed-out").exists()
+    assert reached < 20 and not (tmp_path / "killed-out").exists()
     ends = [start(tmp_path, "killed", *options, "--resume", "must"), start(tmp_path, "whole", *options)]
     outputs = [finish(end) for end in ends]
     assert "resuming after step" in outputs[0] and "other settings" not in " ".join(outputs[0].split())

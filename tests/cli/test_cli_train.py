@@ -65,12 +65,12 @@ def test_the_summary_names_the_bound_of_a_step_and_the_wear_of_drives() -> None:
 
 def test_a_drive_that_the_run_would_wear_is_warned_of_before_it_is_worn() -> None:
     Path("ds.json").write_text(
-        json.dumps({"gradient_clipping": 1.0, "offload": {"drive_tbw": 1e-3, "drive_share": 0.02}})
+        json.dumps({"gradient_clipping": 1.0, "offload": {"drive_tbw": 1e-3, "drive_share": 0.004}})
     )
-    output = call("--config", "ds.json", "--steps", "20", "--offload-optimizer", "nvme", "--run", "much").stdout
+    output = call("--config", "ds.json", "--steps", "4", "--offload-optimizer", "nvme", "--run", "much").stdout
     (warned,) = [line for line in output.splitlines() if line.startswith("warning: ")]
     assert "of its rated 1 GB (drive_tbw)" in warned
-    assert "warning" not in call("--config", "ds.json", "--steps", "5", "--run", "little").stdout
+    assert "warning" not in call("--config", "ds.json", "--steps", "1", "--run", "little").stdout
 
 
 def test_a_schedule_of_the_file_ends_with_the_steps() -> None:

@@ -22,7 +22,8 @@ from offload.inference_engine import InferenceEngine
 from offload.losses import chunk_loss_of
 from offload.sizes import MIB, PAGE
 from offload.swapper.store.model_files import FileRange, arrange_in_place
-from tests.support.processes.process_measures import DiskBytes, peak_memory, peak_rss
+from tests.support.oracle import processes
+from tests.support.processes.process_measures import DiskBytes, peak_in, peak_rss
 
 IDS = torch.arange(24).view(3, 8) * 7 % 251
 NARROW = {
@@ -316,7 +317,7 @@ def plain_losses(folder: Path) -> list[float]:
 @pytest.mark.works("Without training", "files four times as large as the RAM they may take", "right")
 def test_files_of_four_times_the_memory_are_scored_and_read_once(tmp_path: Path) -> None:
     nbytes = write_folder(tmp_path / "model")
-    found, _ = peak_memory(score, tmp_path / "model", 40 * MIB)
+    found, _ = peak_in(processes(), score, tmp_path / "model", 40 * MIB)
     assert found["losses"] == plain_losses(tmp_path / "model")
     assert found["budgets"] <= 40 * MIB
     print(f"{nbytes / MIB:.0f} MiB of weights, {found}")

@@ -194,8 +194,9 @@ def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: P
     cached = call("generate", folder, "--prompt", "one, two, ", "--max-new-tokens", "6", *there)
     assert cached.stdout == alone.stdout
     assert f"take {format_size(cache_nbytes(model.config, 100, 1, 4))} of host memory" in cached.stderr
+    asked = "--prompt", "a", "--max-new-tokens", "8"
     drawn = [
-        call("generate", folder, "--prompt", "a", "--do-sample", "--temperature", "2.0", "--seed", seed).stdout
+        call("generate", folder, *asked, "--do-sample", "--temperature", "2.0", "--seed", seed).stdout
         for seed in ("1", "1", "2")
     ]
     assert drawn[0] == drawn[1] != drawn[2]

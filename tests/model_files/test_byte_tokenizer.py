@@ -40,7 +40,7 @@ def test_what_is_saved_and_exported_of_a_preset_scores_and_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text(TEXT * 20)
+    Path("text.txt").write_text(TEXT * 4)
     options = ("--model", "gpt2-tiny", "--seq-len", "32", "--batch-size", "1", "--device", "cpu")
     call("train", "--text", "text.txt", *options, "--steps", "1", "--save", "saved", "--keep")
     call("export", "swap/default", "exported")
@@ -51,7 +51,7 @@ def test_what_is_saved_and_exported_of_a_preset_scores_and_generates(
         scored = call("score", folder, "--data", "text.txt", "--seq-len", "32", "--batch-size", "1", "--device", "cpu")
         scores.append([json.loads(line) for line in scored.stdout.splitlines()])
         call("generate", folder, "--prompt", "Ċ is", "--max-new-tokens", "3", "--device", "cpu")
-    assert scores[0] == scores[1] and scores[0][0]["tokens"] == len((TEXT * 20).encode())
+    assert scores[0] == scores[1] and scores[0][0]["tokens"] == len((TEXT * 4).encode())
 
 
 def test_only_a_run_of_a_preset_has_learned_bytes() -> None:

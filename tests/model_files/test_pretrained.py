@@ -34,7 +34,7 @@ from tests import ROOT
 from tests.support import models
 from tests.support.oracle import Job, assert_same_tensors, config, processes, train_step
 from tests.support.pretrained_models import CAUSAL, DISK, FAMILIES, SMALL, Plain, T, engine_of, loaded, written
-from tests.support.processes.process_measures import peak_in, peak_memory, peak_rss
+from tests.support.processes.process_measures import peak_in, peak_rss
 from tests.support.ranks.rank_pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("engines_end")
@@ -678,9 +678,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def check(folder: Path, sizes: dict[str, int], host: int, device: int) -> dict[str, float]:
     """All that a model goes through; the figures of `life_of_a_model`."""
-    # The peaks of those who write and read beside it are not asked for, so they need no fresh process.
     written, _ = peak_in(processes(), write_folder, folder / "given", sizes)
-    figures, _ = peak_memory(life_of_a_model, folder, host, device)
+    figures, _ = peak_in(processes(), life_of_a_model, folder, host, device)
     print(f"\n{written:,} parameters: {figures}")
     start, end = (torch.load(folder / f"{name}.pt") for name in ("start", "end"))
     assert not torch.equal(start, end)

@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -271,7 +271,7 @@ def fits(ram: int, sequence: int) -> bool:
 
 
 DISK = ("nvme", "nvme")
-JOB = models.LORA._replace(dtype="bf16", model=deep)
+JOB = models.LORA._replace(dtype="bf16", model=partial(deep, 6))
 ROOM = Room(host=8 << 30, device=0, disk=1 << 40)
 
 

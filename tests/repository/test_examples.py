@@ -180,7 +180,7 @@ def run_blocks(page: str, folder: Path) -> str:
 def test_the_quick_start_runs(tmp_path: Path) -> None:
     output = run_blocks("quick-start.md", tmp_path)
     log = [json.loads(line) for line in (tmp_path / "demo.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in log if "loss" in line] == list(range(1, 31))
+    assert [line["step"] for line in log if "loss" in line] == list(range(1, 21))
     losses = [float(loss) for loss in re.findall(r"step \d+  loss (\S+)\n", output)]
     assert len(losses) == 3 and losses[2] < losses[0] / 2
     assert (tmp_path / "demo.html").is_file() and "3487232" in output

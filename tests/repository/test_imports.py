@@ -63,10 +63,17 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 @cache
-def imported_names(source: str) -> set[str]:
-    """Returns dotted names of all that is imported, at any depth of the file, and of the parts of torch it uses."""
+def imports_of(path: Path) -> tuple[set[str], set[str]]:
+    """Returns the names of all that a file imports, and of what it imports when it is imported itself."""
+    tree = ast.parse(path.read_text())
+    top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return imported_names(tree), {name for node in top for name in imported_names(node)}
+
+
+def imported_names(tree: ast.AST) -> set[str]:
+    """Returns dotted names of all that is imported, at any depth of the tree, and of the parts of torch it uses."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             # `import offload` is the package itself: its `__init__` imports layers above most others.
             names |= {"offload.__init__" if alias.name == "offload" else alias.name for alias in node.names}
@@ -84,18 +91,18 @@ def layer_of(name: str) -> str:
     return ".".join(parts[:2]) if ".".join(parts[:2]) in LAYERS else parts[0]
 
 
-def forbidden_imports(module: str, source: str) -> list[str]:
+def forbidden_imports(module: str, names: set[str]) -> list[str]:
     """Returns the imports of a file that its layer forbids.
 
     Args:
         module: The file's dotted name within the package, such as "engine.hooks".
-        source: The file's text.
+        names: What the file imports.
     """
     layer = layer_of(module)
     last = CIRCLE[-1] if layer in CIRCLE else layer
     lower = LAYERS[: LAYERS.index(last) + 1]
     forbidden = []
-    for name in sorted(imported_names(source)):
+    for name in sorted(names):
         package, _, rest = name.partition(".")
         if package == "offload" and rest:
             # A name that is no layer is a public name, which the package's `__init__` gives.
@@ -118,20 +125,14 @@ def test_every_layer_is_listed_once() -> None:
 
 
 def test_imports_go_one_way() -> None:
-    sources = {module_name(path): path.read_text() for path in FILES}
-    assert {module: names for module, source in sources.items() if (names := forbidden_imports(module, source))} == {}
+    modules = {module_name(path): forbidden_imports(module_name(path), imports_of(path)[0]) for path in FILES}
+    assert {module: names for module, names in modules.items() if names} == {}
 
 
 def test_hf_alone_cannot_be_imported_without_hugging_face() -> None:
     """Others import what they need of it where they need it."""
-    modules = [module_name(path) for path in FILES if packages_at_the_top(path) & OF_HF]
+    modules = [module_name(path) for path in FILES if {name.partition(".")[0] for name in imports_of(path)[1]} & OF_HF]
     assert [module for module in modules if not module.startswith("hf.")] == []
-
-
-def packages_at_the_top(path: Path) -> set[str]:
-    """Returns the packages that a file imports when it is imported itself."""
-    top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    return {name.partition(".")[0] for node in top for name in imported_names(ast.unparse(node))}
 
 
 TORCH_PACKAGE = Path(offload.__file__).parent
@@ -165,9 +166,8 @@ def _is_private(part: str) -> bool:
 
 
 def test_no_other_file_uses_them() -> None:
-    sources = {path.relative_to(TORCH_PACKAGE): path.read_text() for path in TORCH_FILES}
-    suspected = {path: source for path, source in sources.items() if _SUSPECTED.search(source)}
-    assert {path: found for path, source in suspected.items() if (found := [*private_names(ast.parse(source))])} == {}
+    suspected = [path for path in TORCH_FILES if _SUSPECTED.search(path.read_text())]
+    assert {path: names for path in suspected if (names := [*private_names(ast.parse(path.read_text()))])} == {}
 
 
 HEAVY = ("torch", "numpy", "psutil", "rich", "safetensors", "transformers", "accelerate", "matplotlib", "pyarrow")

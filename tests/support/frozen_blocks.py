@@ -16,9 +16,9 @@ from tests.support.model_folders import llama_config
 from tests.support.oracle import DTYPES, Job
 
 
-def deep() -> nn.Module:
-    """A model of 24 blocks with adapters."""
-    config = llama_config(num_hidden_layers=24, hidden_size=128, intermediate_size=512)
+def deep(blocks: int = 24) -> nn.Module:
+    """A model of many blocks with adapters."""
+    config = llama_config(num_hidden_layers=blocks, hidden_size=128, intermediate_size=512)
     adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)  # type: ignore[arg-type]
 
