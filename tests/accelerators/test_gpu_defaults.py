@@ -101,7 +101,7 @@ def test_cores_are_left_to_the_threads_that_give_work_to_a_device(cores: int, th
 
 def test_only_an_engine_on_another_device_leaves_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OFFLOAD_THREADS", raising=False)
-    monkeypatch.setattr(kernels, "available_cores", lambda: 6)
+    testing.replace(monkeypatch, "machine.kernel_cores", lambda: 6)
     before = kernels.thread_count()
     try:
         start(models.GPT2, ("cpu", "cpu"), tmp_path / "cpu", device="cpu").destroy(remove=True)

@@ -85,7 +85,7 @@ except ConfigError as error:
     ("disabled", "pattern"), [("2", "kernel.io_uring_disabled is 2"), ("0", "seccomp"), ("", "seccomp")]
 )
 def test_who_switched_io_uring_off(monkeypatch: pytest.MonkeyPatch, disabled: str, pattern: str) -> None:
-    monkeypatch.setattr(backend_module, "_read", lambda path: disabled if "io_uring_disabled" in path else "")
+    testing.replace(monkeypatch, "machine.system_file", lambda path: disabled if "io_uring_disabled" in path else "")
     assert pattern in backend_module.refusal("io_uring", OSError(errno.EPERM, "", "io_uring_setup"))
 
 

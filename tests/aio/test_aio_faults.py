@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from offload import testing
 from offload.aio import DirectFile, IoFuture, IoQueue, aligned_empty, unanswered
 from offload.errors import IoError, UsageError
 from offload.fileio import atomic_write, sync_folder, write_new
 from offload.swapper.store.folder import write_durably
-from offload.swapper.store.store import SwapFiles
 from tests.aio.test_aio_queue import noise
 from tests.store.test_store import blob, created, update
 from tests.support.drives.filesystems import disk, mounted
@@ -320,7 +320,7 @@ class Silent:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(unanswered, "time", clock)
+    testing.replace(monkeypatch, "clock.drive", clock)
     return clock
 
 
@@ -350,10 +350,9 @@ def test_a_commit_that_waits_for_the_drive_is_told_while_it_waits(
 
     store = created(tmp_path, queue)
     update(store, 0, 1)
-    sync = SwapFiles.sync
-    monkeypatch.setattr(unanswered, "NOTICE_S", 0.0)
-    monkeypatch.setattr(unanswered, "announce", announce)
-    monkeypatch.setattr(SwapFiles, "sync", lambda files: (said.wait(60), sync(files)))
+    testing.replace(monkeypatch, "clock.drive_notice", 0.0)
+    testing.replace(monkeypatch, "io.notice", announce)
+    testing.intercept(monkeypatch, "store.sync", lambda sync, files: (said.wait(60), sync(files)))
     before = set(threading.enumerate())
     store.commit(7, blob("one"))
     assert f"commit of step 7 to {store.folders[0]}, fdatasync of {store.folders[0] / 'states'};" in lines[0]
@@ -390,8 +389,8 @@ def test_a_small_file_that_waits_for_the_drive_is_told_once(
         said.set()
 
     fsync = os.fsync
-    monkeypatch.setattr(unanswered, "NOTICE_S", 0.0)
-    monkeypatch.setattr(unanswered, "announce", announce)
+    testing.replace(monkeypatch, "clock.drive_notice", 0.0)
+    testing.replace(monkeypatch, "io.notice", announce)
     monkeypatch.setattr(os, "fsync", lambda descriptor: (said.wait(60), fsync(descriptor)))
     write(tmp_path)
     assert f"fsync of {tmp_path}" in lines[0]

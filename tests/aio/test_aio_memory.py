@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload import testing
 from offload.aio import _native, aligned_empty, crc32c, huge_page_share, prefer_node, release_pages
-from offload.aio import memory as aio_memory
 from tests.support.processes import warm_process
 from tests.support.processes.seccomp import refusing
 
@@ -56,7 +56,7 @@ def test_it_is_unmapped_with_its_last_view() -> None:
 
 def test_pages_are_those_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 KiB on many aarch64 kernels, whose madvise refuses any other start."""
-    monkeypatch.setattr(aio_memory, "_SYSTEM_PAGE", 64 << 10)
+    testing.replace(monkeypatch, "size.system_page", 64 << 10)
     buffer = aligned_empty(HUGE)
     buffer[:] = b"x" * HUGE
     start = -(_address(buffer) - ctypes.addressof(ctypes.c_char.from_buffer(buffer.obj))) % (64 << 10)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload.aio import IoQueue
+from offload import testing
 from offload.deepnvme import aio_handle
 from offload.errors import IoError, UsageError
 from tests.support.processes import warm_process
@@ -275,9 +275,8 @@ def test_validate_finds_a_difference(
                 file.write(b"\1")
             return moved
 
-    for name in ("read", "write"):
-        real = getattr(IoQueue, name)
-        monkeypatch.setattr(IoQueue, name, lambda *args, real=real: Lying(real(*args)))
+    for point in ("io.read", "io.write"):
+        testing.intercept(monkeypatch, point, lambda real, *args: Lying(real(*args)))
     handle = aio_handle()
     tensor = torch.zeros(nbytes, dtype=torch.uint8)
     call = getattr(handle, operation)

@@ -17,7 +17,7 @@ from torch import nn
 import offload
 from offload import testing
 from offload.aio import IoQueue
-from offload.checkpoint import directory, restore, save
+from offload.checkpoint import directory, save
 from offload.errors import EngineFailed, IoError, StoreError
 from offload.fileio import buffered_copy as flow
 from offload.states import State
@@ -124,16 +124,18 @@ def test_bytes_that_change_in_memory_are_not_saved(tmp_path: Path, monkeypatch: 
     engine = start(models.GPT2, DISK, tmp_path / "run")
     train_step(engine, models.GPT2, 0)
     engine.save_checkpoint(tmp_path / "saved")
-    left, write = [3], IoQueue.write
+    left = [3]
 
-    def changed(queue: IoQueue, file: Any, offset: int, data: memoryview, **options: Any) -> Any:
+    def changed(
+        write: Callable[..., Any], queue: IoQueue, file: Any, offset: int, data: memoryview, **options: Any
+    ) -> Any:
         left[0] -= 1
         if not left[0]:
             data[len(data) // 2] ^= 1
         return write(queue, file, offset, data, **options)
 
     with monkeypatch.context() as patch, pytest.raises(StoreError, match="but its swap files do: bytes have changed"):
-        patch.setattr(IoQueue, "write", changed)
+        testing.intercept(patch, "io.write", changed)
         engine.save_checkpoint(tmp_path / "saved", tag="bad")
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {"global_step1", "latest"}
     engine.save_checkpoint(tmp_path / "saved", tag="good")
@@ -183,7 +185,7 @@ def test_a_disk_without_room_keeps_what_was_there(known: bool, tmp_path: Path, m
         free = shutil.disk_usage(mount).free
         train_step(engine, job, 1)
         if not known:
-            monkeypatch.setattr(save, "find_shortage", lambda *_: None)
+            testing.replace(monkeypatch, "disk.shortage_of_checkpoint", lambda *_: None)
         with pytest.raises((StoreError, IoError), match=r"needs .* MiB.*has .* free" if known else "No space left"):
             engine.save_checkpoint(mount / "saved")
         assert {path.name for path in (mount / "saved").iterdir()} == {"global_step1", "latest"}
@@ -365,7 +367,6 @@ def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
         return memory
 
     testing.replace(monkeypatch, "checkpoint.buffer", counted)
-    monkeypatch.setattr(restore, "aligned_empty", counted, raising=False)
     wrote: list[str] = []
     real_put = type(testing.inspect(engine).store).write
 

@@ -20,7 +20,6 @@ from offload.checkpoint import directory, save
 from offload.checkpoint.directory import begin_folder, end_folder, only_save, prune, saver, write_new
 from offload.checkpoint.files import Manifest, checkpoints, read_manifest
 from offload.errors import StoreError, UsageError
-from offload.swapper.store import folder as rank_folder
 from tests.checkpoints.checkpoint_runs import CPU, DISK, engine, everything, folder, inspect, names, saved_checkpoint
 from tests.support import models
 from tests.support.oracle import start, train_step
@@ -258,7 +257,7 @@ def test_what_has_gone_by_itself_is_no_error(
             subprocess.run(["rm", "-r", folder / "one" if moment == "rename" else folder / ".one.removed"], check=True)
         return real(path, *rest, **named)
 
-    monkeypatch.setattr(directory.os, moment, faster)
+    monkeypatch.setattr(os, moment, faster)
     engine.save_checkpoint(folder, tag="two", keep_last=1)
     assert came and names(folder) == {"two", "latest"} and not caplog.records
 
@@ -274,7 +273,7 @@ def test_a_prune_that_fails_is_a_warning(
             raise OSError(30, "Read-only file system")
         real(source, target)
 
-    monkeypatch.setattr(directory.os, "rename", refuses)
+    monkeypatch.setattr(os, "rename", refuses)
     assert engine.save_checkpoint(folder, tag="two", keep_last=1)
     assert (folder / "latest").read_text() == "two" and names(folder) == {"one", "two", "latest"}
     assert "the checkpoint one is kept: cannot remove" in caplog.text
@@ -328,8 +327,7 @@ def test_a_folder_that_is_made_outlives_a_power_cut(
 ) -> None:
     """Whoever has made it: a script makes the folder of its checkpoints a moment before the first save."""
     synced: list[Path] = []
-    real = rank_folder.sync_folder
-    monkeypatch.setattr(rank_folder, "sync_folder", lambda path: (synced.append(path), real(path)))
+    testing.intercept(monkeypatch, "folder.sync", lambda sync, path: (synced.append(path), sync(path)))
     (tmp_path / "a").mkdir()
     engine.save_checkpoint(tmp_path / "a" / "b" / "saved", tag="tag")
     assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(synced)

@@ -31,7 +31,7 @@ from offload.model_io.source import StoreSource
 from offload.runs.inspection import inspect
 from offload.runs.verify import RunChecking
 from offload.states import State
-from offload.swapper.store import find_removal, rank_folders, remove_run, run_status, store
+from offload.swapper.store import find_removal, rank_folders, remove_run, run_status
 from offload.swapper.store.folder import RESHARDED, Lock
 from offload.swapper.store.inspection import is_run, look
 from offload.swapper.store.recovery import check_startable
@@ -357,9 +357,7 @@ def test_a_full_drive_keeps_the_run(of_two: Path, tmp_path: Path, monkeypatch: p
         run = place / "swap" / "default"
         refused(place, r"beside the present ones, .* free; free some room, or resume with 2 ranks")
         # Others take the room between the check and the writes.
-        for module in (reshard, store):
-            monkeypatch.setattr(module, "find_shortage", lambda *_: None)
-        monkeypatch.setattr(store, "find_drive_shortage", lambda *_: None)
+        testing.replace(monkeypatch, "disk.shortage_of_store", lambda *_: None)
         refused(place, "No space left on device")
         assert_same_tensors(states, states_in(run))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 import transformers
 
+from offload import testing
 from offload.finetune.output import Identity
-from offload.losses import causal_model, chunked
 from tests.support import models, rounding_bounds
 from tests.support.model_folders import make_folder
 from tests.support.oracle import Job
@@ -30,11 +31,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of the hidden states of each loss in chunks; chunks are of 20 tokens."""
     shapes: list[torch.Size] = []
 
-    def recorded(hidden: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+    def recorded(loss: Callable[..., torch.Tensor], hidden: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
         shapes.append(hidden.shape)
-        return chunked.causal_lm(hidden, *args, **more | {"chunk_tokens": 20})
+        return loss(hidden, *args, **more | {"chunk_tokens": 20})
 
-    monkeypatch.setattr(causal_model, "causal_lm", recorded)
+    testing.intercept(monkeypatch, "loss.in_chunks", recorded)
     return shapes
 
 

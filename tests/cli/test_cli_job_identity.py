@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from offload import testing
 from offload.cli.main import app
 from offload.errors import StoreError
 from offload.finetune.output import weights_of
@@ -126,7 +127,7 @@ def test_a_job_that_failed_before_its_first_commit_may_save_again_what_it_saved(
 
     job = ("--steps", "2", "--output", "out", "--save-every", "1", "--durability", "none", "--resume", "auto")
     with monkeypatch.context() as patch:
-        patch.setattr("offload.finetune.job.Job.save_model", full)
+        testing.replace(patch, "train.save_model", full)
         failed = call(*job)
     assert failed.exit_code == 1 and "nothing is kept: no step was committed" in failed.stderr
     assert "--resume auto: no step of this run is committed" in failed.stdout

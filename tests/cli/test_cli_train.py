@@ -16,12 +16,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from typer.testing import CliRunner
 
+from offload import testing
 from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.fileio.jsonl import check_log, cut_log, hold_log
 from offload.finetune import model as language_model
 from offload.hardware import probe
-from offload.hardware.probe import Others
 from offload.swapper.store import run_status
 from tests.support.model_folders import make_folder
 from tests.support.processes.cli_in_process import call, facts, isolated_cache, log, run_folder, swap_files
@@ -221,9 +221,8 @@ def files_but_the_cache() -> list[Path]:
     return sorted(path for path in Path().rglob("*") if path.is_file() and path.parts[0] != "cache")
 
 
-def test_a_sequence_beyond_the_positions_is_refused_before_the_data_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading reserves room for rows of that length, and may take minutes."""
-    monkeypatch.setattr("offload.finetune.job.read_files", lambda *_: pytest.fail("the data were read"))
+def test_a_sequence_beyond_the_positions_is_refused_before_the_data_are_read() -> None:
+    """Reading reserves room for rows of that length, and may take minutes. It would find the text too short."""
     result = call("--seq-len", "100000000")
     assert result.exit_code == 2 and "--seq-len 100000000 is more than the 1024 positions" in result.stderr
 
@@ -356,7 +355,7 @@ def test_a_probe_that_was_disturbed_is_named_beside_its_prediction(monkeypatch: 
         "other processes took 60% of the cores during the probe; run `offload probe` again while the machine is idle"
     )
     probe.keep(found._replace(doubts=(doubt,)))
-    monkeypatch.setattr(Others, "share", lambda _: 0.4)
+    testing.replace(monkeypatch, "machine.others_share", lambda _: 0.4)
     done = call_prediction("--steps", "2", "--json")
     told = json.loads(done.stdout)
     assert told["doubts"] == [doubt] and told["others_share"] == pytest.approx(0.4)
@@ -393,7 +392,7 @@ def test_a_probe_of_another_machine_is_reported(
     keep("/proc")
     found = probe.kept()
     assert found is not None
-    monkeypatch.setattr(probe, "kept", lambda: found._replace(machine=found.machine | machine))
+    testing.replace(monkeypatch, "probe.stored", lambda: found._replace(machine=found.machine | machine))
     output = call_prediction("--steps", "1", "--log", "log").stdout
     assert "no prediction: " in output and message in output and reported("log") == []
 

@@ -30,7 +30,7 @@ FAST, SLOW = ProductRates(2e11, 1e11), ProductRates(7e9, 5e10)
 
 def machine(monkeypatch: pytest.MonkeyPatch, found: ProductRates) -> None:
     """From here on the processor is of that speed, and nobody was warned of it."""
-    monkeypatch.setattr(precision, "rates", lambda half: found)
+    testing.replace(monkeypatch, "dtype.rates", lambda half: found)
     testing.replace(monkeypatch, "dtype.warned", set())
 
 
@@ -56,7 +56,7 @@ def test_the_choice_of_fp32_is_reported_with_figures(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("native", "dtype"), [(True, "bf16"), (False, "fp32")])
 def test_a_gpu_is_not_measured(native: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(precision, "rates", None)
+    testing.replace(monkeypatch, "dtype.rates", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(
@@ -87,7 +87,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append(half)
         return ProductRates(1e9 * len(done), 1e9)
 
-    monkeypatch.setattr(precision, "measure", measure)
+    testing.replace(monkeypatch, "dtype.measure", measure)
     return done
 
 
@@ -103,7 +103,7 @@ def test_what_cannot_have_been_measured_is_measured_anew(found: Any, measured: l
     assert precision.rates("bf16") == ProductRates(2e9, 1e9), "it is kept again"
 
 
-@pytest.mark.parametrize("what", ["_cpuinfo", "torch"])
+@pytest.mark.parametrize("what", ["processor", "torch"])
 def test_another_processor_or_torch_is_measured_anew(
     what: str, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,9 +111,9 @@ def test_another_processor_or_torch_is_measured_anew(
     if what == "torch":
         monkeypatch.setattr(torch, "__version__", "9.9")
     else:
-        monkeypatch.setattr(precision, "_cpuinfo", lambda: "model name : A\nflags : fpu avx2\n\nmodel name : A\n")
+        testing.replace(monkeypatch, "machine.cpuinfo", lambda: "model name : A\nflags : fpu avx2\n\nmodel name : A\n")
         other = precision.rates("bf16")
-        monkeypatch.setattr(precision, "_cpuinfo", lambda: "model name : A\nflags : fpu avx512_bf16\n")
+        testing.replace(monkeypatch, "machine.cpuinfo", lambda: "model name : A\nflags : fpu avx512_bf16\n")
         assert precision.rates("bf16") != other, "a guest's processor may have any name"
     assert precision.rates("bf16") != before
 
@@ -155,7 +155,7 @@ def test_an_open_config_gets_what_the_machine_is_fast_in(
     ],
 )
 def test_the_dtype_of_a_config_stays(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "rates", None)
+    testing.replace(monkeypatch, "dtype.rates", None)
     assert offload.auto_dtype(given) == given
 
 

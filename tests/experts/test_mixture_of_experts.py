@@ -123,17 +123,14 @@ def expert_units(engine: offload.Engine, experts: set[int]) -> set[int]:
 def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, State]]]:
     """(unit, state) of each read and write of the store."""
     found: dict[str, list[tuple[int, State]]] = {"read": [], "write": []}
-    for name, calls in found.items():
-        monkeypatch.setattr(Store, name, _counting(getattr(Store, name), calls))
-    return found
 
-
-def _counting(real: Any, calls: list[tuple[int, State]]) -> Any:
-    def call(store: Store, unit: int, state: State, *args: Any, **kwargs: Any) -> Any:
-        calls.append((unit, state))
+    def counted(name: str, real: Any, store: Store, unit: int, state: State, *args: Any, **kwargs: Any) -> Any:
+        found[name].append((unit, state))
         return real(store, unit, state, *args, **kwargs)
 
-    return call
+    for name in found:
+        testing.intercept(monkeypatch, f"store.{name}", partial(counted, name))
+    return found
 
 
 @pytest.mark.sample(1)

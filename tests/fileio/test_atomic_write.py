@@ -6,18 +6,19 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from offload import testing
 from offload.errors import IoError
 from offload.fileio import (
     DirLock,
     LockHeldError,
     atomic_write,
     holder_of,
-    locked_dir,
     this_process,
     write_new,
 )
@@ -236,7 +237,7 @@ def test_a_file_system_without_locks_is_warned_of_and_excludes_nobody(
 def test_who_waits_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder that goes between two tries is no obstacle."""
     first = DirLock(tmp_path / "lock")
-    monkeypatch.setattr("offload.fileio.locked_dir.time.sleep", lambda _: first.close())
+    monkeypatch.setattr(time, "sleep", lambda _: first.close())
     second = DirLock(tmp_path / "lock", tries=2)
     assert second.held and not first.held
     second.close()
@@ -244,15 +245,15 @@ def test_who_waits_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder removes the file between the two calls of whoever comes next, who then locks a new one."""
-    path, real = tmp_path / "lock", locked_dir._flock
+    path = tmp_path / "lock"
     first = DirLock(path)
 
-    def late(descriptor: int, operation: int) -> None:
+    def late(real: Callable[[int, int], None], descriptor: int, operation: int) -> None:
         monkeypatch.undo()
         first.remove()
         real(descriptor, operation)
 
-    monkeypatch.setattr(locked_dir, "_flock", late)
+    testing.intercept(monkeypatch, "file.lock", late)
     second = DirLock(path)
     assert second.held and holder_of(path) == this_process()
     second.remove()

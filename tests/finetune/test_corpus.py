@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from torch.nn import functional
 
+from offload import testing
 from offload.errors import ConfigError
 from offload.finetune.corpus.documents import Chat, Completion, Record, Text, find_data, read_records
 from offload.finetune.corpus.packing import Document, Rows, encode, notices, pack
@@ -214,7 +215,7 @@ def test_where_they_would_each_has_a_row_of_its_own() -> None:
 def test_a_long_text_is_encoded_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     by, text = tokenizer(), "one two\n" * 20
     (whole,) = encode([Text("", text)], by)
-    monkeypatch.setattr("offload.finetune.corpus.packing._AT_ONCE", 10)
+    testing.replace(monkeypatch, "size.text_piece", 10)
     (pieces,) = encode([Text("", text)], by)
     assert by.decode(pieces.ids) == by.decode(whole.ids) and pieces.learned.all()
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from offload import testing
 from offload.errors import ConfigError
 from offload.finetune.corpus import token_stream
 from offload.finetune.corpus.data import steps_of
@@ -95,7 +96,7 @@ def test_texts_in_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     expected = read()
     assert bytes(expected[0]) == b"\n".join(file.read_bytes() for file in files)
-    monkeypatch.setattr(token_stream, "_IN_RAM", 100)
+    testing.replace(monkeypatch, "size.tokens_in_memory", 100)
     found = read()
     assert mapped() >= 4, "tokens, and those that are learned, of each"
     assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
@@ -105,7 +106,7 @@ def test_a_full_disk_is_an_error_and_not_a_signal(monkeypatch: pytest.MonkeyPatc
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(token_stream, "_IN_RAM", 100)
+    testing.replace(monkeypatch, "size.tokens_in_memory", 100)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ConfigError, match=r"do not fit in .*: No space left on device; .* set TMPDIR"):
         token_stream.make_array((100,), np.int32)

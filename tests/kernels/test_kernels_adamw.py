@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload import kernels
+from offload import kernels, testing
 from offload.kernels import AdamWStep, LambSegment, LambStep, Partition, _native, blocks
 from offload.kernels.blocks import BLOCK_FORMATS, NF4, BlockFormat
 from offload.kernels.lamb import BLOCK
@@ -306,7 +306,7 @@ def test_an_accelerator_makes_the_same_values(
     dtype: torch.dtype, form: BlockFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its code is torch's operations, which a CPU runs as well."""
-    monkeypatch.setattr(blocks, "_DEVICE_BLOCKS", 100)
+    testing.replace(monkeypatch, "size.device_blocks", 100)
     found = stored(form, numbers(torch.float32))
     values = torch.full((NUMEL,), float("nan"), dtype=dtype)
     blocks._dequantize_by_torch(form, found, values)
@@ -323,7 +323,7 @@ def with_what_is_no_number(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_accelerator_makes_the_same_codes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of int8 alone, which ranks send each other. A block that is NaN may have any codes."""
-    monkeypatch.setattr(blocks, "_DEVICE_BLOCKS", 100)
+    testing.replace(monkeypatch, "size.device_blocks", 100)
     form, values = BLOCK_FORMATS["int8"], with_what_is_no_number(dtype)
     found = torch.full((form.stored_nbytes(NUMEL),), 0xA5, dtype=torch.uint8)
     blocks._quantize_by_torch(form, values, found)

@@ -24,7 +24,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload import kernels
+from offload import kernels, testing
 from offload.errors import ConfigError
 from offload.kernels import AdamWStep, Noise, Partition, Segment, cuda
 from offload.kernels.cuda import driver
@@ -554,11 +554,10 @@ class OnCuda(torch.Tensor):
 def second_gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """torch as it is with two GPUs, of which the second one's current stream is `STREAM`."""
     streams = {torch.device("cuda", 1): SimpleNamespace(cuda_stream=STREAM)}
-    load = driver.load
     monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", {1: (9, 0)}.__getitem__)
     monkeypatch.setattr(torch.version, "cuda", "99.1")
-    monkeypatch.setattr(operations.driver, "load", lambda: load(str(fake.libcuda)))
+    testing.intercept(monkeypatch, "kernel.driver", lambda load: load(str(fake.libcuda)))
     monkeypatch.setattr(
         torch, "full", lambda shape, value, dtype, device: torch.tensor([value]).repeat(shape).as_subclass(OnCuda)
     )
@@ -587,7 +586,7 @@ def test_a_trial_that_fails_gives_its_reason(second_gpu: FakeCuda) -> None:
 def test_a_trial_with_a_wrong_sum_gives_that_as_the_reason(
     second_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations, "sum_squares", lambda values, chunk: torch.zeros(1))
+    testing.replace(monkeypatch, "kernel.sum_squares", lambda values, chunk: torch.zeros(1))
     assert cuda.why_not(torch.device("cuda", 1)) == "a trial of the kernels gave 0.0 in place of 36873.0"
 
 

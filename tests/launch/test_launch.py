@@ -503,7 +503,7 @@ def test_a_variable_that_is_no_number_is_named(environ: dict[str, str], name: st
 def test_a_script_of_deepspeed_is_told_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is unset in a compose file comes as an empty text."""
     monkeypatch.setenv(name, "")
-    monkeypatch.setattr(comm.dist, "is_initialized", lambda: False)  # another test may have begun a group here
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # another test may have begun a group here
     asks = {"RANK": comm.get_rank, "LOCAL_RANK": comm.get_local_rank, "WORLD_SIZE": comm.get_world_size}
     with pytest.raises(ConfigError, match=f"the variable {name} is '', expected a number"):
         asks[name]()

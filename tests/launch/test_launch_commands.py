@@ -412,7 +412,7 @@ def test_a_port_that_is_taken_is_one_line_before_a_rank_starts(
     options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OFFLOAD_LAUNCH_SECRET", "x")
-    monkeypatch.setattr(torchrun.run, "main", lambda arguments: pytest.fail(f"torchrun has begun: {arguments}"))
+    monkeypatch.setattr("torch.distributed.run.main", lambda arguments: pytest.fail(f"torchrun has begun: {arguments}"))
     with socket.create_server(("", 0)) as taken, pytest.raises(SystemExit) as end:
         port = str(taken.getsockname()[1])
         torchrun.main([*(option.replace("PORT", port) for option in options), "train.py"])

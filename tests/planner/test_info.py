@@ -13,7 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload.aio import BACKENDS, backend
+from offload import testing
+from offload.aio import BACKENDS
 from offload.aio.backend import refusals
 from offload.cli.main import app
 from offload.errors import ConfigError
@@ -188,7 +189,7 @@ def sliced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: PROPERTIES)
-    monkeypatch.setattr(system, "driver_cards", lambda: system.parse_cards(LISTED))
+    testing.replace(monkeypatch, "machine.gpus", lambda: system.parse_cards(LISTED))
 
 
 def test_a_slice_and_what_hides_the_rest_are_reported(sliced: None, tmp_path: Path) -> None:
@@ -231,7 +232,7 @@ def test_where_no_backend_works_the_reasons_are_told(monkeypatch: pytest.MonkeyP
     def refuses(*_: object) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), "pthread_create")
 
-    monkeypatch.setattr(backend, "Queue", refuses)
+    testing.replace(monkeypatch, "io.native_queue", refuses)
     with pytest.raises(
         ConfigError, match=r"io_uring is not available: .*; libaio is not available: .*; threads is not available: "
     ):

@@ -13,6 +13,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from offload import testing
 from offload.cli.console import parse_count
 from offload.cli.main import app
 from offload.errors import ConfigError
@@ -178,7 +179,7 @@ def taking(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[int]]:
             layers.append(config.num_hidden_layers)
             return seconds
 
-        monkeypatch.setattr(request, "_seconds", timed)
+        testing.replace(monkeypatch, "clock.model_pass", timed)
         return layers
 
     return take
@@ -231,7 +232,7 @@ def test_what_is_free_now_counts(
     """A plan may be for more memory than there is (--ram)."""
     layers = taking(1.0)
     one = from_name(shape_measured.name, TOKENS, layers=1)
-    monkeypatch.setattr(request, "free_host_memory", lambda: 2 * request._nbytes(one, 1, BF16))
+    testing.replace(monkeypatch, "memory.free_for_plan", lambda: 2 * request._nbytes(one, 1, BF16))
     request.measured(machine, shape_measured, Load(1), BF16)
     assert layers == [1]
 
@@ -266,7 +267,7 @@ def test_a_model_that_cannot_run_is_a_clear_error(
     def fail(*_: Any) -> float:
         raise RuntimeError("no kernel for this")
 
-    monkeypatch.setattr(request, "_seconds", fail)
+    testing.replace(monkeypatch, "clock.model_pass", fail)
     with pytest.raises(ConfigError, match=r"cannot run .* to measure it .*no kernel for this.*leave out --measure"):
         request.measured(machine, shape_measured, Load(1), BF16)
 

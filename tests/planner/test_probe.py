@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from offload import testing
 from offload.cli.main import app
 from offload.hardware import probe
 from offload.planner.hardware import probed
@@ -24,10 +25,10 @@ SECONDS = 0.3
 @pytest.fixture(autouse=True)
 def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(probe, "probe", functools.partial(probe.probe, seconds=SECONDS))
+    testing.replace(monkeypatch, "probe.measure", functools.partial(probe.probe, seconds=SECONDS))
     # Other tests run beside this one.
-    monkeypatch.setattr(probe, "FAR", math.inf)
-    monkeypatch.setattr(probe, "SLOWEST", 0.0)
+    testing.replace(monkeypatch, "probe.largest_spread", math.inf)
+    testing.replace(monkeypatch, "probe.least_rate", 0.0)
 
 
 def run(*arguments: str) -> Any:
@@ -89,7 +90,7 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_used_is_an_error_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "probe", lambda *_: pytest.fail("it measured"))
+    testing.replace(monkeypatch, "probe.measure", lambda *_: pytest.fail("it measured"))
     done = run(str(tmp_path), "--size", "900TB")
     assert done.exit_code == 2 and "give a smaller --size" in done.stderr
     (tmp_path / "file").touch()
@@ -122,14 +123,14 @@ def test_cores_that_others_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> 
     clock, busy, mine = [0.0], [0.0], [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(time, "process_time", lambda: mine[0])
-    monkeypatch.setattr(probe, "_busy", lambda: busy[0])
-    monkeypatch.setattr(probe, "_cores", lambda: {0, 1, 2, 3})
+    testing.replace(monkeypatch, "machine.busy_seconds", lambda: busy[0])
+    testing.replace(monkeypatch, "machine.cores", lambda: {0, 1, 2, 3})
     for of_all, of_mine, progress in ((40.0, 39.0, 0), (40.0, 30.0, 1), (10.0, 1.0, 1), (20.0, 20.0, 0)):
         clock[0] = busy[0] = mine[0] = 0.0
         others = probe.Others()
         clock[0], busy[0], mine[0] = 10.0, of_all, of_mine
         assert len(others.doubts()) == progress
-    monkeypatch.setattr(probe, "_busy", lambda: None)
+    testing.replace(monkeypatch, "machine.busy_seconds", lambda: None)
     assert probe.Others().doubts() == [], "where nobody can tell"
 
 
@@ -152,14 +153,14 @@ def test_figures_of_no_machine_are_not_kept(wrong: str, tmp_path: Path, monkeypa
     run(str(tmp_path), "--size", "1MiB", "--device", "cpu")
     good = probe.kept()
     assert good is not None
-    monkeypatch.setattr(probe, "FAR", 10.0)
-    monkeypatch.setattr(probe, "SLOWEST", 1e8)
+    testing.replace(monkeypatch, "probe.largest_spread", 10.0)
+    testing.replace(monkeypatch, "probe.least_rate", 1e8)
     by_dtype = {name: of._replace(matmul=2e11, elementwise=3e9) for name, of in good.rates.by_dtype.items()}
     good = good._replace(rates=good.rates._replace(memory=5e9, by_dtype=by_dtype))
     probe.keep(good)
     slow = good.rates._replace(by_dtype={**by_dtype, "bf16": by_dtype["bf16"]._replace(matmul=3e7)})
     bad = good._replace(spread=12.0) if wrong == "apart" else good._replace(rates=slow)
-    monkeypatch.setattr(probe, "probe", lambda *_: bad)
+    testing.replace(monkeypatch, "probe.measure", lambda *_: bad)
     done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu")
     reason = "differs 12-fold" if wrong == "apart" else "matrix products in bf16: 3e+07 operations a second"
     assert done.exit_code == 1 and "the result is not stored" in done.stderr and reason in done.stderr, done.output
@@ -212,6 +213,6 @@ def test_in_a_terminal_it_is_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_a_size_is_judged_by_its_shortest_call(taken: list[float], found: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(taken)
-    monkeypatch.setattr(probe, "seconds_of", lambda action, device: next(calls))
+    testing.replace(monkeypatch, "clock.probed_call", lambda action, device: next(calls))
     work = {1: 1.0, 2: 10.0 if 6 in taken else 2.0, 3: 3.0}
     assert probe.grown((1, 2, 3), work.__getitem__, lambda size: lambda: None, 8.0) == found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ from offload.planner.simulation.updater import UpdateCost
 from offload.sizes import align_up
 from offload.states import State
 from offload.swapper.memory.device import Device
-from offload.swapper.store import spill_file as scratch
 from tests.gradients.test_gradient_spill import least_host_memory
 from tests.planner.test_simulate import Case
 from tests.support import models
@@ -95,15 +95,12 @@ def spilled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """Bytes of gradients that were read and written."""
     counts = {"read": 0, "write": 0}
 
-    def count(name: str, real: Any) -> None:
-        def counted(file: Any, *args: Any) -> Any:
-            counts[name] += len(args[-1])
-            return real(file, *args)
-
-        monkeypatch.setattr(scratch.SpillFile, name, counted)
+    def counted(name: str, real: Any, *args: Any) -> Any:
+        counts[name] += len(args[-1])
+        return real(*args)
 
     for name in counts:
-        count(name, getattr(scratch.SpillFile, name))
+        testing.intercept(monkeypatch, f"spill.{name}", partial(counted, name))
     yield counts
 
 

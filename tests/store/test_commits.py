@@ -21,7 +21,6 @@ from torch.optim import lr_scheduler
 
 import offload
 from offload import testing
-from offload.aio import DirectFile
 from offload.engine.snapshot import Snapshot, as_bytes, read_generators
 from offload.engine.update import UpdateWorker
 from offload.errors import EngineFailed, StoreError
@@ -121,28 +120,27 @@ def test_a_worker_that_is_late_commits_no_step_before_its_updates(
 ) -> None:
     """It has looked for a commit, found no work, and lies asleep until the next step and its blob are there."""
     late, delivered, commits = threading.Event(), threading.Event(), []
-    look, commit, deliver = UpdateWorker._commit, Store.commit, UpdateWorker.deliver_blob
 
-    def look_late(self: UpdateWorker) -> bool:
+    def look_late(look: Callable[[UpdateWorker], bool], self: UpdateWorker) -> bool:
         if late.is_set() and not self._busy and self._commit_step is None:
             late.clear()
             assert delivered.wait(60)
         return look(self)
 
-    def deliver_and_say(self: UpdateWorker, blob: Any) -> None:
+    def deliver_and_say(deliver: Callable[..., None], self: UpdateWorker, blob: Any) -> None:
         deliver(self, blob)
         delivered.set()
 
-    def remember(self: Store, epoch: int, contents: Any) -> None:
+    def remember(commit: Callable[..., None], self: Store, epoch: int, contents: Any) -> None:
         commits.append((epoch, self.durable is None or self.newest != list(self.durable.slots)))
         commit(self, epoch, contents)
 
-    monkeypatch.setattr(UpdateWorker, "_commit", look_late)
-    monkeypatch.setattr(UpdateWorker, "deliver_blob", deliver_and_say)
+    testing.intercept(monkeypatch, "update.commit", look_late)
+    testing.intercept(monkeypatch, "update.deliver", deliver_and_say)
     engine = begin(tmp_path, None)
     stepped(engine)
     testing.settle(engine)
-    monkeypatch.setattr(Store, "commit", remember)
+    testing.intercept(monkeypatch, "store.commit", remember)
     delivered.clear()
     late.set()
     while late.is_set():  # until the worker has looked
@@ -227,8 +225,12 @@ def recorded_epochs(folder: Path) -> list[int]:
 def commits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The epochs that this process commits, in order."""
     epochs: list[int] = []
-    commit = Store.commit
-    monkeypatch.setattr(Store, "commit", lambda self, epoch, blob: (epochs.append(epoch), commit(self, epoch, blob))[1])
+
+    def recorded(commit: Callable[..., None], store: Store, epoch: int, blob: Any) -> None:
+        epochs.append(epoch)
+        commit(store, epoch, blob)
+
+    testing.intercept(monkeypatch, "store.commit", recorded)
     return epochs
 
 
@@ -239,8 +241,7 @@ def test_a_commit_every_third_step_and_at_the_end(
     expected = each_step(DISK).losses
     del commits[:]
     syncs: list[str] = []
-    sync = DirectFile.sync
-    monkeypatch.setattr(DirectFile, "sync", lambda file: (syncs.append(file.path), sync(file))[1])
+    testing.intercept(monkeypatch, "file.sync", lambda sync, file: (syncs.append(file.path), sync(file))[1])
 
     def part(steps: range, **options: Any) -> list[float]:
         engine = start(JOB, DISK, tmp_path, **options)

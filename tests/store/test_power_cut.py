@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from offload import testing
 from offload.aio import IoQueue
 from offload.errors import OffloadError
-from offload.swapper.store import drives as drives_module
 from offload.swapper.store import run_status
 from offload.swapper.store.folder import sync_names
 from tests.store.test_store import PAGE, TRAINABLE, Contents, Run, everything_that_runs_do, label_of
@@ -54,7 +54,7 @@ def room() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _small_drives(equal_drives: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drives_module, "_STRIPE_BYTES", PAGE)
+    testing.replace(monkeypatch, "size.stripe", PAGE)
 
 
 # -- what a run does ----------------------------------------------------------------------------------

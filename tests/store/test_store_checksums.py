@@ -32,7 +32,6 @@ from offload.runs.inspection import inspect
 from offload.sizes import PAGE
 from offload.states import State
 from offload.swapper.store import Store, StoreSpec, format, inspection, run_status
-from offload.swapper.store import store as store_module
 from offload.swapper.store.folder import read_whole
 from offload.swapper.store.format import (
     ChecksumRange,
@@ -134,7 +133,7 @@ def test_commits_read_on_in_what_nothing_else_reads(
     tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights in a cache may rot for weeks otherwise, in both commits; what is read anyway is not read for that."""
-    monkeypatch.setattr(store_module, "_SCRUB_NBYTES", 4096)
+    testing.replace(monkeypatch, "size.scrub", 4096)
     store = created(tmp_path, queue)
     for unit in (0, 1):
         update(store, unit, unit)
@@ -462,7 +461,7 @@ def test_a_slot_is_shared_extent_by_extent(
         done += 1
         return os.pwrite(destination, os.pread(source, count, start), offset) == count
 
-    monkeypatch.setattr(store_module, "clone_range", copy)
+    testing.replace(monkeypatch, "store.clone_range", copy)
     update_checksums(store, 4096, 1)
     expected = aligned_empty(nbytes)
     store.read(0, State.WEIGHT, store.newest[0], 0, expected).wait()
@@ -737,11 +736,8 @@ def test_a_disk_that_others_fill_later(disk: Path, tmp_path: Path, monkeypatch: 
     """All room was reserved, that of the blobs too, which then hold many more checksums than at the start."""
     job = models.GPT2._replace(dtype="bf16", steps=4)
     expected = run(job, DISK, tmp_path / "whole").losses
-    from offload.layout import placement as tiles
-    from offload.swapper.store import format
-
-    monkeypatch.setattr(tiles, "_TILE_NBYTES", range(2048 * 12, 2048 * 12 + 1))
-    monkeypatch.setattr(format, "_MIN_CHECKSUM_NBYTES", 2048)
+    testing.replace(monkeypatch, "size.update_tile", range(2048 * 12, 2048 * 12 + 1))
+    testing.replace(monkeypatch, "size.least_checksum", 2048)
     folder = disk / "swap"
     losses: list[float] = []
     for resume in ("never", "must"):
@@ -766,9 +762,8 @@ def test_a_disk_that_is_full_at_the_start(disk: Path, unbroken: list[float]) -> 
 def test_a_disk_that_is_full_when_the_first_blob_comes(
     disk: Path, unbroken: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create = Store.create
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "create", lambda store, **given: (create(store, **given), fill(disk))[0])
+        testing.intercept(patch, "store.create", lambda create, *args, **given: (create(*args, **given), fill(disk))[0])
         with pytest.raises(IoError, match="No space left") as caught:
             start(JOB, DISK, disk / "swap")
         assert caught.value.errno == errno.ENOSPC

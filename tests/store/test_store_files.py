@@ -10,7 +10,7 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,13 @@ from offload import kernels, testing
 from offload.aio import Bandwidth, IoQueue
 from offload.aio import crc32c as crc32c_manifest
 from offload.errors import ConfigError, StoreError
-from offload.hardware import system
 from offload.hardware.system import Mount, folder_notices, mount_of
 from offload.model_io.source import StoreSource
 from offload.notices import Remark
 from offload.runs.verify import RunChecking
 from offload.sizes import GIB, MIB, PAGE
 from offload.states import State
-from offload.swapper.store import Store, StoreSpec, drives, remove_run, run_status
+from offload.swapper.store import Store, StoreSpec, remove_run, run_status
 from offload.swapper.store import drives as drives_module
 from offload.swapper.store import folder as rank_folder
 from offload.swapper.store.drives import new_manifest, shares
@@ -441,7 +440,7 @@ def test_a_run_of_another_format_is_refused_and_left_as_it_is(commits: int, tmp_
 
 
 def test_a_store_over_three_drives_comes_back(tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drives, "_STRIPE_BYTES", 4096)
+    testing.replace(monkeypatch, "size.stripe", 4096)
     paths = [tmp_path / name for name in "abc"]
     store = Store(paths, "run", 0, SPEC, queue)
     store.create()
@@ -472,7 +471,7 @@ def test_a_small_store_moves_few_bytes_to_measure_its_drives(
         passes.append(nbytes)
         return [Bandwidth(1e9, 1e9) for _ in folders]
 
-    monkeypatch.setattr(drives, "bandwidths", measured)
+    testing.replace(monkeypatch, "drives.bandwidths", measured)
     folders = [tmp_path / drive / "run" / "rank0" for drive in "ab"]
     manifest = new_manifest("run", 0, folders, StoreSpec(({State.WEIGHT: nbytes},), 1, {}), None)
     assert len(manifest.weights) == 2 and passes == [moved]
@@ -480,7 +479,7 @@ def test_a_small_store_moves_few_bytes_to_measure_its_drives(
 
 def test_drives_share_by_speed_as_far_as_their_room_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def given(free: list[tuple[int, int]], speeds: list[float], need: int) -> list[int]:
-        monkeypatch.setattr(drives, "_free_bytes", lambda _: free)
+        testing.replace(monkeypatch, "drives.free", lambda _: free)
         return [round(share) for share in shares(["x"] * len(free), speeds, need)]
 
     assert given([(1, 9 * GIB), (2, 9 * GIB)], [3e9, 1e9], 4 * GIB) == [3 * GIB, GIB]
@@ -526,18 +525,16 @@ def test_a_kill_while_the_new_places_are_written_loses_nothing(
     written: int, tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     after = _moved(tmp_path, queue)
-    write = SwapFiles._write_manifests
 
-    def cut_short(files: SwapFiles) -> None:
+    def cut_short(write: Callable[[SwapFiles], None], files: SwapFiles) -> None:
         files.folders, folders = files.folders[:written], files.folders
         write(files)
         files.folders = folders
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SwapFiles, "_write_manifests", cut_short)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        testing.intercept(patch, "store.write_manifests", cut_short)
         _resumed(after, queue)
-    monkeypatch.setattr(SwapFiles, "_write_manifests", write)
     if written:
         assert look(after[0] / "run" / "rank0").wrong == ()
     _resumed(after, queue).close()
@@ -593,17 +590,17 @@ def config_of(path: str) -> dict[str, Any]:
 @pytest.fixture
 def on_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder that counts as one on the drive of /."""
-    monkeypatch.setattr(system, "_is_with_root", lambda path: True)
-    monkeypatch.setattr(system, "gettempdir", lambda: str(tmp_path / "temporary"))
-    monkeypatch.setattr(system, "mount_of", lambda path: Mount("/dev/sda1", "ext4", "/"))
+    testing.replace(monkeypatch, "machine.on_root", lambda path: True)
+    testing.replace(monkeypatch, "machine.temporary_folder", lambda: str(tmp_path / "temporary"))
+    testing.replace(monkeypatch, "machine.mount", lambda path: Mount("/dev/sda1", "ext4", "/"))
     return tmp_path
 
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder that counts as one on a drive of its own."""
-    monkeypatch.setattr(system, "_is_with_root", lambda path: False)
-    monkeypatch.setattr(system, "mount_of", lambda path: Mount("/dev/nvme0n1", "xfs", "/mnt/nvme"))
+    testing.replace(monkeypatch, "machine.on_root", lambda path: False)
+    testing.replace(monkeypatch, "machine.mount", lambda path: Mount("/dev/nvme0n1", "xfs", "/mnt/nvme"))
     return tmp_path
 
 
@@ -643,9 +640,9 @@ def test_the_last_folder_is_made_also_behind_a_link(on_root: Path) -> None:
 def test_elsewhere_all_folders_are_made(place: str, on_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As DeepSpeed makes them: jobs of clusters have names of their own below $TMPDIR."""
     if place == "the temporary folder":
-        monkeypatch.setattr(system, "gettempdir", lambda: str(on_root))
+        testing.replace(monkeypatch, "machine.temporary_folder", lambda: str(on_root))
     else:
-        monkeypatch.setattr(system, "_is_with_root", lambda path: False)
+        testing.replace(monkeypatch, "machine.on_root", lambda path: False)
     path = on_root / "job" / "swap"
     engine, *_ = offload.initialize(model=nn.Linear(8, 8), config=config_of(path=str(path)))
     engine.destroy(remove=True)
@@ -673,7 +670,7 @@ def test_on_a_drive_of_its_own_a_new_folder_is_no_warning(elsewhere: Path) -> No
 
 
 def test_a_place_for_drives_without_one_is_a_warning(on_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "_FOR_DRIVES", (str(on_root / "mnt"),))
+    testing.replace(monkeypatch, "machine.drive_folders", (str(on_root / "mnt"),))
     (on_root / "mnt" / "nvme").mkdir(parents=True)
     (line,) = folder_notices([str(on_root / "mnt" / "nvme")])
     assert not isinstance(line, Remark) and "no drive is mounted there" in line and "delete" not in line
@@ -694,7 +691,7 @@ def test_the_mount_of_a_folder_is_the_innermost_one(tmp_path: Path) -> None:
 def test_the_start_of_train_names_the_drive_and_ends_in_warnings(
     on_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(system, "_FOR_DRIVES", (str(on_root / "mnt"),))
+    testing.replace(monkeypatch, "machine.drive_folders", (str(on_root / "mnt"),))
     (on_root / "mnt").mkdir()
     Path("ds.json").write_text(json.dumps({"offload": {"nvme_path": "mnt/nvme", "durability": "step"}}))
     lines = call("--config", "ds.json", "--steps", "1", "--nvme-path", "drive").stdout.splitlines()
@@ -783,7 +780,7 @@ def test_a_run_of_another_user_is_read_and_not_resumed(
     def refuse(path: Path, **_: object) -> rank_folder.DirLock:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(rank_folder, "DirLock", refuse)
+    testing.replace(monkeypatch, "folder.lock", refuse)
     with pytest.raises(StoreError, match=r"in use by process \d+ on .*wait until it has ended: a run is read"):
         RunChecking(folder)
     run.store.close()
@@ -839,7 +836,7 @@ def test_a_copy_of_all_drives_is_read_without_the_originals(
     tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest has the paths of the original's drives, which the original goes on writing."""
-    monkeypatch.setattr(drives_module, "_STRIPE_BYTES", AWAY_PAGE)
+    testing.replace(monkeypatch, "size.stripe", AWAY_PAGE)
     run = run_of_two_commits(tmp_path / "here", queue, drives=2)
     run.store.close()
     shutil.copytree(tmp_path / "here", tmp_path / "copy")

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 import offload
+from offload import testing
 from offload.aio import IoQueue
 from offload.cli.main import app
 from offload.errors import ConfigError, IoError, StoreError
-from offload.fileio import locked_dir
 from offload.finetune.options import Options
 from offload.finetune.output import MARK, Identity, is_marked, output_of
 from offload.swapper.store import Store, find_removal, remove_run, run_status
@@ -178,7 +178,7 @@ def test_a_start_that_failed_has_nothing_more_to_remove(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failed = Store([tmp_path], "run", 0, SPEC._replace(partitions=SPEC.partitions * 1000, frozen=()), queue)
-    monkeypatch.setattr("offload.swapper.store.store.find_shortage", lambda *_: _raise(OSError(28, "full")))
+    testing.replace(monkeypatch, "disk.shortage_of_store", lambda *_: _raise(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
         failed.create()
     monkeypatch.undo()
@@ -224,16 +224,16 @@ def test_a_run_that_another_process_has_made_meanwhile(tmp_path: Path, queue: Io
 def test_a_lock_of_a_folder_that_was_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process removes the folder and makes it anew between the two calls of whoever locks it."""
     (tmp_path / "rank0").mkdir()
-    real, others = locked_dir._flock, list[Lock]()
+    others = list[Lock]()
 
-    def remade(descriptor: int, operation: int) -> None:
+    def remade(real: Callable[[int, int], None], descriptor: int, operation: int) -> None:
         monkeypatch.undo()
         shutil.rmtree(tmp_path / "rank0")
         (tmp_path / "rank0").mkdir()
         others.append(Lock(tmp_path / "rank0"))
         real(descriptor, operation)
 
-    monkeypatch.setattr(locked_dir, "_flock", remade)
+    testing.intercept(monkeypatch, "file.lock", remade)
     with pytest.raises(StoreError, match="in use by"):
         Lock(tmp_path / "rank0")
     others[0].release()
@@ -244,7 +244,7 @@ def test_a_file_system_without_locks_is_not_said_to_be_in_use(tmp_path: Path, mo
     def refuses(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(locked_dir, "_flock", refuses)
+    testing.replace(monkeypatch, "file.lock", refuses)
     (tmp_path / "rank0").mkdir()
     with pytest.raises(StoreError, match=r"cannot be locked \(No locks available\).*set nvme_path to") as caught:
         Lock(tmp_path / "rank0")

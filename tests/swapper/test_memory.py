@@ -144,7 +144,7 @@ def test_both_versions_of_cgroups_are_read(
     of_children = "total_" if "memory:" in line else ""
     stat = f"anon 500\ninactive_file 1\n{of_children}inactive_file 300\n{of_children}active_file 40\n"
     content = {"/proc/self/cgroup": line, **{f"{folder}/{name}": text for name, text in files.items()}}
-    monkeypatch.setattr(limits, "_read", lambda path: content.get(path, ""))
+    testing.replace(monkeypatch, "machine.system_file", lambda path: content.get(path, ""))
     assert list(limits.memory_limits()) == [(1000, 900)], "without statistics"
     content[f"{folder}/memory.stat"] = stat
     assert list(limits.memory_limits()) == [(1000, 560)]

@@ -14,9 +14,10 @@ import torch
 import transformers
 from torch.nn import functional
 
+from offload import testing
 from offload.errors import ConfigError, UsageError
 from offload.hf import OffloadMixin, OffloadTrainer
-from offload.losses import causal_model, chunk_loss_of, chunked
+from offload.losses import chunk_loss_of
 from tests.support import models
 from tests.support.trainer_runs import (
     DISK,
@@ -57,11 +58,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of the hidden states of each loss in chunks; chunks are of five tokens."""
     shapes: list[torch.Size] = []
 
-    def recorded(hidden: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+    def recorded(loss: Callable[..., torch.Tensor], hidden: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
         shapes.append(hidden.shape)
-        return chunked.causal_lm(hidden, *args, **more | {"chunk_tokens": 5})
+        return loss(hidden, *args, **more | {"chunk_tokens": 5})
 
-    monkeypatch.setattr(causal_model, "causal_lm", recorded)
+    testing.intercept(monkeypatch, "loss.in_chunks", recorded)
     return shapes
 
 
