@@ -153,7 +153,7 @@ def test_a_slot_of_which_only_the_end_is_read_is_scrubbed(
     tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a user who looks at the last parameter of a unit after each step."""
-    monkeypatch.setattr(store_module, "_SCRUB_NBYTES", 4096)
+    testing.replace(monkeypatch, "size.scrub", 4096)
     store = created(tmp_path, queue)
     store.commit(0, blob("zero"))
     nbytes = SPEC.partitions[0][State.WEIGHT]
