@@ -64,9 +64,10 @@ def resident_on_device(placement: tuple[str, str]) -> int:
 def runs(
     patch: pytest.MonkeyPatch, folder: Path, seed: int, lateness: float, placement: tuple[str, str], **options: Any
 ) -> tuple[Result, LateDevice]:
+    """Trains two steps, of which the second uses what the first has updated."""
     device = LateDevice(seed, lateness)
     use_device(patch, device)
-    return train(JOB, placement, folder, device, **options), device
+    return train(JOB._replace(steps=2), placement, folder, device, **options), device
 
 
 @pytest.mark.sample(1)
