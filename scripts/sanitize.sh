@@ -35,7 +35,13 @@ for variant in ${*:-plain address thread}; do
         *) echo "plain, address or thread, not $variant" >&2 && exit 2 ;;
     esac
     echo "== $variant"
-    $compiler $flags $options "$build/all.cpp" -o "$build/$variant"
+    # Built again where one of the sources, the compiler or an option is another.
+    key=$({ echo "$compiler" $flags $options; $compiler --version; cat $core/* tests/native/*; } | sha256sum)
+    if [ "$key" != "$(cat "$build/$variant.key" 2> /dev/null)" ]; then
+        $compiler $flags $options "$build/all.cpp" -o "$build/$variant.$$"
+        mv "$build/$variant.$$" "$build/$variant"
+        echo "$key" > "$build/$variant.key"
+    fi
     ASAN_OPTIONS=halt_on_error=1:detect_leaks=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
         TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 $wrapper "$build/$variant"
 done

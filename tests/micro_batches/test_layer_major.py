@@ -50,7 +50,7 @@ def loss_from_the_second_step_on(model: nn.Module, step: int, micro: int) -> tor
     return language_rows_loss(model, step, micro) * min(step, 1)
 
 
-RANKS_JOB = Job(gpt2, loss_from_the_second_step_on, accumulation=4, steps=3)
+RANKS_JOB = Job(gpt2, loss_from_the_second_step_on, accumulation=4, steps=2)
 
 
 def train(

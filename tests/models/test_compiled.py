@@ -136,7 +136,7 @@ def llama_loss(model: Any, step: int, micro: int) -> torch.Tensor:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_layers_of_a_llama(recompute: bool, tmp_path: Path) -> None:
     """The modules within have no hooks: with activation checkpointing these are run alone, uncompiled."""
-    eager = Job(functools.partial(llama, recompute, False), llama_loss, steps=3)
+    eager = Job(functools.partial(llama, recompute, False), llama_loss, steps=2)
     room = room_for(eager, 2)
     expected = run(eager, DISK, tmp_path / "eager", device_memory=room)
     compiled = eager._replace(model=functools.partial(llama, recompute, True))

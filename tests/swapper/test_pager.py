@@ -525,7 +525,7 @@ def test_training_with_the_least_host_memory_has_the_bits_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A late read leaves NaN in its memory until it ends."""
-    job = models.GPT2._replace(dtype="bf16", steps=3, accumulation=2)
+    job = models.GPT2._replace(dtype="bf16", steps=2, accumulation=2)
     budgets = tight(job, tmp_path, monkeypatch)
     expected = run(job, ("none", "none"), tmp_path / "memory")
     use_queue(monkeypatch, lambda: LateQueue(3, 0.01))

@@ -129,7 +129,7 @@ def test_requests_that_end_late_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float, dtype: str
 ) -> None:
     """Updates are dropped or confirmed at any point: unread, computed, half written; and made again at once."""
-    job = JOB._replace(steps=8, clip=clip, dtype=dtype)
+    job = JOB._replace(steps=15, clip=clip, dtype=dtype)
     late = run(job, DISK, tmp_path / "late", speculate=False)
     use_queue(monkeypatch, lambda: LateQueue(0, 0.003))
     early = run(job, DISK, tmp_path / "early", speculate=True)
@@ -160,7 +160,7 @@ def test_a_step_that_overflows_drops_every_update(tmp_path: Path) -> None:
     results = []
     for name, speculate in (("late", False), ("early", True)):
         torch.manual_seed(0)
-        job = JOB._replace(dtype="fp16", steps=8)
+        job = JOB._replace(dtype="fp16", steps=12)
         given = config(job, DISK, tmp_path / name, speculate=speculate)
         given["fp16"] = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 1}
         engine = offload.initialize(model=job.model(), config=given)[0]
