@@ -131,21 +131,21 @@ def test_schedule_groups_counts_and_client_state_come_back(tmp_path: Path) -> No
         )[0]
 
     unbroken = made("whole")
-    expected = [train_step(unbroken, job, step) for step in range(6)]
+    expected = [train_step(unbroken, job, step) for step in range(4)]
     calls = unbroken.module.calls.clone()
     unbroken.destroy(remove=True)
     first = made("first")
-    losses = [train_step(first, job, step) for step in range(3)]
+    losses = [train_step(first, job, step) for step in range(2)]
     state = {"best": 0.5, "names": ["a", None], "span": (1, 2), "by number": {3: True}}
     first.save_checkpoint(tmp_path / "saved", tag=7, client_state=state)
     first.destroy(remove=True)
     second = made("second")
     path, client_state = second.load_checkpoint(tmp_path / "saved")
-    assert path == str(tmp_path / "saved" / "7") and client_state == state and second.micro_steps == 6
-    losses += [train_step(second, job, step) for step in range(3, 6)]
+    assert path == str(tmp_path / "saved" / "7") and client_state == state and second.micro_steps == 4
+    losses += [train_step(second, job, step) for step in range(2, 4)]
     assert losses == expected and torch.equal(second.module.calls, calls)
     second.load_checkpoint(tmp_path / "saved", load_lr_scheduler_states=False)
-    assert second.global_steps == 3 and second.lr_scheduler.last_epoch == 6
+    assert second.global_steps == 2 and second.lr_scheduler.last_epoch == 4
     second.destroy(remove=True)
 
 

@@ -678,8 +678,6 @@ def test_a_run_keeps_its_id_until_it_starts_over(runs: Path, ranks: RankPool, tm
     run = tmp_path / "copy" / "default"
     first, second = ids(run)
     assert first == second and first not in ids(runs / "other" / "default")
-    ranks.run(resumed_runs, tmp_path / "copy")
-    assert ids(run) == [first] * 2
     resumed_runs(tmp_path / "copy")
     assert ids(run) == [first], "another number of ranks goes on with the run"
     ranks.run(resumed_runs, tmp_path / "copy")
@@ -688,6 +686,7 @@ def test_a_run_keeps_its_id_until_it_starts_over(runs: Path, ranks: RankPool, tm
     shutil.copytree(run, tmp_path / "again")
     replace(run / "rank1", tmp_path / "again" / "rank1")
     assert all(isinstance(each, dict) for each in ranks.run(resumed_runs, tmp_path / "copy"))
+    assert ids(run) == [first] * 2
     ranks.run(resumed_runs, tmp_path / "copy", "restart")
     anew = ids(run)
     assert anew[0] == anew[1] != first

@@ -35,7 +35,7 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["probe", *arguments])
 
 
-def test_all_rates_are_measured_and_kept(tmp_path: Path) -> None:
+def test_all_rates_are_measured_kept_and_announced(tmp_path: Path) -> None:
     done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -47,11 +47,7 @@ def test_all_rates_are_measured_and_kept(tmp_path: Path) -> None:
     kept = probe.kept()
     assert kept is not None and probe.as_json(kept) == json.loads(done.stdout)
     assert not list(tmp_path.glob(".offload-probe*")), "its file is gone"
-
-
-def test_progress_is_printed_line_by_line_without_a_terminal(tmp_path: Path) -> None:
-    done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu", "--json")
-    json.loads(done.stdout)
+    # Without a terminal progress is printed line by line.
     progress = [line for line in done.stderr.splitlines() if line.startswith("measuring ")]
     assert progress[0] == f"measuring the drive of {tmp_path}" and len(progress) == len(set(progress)) > 10
     for message in ("memory", "matrix products in bf16", "optimizer and gradients in fp32", "new memory"):
