@@ -252,7 +252,7 @@ class Rounds(Agreement):
         self.ranks = gathers.ranks
         self._agree_titles = [f"agree to gather {name}" for name in names]
         self._reduce_titles = [f"reduce the gradients of {name}" for name in names]
-        # autograd's threads: two may call at the same time. A thread takes this lock before the pager's, and never
+        # autograd thread: two may call at the same time. A thread takes this lock before the pager's, and never
         # inside of it: `CommonUses` gives that one back before it asks.
         self.lock = threading.RLock()
         self._agreed_unit = -1
@@ -288,7 +288,7 @@ class Rounds(Agreement):
             latest[:] = [state()]
             return latest[0]
 
-        # autograd's threads: the lock is held to the end, since a thread that asks after a series has begun must begin
+        # autograd thread: the lock is held to the end, since a thread that asks after a series has begun must begin
         # its gathers first.
         with self._timeline.span(Row.RANKS, self._agree_titles[unit]), self.lock:
             if self._served_short:  # this rank tries again, since it has made room
@@ -333,7 +333,7 @@ class Rounds(Agreement):
 
     def go_on(self, unit: int) -> None:
         """Begins the gathers of the series up to that of `unit`, and some ahead: as many on all ranks."""
-        # autograd's threads: two may come here with different units. Under the lock the gathers begin in the order of
+        # autograd thread: two may come here with different units. Under the lock the gathers begin in the order of
         # the series, as on all other ranks.
         with self.lock:
             if unit in self._series:
