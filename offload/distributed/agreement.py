@@ -348,7 +348,7 @@ class Rounds(Agreement):
         return self._begun < len(self._series)
 
     def go_on(self, unit: int) -> None:
-        """Begins the gathers of the series up to that of `unit`, and some further gathers: as many as on other ranks."""
+        """Begins the gathers of the series up to that of `unit`, and as many gathers ahead as on other ranks."""
         # autograd thread: two autograd threads may come here with different units. Under the lock the gathers begin in
         # the order of the series, as on all other ranks.
         with self.lock:
@@ -403,7 +403,10 @@ class Rounds(Agreement):
         self._agreed_unit = -1
 
     def end_reductions(self) -> None:
-        """Takes part in the rest of a series of reductions. Called at the end of a backward, which may have made fewer."""
+        """Takes part in the rest of a series of reductions.
+
+        Called at the end of a backward, which may have made fewer.
+        """
         with self.lock:
             if self._reductions:
                 self._end_series()
@@ -466,7 +469,10 @@ class Rounds(Agreement):
         return sum(values) / len(values)
 
     def forget(self) -> None:
-        """Returns when every rank is about to drop its gradients. Each rank's gradients contain parts of other ranks."""
+        """Returns when every rank is about to drop its gradients.
+
+        Each rank's gradients contain parts of other ranks.
+        """
         self._await_all(Collective.FORGET, -1)
 
     @contextlib.contextmanager
@@ -505,8 +511,8 @@ class Rounds(Agreement):
     ) -> list[RankIntent]:
         """Serves other ranks until this rank's announcement is chosen, or until it is a USE and all uses are ready.
 
-        For a USE, each round calls the function `ready`, which also returns the series. Returns the announcements of the
-        last round.
+        For a USE, each round calls the function `ready`, which also returns the series. Returns the announcements of
+        the last round.
         """
         with self.lock:
             self._end_series()
@@ -545,13 +551,16 @@ class Rounds(Agreement):
 
     @contextlib.contextmanager
     def _question(self) -> Iterator[None]:
-        """Marks an exchange with all ranks as under way. The mark stays after an exception: other ranks have moved on."""
+        """Marks an exchange with all ranks as under way. The mark stays after an exception: others have moved on."""
         self._in_question = True
         yield
         self._in_question = False  # not in a `finally`: see above
 
     def _serve(self, kind: Collective, unit: int, intents: Sequence[RankIntent]) -> None:
-        """Takes part in the chosen collective. An exception leaves `_agreed_unit` set, since the other ranks then wait."""
+        """Takes part in the chosen collective.
+
+        An exception leaves `_agreed_unit` set, since the other ranks then wait.
+        """
         # calling thread: the callbacks wait for reads and updates of this rank at most, which need no other rank.
         self._agreed_unit = unit
         if kind is Collective.REDUCE:

@@ -93,8 +93,8 @@ class NodeGathers(WeightGathers):
         every other gather                              over the ranks of the node, from what they have kept
 
     The kept parts have the bits of the first gather, so they change no bit of a run. They are valid until the next call
-    that may change weights. Every rank takes part in all gathers and all such calls in the same order (`Rounds`), so all
-    ranks know without a message whether a gather is a first gather.
+    that may change weights. Every rank takes part in all gathers and all such calls in the same order (`Rounds`), so
+    all ranks know without a message whether a gather is a first gather.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class NodeGathers(WeightGathers):
             for part, stop in zip(node_ranges, stops, strict=True)
         ]
         if unit in self._filled:
-            # The gather overwrites this rank's shard, which is in `unsharded` already. The new bytes are the same or, if
-            # weights travel as codes, the decoded values that all ranks use.
+            # The gather overwrites this rank's shard, which is in `unsharded` already. The new bytes are the same or,
+            # if weights travel as codes, the decoded values that all ranks use.
             return self._node.gather(unsharded, node_ranges, self._copy(uploaded, pairs))
         gathered = self._over_all.gather(unit, unsharded, shard_ranges, uploaded)
         filled = self._copy(gathered, [(target, source) for source, target in pairs])
@@ -128,9 +128,12 @@ class NodeGathers(WeightGathers):
         self._filled.clear()
 
     def _copy(self, after: Event, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Copies the second tensor of each pair into the first, after the event `after`. Returns the event of the copies."""
-        # upload stream: orders the copies after the previous gather and before the next one. On a CPU the calling thread
-        # waits for the event and copies.
+        """Copies the second tensor of each pair into the first, after the event `after`.
+
+        Returns the event of the copies.
+        """
+        # upload stream: orders the copies after the previous gather and before the next one. On a CPU the calling
+        # thread waits for the event and copies.
         with self._device.uploading():
             self._device.wait_event(after)
             for target, source in pairs:

@@ -147,7 +147,7 @@ class World:
 
     @property
     def replicated(self) -> Ranks:
-        """The processes with copies of the parameters that tensor parallelism leaves whole; without it this one alone."""
+        """The processes with copies of parameters that tensor parallelism leaves whole; without it this one alone."""
         return self.everyone if self.tensor_size > 1 and self.stages == 1 else self.stage
 
     def first_of_stage(self, process: int) -> int:
@@ -155,7 +155,7 @@ class World:
         return self.positions.index(self.positions[process]) if self.positions else 0
 
     def is_sharded(self, parameter: str) -> bool:
-        """Returns True if the processes of a stage have different parts of the parameter, False if each has all of it."""
+        """Returns True if the processes of a stage have different parts of a parameter, False if each has all of it."""
         return parameter in self.sharded
 
     def counted_elsewhere(self, layouts: Sequence[UnitLayout]) -> frozenset[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Refuses models whose tensors share memory in a way that an engine would silently break.
 
-An engine moves each parameter into storage of its own, and its updates write there. If another parameter, a buffer or an
-attribute shares the parameter's memory, it follows the parameter in plain PyTorch. Under an engine it would keep its
+An engine moves each parameter into storage of its own, and its updates write there. If another parameter, a buffer or
+an attribute shares the parameter's memory, it follows the parameter in plain PyTorch. Under an engine it would keep its
 first values, so the model is refused. Sharing is allowed if one parameter object has several names, or if the parameter
 is frozen. If a tensor outside of the model, such as a script's state dict, shares memory, a notice reports it later.
 
@@ -71,7 +71,10 @@ def check_shared_memory(model: nn.Module) -> None:
 
 
 def memory_of(model: nn.Module) -> dict[str, StorageReference]:
-    """Returns a weak reference to the memory of each parameter that trains, by name. Memory with buffers is left out."""
+    """Returns a weak reference to the memory of each parameter that trains, by name.
+
+    Memory with buffers is left out.
+    """
     buffers = {storage_key(buffer) for buffer in model.buffers() if _has_memory(buffer)}
     return {
         name: StorageReference(parameter.untyped_storage())
