@@ -106,7 +106,7 @@ class UnitCheckpoints(ActivationPolicy):
         self._blocks, self._device = blocks, device
         self._synchronize = config.activation_checkpointing.synchronize_checkpoint_boundary
         self._profile = config.activation_checkpointing.profile
-        # model's thread and autograd's: one at a time runs a model, so these need no lock.
+        # calling thread and autograd thread: one at a time runs a model, so these need no lock.
         self._forward_seconds: dict[str, float] = defaultdict(float)
         self._recomputation_seconds: dict[str, float] = defaultdict(float)
         self._local = _OpenCalls()
@@ -168,7 +168,7 @@ class UnitCheckpoints(ActivationPolicy):
         call.began = time.perf_counter()
         call.buffers = _buffers_of(module)
         generator = checkpointing(recompute, *leaves)
-        # model's thread: may wait for I/O, and so run a handler that calls `abandon`. The call receives its generator
+        # calling thread: may wait for I/O, and so run a handler that calls `abandon`. The call receives its generator
         # only afterwards.
         next(generator)
         call.generator = generator

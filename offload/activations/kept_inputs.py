@@ -487,7 +487,7 @@ class Staging:
         ]
         for count, kept_input in enumerate(in_host):
             room = self._blocks.room(kept_input.nbytes)
-            # forward's thread: the download of an input that leaves is still in flight, and must not block this thread.
+            # calling thread: the download of an input that leaves is still in flight, and must not block this thread.
             if kept_input.memory.tensor is not None or not checkpoints.writes(
                 len(in_host) - count, room, kept_input.nbytes
             ):
@@ -861,7 +861,7 @@ class KeptInputs(UnitCheckpoints):
             if tensor is None:
                 if memory.arriving is None:
                     self._upload(kept_input)
-                # autograd's thread: a graph that is kept (`retain_graph`) asks again, and finds the bytes in the block.
+                # autograd thread: a graph that is kept (`retain_graph`) asks again, and finds the bytes in the block.
                 tensor, memory.arriving = memory.arriving, None
                 # compute stream: waits for the upload; on a GPU this thread continues.
                 self._device.wait_event(memory.uploaded)

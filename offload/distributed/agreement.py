@@ -38,7 +38,7 @@ from offload.timeline import OFF, Row, Timeline
 
 # -- step facts ----------------------------------------------------------------------------------------
 #
-# Report of each rank on a step: four numbers, and the parameters that have a gradient.
+# Each rank reports four numbers on a step, and the parameters that have a gradient.
 
 
 STEP_FACTS = struct.Struct("<dqqq")
@@ -59,15 +59,16 @@ _MUST_AGREE = (
 def add_up_step(rows: Sequence[bytes], shards: int) -> GradientStats:
     """Returns the statistics of all ranks.
 
-    The ranks of a replica, `shards` of them, come first. Raises `UsageError` if ranks differ in a number that all must
-    share.
+    The first `shards` rows are from the ranks of one replica. Raises `UsageError` if ranks differ in a number that all
+    must share.
     """
     facts = [STEP_FACTS.unpack_from(row) for row in rows]
     for what, column, advice in _MUST_AGREE:
         numbers = [row[column] for row in facts]
         if len(set(numbers)) > 1:
             raise UsageError(f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; {advice}")
-    # In rank order on every rank, so that all take the same decision; over one replica, since all have the same.
+    # All ranks add in rank order, so that they take the same decision. They add over one replica, since all replicas
+    # have the same gradients.
     present = union([row[STEP_FACTS.size :] for row in rows])
     return GradientStats(sum_squares=sum(row[0] for row in facts[:shards]), present=present)
 
@@ -97,7 +98,7 @@ def _segments(row: bytes) -> Sequence[set[int]]:
 
 # -- intents -------------------------------------------------------------------------------------------
 #
-# The announcements of ranks, and the pure decision on the next collective from all of them.
+# Ranks announce collectives. A pure function decides the next collective from the announcements of all ranks.
 
 
 class Collective(enum.IntEnum):
@@ -132,13 +133,13 @@ class RankIntent(NamedTuple):
     ready: bool = False
     """True if the rank has the weights (USE), has new values (EDIT), or deletes its store (END)."""
     holds: int = -1
-    """The unit with gradients of the rank that are not reduced, or -1."""
+    """The unit whose gradients on this rank wait to be reduced, or -1."""
     ahead: int = -1
     """For USE: the unit that the rank could gather next, or -1."""
     has_all: bool = False
     """For USE: True if the rank has the weights of all units."""
     series: int = 0
-    """Checksum of what the rank could do from here on without a round each; 0 for nothing."""
+    """Checksum of the series that the rank could carry out without further rounds; 0 if there is none."""
 
     def same(self, other: RankIntent) -> bool:
         """Returns True if both ranks announce the same operation on the same unit."""
@@ -146,16 +147,19 @@ class RankIntent(NamedTuple):
 
 
 class NextCollective(NamedTuple):
-    """The next collective of all ranks. If `next` is None, ranks whose use is ready continue; others announce again."""
+    """The next collective of all ranks.
+
+    If `next` is None, ranks whose use is ready continue, and all other ranks announce again.
+    """
 
     next: RankIntent | None
 
 
 def next_collective(intents: Sequence[RankIntent]) -> NextCollective | None:
-    """Returns the next collective for the announcements of all ranks, in rank order; None if there can be none.
+    """Returns the next collective for the announcements of all ranks, in rank order; None if no collective can be next.
 
-    A rank whose announcement was not chosen announces again, unless it announced a USE and all uses are ready. Which
-    gradients are reduced together, and so the order of their sum, depends on the reductions alone, not on gathers.
+    A rank whose announcement was not chosen announces again, unless it announced a USE and all uses are ready. Only the
+    reductions, not the gathers, decide which gradients are reduced together and in which order they are added.
     """
     if all(intent.same(intents[0]) for intent in intents):
         return NextCollective(intents[0])
@@ -191,9 +195,9 @@ def describe(intent: RankIntent, names: Sequence[str]) -> str:
 
 
 class Agreement:
-    """One rank's side of what all ranks agree on. A process that trains alone agrees with itself at once.
+    """The agreement of one rank with all ranks. This class is for a process that trains alone, and never waits.
 
-    `Rounds` agrees with other ranks, and overrides the methods.
+    `Rounds` overrides the methods to agree with other ranks.
     """
 
     ranks = Ranks()
@@ -210,16 +214,19 @@ class Agreement:
         """Returns the statistics of a step, summed over shards. By then each rank has ended its previous updates.
 
         `known` is called when every rank has arrived, since gradients of other ranks may come in until then. Raises
-        `UsageError` on all ranks, if they differ in any of the three numbers.
+        `UsageError` on all ranks if they differ in `micro_batches`, `global_steps` or `settings`.
         """
         return known()
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
-        """Returns the sums of `numbers` over the shards of a replica, added in their order. Only within a `step`."""
+        """Returns the sums of `numbers` over the ranks of a replica, added in rank order.
+
+        Call it only within a `step`.
+        """
         return list(numbers)
 
     def edit(self, unit: int, edits: Sequence[Edit]) -> Sequence[Edit]:
-        """Returns the edits of `unit` that apply on every rank: those of the lowest rank that has any."""
+        """Returns the edits of `unit` that all ranks apply. These are the edits of the lowest rank that has edits."""
         return edits
 
     def mean(self, value: float) -> float:
@@ -228,7 +235,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def meeting(self, kind: Collective) -> Iterator[None]:
-        """Waits until every rank has announced `kind`; in the context they may exchange values.
+        """Waits until every rank has announced `kind`. Within the context the ranks may exchange values.
 
         The body must raise an `Exception` on all ranks or on none. After any other `BaseException`, as from Ctrl-C,
         this rank counts as interrupted.
@@ -243,7 +250,10 @@ class Agreement:
 
 
 class Rounds(Agreement):
-    """The agreement of several ranks, and the pager's `Peers`. Serves others until its announcement is chosen."""
+    """The agreement of several ranks; implements the pager's `Peers`.
+
+    This rank serves other ranks until its own announcement is chosen.
+    """
 
     def __init__(
         self, gathers: WeightGathers, names: Sequence[str], callbacks: EngineCallbacks, timeline: Timeline = OFF
@@ -252,25 +262,28 @@ class Rounds(Agreement):
         self.ranks = gathers.ranks
         self._agree_titles = [f"agree to gather {name}" for name in names]
         self._reduce_titles = [f"reduce the gradients of {name}" for name in names]
-        # autograd's threads: two may call at the same time. A thread takes this lock before the pager's, and never
-        # inside of it: `CommonUses` gives that one back before it asks.
+        # autograd thread: two autograd threads may call at the same time. A thread takes this lock before the pager's
+        # lock, and never inside of it: `CommonUses` releases the pager's lock before it asks.
         self.lock = threading.RLock()
         self._agreed_unit = -1
         """The unit that all ranks are gathering or reducing now; -1 between collectives."""
         self._retry_answer: GatherDecision
-        """Result of `agree` if this rank calls it again for `_agreed_unit`, as after a lack of memory."""
+        """Result of a further call of `agree` for `_agreed_unit`, such as after a lack of memory."""
         self._served_short = False
-        """True if this rank had no room for `_agreed_unit`, which another rank needs and for which all others wait."""
+        """True if this rank had no room to gather `_agreed_unit` for another rank.
+
+        All other ranks then wait for this rank.
+        """
         self._series: tuple[int, ...] = ()
-        """Units that all ranks gather in this order, each before its first use there."""
+        """Units in the order in which all ranks gather them. Each is gathered before its first use."""
         self._begun = self._ahead = 0
-        """Number of gathers of the series that have begun, and of those that begin before they are needed."""
+        """Number of gathers of the series that have begun, and number of gathers that begin before they are needed."""
         self._reductions: deque[int] = deque()
         """Units that all ranks reduce next in this order, without a round."""
         self._uses_ask = self.ranks.mesh.shards > 1
-        """False while all ranks know that their next uses need no round, as where each has whole weights."""
+        """False while all ranks know that their next uses need no round, such as if each rank has all weights."""
         self._strayed = False
-        """True if this rank has left a series of reductions. It takes part in no other."""
+        """True if this rank has left a series of reductions. It then takes part in no other series."""
         self._in_question = False
         """True during an exchange with all ranks, and from then on if the exchange was interrupted."""
 
@@ -281,14 +294,14 @@ class Rounds(Agreement):
     # -- collectives --------------------------------------------------------------------------------
 
     def agree(self, unit: int, state: Callable[[], UnitState]) -> GatherDecision:
-        """Returns the common decision on this rank's use of `unit`; `state` is called in each round."""
+        """Returns the common decision on this rank's use of `unit`. Each round calls `state`."""
         latest: list[UnitState] = []
 
         def look() -> UnitState:
             latest[:] = [state()]
             return latest[0]
 
-        # autograd's threads: the lock is held to the end, since a thread that asks after a series has begun must begin
+        # autograd thread: the lock is held to the end, since a thread that asks after a series has begun must begin
         # its gathers first.
         with self._timeline.span(Row.RANKS, self._agree_titles[unit]), self.lock:
             if self._served_short:  # this rank tries again, since it has made room
@@ -305,17 +318,20 @@ class Rounds(Agreement):
                 self._uses_ask = False
                 return GatherDecision(gather=False, together=True, series=True)
             gather = any(intent.same(announcement) and not intent.ready for intent in intents)
-            # A prefetch is agreed on only if all ranks use the same unit and have it: none of them then waits for a
-            # gather of the unit itself.
+            # The ranks agree on a prefetch only if all use the same unit and have it. Then no rank waits for a gather
+            # of this unit.
             following = _common([intent.ahead for intent in intents]) if together and not gather else -1
             answer = GatherDecision(gather, together, all(intent.has_all for intent in intents), following)
             self._agreed_unit, self._retry_answer = unit if gather else following, answer
-            # calling thread: computed from the announcements of all ranks, so every rank stores the same.
+            # calling thread: stores a value from the announcements of all ranks, so every rank stores the same value.
             self._uses_ask = not answer.all
             return answer
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
-        """Returns the unit that every rank could gather next, or -1. Called right after a gather announced by all."""
+        """Returns the unit that every rank could gather next, or -1.
+
+        Called right after a gather that all have announced.
+        """
         with self._timeline.span(Row.RANKS, "agree to gather ahead"), self.lock:
             self._check()
             candidate = ahead()
@@ -332,15 +348,15 @@ class Rounds(Agreement):
         return self._begun < len(self._series)
 
     def go_on(self, unit: int) -> None:
-        """Begins the gathers of the series up to that of `unit`, and some ahead: as many on all ranks."""
-        # autograd's threads: two may come here with different units. Under the lock the gathers begin in the order of
-        # the series, as on all other ranks.
+        """Begins the gathers of the series up to that of `unit`, and as many gathers ahead as on other ranks."""
+        # autograd thread: two autograd threads may come here with different units. Under the lock the gathers begin in
+        # the order of the series, as on all other ranks.
         with self.lock:
             if unit in self._series:
                 self._gather_series(self._series.index(unit) + 1 + self._ahead)
 
     def _gather_series(self, stop: int) -> None:
-        """Begins the gathers of the series before its position `stop`. What was interrupted is begun again."""
+        """Begins the gathers of the series before position `stop`. An interrupted gather is begun again."""
         for unit in self._series[self._begun : stop]:
             self._check(retried=unit)
             # Set until the gather has begun: if this thread leaves before, by a Ctrl-C, the other ranks wait for it.
@@ -358,10 +374,10 @@ class Rounds(Agreement):
             return gathered
 
     def reduce(self, unit: int, expected: Sequence[int] = ()) -> None:
-        """Reduces the gradients of `unit` with those of all ranks that have some.
+        """Reduces the gradients of `unit` over all ranks that have gradients of it.
 
-        `expected` are all units that this backward is expected to reduce, in their order, from `unit` on. If all ranks
-        expect the same, and use units without rounds, those after `unit` need none either.
+        `expected` are the units that this backward is expected to reduce from `unit` on, in order. If all ranks expect
+        the same units and use units without rounds, the reductions of the units after `unit` need no rounds either.
         """
         with self._timeline.span(Row.RANKS, self._reduce_titles[unit]), self.lock:
             if self._reductions and self._reductions[0] == unit:
@@ -387,13 +403,16 @@ class Rounds(Agreement):
         self._agreed_unit = -1
 
     def end_reductions(self) -> None:
-        """Takes part in the rest of a series of reductions, at the end of a backward that has made fewer."""
+        """Takes part in the rest of a series of reductions.
+
+        Called at the end of a backward, which may have made fewer.
+        """
         with self.lock:
             if self._reductions:
                 self._end_series()
 
     def _end_series(self) -> None:
-        """Begins the rest of a series. Other ranks may follow it, and learn of no round before its end."""
+        """Begins the rest of a series. Other ranks may still follow the series, and join no round before its end."""
         self._gather_series(len(self._series))
         self._check()
         while self._reductions:
@@ -422,7 +441,7 @@ class Rounds(Agreement):
         return [sum(column) for column in zip(*map(packed.unpack, rows), strict=True)]
 
     def edit(self, unit: int, edits: Sequence[Edit]) -> list[Edit]:
-        # Every rank asks, also one without edits: the others' values change its weights too.
+        # A rank without edits asks too, because edits of other ranks change its weights.
         intents = self._await_all(Collective.EDIT, unit, bool(edits))
         source = next((rank for rank, intent in enumerate(intents) if intent.ready), None)
         if source is None:
@@ -450,7 +469,10 @@ class Rounds(Agreement):
         return sum(values) / len(values)
 
     def forget(self) -> None:
-        """Returns when every rank is about to drop its gradients, which contain contributions of other ranks."""
+        """Returns when every rank is about to drop its gradients.
+
+        Each rank's gradients contain parts of other ranks.
+        """
         self._await_all(Collective.FORGET, -1)
 
     @contextlib.contextmanager
@@ -487,10 +509,10 @@ class Rounds(Agreement):
     def _await_all(
         self, kind: Collective, unit: int, ready: bool | Callable[[], UnitState] = False, series: int = 0
     ) -> list[RankIntent]:
-        """Serves other ranks until this rank's announcement is chosen, or is a USE and all uses are ready.
+        """Serves other ranks until this rank's announcement is chosen, or until it is a USE and all uses are ready.
 
-        For a USE, `ready` is a function that is called in each round, and returns the series too. Returns the last
-        announcements.
+        For a USE, each round calls the function `ready`, which also returns the series. Returns the announcements of
+        the last round.
         """
         with self.lock:
             self._end_series()
@@ -535,7 +557,10 @@ class Rounds(Agreement):
         self._in_question = False  # not in a `finally`: see above
 
     def _serve(self, kind: Collective, unit: int, intents: Sequence[RankIntent]) -> None:
-        """Takes part in the chosen collective. An exception leaves `_agreed_unit` set, since the others then wait."""
+        """Takes part in the chosen collective.
+
+        An exception leaves `_agreed_unit` set, since the other ranks then wait.
+        """
         # calling thread: the callbacks wait for reads and updates of this rank at most, which need no other rank.
         self._agreed_unit = unit
         if kind is Collective.REDUCE:
@@ -556,22 +581,22 @@ def _common(units: Sequence[int]) -> int:
 
 # -- all or nothing ------------------------------------------------------------------------------------
 #
-# Work that all ranks do at the same place of the program, and that succeeds on all of them or on none.
+# All ranks do such work at the same place of the program. It succeeds on all ranks or on none.
 
 
 class AllOrNothing:
-    """One rank's side of the common work. A process that trains alone is the only rank."""
+    """Common work of `ranks`, on this rank. A process that trains alone is the only rank."""
 
     def __init__(self, ranks: Ranks, what: str) -> None:
-        """Takes `what` the ranks do, in words, for messages."""
+        """Stores `what`, words for the work that error messages contain."""
         self.rank, self.size = ranks.rank, ranks.size
         self._ranks, self._what = ranks, what
 
     def settle(self, action: Callable[[], Any]) -> list[Any]:
         """Runs `action` on every rank, and returns the results of all ranks; several ranks exchange them as JSON.
 
-        If `action` raises an `Exception` on one rank, this method raises on all ranks. The exception is the error of
-        `action` on a rank where it failed, and a `StoreError` that names the first rank that failed on all others.
+        If `action` raises an `Exception` on one rank, this method raises on all ranks. A rank on which `action` failed
+        raises its own error. All other ranks raise a `StoreError` that names the first rank that failed.
         """
         if self.size == 1:
             return [action()]
@@ -608,7 +633,7 @@ class AllOrNothing:
 
 @contextlib.contextmanager
 def all_or_nothing(agreement: Agreement, kind: Collective, what: str) -> Iterator[AllOrNothing]:
-    """Waits until every rank is about to do this work, and yields this rank's side of the work.
+    """Waits until every rank is about to do this work, and yields an `AllOrNothing` for it.
 
     Any exception that leaves the body must come from the yielded object, so that all ranks raise.
     """

@@ -1,4 +1,4 @@
-"""Gathers of weights, as values or as codes of 8 bits, over all ranks or within a node.
+"""Gathers weights as values or as codes of 8 bits, over all ranks or within a node.
 
     WeightGathers         values, over all ranks of a replica
     CodedWeightGathers    codes, over the same ranks (qwZ of ZeRO++, arXiv 2306.10209)
@@ -33,7 +33,7 @@ class WeightGathers:
         return self.ranks.gather(unsharded, shard_ranges, uploaded)
 
     def forget(self) -> None:
-        """Drops kept weights, since weights may change now. Called on every rank between two gathers."""
+        """Drops kept weights, because weights may change now. Every rank calls this between the same two gathers."""
 
 
 class CodedWeightGathers(WeightGathers):
@@ -41,16 +41,16 @@ class CodedWeightGathers(WeightGathers):
 
         this rank's shard ─► codes ─► all-gather ─► codes of all ranks ─► values of all shards, this rank's among them
 
-    Each rank computes with the values of the codes, also of its own shard, so all have the same weights, bit for bit.
-    The shard itself stays exact in its tier: updates, commits and checkpoints know nothing of codes.
+    Each rank computes with decoded values, also of its own shard, so all ranks have the same weights, bit for bit. The
+    shard stays exact in its tier, and updates, commits and checkpoints use the exact values.
 
-    A unit on the device may be gathered again for a rank that lacks it. Its shard on the device then contains
-    decoded values. Encoding these again yields the same values (`tests/ranks/test_quantized_collectives.py` tries all),
-    so a second gather changes no weight that compute is reading.
+    A unit on the device may be gathered again for a rank that lacks it. This rank's shard on the device then contains
+    decoded values. Their codes have the same values again (`tests/ranks/test_quantized_collectives.py` tries all), so
+    a second gather changes no weight that compute is reading.
     """
 
     def __init__(self, ranks: Ranks, device: Device, coded: CodedGathers, codes: torch.Tensor) -> None:
-        """`codes` is (coded.nbytes,) uint8 on the device: memory for the codes of one gather."""
+        """Stores `codes`, device memory for the codes of one gather: (coded.nbytes,) uint8."""
         super().__init__(ranks)
         self._device, self._coded, self._codes = device, coded, codes
 
@@ -87,20 +87,20 @@ class CodedWeightGathers(WeightGathers):
 
 
 class NodeGathers(WeightGathers):
-    """Gathers within a node, from the parts of the first gather that its ranks have kept.
+    """Gathers within a node. The ranks of the node keep parts of a unit's first gather for its later gathers.
 
         first gather of a unit since weights changed    over all ranks, then each keeps its part of the node's copy
         every other gather                              over the ranks of the node, from what they have kept
 
-    The kept parts have the bits of a gather, so a run has the same bits as without them. They are valid from the gather
-    that fills them to the next call that may change weights. Every rank takes part in all gathers and in all such
-    calls, in one order (`Rounds`), so all ranks know without a message which of the two kinds a gather is.
+    The kept parts have the bits of the first gather, so they change no bit of a run. They are valid until the next call
+    that may change weights. Every rank takes part in all gathers and all such calls in the same order (`Rounds`), so
+    all ranks know without a message whether a gather is a first gather.
     """
 
     def __init__(
         self, over_all: WeightGathers, shards: NodeShards, node: Ranks, device: Device, memory: torch.Tensor
     ) -> None:
-        """`over_all` makes the first gathers; `memory` is (shards.nbytes,) uint8 on the device, empty."""
+        """Stores `over_all`, which makes first gathers, and `memory`, empty device memory of (shards.nbytes,) uint8."""
         super().__init__(over_all.ranks)
         self._over_all, self._shards, self._node, self._device = over_all, shards, node, device
         ends = list(itertools.accumulate(shards.unit_nbytes))
@@ -116,8 +116,8 @@ class NodeGathers(WeightGathers):
             for part, stop in zip(node_ranges, stops, strict=True)
         ]
         if unit in self._filled:
-            # This rank's shard is in `unsharded` already. The gather overwrites it: with the same bytes or, if
-            # weights travel as codes, with the decoded values that all ranks use.
+            # The gather overwrites this rank's shard, which is in `unsharded` already. The new bytes are the same or,
+            # if weights travel as codes, the decoded values that all ranks use.
             return self._node.gather(unsharded, node_ranges, self._copy(uploaded, pairs))
         gathered = self._over_all.gather(unit, unsharded, shard_ranges, uploaded)
         filled = self._copy(gathered, [(target, source) for source, target in pairs])
@@ -128,8 +128,11 @@ class NodeGathers(WeightGathers):
         self._filled.clear()
 
     def _copy(self, after: Event, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Copies the second tensor of each pair into the first, after an event, and returns the event of the copies."""
-        # upload stream: it orders the copies between the gather before and the next gather. On a CPU the calling
+        """Copies the second tensor of each pair into the first, after the event `after`.
+
+        Returns the event of the copies.
+        """
+        # upload stream: orders the copies after the previous gather and before the next one. On a CPU the calling
         # thread waits for the event and copies.
         with self._device.uploading():
             self._device.wait_event(after)

@@ -44,7 +44,7 @@ from offload.torch_internals import without_saved_tensor_hooks
 
 # -- communication -------------------------------------------------------------------------------------
 #
-# Counts of what one rank sends to the others: collectives and bytes, by kind.
+# These counts contain the collectives and the bytes that one rank sends to other ranks, by kind.
 #
 # Bytes are this rank's own payload, counted once for each rank that receives it. Headers, and other ranks' bytes that a
 # ring or a tree of the backend passes on, are not counted, so the numbers are the same with any backend. With n ranks,
@@ -110,7 +110,7 @@ class Communication(NamedTuple):
     sequence: Sent = Sent()
     """Parts of sequences, heads and losses that the ranks of sequence parallelism exchange, mostly around attention."""
     messages: Sent = Sent()
-    """All others: decisions on a step, norms of LAMB, edits and reads of states, checkpoints, the start."""
+    """All other collectives: decisions on a step, norms of LAMB, edits and reads of states, checkpoints, the start."""
 
     @property
     def total(self) -> Sent:
@@ -138,7 +138,7 @@ class Communication(NamedTuple):
 
 # -- mesh ----------------------------------------------------------------------------------------------
 #
-# Arrangement of ranks as replicas of the model, each of which is divided into shards.
+# A mesh arranges ranks as replicas of the model. Each replica is divided into shards.
 #
 #     four ranks, "mics_shard_size": 2          shard 0     shard 1
 #
@@ -243,7 +243,7 @@ class DeviceGroups(NamedTuple):
 
     @property
     def all(self) -> list[Any]:
-        """Both groups, as far as there are any."""
+        """The groups that are not None."""
         return [group for group in self if group is not None]
 
 
@@ -293,7 +293,7 @@ _MOST_CALLS = 8
 
 
 class _StoreCall:
-    """A call of the store, and its outcome once `ended` is free."""
+    """A call of the store. It has an outcome as soon as the lock `ended` is free."""
 
     def __init__(self, act: Callable[[], Any]) -> None:
         self.act = act
@@ -305,9 +305,9 @@ class _StoreCall:
 
 
 class BoundedStore:
-    """A key-value store of torch's whose calls end: after one that did not, this object refuses all others.
+    """A key-value store of torch whose calls end in time. After a call that did not, this object refuses all calls.
 
-    Any thread may call it. Errors are `RuntimeError`, as torch's own are where no process serves the store.
+    Any thread may call it. Errors are `RuntimeError`, as torch's own errors if no process serves the store.
     """
 
     def __init__(self, store: Any, longest: float = LONGEST) -> None:
@@ -315,7 +315,7 @@ class BoundedStore:
         self._store, self._longest = store, longest
         self._calls: queue.Queue[_StoreCall | None] = queue.Queue(_MOST_CALLS)
         self.refusal: str | None = None
-        """Words for why no call is made any more; None while calls are made."""
+        """The reason why this object makes no calls any more; None while it makes calls."""
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="offload-store", daemon=True)
         self._thread.start()
@@ -337,7 +337,7 @@ class BoundedStore:
         self._within(lambda: self._store.set(key, value))
 
     def close(self) -> None:
-        """Ends the thread; does not wait for a call that has not ended in time. Idempotent."""
+        """Ends the thread, without a wait for a call that has not ended in time. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -536,13 +536,13 @@ def _decided(store: BoundedStore, to: str) -> str | None:
 
 # -- heartbeat -----------------------------------------------------------------------------------------
 #
-# Heartbeat of each rank: a count in torch's key-value store, which shows the others that the rank lives.
+# Each rank counts up in torch's key-value store. Its count shows all other ranks that it lives.
 #
 # Ranks are those of torch's default process group here.
 
 
 _DIFFERENT = "have reached different calls"
-"""Words of `Rounds`'s error if no rank can go on."""
+"""Words in the error of `Rounds` if no rank can go on."""
 PULSE = 1.0
 """Seconds between two counts."""
 SILENT = 120.0
@@ -550,7 +550,7 @@ SILENT = 120.0
 
 
 class Heartbeat:
-    """A thread that counts up in the store, and the reader of the other ranks' counts."""
+    """Counts up in the store, on a thread of its own, and reads the counts of other ranks."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         """Publishes this rank's machine and process, and starts the thread. `store` adds this engine's prefix."""
@@ -578,8 +578,8 @@ class Heartbeat:
     def meet(self) -> None:
         """Waits until every rank has published its machine and process.
 
-        Creating a process group waits in C++ for all ranks, and would wait for ever for one that has ended. Raises
-        `RankError` if a rank has ended before it arrived.
+        The creation of a process group waits in C++ for all ranks, and would wait for ever if one of them has ended.
+        Raises `RankError` if a rank has ended before it arrived.
         """
         waiting = self.others
         began = noticed = time.monotonic()
@@ -628,7 +628,7 @@ class Heartbeat:
 
     @property
     def cut_off(self) -> str | None:
-        """Words for a store that has not answered in time; None while its calls end, even with errors."""
+        """The reason why the store makes no calls any more; None while its calls end, even with errors."""
         return self._store.refusal
 
     def location(self, rank: int) -> list[str] | None:
@@ -698,7 +698,7 @@ def is_alive(process: int) -> bool:
 
 # -- work ----------------------------------------------------------------------------------------------
 #
-# Collectives under way, as events.
+# An event stands for a collective that is under way.
 
 
 @uninterrupted  # a Ctrl-C between the hooks' going and coming would lose them
@@ -730,8 +730,8 @@ class CollectiveWork:
     def order_compute(self) -> None:
         """Makes all later compute of the calling thread wait for the collective.
 
-        On a CPU the thread itself waits, and `RankError` is raised if a rank is lost. On a GPU the thread continues: a
-        lost rank is noticed by the next message between hosts, which aborts the collective.
+        On a CPU the thread itself waits, and `RankError` is raised if a rank is lost. On a GPU the thread continues.
+        The next message between hosts then notices a lost rank, and aborts the collective.
         """
         if self._ranks.on_gpu and self.work is not None:
             self.work.wait()  # NCCL: the current stream waits, the host does not
@@ -759,7 +759,7 @@ class AllDone:
 
 
 class Ranks:
-    """The processes that train together, from the view of one. The module's docstring names the threads that may call.
+    """The processes that train together. The module's docstring names the threads that may call the methods.
 
     An object of this class is a world of one process: its collectives return at once, with this process's own values.
     `ProcessGroup` joins several processes, and overrides the collectives.
@@ -767,15 +767,15 @@ class Ranks:
 
     on_gpu = False
     here = 1
-    """Number of processes on this machine, of all that train."""
+    """Number of processes on this machine, among all processes that train."""
 
     def __init__(self, member: int = 0) -> None:
-        """Makes a world of one; `member` is this process's rank in torch's default process group, if there is one."""
+        """Makes a world of one process. `member` is its rank in torch's default process group, if there is one."""
         self.rank, self.size, self.mesh = 0, 1, Mesh()
         self.members: tuple[int, ...] = (member,)
         """The ranks in torch's default process group, by their rank here; see `divided`."""
         self.sent = Communication()
-        """All collectives so far, each counted when it begins."""
+        """Counts of all collectives so far. A collective is counted when it begins."""
 
     @property
     def shard(self) -> int:
@@ -786,18 +786,18 @@ class Ranks:
         """Returns this process's group of ranks. Collective.
 
         The group has a mesh of its own, and watches all processes as these ranks do. `divisions` are groups of equal
-        size that together contain all processes; the same list on every process. `shard_size` are the ranks of a
-        replica in the mesh; None for "mics_shard_size", -1 for all. Raises `ConfigError` on every process, if
-        "mics_shard_size" does not fit the size of the groups.
+        size that together contain all processes. The list must be the same on every process. `shard_size` is the number
+        of ranks in a replica of the mesh; None for "mics_shard_size", -1 for all ranks. Raises `ConfigError` on every
+        process if "mics_shard_size" does not fit the size of the groups.
         """
         return Ranks(self.members[0])
 
     # -- control messages ---------------------------------------------------------------------------
 
     def collect(self, numbers: Sequence[int], to: str) -> list[list[int]]:
-        """Returns every rank's `numbers`, of equal length, in rank order; `to` is the purpose, for messages.
+        """Returns every rank's `numbers`, of equal length, in rank order. `to` is the purpose, for messages.
 
-        Only for announcements, since `Communication.agreement` counts the call.
+        Use this only for announcements, since `Communication.agreement` counts the call.
         """
         return [list(numbers)]
 
@@ -817,8 +817,8 @@ class Ranks:
     ) -> None:
         """Sends elements to each rank of this replica, and receives elements from each.
 
-        The tensors are on the CPU, of one dtype. `received`, (n,), is filled with the elements that each shard's rank
-        sends to this rank, in the order of shards; `sent`, (m,), has those that this rank sends, in the same order.
+        The tensors are on the CPU, of one dtype. `sent`, (m,), contains the elements for each shard's rank, in the
+        order of shards. `received`, (n,), is filled with the elements from each shard's rank, in the same order.
         """
         received.copy_(sent)
 
@@ -835,7 +835,7 @@ class Ranks:
         return uploaded
 
     def gather_parts(self, everyone: torch.Tensor, own: torch.Tensor) -> CollectiveWork:
-        """Starts the gather of all shards' parts into `everyone`, in shard order; `own` may be a view of `everyone`."""
+        """Starts the gather of all shards' parts into `everyone`, in shard order. `own` may be a view of `everyone`."""
         everyone.copy_(own)
         return CollectiveWork(self)
 
@@ -888,11 +888,11 @@ class Ranks:
         """Publishes the exception that is about to end this rank, for the other ranks' messages."""
 
     def described(self, calls: Sequence[str]) -> str:
-        """Returns each rank's next call, in the words of `calls`, and the exception that the rank has published."""
+        """Returns words for each rank's next call, from `calls`, and the exception that the rank has published."""
         return f"rank {self.rank} {calls[0]}"
 
     def fail(self, reason: str) -> RankError:
-        """Publishes the end of this rank, which has left a collective, so that others end too; returns its error."""
+        """Publishes that this rank has left a collective and ends, so that other ranks end too. Returns the error."""
         raise AssertionError("a process that trains alone has left nobody in a collective")
 
     def look(self) -> None:
@@ -910,11 +910,11 @@ _SLICE = datetime.timedelta(seconds=1)
 _BLAME = 5.0
 """Seconds without a pulse after which a rank is blamed for a broken connection."""
 _GRACE = datetime.timedelta(seconds=2)
-"""Time that a collective still has to complete once the neighbour is found lost."""
+"""Time in which a collective may still complete after the neighbour was found lost."""
 
 
 class ProcessGroup(Ranks):
-    """This process and others that train together, at least two in all."""
+    """At least two processes that train together, this process among them."""
 
     def __init__(self, device: Device, shard_size: int) -> None:
         """Waits for all processes, and creates the process groups. Every process calls this.
@@ -929,7 +929,7 @@ class ProcessGroup(Ranks):
         """Groups that `divided` has made of these ranks."""
         self._lost: RankError | None = None
         self.on_gpu = device.torch.type != "cpu"
-        # The heartbeat comes before any collective, so that the others notice if this rank ends during one.
+        # The heartbeat starts before any collective, so that other ranks notice if this rank ends during a collective.
         self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
         try:
             self.mesh = mesh_of(shard_size, self.size)
@@ -1010,7 +1010,7 @@ class ProcessGroup(Ranks):
         self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
     ) -> None:
         size, out, into = sent.element_size(), received.view(torch.uint8), sent.view(torch.uint8)
-        # All ranks take part in one exchange; those of other replicas give and receive nothing.
+        # All ranks take part in one exchange. Ranks of other replicas send and receive nothing.
         before = [0] * self.mesh.replica(self.rank).start
         behind = [0] * (self.size - len(before) - len(got))
         outs, ins = ([*before, *(count * size for count in counts), *behind] for counts in (got, gives))
@@ -1114,7 +1114,7 @@ class ProcessGroup(Ranks):
         return True
 
     def _blame(self, error: Exception | None) -> RankError:
-        """Records and logs a loss of ranks, and returns its error. Waits some seconds to find the lost ranks."""
+        """Records and logs a loss of ranks. Waits some seconds to find the lost ranks. Returns the error to raise."""
         # Several collectives may be under way, and fail one after the other: the loss is found, and logged, once.
         if self._lost is not None:
             return self._lost
@@ -1124,7 +1124,7 @@ class ProcessGroup(Ranks):
         while not (gone := self._pulse.gone(_BLAME, peers)) and time.monotonic() < deadline:
             time.sleep(0.1)
         who = "; ".join(gone) or f"an unknown rank does not answer ({error})"
-        # A rank that could not start would fail in the same way again; one that was killed may run the next time.
+        # A rank that could not start would fail in the same way again. A rank that was killed may run the next time.
         unable = any((self._pulse.ended(rank) or "").startswith(UNABLE) for rank in peers)
         self._lost = RankError(
             f"{who}. Rank {self._pulse.rank} cannot continue alone; every rank keeps its last committed step: "

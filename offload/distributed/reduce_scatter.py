@@ -1,4 +1,4 @@
-"""Gradients of several ranks: reduced and scattered, so that each rank keeps its partition of their mean.
+"""Reduces and scatters the gradients of several ranks. Each rank keeps its partition of the mean.
 
     .grad ─► whole gradients of a unit ─► each rank its partition ─► added in fp32, in rank order ─► host buffer
 
@@ -55,7 +55,7 @@ from offload.timeline import OFF, Row, Timeline
 
 # -- gradients -----------------------------------------------------------------------------------------
 #
-# Gradients on their way between ranks, as values or as codes of 8 bits (qgZ of ZeRO++, arXiv 2306.10209).
+# Gradients travel between ranks as values or as codes of 8 bits (qgZ of ZeRO++, arXiv 2306.10209).
 #
 #     values of a unit ─► codes ─► exchange ─► codes from each rank ─► values in fp32, added in rank order
 #
@@ -64,18 +64,18 @@ from offload.timeline import OFF, Row, Timeline
 
 
 class GradientExchange(NamedTuple):
-    """A reduction that has begun and whose values are not added up yet."""
+    """A reduction that has begun, and whose received values are not added up yet."""
 
     unit: int
     received: torch.Tensor
     """(contributing ranks, or 1 for a sum over replicas; numel of this rank's partition, or the bytes of its codes)."""
     sent: torch.Tensor | None
-    """Memory that holds what this rank has sent; None if it is no contributor, or the memory is free already."""
+    """Memory of the values that this rank has sent; None if it sends nothing, or if the memory is free already."""
     work: CollectiveWork
 
 
 class ExchangeMemory:
-    """Memory of the exchanges under way: for the rows that this rank sends, and for the rows that it receives."""
+    """Memory for the rows that this rank sends and receives in exchanges under way."""
 
     def __init__(
         self,
@@ -86,7 +86,8 @@ class ExchangeMemory:
     ) -> None:
         """Takes the memory, a tensor for each exchange that may be under way.
 
-        Values are rounded into the memory `rounded` before they are sent; none if they are sent as they are.
+        Values are rounded into the memory `rounded` before they are sent. `rounded` is empty if values are sent as they
+        are.
         """
         self.form, nbytes = reduction.form, reduction.sent_nbytes(largest)
         # Gradients of any dtype become codes.
@@ -97,7 +98,7 @@ class ExchangeMemory:
     def send(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the rows that are sent for `values`, (shards, numel), as codes or in `dtype`.
 
-        A later call uses the memory again; compute orders that use after this one.
+        A later call reuses the memory, and compute orders this later use after the present one.
         """
         if not self._sent:
             return values
@@ -167,10 +168,10 @@ def zero_between(memory: torch.Tensor, ranges: Iterable[tuple[int, int]]) -> Non
 #
 #     ranks of a replica: exchange ─► each adds up its shard in fp32 ─► ranks with the same shard: all-reduce
 #
-# The first part, within a replica, is complete when the second begins. With `overlap_comm` the second, which leaves a
-# machine, is under way during the backward of the next unit. With codes (`payload.gradients`) each rank receives the
-# codes of all sums of its shard instead, and adds their values up in the order of the replicas. A rank that is a
-# replica by itself has no first part: its fp32 gradients are all-reduced in place.
+# The first part, within a replica, is complete when the second part begins. With `overlap_comm` the second part, whose
+# messages leave a machine, is under way during the backward of the next unit. With codes (`payload.gradients`) there is
+# no all-reduce: each rank receives the codes of all sums of its shard, and adds their values up in the order of the
+# replicas. A rank that is a replica by itself has no first part, and its fp32 gradients are all-reduced in place.
 
 
 class ReplicaSums:
@@ -230,22 +231,22 @@ class ReplicaSums:
 
 
 # -- reduction order -----------------------------------------------------------------------------------
-# The order in which a backward reduces units. It is expected to be the order of the backward before.
+# A backward reduces units in an order, and is expected to repeat the order of the previous backward.
 
 
 class ReductionOrder:
     """The reductions of the current backward, and of the last earlier backward that reduced anything."""
 
     def __init__(self, predicts: bool) -> None:
-        """Begins without a backward. `predicts` is False if no backward is expected to repeat the one before."""
+        """Begins without a backward. `predicts` is False if backwards are not expected to repeat the previous order."""
         self._predicts = predicts
         self._before: tuple[int, ...] = ()
         self._now: list[int] = []
 
     def expected(self, unit: int, in_turn: bool) -> tuple[int, ...]:
-        """Records a reduction. Returns the reductions expected from it on if it is a backward's first, otherwise ().
+        """Records a reduction. Returns the reductions expected from it on if it is the first of a backward, else ().
 
-        Where micro-batches take turns (`in_turn`), each reduces other units.
+        If micro-batches take turns (`in_turn`), each micro-batch reduces other units.
         """
         self._now.append(unit)
         first = self._predicts and not in_turn and len(self._now) == 1
@@ -261,10 +262,10 @@ class ReductionOrder:
 
 
 class _Held(NamedTuple):
-    """Gradients of a unit on this rank that are not reduced."""
+    """Gradients of a unit that this rank has not reduced yet."""
 
     memory: torch.Tensor
-    """Gradients, each at its segment's position in the unit. The rest is filled with zeros before it is sent."""
+    """The gradients, each at its segment's position in the unit. All other elements are zeroed before the send."""
     segments: set[int]
     """Segments that have a gradient."""
 
@@ -331,7 +332,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._adding = False
         """True while values of an exchange are added up, and from then on if that has failed."""
         self._added = DONE
-        """Event of the compute that has added up the last exchange."""
+        """Event after the compute that has added up the last exchange."""
         self._held: dict[int, _Held] = {}
         """Gradients that are not reduced, by unit."""
         # A rank that leaves a series sends zeros, and needs room for them as well as for gradients that wait.
@@ -342,7 +343,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._wanted = [{p for p, s in enumerate(layout.segments) if s.trainable and s.numel} for layout in layouts]
         self._seen: list[set[int]] = [set() for _ in layouts]
         self._aside: list[tuple[int, int, torch.Tensor, Event]] = []
-        """Gradients of fp32 weights that arrived amid the gradients of the same module's other unit."""
+        """Gradients of fp32 weights that arrived between gradients of the other unit of the same module."""
 
     def adder(self, unit: int, segment: int) -> Callable[[torch.Tensor], None]:
         """Returns `add` for one parameter."""
@@ -383,7 +384,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._reduce()
 
     def _sums(self) -> tuple[bool, bool]:
-        """Returns whether this backward's gradients add up with earlier ones, and whether it is the last to do so."""
+        """Returns whether this backward's gradients add up with earlier ones, and whether no later ones add to them."""
         if self._adds_up:
             return True, self._callbacks.is_last_micro_batch()
         adds_up = self._adds_up_turns and self._schedule.interleaves
@@ -417,7 +418,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         super()._flush()
         aside, self._aside = self._aside, []
         for unit, segment, gradient, computed in aside:
-            # compute stream: another one may have computed the gradient.
+            # compute stream: another stream may have computed the gradient.
             self._device.wait_event(computed)
             self._add(unit, segment, gradient)
 
@@ -462,7 +463,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         assert sends or unit != self._unit, "the other ranks take what was announced for what is sent"
         rows = sent = None
         if sends:
-            # All ranks send in a series: one that has left it sends zeros.
+            # All ranks send in a series. A rank that has left the series sends zeros.
             unit_sum = self._held.get(unit) or self._hold(unit)
             segments, sent = self._layouts[unit].segments, unit_sum.memory
             # Parameters without a gradient here add nothing to the mean, and padding may share a block of codes.
@@ -509,7 +510,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
 
         The newest `left` exchanges stay under way.
         """
-        # Most callers have the lock already, as they serve a reduction. Two of autograd's threads may meet here.
+        # autograd thread: two of them may meet here. Most callers hold the lock already, since they serve a reduction.
         with self._rounds.lock:
             while len(self._under_way) > left:
                 exchange = self._under_way[0]
@@ -546,7 +547,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 mean = mean_of(received, at, at + stop - start, self._ranks.size, self._device.host_addressable)
                 self.put(unit, position, start - segment.start, mean)
 
-    # -- what needs all that was received ------------------------------------------------------------
+    # -- calls after all exchanges have ended --------------------------------------------------------
 
     def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
         """Returns the statistics that decide a step, after all exchanges under way."""
@@ -583,16 +584,16 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._release(unit)
 
     def forget(self) -> None:
-        """Drops gradients as soon as every rank is about to drop its own, if this rank has contributed any.
+        """Waits until every rank is about to drop its gradients, and then drops those of this rank.
 
-        A rank that has contributed none returns at once, and keeps its partition of gradients from other ranks.
+        A rank that has contributed no gradients returns at once, and keeps its partition of other ranks' gradients.
         """
         if self._unit >= 0 or any(self._seen):
             self._rounds.forget()
             self.clear()
 
     def clear(self) -> None:
-        """Drops every gradient that no update has taken, and those that are not reduced."""
+        """Drops all gradients that no update has taken, also those that are not reduced."""
         self._drop_received()
         super().clear()
         for unit in list(self._held):  # also of units that an update reads

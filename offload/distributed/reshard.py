@@ -1,4 +1,4 @@
-"""Resharding: the start of a run with another number of ranks, each of which writes its part of the states anew.
+"""Resharding: starts a run with another number of ranks. Each rank writes its new part of the states.
 
     rank 0 locks the run's folders ─► all compare every byte with its checksum ─► each writes new-rank<r>, its first
     commit ─► rank 0 switches (`switch`) ─► the start resumes the run as one of this number of ranks
@@ -7,8 +7,8 @@ As in a checkpoint, the names of parameters identify states. No file of the run 
 complete on every rank. So after an error or a kill the former number of ranks resumes the run.
 
 In a grid each column is a run of its own. Each column reshards itself from the last commit that all columns have, and
-gives its new commit the same number. After a kill between the switches of two columns, a start with either number of
-ranks works: it reshards the columns that have the other number, from that same commit.
+gives its new commit the same number. A kill may leave columns with different numbers of ranks. A start with either
+number then works: it reshards the columns with the other number from the same commit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from offload.swapper.store.recovery import check_drives, check_one_run, check_st
 
 # -- found run -----------------------------------------------------------------------------------------
 #
-# The last commit of a run as a source of states for other ranks.
+# The last commit of a run is the source of the states for the new ranks.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,13 +69,13 @@ class FormerRun:
 
     source: StoreSource
     specs: Sequence[StoreSpec]
-    """Contents of each rank's store; the ranks of the first replica only."""
+    """Contents of each rank's store. Only the ranks of the first replica are included."""
     layouts: tuple[UnitLayout, ...]
     mode: Mode
     saved: Mapping[str, tuple[int, ParameterSegment]]
     """For each parameter its unit and its segment in `layouts`."""
     written: Sequence[bytes | None]
-    """Packed counts of the bytes that each rank of the run has written."""
+    """Counts of the bytes that each rank of the run has written, in packed form."""
 
     @property
     def world_size(self) -> int:
@@ -83,7 +83,7 @@ class FormerRun:
         return len(self.specs)
 
     def mode_of(self, unit: int) -> Mode:
-        """Returns the mode of a unit, whose weights may stay in fp32."""
+        """Returns the mode of a unit: the run's mode, or the same mode with weights in fp32."""
         return self.layouts[unit].mode_in(self.mode)
 
     def open(self, queue: Queue) -> SavedStates:
@@ -91,7 +91,7 @@ class FormerRun:
         return SavedStates(self.layouts, self.mode, self.world_size, self.source)
 
     def compare(self, rank: int, size: int) -> None:
-        """Compares a share of all bytes of the commit with their checksums; `size` ranks compare one share each.
+        """Compares this rank's share of the bytes of the commit with their checksums. `size` ranks divide the bytes.
 
         Raises `IoError` if bytes are damaged or cannot be read.
         """
@@ -110,15 +110,15 @@ class FormerRun:
             for unit, row in enumerate(spec.partitions)
             for state, nbytes in row.items()
         ]
-        # In the order of the bytes, as `StoreSource` compares them.
+        # The chunks are in the order of the bytes, because `StoreSource` compares them in this order.
         for index, unit, state, nbytes in partitions[rank::size]:
             for start in range(0, nbytes, BUFFER_NBYTES):
                 yield index, unit, state, range(start, min(start + BUFFER_NBYTES, nbytes))
 
 
 # -- switch --------------------------------------------------------------------------------------------
-# The step from the folders of a run to the folders of its successor with another number of ranks. The note
-# `resharded.json` decides which folders are the run.
+# The switch replaces the folders of a run by the folders for another number of ranks. The note `resharded.json` decides
+# which folders are the run.
 #
 #     new-rank<r> written and committed ─► resharded.json ─► rank<r> becomes old-rank<r>, new-rank<r> becomes rank<r>
 #                                                         └─► no resharded.json ─► old-rank<r> deleted
@@ -140,7 +140,7 @@ class Switch(NamedTuple):
 
 
 def carry_out(folders: Sequence[Path], change: Switch) -> None:
-    """Makes the new folders the run and deletes the former folders. The caller holds the locks of both.
+    """Replaces the run's folders by the new folders, and deletes the former. The caller holds the locks of both.
 
     The new stores are complete and durable. Raises `StoreError` if a folder of the new ranks is missing.
     """
@@ -160,7 +160,7 @@ def finish(folders: Sequence[Path]) -> None:
     with contextlib.ExitStack() as locks:
         for folder in (*rank_folders(folders[0]), *folders_aside(folders[0])):
             locks.enter_context(Lock(folder))
-        # Read again: before this process held the locks, another one may have finished the switch.
+        # The note is read again, because another process may have finished the switch before this one held the locks.
         change = _read_note(folders[0])
         if change is not None:
             _check_complete(folders, change)
@@ -207,13 +207,15 @@ def _rename(folders: Sequence[Path], change: Switch) -> None:
         for rank in range(max(len(change.before), len(change.after))):
             place = folder / f"rank{rank}"
             new = change.after[rank] if rank < len(change.after) else None
-            # Without a new rank for this place, only a folder of this run is moved. One of another run stays.
+            # If no new rank takes this place, a folder is moved only if it belongs to this run. Folders of other runs
+            # stay.
             leaves = new is not None or store_id(place) == change.before[rank]
             if place.exists() and leaves and store_id(place) != new:
                 _move(folder, place.name, f"{REPLACED}rank{rank}")
             if new is not None and store_id(place) != new:
                 _move(folder, f"{STAGED}rank{rank}", place.name)
-        # Names first, then the note: without the note, no start would finish renames that a power cut has undone.
+        # The new names become durable before the note is deleted. Without the note, no start would finish renames that
+        # a power cut has undone.
         sync_folder(folder)
     unlink(folders[0] / RESHARDED)
     sync_folder(folders[0])
@@ -236,7 +238,7 @@ def _delete_aside(folders: Sequence[Path]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewRanks:
-    """The run after resharding, as one rank of this start sees it."""
+    """The run after resharding, with the parts that concern this rank."""
 
     drives: Sequence[str]
     run: str
@@ -250,7 +252,7 @@ class NewRanks:
     everyone: AllOrNothing
     """All processes of a grid; without a grid, this process alone."""
     place: Mapping[str, Any]
-    """The place of a column in the grid, as its swap files contain it."""
+    """The position of the column in the grid, in the form in which its swap files store it."""
     mesh: Mesh
 
     @property
@@ -269,16 +271,16 @@ class _Written(NamedTuple):
 
 
 def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> str | None:
-    """Divides the states of the run among the ranks of this start, if it had another number or arrangement. Collective.
+    """Divides the states of the run among the ranks of this start, if their number or arrangement differs. Collective.
 
     Returns a line for the user; None if the run has as many ranks as this start, in as many replicas. Raises
-    `StoreError` if the run does not fit, is damaged, is not on drives that all ranks see, or there is no room. The run
-    is then as it was.
+    `StoreError`, and leaves the run as it was, if the run does not fit or is damaged, if a rank does not see its
+    drives, or if there is no room.
     """
     ranks, began = new.ranks, time.monotonic()
     before, at = _found(new)
     changes = before is not None and before != new.mesh
-    # All columns call `settle`, also one that keeps its arrangement: if any column changes, it waits for that column.
+    # A column that keeps its arrangement calls `settle` too, and so waits for the columns that change.
     if not any(new.everyone.settle(lambda: changes)):
         return None
     with contextlib.ExitStack() as opened:
@@ -299,16 +301,16 @@ def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> s
 
 
 def _found(new: NewRanks) -> tuple[Mesh | None, int | None]:
-    """Returns the mesh of the run, None without a run; and in a grid the last commit that all columns have.
+    """Returns the mesh of the run, None without a run. In a grid, also returns the last commit that all columns have.
 
-    Nothing is locked yet. If another process replaces that commit before the locks are taken, `_open` raises an error.
+    Nothing is locked yet. If another process replaces the commit before the locks are taken, `_open` raises an error.
     Raises `StoreError` if the columns are of two runs.
     """
     run = new.folders[0]
     known: list[int] | None = new.ranks.by_first(lambda: _mesh_of(run))  # a list, as JSON has no tuples
     if new.everyone.size == 1:
         return (None if known is None else Mesh(*known)), None
-    # Rank 0 of each column looks: the others may not see all folders.
+    # Only rank 0 of each column inspects the folders, because other ranks may not see all of them.
     own = new.ranks.by_first(lambda: _last_commit(run))
     answers = new.everyone.settle(lambda: [str(run / "rank0"), *own])
     check_one_run([(folder, run_id) for folder, _, run_id in answers])
@@ -423,7 +425,8 @@ def _open(
     sources = [_on_drives(rank_files, new) for rank_files in ranks_of(run, looked)]
     source = opened.enter_context(contextlib.closing(StoreSource(run, queue, sources, at)))
     keep_flags = {segment.name: segment.kept for layout in new.layouts for segment in layout.segments}
-    # The layouts in which the former ranks would store this model. `compare` reports differences, as in any resume.
+    # These are the layouts in which the former ranks would store this model. `compare` reports differences, as in any
+    # resume.
     expected = placed_for(new.layouts, new.mode, len(sources))
     expected = tuple(with_kept(layout, keep_flags, len(sources)) for layout in expected)
     specs = store_specs(expected, new.mode, before.shards, replicas=before.replicas)
@@ -435,7 +438,7 @@ def _open(
     for rank in range(new.ranks.size):
         check_startable([folder / f"rank{rank}" for folder in new.folders], over=True)
     layouts = described_layouts(source.description, part=True)
-    # The newest commits of other replicas give only their counts of written bytes.
+    # Other replicas contribute only the counts of written bytes in their newest commits.
     replicas = [
         rank_files.whole[0]
         for rank_files in looked
@@ -452,7 +455,7 @@ def _open(
 
 
 def _on_drives(rank_files: RankFiles, new: NewRanks) -> RankFiles:
-    """Returns the same rank with the paths of this start: the drives may be mounted elsewhere than in the run.
+    """Returns `rank_files` with the paths of this start, because the drives may be mounted elsewhere than in the run.
 
     Raises `StoreError` if the drives of this start are not those of the run.
     """
@@ -477,6 +480,7 @@ def _write(new: NewRanks, source_run: FormerRun, queue: Queue, opened: contextli
     CheckpointRestorer(source_run, shards, EVERYTHING, queue, new.mesh.shard_of(rank)).run()
     # Rank 0 continues the count of written bytes from the sum over all former ranks: the drives are the same.
     store.written.go_on(*(source_run.written if rank == 0 else ()))
-    # No saved progress belongs to this rank. As after a load of a checkpoint, every rank continues with rank 0's.
+    # No saved progress belongs to this rank. As after a load of a checkpoint, every rank continues with the progress of
+    # rank 0.
     store.commit(commits[0].record.step, commits[0].contents)
     return _Written(str(store_id(store.folders[0])), sum(sum(row.values()) for row in new.spec.partitions))

@@ -1,18 +1,18 @@
 """The world of one process: all processes that train together, and the group among which ZeRO divides states.
 
-With ZeRO alone both are the same ranks; a process that trains alone is a world of one. Tensor parallelism and pipelines
-make a grid of the processes:
+With ZeRO alone, the group contains all processes. A process that trains alone is a world of one. With tensor
+parallelism or a pipeline, the processes form a grid:
 
               coordinate 0    coordinate 1         a row       computes one layer together, on the same batch: the
     ZeRO 0    process 0       process 1                        user's collectives, in forward and backward
     ZeRO 1    process 2       process 3            a column    has the same shards, and other batches: ZeRO divides
                                                                states, gathers weights and reduces gradients in it
 
-With a pipeline a row has the processes of all of its stages, one stage after the other. A column has the processes with
-the same layers and the same part of each parameter.
+With a pipeline, a row contains the processes of all its stages, one stage after the other. A column contains the
+processes with the same layers and the same part of each parameter.
 
-A column is a run of its own for everything that this package divides over ranks, with replicas of its own (`mesh`).
-Over the whole grid the processes compare their configs, commit in step, and add up the norm.
+Each column is a run of its own, with its own swap files, shards and replicas (`mesh`). The processes of the whole grid
+compare their configs, commit the same steps, and add up the norm.
 
 **No deadlock.** Collectives of a row and of a column are never under way at the same time on one process, since all of
 them belong to the thread that runs the model. Every process runs the same program, so two processes that meet in a
@@ -34,21 +34,21 @@ from offload.layout.flat_layout import UnitLayout
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """All processes that train together, and this one's place among them; by default a world of one."""
+    """All processes that train together, and the position of this process. The default is a world of one."""
 
     everyone: Ranks = field(default_factory=Ranks)
     """All processes."""
     ranks: Ranks = field(default_factory=Ranks)
-    """The processes among which ZeRO divides states: all processes, or in a grid this one's column."""
+    """The processes among which ZeRO divides states: all processes, or in a grid the column of this process."""
     row: tuple[int, ...] = ()
-    """The processes that compute together with this one, by their rank in `everyone`; empty without a grid.
+    """Ranks in `everyone` of the processes that compute together with this process; empty without a grid.
 
-    They are in the order of coordinates, stage by stage of a pipeline.
+    The processes are in the order of pipeline stages, and within a stage in the order of coordinates.
     """
     sharded: frozenset[str] = frozenset()
     """Names of the parameters that the processes of a stage divide."""
     dims: Mapping[str, int] = field(default_factory=dict)
-    """The dimension along which each sharded parameter is divided, without Megatron's, which are not known."""
+    """The dimension along which each sharded parameter is divided. For Megatron's parameters it is not known."""
     stages: int = 1
     """Number of stages of a pipeline; 1 without a pipeline."""
     positions: tuple[int, ...] = ()
@@ -56,9 +56,9 @@ class World:
     tied: frozenset[str] = frozenset()
     """Names of the parameters of this process that an earlier stage of its pipeline has too."""
     stage: Ranks = field(default_factory=Ranks)
-    """With a pipeline and tensor parallelism, the processes with this one's layers; otherwise this one alone."""
+    """With a pipeline and tensor parallelism, the processes that have the same layers; otherwise this process alone."""
     sequence: Ranks = field(default_factory=Ranks)
-    """The ranks that share each sequence, in the order of its parts; without sequence parallelism this one alone."""
+    """The ranks that share each sequence, in the order of its parts; without sequence parallelism this rank alone."""
     node: Ranks = field(default_factory=Ranks)
     """The ranks that keep a secondary partition of the weights together; without such a partition this rank alone."""
 
@@ -74,7 +74,7 @@ class World:
 
     @property
     def shares_batches(self) -> bool:
-        """True if processes compute one batch together, so that each waits in the middle of it for the others."""
+        """True if processes compute one batch together. Each process then waits for the others within the batch."""
         return self.divides_model or self.sequence.size > 1
 
     @property
@@ -105,7 +105,7 @@ class World:
 
     @property
     def suffix(self) -> str:
-        """The end of the name of a column's run: each column has swap files of its own."""
+        """The end of the name of a column's run, because each column has its own swap files."""
         return f"-{self.part}" if self.part else ""
 
     @property
@@ -115,7 +115,7 @@ class World:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of all columns, stage by stage, in each by coordinate; none without a grid."""
+        """The names of all columns, in the order of stages and then coordinates; empty without a grid."""
         if not self.row:
             return ()
         places = itertools.product(range(self.stages), range(self.tensor_size))
@@ -142,20 +142,20 @@ class World:
         sent = self.everyone.sent.plus(self.sequence.sent)
         if self.row:
             sent = sent.plus(self.ranks.sent)
-        # All that the ranks of a node send each other are weights.
+        # The ranks of a node send each other only weights.
         return sent.plus(Communication(node_weights=self.node.sent.weights))
 
     @property
     def replicated(self) -> Ranks:
-        """The processes that hold copies of this one's whole parameters in tensor parallelism; else this one alone."""
+        """The processes with copies of parameters that tensor parallelism leaves whole; without it this one alone."""
         return self.everyone if self.tensor_size > 1 and self.stages == 1 else self.stage
 
     def first_of_stage(self, process: int) -> int:
-        """Returns the first process that has the same layers as `process`, both by their rank in `everyone`."""
+        """Returns the first process that has the same layers as `process`. Both are ranks in `everyone`."""
         return self.positions.index(self.positions[process]) if self.positions else 0
 
     def is_sharded(self, parameter: str) -> bool:
-        """Returns True if each process of a stage has another part of the parameter, False if each has all of it."""
+        """Returns True if the processes of a stage have different parts of a parameter, False if each has all of it."""
         return parameter in self.sharded
 
     def counted_elsewhere(self, layouts: Sequence[UnitLayout]) -> frozenset[tuple[int, int]]:
@@ -177,7 +177,7 @@ class World:
         """Returns the statistics of a step with the sum of squares of a row. Collective of all processes.
 
         `known` are the statistics of this process's column, without the parameters that are counted elsewhere. Raises
-        `UsageError` on all processes, if they differ in any of the three numbers.
+        `UsageError` on all processes if they differ in `micro_batches`, `global_steps` or `settings`.
         """
         if not self.row:
             return known
@@ -186,7 +186,7 @@ class World:
         try:
             rows = self.everyone.collect_bytes(content, "agree on a step")
         except BaseException:
-            # A Ctrl-C has taken this process out of the collective: the other processes are notified, and end.
+            # If a Ctrl-C ends the collective on this process, the other processes are notified, and end.
             self.everyone.fail("it was interrupted while it waited for the other processes")
             raise
         facts = [STEP_FACTS.unpack(row) for row in rows]
@@ -197,7 +197,8 @@ class World:
                     f"the processes of {self.kind} differ in their {what}: {', '.join(map(str, numbers))}; all "
                     "must run the same loop"
                 )
-        # In the order of coordinates, so that every process of a row computes the same bits. Rows have equal numbers.
+        # The sum is in the order of coordinates, so that every process of a row computes the same bits. All rows have
+        # equal numbers.
         return replace(known, sum_squares=sum(facts[process][0] for process in self.row))
 
     def end(self, remove: bool) -> None:

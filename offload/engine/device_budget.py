@@ -1,4 +1,4 @@
-"""Growth of the device arena after the first step, its shrinking, and advice when the device is out of memory.
+"""Grows the device arena after the first step, shrinks it, and gives advice when the device is out of memory.
 
     first step     ─► torch's allocator shows the memory that activations took ─► the arena grows into the memory that
                       they left free, for all units, and beyond that for gradients that accumulate on the device
@@ -83,11 +83,14 @@ class DeviceBudget:
         self._module, self._pager, self._gradients, self._device, self._need = module, pager, gradients, device, need
         self._history = ArenaHistory()
         self._added: tuple[int, ...] = ()
-        """Units whose gradients are added up in grown memory."""
+        """Units whose gradients are accumulated in grown memory."""
         self._buffers: list[Buffers] = []
-        """Buffers of each module when the arena grew last, kept because a walk of the modules takes too long."""
+        """Buffers of each module at the arena's last growth.
+
+        They are kept because a walk over all modules takes too long.
+        """
         self._seen = shortages(device.torch)
-        """Counts of shortages when the arena grew last; only later shortages were caused by its present size."""
+        """Counts of shortages at the arena's last growth. Only later shortages were caused by its present size."""
         self._owed: _Reason | None = None
         """The reason to give memory back as soon as no weights in it are in use; None if there is none."""
 
@@ -147,9 +150,9 @@ class DeviceBudget:
 
     @uninterrupted
     def _give_back(self, reason: _Reason) -> int:
-        """Gives grown memory back to torch, and returns its bytes; 0 if there is none, or if weights in it are in use.
+        """Gives grown memory back to torch, and returns its bytes; 0 if no memory was given back.
 
-        In the latter case memory is given back later.
+        If weights in grown memory are in use, the memory is given back later.
         """
         if not self._history.grown:
             return 0
@@ -177,8 +180,9 @@ class DeviceBudget:
     def run(self, forward: Callable[[], Any], inputs: Any, alone: bool) -> Any:
         """Returns the result of `forward`, which runs again if device memory ran out and grown memory was given back.
 
-        A forward is repeated only if the repetition changes no result: no other rank takes part in it (`alone`), and
-        neither a buffer of the model nor an input was changed. The random generators are restored first.
+        A forward is repeated only if the repetition changes no result. So no other rank may take part in it (`alone`),
+        and the first run must not have changed a buffer of the model or an input. The random generators are restored
+        first.
         """
         before = generators = None
         if self._history.grown and alone:
@@ -189,7 +193,8 @@ class DeviceBudget:
         except torch.OutOfMemoryError as error:
             if before is None or generators is None or inside_backward():
                 raise
-            # All present modules: a module with buffers that was added since the last growth counts as a change.
+            # All present modules are looked at. A module with buffers that was added since the last growth counts as a
+            # change.
             now = _versions(buffers_of(self._module), inputs)
             if now is None or [(id(tensor), version) for tensor, version in now] != [
                 (id(tensor), version) for tensor, version in before
@@ -239,9 +244,9 @@ def _versions(modules: Sequence[Buffers], inputs: Any) -> list[tuple[torch.Tenso
 
 
 def advice(nbytes: int, least: int, returned: int = 0) -> str:
-    """Returns advice for a device without room for both an arena of `nbytes` and the activations.
+    """Returns advice for a device without room for both an arena of `nbytes` bytes and the activations.
 
-    `least` is the smallest arena that works; `returned` are the bytes that the engine's next call gives back.
+    `least` is the size of the smallest arena that works. The engine's next call gives back `returned` bytes.
     """
     used = f"The engine uses {format_size(nbytes)} of the device for weights"
     pieces = (
@@ -263,7 +268,7 @@ def advice(nbytes: int, least: int, returned: int = 0) -> str:
 
 # -- report --------------------------------------------------------------------------------------------
 #
-# RSS and device memory of a process by owner, in sums that add up.
+# The report divides RSS and device memory of a process among owners. The parts add up.
 
 
 class MemoryReport(dict[str, Any]):
@@ -398,14 +403,14 @@ def _others(components: EngineComponents) -> int:
 
 # -- sleep ---------------------------------------------------------------------------------------------
 #
-# Sleep: the memory of an engine's arenas, given back between steps while others need it, and taken again.
+# A sleeping engine has given the memory of its arenas back, between two steps, while others need it.
 #
 #     sleep   cached weights are dropped ─► partitions that are in no file are set aside ─► the arenas give memory back
 #     wake    the arenas take memory again ─► partitions are read from the swap files, or from where they were set aside
 #
-# Arenas keep their layout: only their memory goes. A partition on the device or in host memory that the swap files
-# contain too is read from the files. The bytes of any other partition stay in host memory: a partition on the device is
-# copied there, a partition in the host arena remains where it is, unpinned.
+# Arenas keep their layout and lose only their memory. If the swap files contain a partition too, `wake` reads it from
+# the files. The bytes of all other partitions stay in host memory: `sleep` copies a partition from the device to the
+# host, and leaves a partition in the host arena where it is, unpinned.
 
 
 _Partition = tuple[int, State]
@@ -427,7 +432,7 @@ class Sleep:
     def __init__(self, components: EngineComponents, device_budget: DeviceBudget) -> None:
         self._components, self._device_budget = components, device_budget
         self._aside: dict[_Partition, torch.Tensor] = {}
-        """Bytes of partitions on the device that no file contains, in host memory."""
+        """Copies in host memory of those partitions on the device that no file contains."""
         self._freed = FreedBytes(0, 0)
         self.asleep = False
         """True between `sleep` and `wake`."""
@@ -435,12 +440,12 @@ class Sleep:
     def sleep(self, host: bool, micro_batches: int) -> FreedBytes:
         """Gives the device arena's memory back, and with `host` the host arena's too; see `Engine.sleep`.
 
-        The caller has finished all updates and commits. If the engine is asleep already, only the host arena is left to
-        return.
+        The caller has finished all updates and commits. If the engine is asleep already, this call gives back only the
+        host arena.
         """
         if not self.asleep:
-            # A collective: a rank whose units are all on its device gathers nothing, and would not notice that another
-            # sleeps.
+            # `sleep` is a collective, because a rank whose units are all on its device gathers nothing, and would not
+            # notice that another rank sleeps.
             with all_or_nothing(self._components.agreement, Collective.SLEEP, "sleep") as ranks:
                 ranks.settle(lambda: self._check(micro_batches))
         return self._sleep(host)
@@ -500,7 +505,7 @@ class Sleep:
 
     @uninterrupted
     def wake(self) -> None:
-        """Takes the memory again and fills it as it was. Does nothing if the engine is awake.
+        """Takes the memory again and restores its contents. Does nothing if the engine is awake.
 
         Raises:
             BudgetError: if the device or the host has less free memory; the engine then sleeps on.
@@ -516,7 +521,7 @@ class Sleep:
             for arena in _own_arenas(self._components):
                 if arena.given_back:
                     arena.pin()
-            # Includes promoted states, if no other engine of the process took their memory meanwhile.
+            # This includes promoted states, unless another engine of the process has taken their memory.
             components.shards.read_back()
             while self._aside:
                 (unit, state), values = self._aside.popitem()
@@ -536,7 +541,7 @@ class Sleep:
         components, arena = self._components, self._components.pager.arena
         before = _resident(arena)
         self._device_budget.release()
-        # Parameters of units that stay on the device use the arena's memory even as placeholders.
+        # Parameters of units that stay on the device use the arena's memory, even outside of forward and backward.
         components.unit_views.vacate()
         # From here on no thread prefetches weights: a late read would start an upload into memory that is gone.
         components.pager.begin_load()

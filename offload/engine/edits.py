@@ -1,6 +1,6 @@
-"""Reads and edits of weights between steps: state dicts, copies, EMA, `load_state_dict`, `offload.gathered`.
+"""Reads and edits weights between steps: state dicts, copies, EMA, `load_state_dict`, `offload.gathered`.
 
-Other states of a parameter are read in `access`, and edited by `WeightEdits` too.
+`access` reads the other states of a parameter. `WeightEdits` edits them too.
 
 A copy that is read is ordinary memory. An edit is an update without a gradient: it waits for the previous step, passes
 through the update worker to the slot that the last commit does not name, and is committed with the next step, or when
@@ -42,7 +42,7 @@ A fixed number, so that all ranks write at the same point of the program.
 
 
 class WeightEdits:
-    """The owner of a model's placeholders. Belongs to the thread that runs the model."""
+    """The owner of a model's placeholders. Only the thread that runs the model calls it."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class WeightEdits:
     ) -> None:
         """Hooks the state dicts of `model` and becomes the owner of its parameters.
 
-        If nothing `trains`, every edit is refused. With `several_ranks` other ranks must take part in every edit. The
-        parts of the parameters `composed` are among `handles`. `coded` are the elements of each unit that ranks gather
-        as codes; empty if there are none.
+        If `trains` is False, every edit is refused. If `several_ranks`, other ranks must take part in every edit. The
+        parts of the parameters `composed` are among `handles`. `coded` contains the elements of each unit that ranks
+        gather as codes; empty if there are none.
         """
         self._pager, self._layouts, self._handles, self.hooks, self._dtypes = pager, layouts, handles, hooks, dtypes
         self._served = [*(handle for unit in handles for handle in unit), *composed]
@@ -103,7 +103,7 @@ class WeightEdits:
 
     @contextlib.contextmanager
     def hold(self, units: Sequence[int]) -> Iterator[None]:
-        """Holds `units` while the context is open; none outside of a forward or a backward, or without room."""
+        """Holds `units` while the context is open. Does nothing outside of a forward or a backward, or without room."""
         fetched: list[int] = []
         try:
             try:
@@ -119,7 +119,7 @@ class WeightEdits:
                 self.unit_views.release_unit(fetched.pop())
 
     def on_gathered(self, parameters: Set[int]) -> AbstractContextManager[None]:
-        """Returns a context that lets the model run on gathered memory, if `parameters` (ids) are all of the model's.
+        """Returns a context that lets the model run on gathered memory, if `parameters` (ids) are all its parameters.
 
         A parameter in parts, or in another library's bytes, cannot have gathered memory.
         """
@@ -156,8 +156,8 @@ class WeightEdits:
     def read_view(self, unit: int, geometry: torch.Tensor) -> torch.Tensor:
         """Returns elements of a unit with the shape, strides, dtype and offset of `geometry`, on the compute device.
 
-        While a forward or a backward runs they are a view, which pins the unit for as long as the view lives. Otherwise
-        they are a copy.
+        While a forward or a backward runs, the result is a view, which pins the unit as long as the view lives.
+        Otherwise the result is a copy.
         """
         if self.hooks.runs_now():
             return self.unit_views.view(handle_of(unit, self._pager.updates(unit), geometry))
@@ -180,7 +180,7 @@ class WeightEdits:
     def edit(self, unit: int, position: int, values: torch.Tensor, state: State = State.WEIGHT) -> None:
         """Replaces the weights of one parameter, or another state of it that outlives a step, by a copy of `values`.
 
-        They have the parameter's shape, any dtype and any device.
+        `values` has the parameter's shape, any dtype and any device.
 
         Raises:
             UsageError: if the parameter is frozen and the values differ from its weights, or if a view of weights is
@@ -210,10 +210,10 @@ class WeightEdits:
         self._pending_unit = unit
 
     def end_edits(self, unit: int) -> None:
-        """Ends the edits of `unit` on several ranks: all ranks apply the edits of the lowest rank with any."""
+        """Ends the edits of `unit` on several ranks. All ranks apply the edits of the lowest rank that has edits."""
         if not self._several_ranks or not self._trains:
             return
-        # A rank without edits of this unit still takes part in the others' edits.
+        # A rank without edits of this unit still takes part in the edits of other ranks.
         if self._pending_unit != unit:
             self.flush()
             self._callbacks.apply_edits(unit, [])
@@ -254,9 +254,10 @@ class WeightEdits:
             self._without_frozen = False
 
     def weight(self, unit: int, position: int) -> torch.Tensor:
-        """Returns a CPU copy of one parameter, in the mode's dtype; the same tensor for as long as somebody holds it.
+        """Returns a CPU copy of one parameter, in the mode's dtype.
 
-        So the copies of a tied parameter are tied, as in an ordinary model.
+        Returns the same tensor as long as somebody holds it, so the copies of a tied parameter are tied, as in an
+        ordinary model.
         """
         if not self.hooks.running:
             self.flush()

@@ -1,7 +1,7 @@
 """`initialize`: from a model and a config to an engine, in four values.
 
     config    what the user asks for, parsed and checked by itself
-    world     the other processes, and this one's place among them      `join`
+    world     all processes, and the position of this process           `join`
     plan      every decision; nothing has been changed so far           `make_plan`
     engine    files, memory, threads and hooks                          `assemble`, in `assembly`
 
@@ -76,7 +76,7 @@ class Initialized(NamedTuple):
     loader: Loader | None
     """Batches of `training_data` on the engine's device, each rank's own rows; None without data."""
     lr_scheduler: Any
-    """The given schedule or the config's, which `engine.step()` advances; None without one."""
+    """The schedule of the arguments or of the config, which `engine.step()` advances; None if there is no schedule."""
 
 
 def initialize(
@@ -124,7 +124,7 @@ def initialize(
         UsageError: If a compatibility keyword is refused, or the model is under an engine already.
         RankError: If another rank has ended before it made its engine.
     """
-    # First of all: an error raised before this call would leave the other ranks waiting for this one.
+    # This call comes first, because an error before it would leave the other ranks waiting for this one.
     meet_others()
     try:
         refuse(dist_init_required=dist_init_required, distributed_port=distributed_port, mesh_param=mesh_param)
@@ -186,12 +186,12 @@ def initialize(
 
 
 def join(config: Config, model: nn.Module, device: Device, ranks: Ranks, shards: FoundShards) -> World:
-    """Returns all processes that train together, and this one's place among them. Collective.
+    """Returns all processes that train together, and the position of this process. Collective.
 
     Raises:
         ConfigError: If the model or the config does not fit the processes.
     """
-    # Before the first message: each rank comes to the same result by itself.
+    # This comes before the first message, since each rank comes to the same result by itself.
     check_sequences(model, config)
     check_pipeline(model, config)
     world = form_grid(ranks, shards.row, shards.sharded, pipeline_place(model), shards.dims)
@@ -242,8 +242,8 @@ def make_plan(
 def _of_a_column(loaded: Config, world: World, one_at_a_time: bool) -> Config:
     """Returns the config of a column of the grid, which is a run of its own.
 
-    Micro-batches go `one_at_a_time` where the model computes with DTensors, is stages of a pipeline, or ranks share
-    sequences.
+    `one_at_a_time` is True if micro-batches must not take turns: the model computes with DTensors or is stages of a
+    pipeline, or ranks share sequences.
 
     Raises:
         ConfigError: If micro-batches shall take turns.

@@ -1,9 +1,9 @@
-"""Memory that a model's tensors share: sharing that an engine would break silently is refused before it takes over.
+"""Refuses models whose tensors share memory in a way that an engine would silently break.
 
-An engine stores each parameter apart, and its updates write there. Another parameter, a buffer or an attribute in the
-same memory follows the parameter in plain PyTorch; under an engine it would keep its first values. One parameter
-object under several names is one parameter, and frozen parameters never change: both stay as they are. If a tensor
-outside of the model, such as a script's state dict, shares memory, a notice reports it afterwards.
+An engine moves each parameter into storage of its own, and its updates write there. If another parameter, a buffer or
+an attribute shares the parameter's memory, it follows the parameter in plain PyTorch. Under an engine it would keep its
+first values, so the model is refused. Sharing is allowed if one parameter object has several names, or if the parameter
+is frozen. If a tensor outside of the model, such as a script's state dict, shares memory, a notice reports it later.
 
     every tensor ─► interval of addresses ─► sorted ─► two that overlap, one of them a parameter that trains: an error
 """
@@ -27,7 +27,7 @@ from offload.quantized.paged_tensor import PagedTensor
 from offload.torch_internals import StorageReference, inner_tensors, storage_key
 
 _DEPTH = 8
-"""References from an attribute to a tensor that are followed."""
+"""Largest number of references that are followed from an attribute to a tensor."""
 
 
 class _Interval(NamedTuple):
@@ -37,7 +37,7 @@ class _Interval(NamedTuple):
     first: int
     stop: int
     name: str
-    """In words: "buffer lookup"."""
+    """Name of the tensor in words, such as "buffer lookup"."""
     tensor: torch.Tensor
 
     @property
@@ -47,7 +47,7 @@ class _Interval(NamedTuple):
 
 
 def check_shared_memory(model: nn.Module) -> None:
-    """Raises `ConfigError` if updates of a parameter would not reach another tensor in its memory, as they must."""
+    """Raises `ConfigError` if another tensor shares a parameter's memory and would miss the parameter's updates."""
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, buffer in model.named_buffers():
         if (same := parameters.get(id(buffer))) is not None:
@@ -58,7 +58,7 @@ def check_shared_memory(model: nn.Module) -> None:
     intervals = sorted(_intervals(model), key=lambda key: (key.device, key.first))
     before: list[_Interval] = []
     for interval in intervals:
-        # Only an interval that reaches into this one may reach into a later one.
+        # Of the earlier intervals, only those that reach into this one may reach into later ones.
         before = [earlier for earlier in before if earlier.device == interval.device and earlier.stop > interval.first]
         for earlier in before:
             if (
@@ -71,7 +71,10 @@ def check_shared_memory(model: nn.Module) -> None:
 
 
 def memory_of(model: nn.Module) -> dict[str, StorageReference]:
-    """Returns a weak reference to the memory of each parameter that trains, by name, except memory with buffers."""
+    """Returns a weak reference to the memory of each parameter that trains, by name.
+
+    Memory with buffers is left out.
+    """
     buffers = {storage_key(buffer) for buffer in model.buffers() if _has_memory(buffer)}
     return {
         name: StorageReference(parameter.untyped_storage())
@@ -177,13 +180,13 @@ def _reached(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-"""Attributes of a module whose contents are looked at by themselves."""
+"""Attributes of a module whose contents are checked separately."""
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
-"""Classes whose objects refer to no other. A vocabulary contains many."""
+"""Classes whose objects refer to no other objects. A vocabulary contains many such objects."""
 
 
 def _referents(value: Any) -> Iterable[Any]:
-    """Returns the objects that an object refers to, without objects of the process: classes, modules, frames."""
+    """Returns the objects to which `value` refers. Classes, Python modules and frames are left out."""
     kind = type(value)
     if kind is FunctionType:
         cells = (*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
@@ -203,7 +206,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Returns the number of elements from a tensor's first to its last, also those between that are not its own."""
+    """Returns the number of elements from a tensor's first to its last element, including gaps between them."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -218,7 +221,7 @@ def _folded(tensor: torch.Tensor) -> bool:
 
 
 def _overlap(one: _Interval, other: _Interval) -> bool:
-    """Returns True if two tensors whose intervals overlap have an element in common: columns of a matrix may not."""
+    """Returns True if two tensors share an element. Their intervals overlap, as those of two columns of a matrix do."""
     pair = (one.tensor, other.tensor)
     if all(tensor.is_contiguous() for tensor in pair) or one.tensor.itemsize != other.tensor.itemsize:
         return True

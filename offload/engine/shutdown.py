@@ -1,4 +1,4 @@
-"""The end of an engine: complete steps are committed, everything is closed, and the store is kept or deleted.
+"""Ends an engine: commits complete steps, closes everything, and keeps or deletes the store.
 
     destroy      finishes and commits pending updates and edits; with several ranks waits for all of them, and serves
                  them until then; keeps or deletes the store as the user asks
@@ -6,8 +6,8 @@
                  the run is kept and no later start replaces it
     abandon      finishes nothing; the last commit remains
 
-In a forked child none of them does anything. With several ranks, a rank that ends while it handles an exception reports
-the exception to the other ranks, whose errors name it.
+In a forked child all of these do nothing. With several ranks, a rank that ends while it handles an exception reports
+the exception to the other ranks, and their errors contain the exception.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from offload.notices import announce, exception_line, shell_command
 
 # -- exit status ---------------------------------------------------------------------------------------
 #
-# Remembers a non-zero `sys.exit`, which handlers of the exit cannot see.
+# This part remembers a call of `sys.exit` with a failure, which handlers of the exit cannot see.
 #
 # A script that catches its error, logs it and calls `sys.exit(1)` has failed as much as one that the error ends.
 
@@ -49,7 +49,7 @@ class _Exit:
 
     def __call__(self, status: Any = None, /) -> NoReturn:
         done = status is None or (isinstance(status, int) and status == 0)
-        # On another thread it ends that thread alone.
+        # On another thread, `sys.exit` ends only that thread.
         if not done and threading.current_thread() is threading.main_thread():
             self.failure = exception_line(sys.exc_info()[1] or SystemExit(status))
         self._exit(status)
@@ -70,9 +70,9 @@ logger = logging.getLogger("offload")
 
 
 class Shutdown:
-    """The shutdown of one engine: runs once, and can be repeated after an interruption.
+    """The shutdown of one engine. It runs once, and can be repeated after an interruption.
 
-    Belongs to the thread that runs the model.
+    Only the thread that runs the model may call it.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Shutdown:
         self._noted = False
         """True once this rank has begun to note that the run is removed."""
         self._after = ""
-        """Words for the failure that ends this engine; empty without one."""
+        """Words for the failure that ends this engine; empty if there is no failure."""
         self._ended_child: BaseException | None = None
         """The exception that ends this child of `multiprocessing`."""
         atexit.register(self.at_exit)
@@ -107,7 +107,7 @@ class Shutdown:
             raise UsageError("this engine was destroyed")
 
     def go_on(self) -> None:
-        """Records that the script goes on: if it has called `sys.exit`, it has caught the `SystemExit`."""
+        """Records that the script goes on. If it has called `sys.exit`, it has caught the `SystemExit`."""
         self._exit.failure = ""
 
     @property
@@ -153,9 +153,9 @@ class Shutdown:
         self._close(remove)
 
     def at_exit(self) -> None:
-        """Ends the engine as `destroy()` does if the process ends without a failure.
+        """Ends the engine when the process ends. Without a failure, does the same as `destroy()`.
 
-        Otherwise the committed run is kept, and a notice names its folder.
+        After a failure, keeps the committed run, and a notice names its folder.
         """
         if not self._alive or os.getpid() != self._pid:
             return
@@ -172,7 +172,7 @@ class Shutdown:
             self._report_run(keep=True)
 
     def _see_exception(self) -> None:
-        """Keeps the exception that ends a child of `multiprocessing`, also one after which `exit` was called."""
+        """Stores the exception that ends a child of `multiprocessing`, even if the child has then called `exit`."""
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):
             error = (error.__context__ or error) if error.code else None
@@ -185,7 +185,7 @@ class Shutdown:
             self._components.world.everyone.explain(failure)
 
     def _end(self, remove: bool, meet: bool, keep: bool = True, facts: Mapping[str, Any] | None = None) -> None:
-        """Finishes, commits and closes, once; `meet` waits for the other ranks.
+        """Finishes, commits and closes, once. If `meet`, waits for the other ranks.
 
         With `keep` a later start that does not resume the run is refused, and does not replace the run. A removed run
         leaves a note with `facts`, if these are given.
@@ -258,7 +258,7 @@ class Shutdown:
         self._report_run(keep)
 
     def _report_run(self, keep: bool) -> None:
-        """Reports the run folder and what the next start does with it; nothing if the run cannot be resumed."""
+        """Reports the run folder and how the next start treats it. Reports nothing if the run cannot be resumed."""
         self._reported = True
         store, folder, steps = self._components.store, self.resumable, self._state.global_steps
         if folder is None:

@@ -1,6 +1,6 @@
-"""Snapshot of training besides weights and moments: counters, random generators, schedule, buffers.
+"""The snapshot of training without weights and moments: counters, random generators, schedule, buffers.
 
-The commit of a step contains it as its blob, a file in the safetensors format, without pickle.
+The blob of a commit contains the snapshot. It is a safetensors file, without pickle.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from offload.records import MOST, anything, expected, fields, maybe, parse, rows
 DECOUPLED = "decoupled weight decay"
 """Name of the setting of each group that distinguishes AdamW from Adam."""
 SIZES_OF_BATCH = ("micro-batch size", "accumulation")
-"""Names of the settings whose product is the samples of a step of one rank."""
+"""Names of two settings whose product is the number of samples of one rank in a step."""
 SAMPLES_OF_STEP = "samples of a step"
-"""Name of the setting that counts the samples of a step over all ranks."""
+"""Name of the setting that is the number of samples of all ranks in a step."""
 _FACTS = "facts"
 _BUFFER = "buffer."
 _ENTRY = "entry."
@@ -63,7 +63,7 @@ _FACTS_OF_STEP = fields(
     },
     {"members": rows(rows(text())), "options": rows(table(rows(anything, 1, 2)))},
 )
-"""The form that the facts must have. A matching checksum does not prove that they have it."""
+"""Checks the form of the facts. A matching checksum does not prove that the form is right."""
 _ADVICE = (
     "each commit holds the schedule's state, which may be None, booleans, numbers, strings, and lists, tuples and "
     "dicts of them. Let its state_dict() return such values, or do not pass it to initialize: step the schedule after "
@@ -78,9 +78,9 @@ class Snapshot(NamedTuple):
     """Facts as JSON.
 
     The keys are global_steps, skipped_steps, micro_steps, global_samples, parameter_steps (by unit), scheduler,
-    loss_scale, registered, client_state, data (position of the loader), groups (their values), configured (these values
-    at `initialize`), and settings. With several groups there is also members (names of each group's parameters). If
-    other entries of the groups have changed, there is also options (see `GroupOptions`).
+    loss_scale, registered, client_state, data (position of the loader), groups (their values), configured (the values
+    of the groups at `initialize`), and settings. With several groups, the key members has the names of each group's
+    parameters. If other entries of the groups have changed, the key options has the changes (see `GroupOptions`).
     """
     generators: Mapping[str, torch.Tensor]
     """State of each random generator, as bytes."""
@@ -135,7 +135,7 @@ class Snapshot(NamedTuple):
 
 
 class GeneratorStates(dict[str, Any]):
-    """States of all random generators by name, in their own forms, which take a third of the time of bytes."""
+    """States of all random generators, by name, in their own forms. Reading them as bytes takes three times as long."""
 
     @classmethod
     def of(cls, device: torch.device) -> GeneratorStates:
@@ -149,7 +149,7 @@ class GeneratorStates(dict[str, Any]):
         return states
 
     def restore(self, device: torch.device) -> None:
-        """Puts the generators back into these states; `device` is the one of `of`."""
+        """Restores the states of the generators. `device` must be the device that `of` received."""
         torch.set_rng_state(self["torch"])
         random.setstate(self["python"])
         if "numpy" in self:
@@ -187,7 +187,7 @@ def write_generators(states: Mapping[str, torch.Tensor], device: torch.device) -
 
 
 def _check_generators(states: Mapping[str, torch.Tensor]) -> None:
-    """Raises `StoreError` if a generator could not be restored. Restores none."""
+    """Raises `StoreError` if a generator could not be restored. Changes no generator."""
     try:
         for name, state in states.items():
             # States from before the next batch have longer names.
@@ -218,7 +218,7 @@ def keep_generators(device: torch.device) -> Iterator[None]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the buffers that belong in a checkpoint, by name; a shared tensor has its first name only."""
+    """Returns the buffers that belong in a checkpoint, by name. A shared tensor is listed only under its first name."""
     buffers: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, buffer in all_persistent_buffers(model).items():
@@ -229,7 +229,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def all_persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the buffers of the model's `state_dict`, by name; a shared tensor has all of its names."""
+    """Returns the buffers of the model's `state_dict`, by name. A shared tensor is listed under all its names."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -253,7 +253,7 @@ def write_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
     if buffer.is_contiguous() or not buffer.numel():
         buffer.detach().copy_(value)
         return
-    # Each place in memory once: torch writes no elements that overlap.
+    # torch refuses to write elements that overlap, so each place in memory is written once.
     places = 1 + sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
     if places >= buffer.numel():
         buffer.detach().copy_(value)

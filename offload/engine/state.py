@@ -1,10 +1,10 @@
-"""State of training besides weights and moments: all that a commit contains, taken and restored as a `Snapshot`.
+"""Takes and restores the state of training, without weights and moments, as the `Snapshot` of a commit.
 
-A commit of step n must contain the state as of the first engine call after step n: before that call the loop may step a
-schedule or change `client_state`, and such a change belongs to step n. Random generators are the exception: the next
-batch may be loaded before that call too, so their states before the load are stored in addition (`before_next`).
+A commit of step n must contain the state at the first engine call after step n. Before that call the loop may step a
+schedule or change `client_state`, and such a change belongs to step n. The loop may also load the next batch before
+that call, so the states of the random generators before the load are stored in addition (`before_next`).
 
-Threads. Everything runs on the thread that runs the model.
+Threads. All methods run on the thread that runs the model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from offload.sizes import count_of
 
 # -- registered objects --------------------------------------------------------------------------------
 #
-# Registered objects of the user, whose states each commit contains, in the order of their registration.
+# Each commit contains the states of the objects that the user has registered, in the order of registration.
 #
 #     a new run        objects may be registered at any time; each commit after that contains them
 #     a resumed run    as many objects as the commit contains must be registered before the first step, of the same
@@ -51,8 +51,8 @@ from offload.sizes import count_of
 #     a load           each registered object receives its state at once. Further objects of the checkpoint must be
 #                      registered as in a resumed run; objects that the checkpoint lacks stay as they are
 #
-# A commit contains a loader's state as of the step's end, since the loop draws the next batch before it calls the
-# engine again. The states of all other objects are taken at the first call after the step.
+# A loader's state is taken at the end of the step, since the loop draws the next batch before it calls the engine
+# again. The states of all other objects are taken at the first call after the step.
 
 
 _ADVICE = (
@@ -68,9 +68,9 @@ class RegisteredObjects:
     def __init__(self) -> None:
         self._objects: list[Any] = []
         self._waiting: list[Mapping[str, Any]] = []
-        """States from the resumed commit or checkpoint whose objects are not registered yet."""
+        """States in the resumed commit or checkpoint that wait for the registration of their objects."""
         self._positions: dict[int, Mapping[str, Any]] = {}
-        """States of the loaders among the objects, by their number, as of the step's end."""
+        """States of those objects that are loaders, at the end of the step. The keys are numbers of objects."""
         # True if objects may be registered that have no state in the commit.
         self._may_grow = True
 
@@ -85,9 +85,9 @@ class RegisteredObjects:
                 )
 
     def restore(self, states: Sequence[Mapping[str, Any]], may_grow: bool) -> int:
-        """Gives each object its state; returns the number of objects without one, which stay as they are.
+        """Gives each object its state. Returns the number of objects without a state, which stay as they are.
 
-        States without an object wait until one is registered. With `may_grow` objects without a state may be registered
+        States without an object wait for its registration. If `may_grow`, objects without a state may be registered
         before the next step.
         """
         for thing, saved in zip(self._objects, states, strict=False):
@@ -124,7 +124,7 @@ class RegisteredObjects:
                     f"{type(thing).__name__} without {' and '.join(missing)}; put single values into "
                     f"engine.client_state"
                 )
-            # Fails now, at the call that the user can change, and not at the first commit.
+            # A bad state raises here, in a call that the user can change, and not at the first commit.
             _state(thing, position)
         # Before the first step of a resumed run an extra object is more likely a changed order than a new object.
         if not self._may_grow and len(objects) > len(self._waiting):
@@ -183,20 +183,20 @@ def _names(states: Sequence[Mapping[str, Any]]) -> str:
 
 # -- loss scale ----------------------------------------------------------------------------------------
 #
-# Scale of an fp16 loss, which keeps small gradients above zero and large ones below infinity.
+# The loss scale of fp16 keeps small gradients above zero, and large gradients below infinity.
 
 
 _FACTOR = 2.0
-"""Factor of a change of the scale."""
+"""Factor by which the scale grows or shrinks."""
 
 
 class LossScaler:
-    """Loss scale, fixed or, if the config says 0, adapted during training as in Micikevicius et al. 2018.
+    """The loss scale. It is fixed, or, if the config sets 0, adapted during training as in Micikevicius et al. 2018.
 
     A gradient that is not finite is an overflow, and its step is skipped. The first `hysteresis` - 1 overflows keep the
-    scale, each further one halves it, down to `min_loss_scale`. `loss_scale_window` steps in a row without overflow
-    double the scale and restore the hysteresis; with `consecutive_hysteresis` every step without overflow restores
-    the hysteresis.
+    scale. Each further overflow halves the scale, down to `min_loss_scale`. After `loss_scale_window` steps in a row
+    without overflow, the scale is doubled and the hysteresis restored. With `consecutive_hysteresis`, every step
+    without overflow restores the hysteresis.
     """
 
     def __init__(self, config: Fp16) -> None:
@@ -207,7 +207,7 @@ class LossScaler:
         self._overflowed_at = -1
         self._patience = config.hysteresis
         self._multiplied = 0
-        """Losses that were multiplied and whose backward has not begun."""
+        """Number of losses that were multiplied and whose backward has not begun."""
 
     def multiply(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns `loss` times the scale, in fp32, for one backward."""
@@ -225,7 +225,7 @@ class LossScaler:
         self._multiplied -= 1
 
     def forget_multiplied(self) -> None:
-        """Forgets multiplied losses at the end of a step: their backward will not come any more."""
+        """Forgets multiplied losses at the end of a step, because their backwards will not come."""
         self._multiplied = 0
 
     @property
@@ -235,7 +235,7 @@ class LossScaler:
 
     @property
     def refusal(self) -> str:
-        """The advice if the next overflow would need a scale below the smallest; empty if its step may be skipped."""
+        """Advice if the next overflow would need a scale below the smallest; empty if the step may be skipped."""
         if not (self.dynamic and self._patience == 1 and self.scale <= self._config.min_loss_scale):
             return ""
         return (
@@ -281,13 +281,13 @@ class LossScaler:
 
 
 class NoLossScaler(LossScaler):
-    """The loss scaler of a dtype that needs none."""
+    """The loss scaler of dtypes other than fp16. It does not change losses."""
 
     kind = ""
     refusal = ""
 
     def __init__(self, skips: bool) -> None:
-        """Stores whether a step whose norm is inf or NaN is skipped; otherwise it raises."""
+        """Stores `skips`: True if a step whose norm is inf or NaN is skipped, False if it raises."""
         self.scale = 1.0
         if not skips:
             self.refusal = (
@@ -312,7 +312,7 @@ class NoLossScaler(LossScaler):
 
 # -- step settings -------------------------------------------------------------------------------------
 #
-# Settings of an optimizer step, their change by `set_train_batch_size`, and their differences between two starts.
+# An optimizer step has settings. `set_train_batch_size` may change them, and they may differ between two starts.
 
 
 _LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
@@ -393,9 +393,9 @@ def named_settings(
 
 
 def job_of(model: nn.Module, settings: StepSettings, optimizer: Optimizer, lr_scheduler: Any) -> dict[str, Any]:
-    """Returns plain JSON that distinguishes the job of a run from other jobs with the same layout.
+    """Returns plain JSON that distinguishes this job from other jobs whose runs have the same layout.
 
-    Called before the first step, when settings and groups are still as `initialize` made them.
+    Call it before the first step, while settings and groups are still as `initialize` has made them.
     """
     # A transformers model includes its folder: a model of the same shape from another folder has other weights.
     source = getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -405,7 +405,7 @@ def job_of(model: nn.Module, settings: StepSettings, optimizer: Optimizer, lr_sc
 
 
 class Differences:
-    """Settings that differ between a resumed run and the committed one, by name, each with both values."""
+    """Settings that differ between a commit and the run that resumes from it. Each name has both values."""
 
     def __init__(
         self,
@@ -416,8 +416,8 @@ class Differences:
     ) -> None:
         """Compares the settings that both mappings, results of `named_settings`, contain.
 
-        `scheduled` is True if a restored schedule continues the learning rates, whatever the config contains. A
-        schedule outside the engine may have marked `groups`, those of the optimizer, as its own.
+        `scheduled` is True if a restored schedule continues the learning rates, whatever the config contains. `groups`
+        are the optimizer's groups, which a schedule outside the engine may have marked as its own.
         """
         self.changed = {name: (then[name], now[name]) for name in now if name in then and then[name] != now[name]}
         self._scheduled = scheduled
@@ -452,7 +452,7 @@ class Differences:
 
     @property
     def _ranks(self) -> str:
-        """The number of ranks that the former values need, in words; empty if it equals the present number."""
+        """Words for the number of ranks that the former values need; empty if it equals the present number."""
         if not self._has_total or not all(
             name in settings for name in SIZES_OF_BATCH for settings in (self._then, self._now)
         ):
@@ -464,7 +464,7 @@ class Differences:
         return "" if then == now else f", on {count_of(then, 'rank')}"
 
     def consequences(self) -> str:
-        """Returns the consequences for the steps of a resumed run, in words; never empty."""
+        """Returns words for the consequences for the steps of a resumed run. The text is never empty."""
         consequences = []
         if not self._has_total and self._samples[0] != self._samples[1]:
             consequences.append(f"a step has {self._samples[1]} samples a rank in place of {self._samples[0]}")
@@ -497,7 +497,7 @@ class Differences:
         return "; ".join(consequences)
 
     def _remark(self, name: str) -> str:
-        """Returns the reason why a setting has no effect, in brackets; an empty text if it has an effect."""
+        """Returns in brackets the reason why a setting has no effect; an empty text if the setting has an effect."""
         if name != _LABELS["lr"] or not (self._scheduled or self._by_loop):
             return ""
         return " (set by the schedule of the loop)" if self._by_loop else " (a schedule continues from the former)"
@@ -535,7 +535,7 @@ class TrainingState:
         self.global_steps, self.skipped_steps, self.micro_steps, self.global_samples = 0, 0, 0, 0
         """Counters, described at the engine's properties of the same names."""
         self._micro_steps = 0
-        """Micro-steps at the last optimizer step: gradients of later micro-batches are in no commit."""
+        """Micro-steps at the last optimizer step. No commit contains gradients of later micro-batches."""
         self._names = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.parameter_steps = [[0] * len(layout.segments) for layout in layouts]
         """Number of updates of each parameter, by unit."""
@@ -548,7 +548,7 @@ class TrainingState:
         self._at_end: Mapping[str, torch.Tensor] | None = None
         """States at the end of the last step, if user code loads the batches."""
         self.after_step: Snapshot | None = None
-        """Content of a commit of the last step: the state as of the first engine call after that step.
+        """Content of a commit of the last step: the state at the first engine call after the step.
 
         None until that call, or in a run without commits.
         """
@@ -560,7 +560,7 @@ class TrainingState:
         self.job = job_of(module, settings, optimizer, lr_scheduler) if commits else {}
         """The job of this run, for the note of its end."""
         self._saved_step: int | None = 0
-        """The step that a start may replace without a loss; None if edits or an earlier run are in no other files."""
+        """The step that a start may replace without a loss; None if edits or an earlier run exist in no other files."""
         self._due: Mapping[str, Any] | None = None
         """Facts of the resumed run until `put_values` has given their values to the groups; None afterwards."""
         self._schedule_changed = False
@@ -623,7 +623,7 @@ class TrainingState:
         ]
 
     def where_data_goes_on(self) -> str:
-        """Returns words on the loader's position in a resumed run, to append to its step; empty without a position."""
+        """Returns words for the loader's position in a resumed run, which follow the step; empty without a position."""
         where = None if self.loader is None else self.loader.where()
         if where is None or not (where["epoch"] or where["batch"]):
             return ""
@@ -634,13 +634,12 @@ class TrainingState:
         """Continues from `progress`; returns notices for the user.
 
         Random generators are restored at the next engine call, or earlier, before the loader loads a batch. For a
-        snapshot at step 0 they are restored at once. Without `schedule` the schedule of `initialize` stays. If there is
-        one, all values of the groups stay too. Without `states` the values of the groups stay unless a schedule
-        continues.
+        snapshot at step 0 they are restored at once. If `schedule` is False, a schedule of `initialize` stays, and with
+        it all values of the groups. If `states` is False, the values of the groups stay unless a schedule continues.
         """
         facts, settings, notices = progress.facts, self._settings(), list[str]()
         self._saved_step = None
-        # A checkpoint of another program names neither, and counts as one of the same schedule and optimizer.
+        # A checkpoint of another program names no schedule and no optimizer. They count as equal to those of this run.
         then = {name: settings[name] for name in ("schedule", "optimizer")}
         then |= {name: value for name, value in facts["settings"].items() if name in settings}
         same_schedule = schedule and then["schedule"] == settings["schedule"]
@@ -696,14 +695,14 @@ class TrainingState:
         return [*notices, *([notice] if notice else [])]
 
     def _restore_schedule(self, saved: Mapping[str, Any] | None) -> list[str]:
-        """Restores the state of the same schedule, None if it was not saved; returns notices for the user."""
+        """Restores `saved`, the state of the same schedule; None if it was not saved. Returns notices for the user."""
         if saved is not None and is_held(self.lr_scheduler):
             state = from_plain(saved)
             try:
                 self.lr_scheduler.load_state_dict(state)
             except OffloadError:
                 raise
-            except Exception as error:  # code of torch or of the user, with values that may be made up
+            except Exception as error:  # code of torch or of the user, with values that nobody has checked
                 raise StoreError(
                     f"the schedule {type(self.lr_scheduler).__name__} does not take its saved state "
                     f"({type(error).__name__}: {error}): give the schedule of the run, or another checkpoint"
@@ -716,7 +715,7 @@ class TrainingState:
         return []
 
     def enter(self) -> None:
-        """Prepares an engine call: restores generators of a resumed run, and takes the state after a step, if due."""
+        """Prepares an engine call: restores generators of a resumed run, and takes the state after a step if due."""
         if self._generators is not None:
             # If the loader was iterated meanwhile, it has restored the generators, and its batch may have drawn numbers
             # since. A restore for an earlier resume does not count: the loader ignores a checkpoint without a position
@@ -728,7 +727,7 @@ class TrainingState:
             self.after_step, self.after_step_is_due = self.take(), False
 
     def restore_generators(self) -> None:
-        """Restores the generators to before a resumed run's next batch is loaded: `Engine.restore_generators`."""
+        """Restores the generators' states before a resumed run's next batch; see `Engine.restore_generators`."""
         if self._before_next is not None:
             write_generators(self._before_next, self.device)
             self._generators = None  # the next engine call must not restore generators again
@@ -741,8 +740,8 @@ class TrainingState:
     def for_commit(self) -> Snapshot:
         """Returns the content of a commit made now.
 
-        This is the state after the last step: a forward that was abandoned since may have drawn random numbers and
-        changed buffers. If weights were edited since, it is the present state, except for the generators.
+        The content is the state after the last step, because an abandoned forward may have drawn random numbers and
+        changed buffers since. After an edit of weights, the content is the present state, except for the generators.
         """
         if self.after_step is None:
             return self.take()
@@ -753,7 +752,7 @@ class TrainingState:
         self.after_step, self.after_step_is_due, self.edited = None, self.commits, False
         self._before_next = self._at_end = None
         self.global_steps += 1
-        # A commit counts the micro-batches up to here; later ones are repeated by a resumed run.
+        # A commit counts the micro-batches up to here. A resumed run repeats all later micro-batches.
         self._micro_steps = self.micro_steps
         self.skipped_steps += overflow
         self.scaler.stepped(overflow)
@@ -807,7 +806,8 @@ class TrainingState:
         groups, schedule = self.optimizer.param_groups, self.lr_scheduler
         if self._due is not None:
             raise UsageError("a resumed run restores its groups once all objects are registered; add groups after that")
-        # Our schedules adapt to a new group; one of torch has a fixed list of learning rates, one for each group.
+        # Our schedules adapt to a new group. A schedule of torch has a fixed list with one learning rate for each
+        # group.
         if isinstance(schedule, Schedule):
             schedule.take_in()
         elif schedule is not None and len(getattr(schedule, "base_lrs", groups)) != len(groups):

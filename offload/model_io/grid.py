@@ -1,4 +1,4 @@
-"""The weights of a whole model as a `Source`, read from the parts of a checkpoint or of an engine's processes."""
+"""Reads the parts of a checkpoint, or of an engine's processes, as one `Source` of the whole model's weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PartLayout:
 
 
 class PieceOf(NamedTuple):
-    """The place of a part's piece of a parameter."""
+    """The place of one piece of a parameter in a part of the model."""
 
     part: int
     unit: int
@@ -78,7 +78,7 @@ class WholeParameter(NamedTuple):
 
     segment: ParameterSegment
     dim: int | None
-    """The dimension along which the pieces are cut; None for a parameter in one piece."""
+    """The dimension along which the parameter is cut into pieces; None if it is in one piece."""
     pieces: tuple[PieceOf, ...]
 
     @property
@@ -194,7 +194,7 @@ def _about(first: Sequence[PartLayout], names: Mapping[tuple[int, str], str]) ->
 
 
 class Strip(NamedTuple):
-    """Elements [start, stop) of one piece: the same columns in each of `rows` rows of the whole."""
+    """Elements [start, stop) of one piece. They are the same columns in each of `rows` rows of the whole."""
 
     piece: int
     start: int
@@ -216,7 +216,7 @@ def strips(widths: Sequence[int], start: int, stop: int) -> Iterator[Strip]:
     while at < stop:
         number, within = divmod(at, row)
         whole_rows = 0 if within else (stop - at) // row
-        # All complete rows are one read of each piece. An incomplete row at either end is a read of its own.
+        # Each piece is read once for all complete rows. An incomplete row at either end needs a further read.
         columns = range(row) if whole_rows else range(within, min(row, within + stop - at))
         rows = whole_rows or 1
         for piece, (left, right) in enumerate(itertools.pairwise(borders)):
@@ -260,7 +260,7 @@ class WholeSource:
         self.about: Mapping[str, Any] = _about([layout for layout, _ in first], names)
         self.step = step
         self.client_state: Mapping[str, Any] = {}
-        """Empty: each part has a state of its own, and none describes the whole."""
+        """Always empty, because each part has a state of its own, and none describes the whole model."""
         self.frozen = all(part.frozen for part in parts)
         self.buffers: Mapping[str, torch.Tensor] = {
             names[part.layout.position, name]: value
@@ -323,7 +323,7 @@ class _Joined:
 
 # -- of checkpoint -------------------------------------------------------------------------------------
 #
-# A checkpoint that a grid of processes has saved, as the weights of a whole model.
+# These functions read a checkpoint of a grid of processes as the weights of a whole model.
 
 
 def whole_of_checkpoint(checkpoint: Path, queue: Queue) -> WholeSource:
@@ -366,7 +366,7 @@ def whole_of_checkpoint(checkpoint: Path, queue: Queue) -> WholeSource:
 
 
 # -- of engine -----------------------------------------------------------------------------------------
-# The weights of a grid of processes, between steps, as a whole model's. All processes read the same bytes.
+# Between steps, the weights of a grid of processes are read as those of one model. All processes read the same bytes.
 
 
 class _Partitions:
@@ -403,7 +403,7 @@ def whole_of_engine(module: nn.Module, components: EngineComponents, own: Source
         }
     rows = world.everyone.share(described, "describe the model")
     parts = []
-    # In one order on all processes, since buffers are sent in between.
+    # All processes go through the parts in the same order, since buffers are sent in between.
     for name in world.parts:
         processes = [number for number, row in enumerate(rows) if row["part"] == name]
         first = rows[processes[0]]

@@ -1,4 +1,4 @@
-"""Weights and states on disk, read without the model's code: the store of a run, all its ranks together."""
+"""Reads weights and states of a run from the stores of all its ranks, without the model's code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Protocol of a source of weights for an export."""
+    """A source of weights for an export."""
 
     description: Mapping[str, Any]
     """Made by `offload.layout.fingerprint.describe`."""
@@ -42,7 +42,7 @@ class Source(Protocol):
     """Persistent buffers of the model, by name."""
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
-        """Begins to fill `buffer` from a rank's partition. The end of the read raises `IoError` if bytes are damaged.
+        """Starts to fill `buffer` from a rank's partition. `wait` of the result raises `IoError` if bytes are damaged.
 
         A partition must be read in order, so that its bytes can be compared with their checksums.
 
@@ -60,7 +60,7 @@ class StoreSource:
     The run is locked until `close`. Damage is noticed as the bytes are read.
 
     Args:
-        looked: The ranks' folders, if the caller has inspected them and keeps them locked; None to do both here.
+        looked: The ranks' folders, if the caller has inspected them and keeps them locked. None to do both here.
         at: Number of the commit; None for the last one.
     """
 
@@ -153,7 +153,7 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack, use: Use = "read") -> 
             "folder that save_checkpoint has written"
         )
     for folder in folders:
-        # `Lock` raises if another process holds the lock. Those taken so far are released by the caller's stack.
+        # `Lock` raises if another process holds the lock. The caller's stack releases the locks taken so far.
         stack.enter_context(Lock(folder, use))
     return [look(folder) for folder in folders]
 
@@ -162,7 +162,7 @@ def ranks_of(run: Path, folders: Sequence[RankFiles], *, replicas: bool = False)
     """Returns the ranks of a run, in the order of `folders`, without those left by an earlier run with more ranks.
 
     Args:
-        replicas: True for the ranks of all replicas, whose states are equal; False for those of the first.
+        replicas: True for the ranks of all replicas, whose states are equal; False for the first replica's ranks.
     """
     manifest = next((rank.manifest for rank in folders if rank.manifest is not None), None)
     size = len(folders)
@@ -177,11 +177,11 @@ def ranks_of(run: Path, folders: Sequence[RankFiles], *, replicas: bool = False)
             raise StoreError(f"{rank.folder} is on drive {rank.drive} of its run; give its folder on the first{first}")
         if rank.manifest is not None and rank.manifest.spec.slots == 1:
             raise StoreError(f'{rank.folder} was made with "durability": "none": nothing in it was ever committed')
-        # Read as another rank's folder, its bytes would be taken for other parameters.
+        # If the folder were read as another rank's, its bytes would be taken for other parameters.
         if rank.manifest is not None:
             check_rank(rank.manifest, rank.rank, rank.folder)
     check_one_run([(rank.folder, rank.run_id) for rank in ranks])
-    # All of them are needed: the weights of a unit are divided among them.
+    # All ranks are needed, because the weights of a unit are divided among them.
     missing = sorted(set(range(size)) - {rank.rank for rank in ranks})
     if missing:
         raise StoreError(
@@ -210,7 +210,7 @@ def commits_of_all(ranks: Sequence[RankFiles], at: int | None = None) -> list[Co
         if not rank.whole:
             words = "; ".join(map(str, rank.wrong)) or "nothing was committed yet"
             raise StoreError(f"{rank.folder} contains no intact commit: {words}")
-    # A kill may leave one rank a commit ahead of the others; that rank still has the last commit of the others.
+    # A kill may leave one rank a commit ahead. This rank then still has the last commit of all other ranks.
     serial = last_of_all(rank.whole[0].record.serial for rank in ranks) if at is None else at
     # At least one rank exists, so there is a last commit.
     assert serial is not None

@@ -1,4 +1,4 @@
-"""All update rules, one row each. docs/architecture.md lists the four places of a new optimizer."""
+"""All update rules, one row each. docs/architecture.md lists the places of a new optimizer."""
 
 from __future__ import annotations
 
