@@ -582,7 +582,8 @@ class Store:
         `written` has, for each state in the store, the start and the ended future of each write. The writes of a state
         begin at byte 0 and leave no gaps. Frozen weights after the last write keep their checksums.
         """
-        # update worker: nobody submits a read of the unit between these lines, since its update has not ended.
+        # update worker: nobody reads these slots between the lines. If the weights may be used already, they are in a
+        # host buffer that is `unwritten`, and so is not evicted.
         for state, writes in written.items():
             self._sums.replace((unit, state), writes, own_nbytes(self._places[unit][state]))
         self.newest[unit] = slot
