@@ -375,8 +375,8 @@ class GradientAccumulator:
         on_device: Mapping[int, torch.Tensor],
         totals: Mapping[int, torch.Tensor],
         downloads: DeviceToHost,
-        timeline: Timeline = OFF,
-        compute: ComputeSpans = NO_SPANS,
+        timeline: Timeline,
+        compute: ComputeSpans,
         completion: UnitCompletion | None = None,
     ) -> None:
         """Takes a host buffer for each unit whose gradients stay in HOST.
@@ -617,10 +617,6 @@ class GradientAccumulator:
         """Calls `act` once all gradients of `unit` so far are on the host: now, or on the receiving thread."""
         self._send_totals(unit)
         self.downloads.when_received(act)
-
-    def has(self, unit: int, segment: int) -> bool:
-        """Returns True if this rank received a gradient of this parameter since the last step."""
-        return segment in self.present(unit)
 
     @uninterrupted
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:

@@ -525,8 +525,8 @@ class ModuleHooks:
         callbacks: EngineCallbacks,
         activations: ActivationPolicy,
         *,
-        timeline: Timeline = OFF,
-        compute: ComputeSpans = NO_SPANS,
+        timeline: Timeline,
+        compute: ComputeSpans,
     ) -> None:
         """Installs the hooks. `sites` are the units of each hooked module, by its name; `activations` adds its own."""
         self._unit_views, self._saved, self._gradients, self._pager = unit_views, saved, gradients, pager

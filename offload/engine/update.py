@@ -547,16 +547,6 @@ class Offers:
         return bool(self._verdicts or self.draining)
 
 
-def unit_may_begin(*, on_disk: bool, gradient_on_host: bool, newest: int, target: int) -> bool:
-    """Returns True if the update of a unit with complete gradients can be made now and dropped later without a loss.
-
-    Above DISK an update would change the state in place. A window of a gradient on DISK would have to be written and
-    read first. `newest` is the slot of the newest copy, `target` the slot of the next write. They are equal if no
-    commit is durable, and within the steps between two commits.
-    """
-    return on_disk and gradient_on_host and newest != target
-
-
 # -- update worker -------------------------------------------------------------------------------------
 
 
@@ -919,16 +909,14 @@ class UpdateWorker(Updates):
             return None
         while (update := self.offers.take()) is not None:
             unit, shards, store = update.unit, self._shards, self._store
-            allowed = unit_may_begin(
-                on_disk=shards.sizes[unit].tier is Tier.DISK
-                and all(
-                    shards.stored(unit, state) and (unit, state) not in shards.residents
-                    for state in shards.states(unit)
-                ),
-                gradient_on_host=self._gradients.is_on_host(unit),
-                newest=store.newest[unit],
-                target=store.target(unit),
+            # The update can be dropped later without a loss. Above DISK it would change a state in place.
+            on_disk = shards.sizes[unit].tier is Tier.DISK and all(
+                shards.stored(unit, state) and (unit, state) not in shards.residents for state in shards.states(unit)
             )
+            # The slots are equal if no commit is durable, and within the steps between two commits.
+            writes_other_slot = store.newest[unit] != store.target(unit)
+            # A window of a gradient on DISK would have to be written and read first.
+            allowed = on_disk and writes_other_slot and self._gradients.is_on_host(unit)
             begun = self._weights.speculative.begin(unit) if allowed else None
             if begun is not None:
                 self._timeline.begin(Row.UPDATES, self._early_title(unit))

@@ -735,10 +735,6 @@ class Pager:
         finally:
             self.release(unit)
 
-    def streams(self, unit: int) -> bool:
-        """Returns whether `unit` comes from DISK to the device in chunks, since two host buffers of it do not fit."""
-        return self._host_cache.streams(self._entries[unit])
-
     @uninterrupted
     def grow_device(self, nbytes: int, block_sizes: Sequence[int] = ()) -> list[torch.Tensor]:
         """Grows the device arena, between steps.
@@ -839,9 +835,6 @@ class Pager:
     def notify(self) -> None:
         """Wakes all waiters after a change. The caller holds the lock."""
         self.table.notify()
-
-    def residency(self, unit: int) -> Residency:
-        return self._entries[unit].residency
 
     @property
     def failed(self) -> bool:

@@ -23,7 +23,7 @@ from offload.swapper.memory.device_arena import DeviceBuffer
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.memory.lock import InterruptibleLock
 from offload.swapper.policy import AccessOrder
-from offload.timeline import OFF, Row, Timeline
+from offload.timeline import Row, Timeline
 
 # -- residency -----------------------------------------------------------------------------------------
 #
@@ -155,10 +155,10 @@ class UnitTable:
     def __init__(
         self,
         sizes: Sequence[UnitSize],
-        committed: Callable[[], bool] = lambda: False,
+        committed: Callable[[], bool],
         *,
-        timeline: Timeline = OFF,
-        record_memory: Callable[[], None] = lambda: None,
+        timeline: Timeline,
+        record_memory: Callable[[], None],
     ) -> None:
         """Creates an entry for each unit.
 
