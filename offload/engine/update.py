@@ -845,18 +845,18 @@ class UpdateWorker(Updates):
         if job.delivered:
             # update worker: the weights count as unwritten until `_publish_written`, even if the writes have ended.
             # Else the buffer could be evicted, and the next read would find the old slot.
-            self._weights.publish_weights(job.unit, True, self._is_stored(job.unit))
+            self._weights.publish_weights(job.unit, True, self._writes_to_store(job.unit))
 
     def _publish_written(self, job: UnitJob) -> None:
         """Makes the slot of a completely written update the newest one."""
-        if self._is_stored(job.unit):
+        if self._writes_to_store(job.unit):
             self._store.wrote(job.unit, self._store.target(job.unit), job.writes)
         # Without a host buffer the weights can be read only from here on.
         if not job.delivered:
             self._weights.publish_weights(job.unit, False, False)
         self._weights.flushed(job.unit)
 
-    def _is_stored(self, unit: int) -> bool:
+    def _writes_to_store(self, unit: int) -> bool:
         """Returns True if updates of a unit are written to the store, through tiles."""
         return any(self._shards.stored(unit, state) for state in self._shards.mode.states)
 
@@ -946,7 +946,7 @@ class UpdateWorker(Updates):
             tile_numel=self.tile_numel,
             status=status,
         )
-        if not self._is_stored(update.unit) and not self._pipeline.needs_buffer(job):
+        if not self._writes_to_store(update.unit) and not self._pipeline.needs_buffer(job):
             job.cut(_IN_MEMORY)
         return job
 

@@ -84,7 +84,7 @@ class Prefetcher:
         self._any_on_disk = any(entry.size.tier is Tier.DISK for entry in table.entries)
         self._uploads_elsewhere = may_upload_elsewhere(device.host_addressable, several_ranks)
         # The pager's lock guards both counts: of threads that advance, and of threads that forbid it.
-        self._elsewhere = self._held = 0
+        self._elsewhere = self._stops = 0
 
     # -- the thread that runs the model -------------------------------------------------------------
 
@@ -128,20 +128,20 @@ class Prefetcher:
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """Waits without the lock until no thread advances. None advances in the body, even if it releases the lock."""
-        self._held += 1
+        self._stops += 1
         try:
             # calling thread: the wait ends. An upload ahead waits for no thread, and `advance` notifies at its end.
             while self._elsewhere:
                 self._table.wait("waits for an upload ahead")
             yield
         finally:
-            self._held -= 1
+            self._stops -= 1
 
     # -- other threads ------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """Starts reads and uploads, on a thread that does not run the model; see [Note: who starts what]."""
-        if self._all_stay or self._held or self._table.failure is not None:
+        if self._all_stay or self._stops or self._table.failure is not None:
             return
         # An upload releases the lock: `stopped` on another thread waits for this count to fall.
         self._elsewhere += 1
@@ -156,7 +156,7 @@ class Prefetcher:
                 self._upload()
         finally:
             self._elsewhere -= 1
-            if self._held and not self._elsewhere:
+            if self._stops and not self._elsewhere:
                 self._table.notify()
 
     def _watch(self, entry: UnitEntry) -> None:

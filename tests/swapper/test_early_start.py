@@ -206,7 +206,7 @@ def test_new_updates_wait_for_an_upload_ahead_and_drop_its_unit(rig: Rig) -> Non
     uploading = rig.elsewhere(lambda: rig.update(0, 40))
     assert rig.device.held.wait(60)
     beginning = rig.elsewhere(lambda: rig.pager.begin_updates([0]))
-    until(lambda: rig.pager._prefetcher._held > 0)
+    until(lambda: rig.pager._prefetcher._stops > 0)
     assert not rig.pager._entries[0].updating
     rig.device.hold.set()
     for thread in (uploading, beginning):
@@ -240,7 +240,7 @@ def test_the_end_of_the_pager_waits_for_an_upload_ahead(rig: Rig) -> None:
     uploading = rig.elsewhere(lambda: rig.update(0, 40))
     assert rig.device.held.wait(60)
     closing = rig.elsewhere(rig.pager.close)
-    until(lambda: rig.pager._prefetcher._held > 0)
+    until(lambda: rig.pager._prefetcher._stops > 0)
     assert closing.is_alive()
     rig.device.hold.set()
     for thread in (uploading, closing):
