@@ -226,7 +226,7 @@ class Inspection:
     # Weights.
 
     def residency(self, unit: int) -> Residency:
-        return self._parts.pager.residency(unit)
+        return self._parts.pager.table.entries[unit].residency
 
     @property
     def access_order(self) -> list[int]:

@@ -349,7 +349,7 @@ class ParamAccess:
         self._components.update_worker.finish(commit=False)
 
     def _has(self, handle: ParamHandle, state: State) -> bool:
-        return state is not State.GRAD or self._components.gradients.has(handle.unit, handle.position)
+        return state is not State.GRAD or handle.position in self._components.gradients.present(handle.unit)
 
     @contextlib.contextmanager
     def _together(self, what: str, handle: ParamHandle, state: State) -> Iterator[AllOrNothing]:

@@ -1254,7 +1254,7 @@ class Engine(ModelEngine):
         self._core.optimizer_step.early.drop()
         self._core.accumulation.reset()
         if not options.module_only:
-            self._core.optimizer_step.forget_norm()
+            self._core.optimizer_step.grad_norm = None  # of another moment
         self.notices += loaded.notices
         if self.global_rank == 0:
             outcome = f"training goes on after step {self.global_steps}{self._core.state.where_data_goes_on()}"
@@ -1447,7 +1447,7 @@ class Engine(ModelEngine):
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
             raise UsageError(f"clip_grad_norm_ expects a number of at least 0, got {max_norm!r}")
         # 0 is the core's value for "no clip"; a norm of inf clips nothing either.
-        self._core.optimizer_step.clip_next(float(max_norm) if max_norm <= sys.float_info.max else 0.0)
+        self._core.optimizer_step.clip_once = float(max_norm) if max_norm <= sys.float_info.max else 0.0
 
     @property
     def _settings(self) -> StepSettings:

@@ -608,6 +608,7 @@ class DiskSpill:
         assert window.start <= start and stop <= window.stop
         with self._locked():
             host_buffer = self._fetch((unit, number))
+        # any thread: the window stays here without the lock. Only the next call, or `flush`, starts to write it.
         return host_buffer.tensor(torch.uint8)[: len(window) * self._dtype.itemsize].view(self._dtype)[
             start - window.start : stop - window.start
         ]
@@ -621,7 +622,7 @@ class DiskSpill:
     def read(self, unit: int, start: int, stop: int, buffer: memoryview) -> Future:
         """Starts to fill `buffer` with elements [start, stop) of a unit's gradient, which must have been flushed."""
         with self._locked():
-            # update thread: the file contains a window only after its write has ended. The I/O queue alone ends it.
+            # update worker: the file contains a window only after its write has ended. The I/O queue alone ends it.
             for key in [key for key in self._writing if key[0] == unit]:
                 self._end_write(key)
         return self.scratch.read(unit, start * self._dtype.itemsize, buffer)

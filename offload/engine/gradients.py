@@ -227,7 +227,10 @@ class DeviceTotals:
 
 
 class HostGradients:
-    """Gradients of all units on the host. The accumulator's lock guards every call."""
+    """Gradients of all units on the host.
+
+    The accumulator's lock guards every addition. `values` needs no lock while nobody adds to its elements.
+    """
 
     def __init__(
         self,
@@ -372,8 +375,8 @@ class GradientAccumulator:
         on_device: Mapping[int, torch.Tensor],
         totals: Mapping[int, torch.Tensor],
         downloads: DeviceToHost,
-        timeline: Timeline = OFF,
-        compute: ComputeSpans = NO_SPANS,
+        timeline: Timeline,
+        compute: ComputeSpans,
         completion: UnitCompletion | None = None,
     ) -> None:
         """Takes a host buffer for each unit whose gradients stay in HOST.
@@ -559,7 +562,7 @@ class GradientAccumulator:
         start = self._start(unit, segment, first)
         numel = values.numel()  # `len` of a tensor is slow Python
         with self._lock:
-            # update thread: frees units under the same lock.
+            # update worker: frees units under the same lock.
             assert unit not in self._reading
             for chunk in range(0, numel, CHUNK):
                 more = values if numel <= CHUNK else values[chunk : chunk + CHUNK]
@@ -602,6 +605,8 @@ class GradientAccumulator:
 
     def present(self, unit: int) -> set[int]:
         """Returns the segments of `unit` that have a gradient."""
+        # autograd's threads: the receiving thread may replace numbers meanwhile, but adds no key. `_send` has added the
+        # keys of all gradients so far.
         return {segment for segment, _ in self._squares[unit]} | self.totals.segments(unit)
 
     def is_on_host(self, unit: int) -> bool:
@@ -612,10 +617,6 @@ class GradientAccumulator:
         """Calls `act` once all gradients of `unit` so far are on the host: now, or on the receiving thread."""
         self._send_totals(unit)
         self.downloads.when_received(act)
-
-    def has(self, unit: int, segment: int) -> bool:
-        """Returns True if this rank received a gradient of this parameter since the last step."""
-        return segment in self.present(unit)
 
     @uninterrupted
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:

@@ -369,7 +369,10 @@ class Passes:
         self.thread: threading.Thread | None = None
         """The thread whose forward is under way, or for whom micro-batches take turns."""
         self.in_backward = self.gradient_seen = self.through_old_graph = False
-        """The last is True if the last backward began in a graph older than a change of weights that stay."""
+        """The last is True if the last backward began in a graph older than a change of weights that stay.
+
+        autograd's threads: the native `GradientHook` reads the first and sets the second.
+        """
         self.takes_turns = False
         """True while the micro-batches of a step take turns."""
 
@@ -522,8 +525,8 @@ class ModuleHooks:
         callbacks: EngineCallbacks,
         activations: ActivationPolicy,
         *,
-        timeline: Timeline = OFF,
-        compute: ComputeSpans = NO_SPANS,
+        timeline: Timeline,
+        compute: ComputeSpans,
     ) -> None:
         """Installs the hooks. `sites` are the units of each hooked module, by its name; `activations` adds its own."""
         self._unit_views, self._saved, self._gradients, self._pager = unit_views, saved, gradients, pager

@@ -265,21 +265,13 @@ class OptimizerStep:
         """Norm of the last step's gradient before the clip; None before the first step and after a load."""
         self.applied = False
         """True if the last `step()` updated the weights."""
-        self._clip_once: float | None = None
-        """Norm that replaces the config's for the clip of the next gradient; None if the user has set none."""
-
-    def clip_next(self, max_norm: float) -> None:
-        """Clips the gradient of the next step to `max_norm` in place of the config's norm; 0 for no clip."""
-        self._clip_once = max_norm
+        self.clip_once: float | None = None
+        """Norm that replaces the config's for the clip of the next gradient; 0 for no clip, None for the config's."""
 
     def pass_micro_batch(self) -> None:
         """Ends a `step()` that completes no optimizer step and updates nothing."""
         self._state.micro_steps += self._accumulation.passed(self._state.settings.accumulation)
         self.applied = False
-
-    def forget_norm(self) -> None:
-        """Drops the norm of the last gradient, after a checkpoint of another moment was loaded."""
-        self.grad_norm = None
 
     def end_step(self) -> None:
         """Decides on the gradients since the last optimizer step, and schedules the updates.
@@ -359,7 +351,7 @@ class OptimizerStep:
     @property
     def _clip(self) -> float:
         """The largest norm of the next gradient; 0 for no clip."""
-        return self._state.settings.clip if self._clip_once is None else self._clip_once
+        return self._state.settings.clip if self.clip_once is None else self.clip_once
 
     def _apply(
         self, updater: UpdateWorker, norm: float, present: Sequence[set[int]], order: Sequence[int], refused: bool
@@ -381,7 +373,7 @@ class OptimizerStep:
             self.early.drop()
             self._components.gradients.clear()
             return
-        clip, self._clip_once = self._clip, None
+        clip, self.clip_once = self._clip, None
         finite, loss_scale = math.isfinite(norm), state.loss_scale
         state.stepped(micro_batches, overflow=not finite)
         updates: list[UnitUpdate] = []

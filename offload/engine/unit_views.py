@@ -186,6 +186,7 @@ class UnitViews:
 
     def binding_at(self, address: int) -> Binding | None:
         """Returns the live binding whose storage begins at `address`, if there is one."""
+        # any thread: needs no lock. One look-up is atomic, and a view that the caller holds keeps its binding alive.
         binding = self.bindings.get(address)
         return binding if binding is not None and binding.alive else None
 

@@ -22,8 +22,9 @@ their host buffer while the write is in flight. Without a host buffer they may b
 also makes the written slot the unit's newest one. So no read sees bytes that are being written.
 
 Threads. The caller's thread fills the queue, the blob and the flags; the worker empties them. The pager's lock guards
-every change that the other side must see at once. Two accesses need no lock: the worker's removal of an update from the
-queue, since no other thread removes any, and the reads of `wants_blob`. Jobs and tiles belong to the worker alone.
+every change that the other side must see at once. Three accesses need no lock: the worker's removal of an update from
+the queue, since no other thread removes any, the reads of `wants_blob`, and those of `Offers.draining`, a tuple that is
+replaced as a whole. Jobs and tiles belong to the worker alone.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class UnitJob:
         for state, write in writes.items():
             self.writes.setdefault(state, []).append(write)
         self._unwritten -= 1
-        # update thread: writes of all begun tiles may end before the last tile begins, so the count does not suffice.
+        # update worker: writes of all begun tiles may end before the last tile begins, so the count does not suffice.
         self.written = self.computed and self._unwritten == 0
         return self.written
 
@@ -295,7 +296,7 @@ class TilePipeline:
             there = passed > 0 or job.speculative or self._weights.holds_weights(unit)
         else:
             work, memory = own()
-            # update thread: under the backward the model still uses old weights in memory, so they are copied from
+            # update worker: under the backward the model still uses old weights in memory, so they are copied from
             # there.
             there = (
                 state is State.WEIGHT
@@ -371,7 +372,7 @@ class TilePipeline:
             if state_tile.buffer is not None:
                 target, first = store.target(job.unit), state_tile.first
                 tile.writes[state] = first, store.write(job.unit, state, target, first, state_tile.buffer)
-        # update thread: appended before it is removed. A tile is in a queue at any time, so that `drain` finds its
+        # update worker: appended before it is removed. A tile is in a queue at any time, so that `drain` finds its
         # requests after an error in between.
         self.writing.append(tile)
         self.reading.popleft()
@@ -389,7 +390,7 @@ class TilePipeline:
             if not wait and not all(write.done() for _, write in tile.writes.values()):
                 return ended
             waits = self._timeline.span(Row.WORKER, f"waits for writes of {self._shards.sizes[tile.job.unit].title}")
-            # update thread: `write.wait` raises the error of a failed write; `write.done` does not.
+            # update worker: `write.wait` raises the error of a failed write; `write.done` does not.
             with waits if wait else contextlib.nullcontext():
                 for _, write in tile.writes.values():
                     write.wait()
@@ -402,7 +403,7 @@ class TilePipeline:
 
     def drain(self) -> None:
         """Waits for every request after an error, so that no buffer is freed while a request uses it."""
-        # update thread: its end frees the buffers, but requests in the I/O queue still use them.
+        # update worker: its end frees the buffers, but requests in the I/O queue still use them.
         for tile in [*self.reading, *self.writing]:
             wait_for_all([*tile.reads, *(write for _, write in tile.writes.values())])
 
@@ -546,16 +547,6 @@ class Offers:
         return bool(self._verdicts or self.draining)
 
 
-def unit_may_begin(*, on_disk: bool, gradient_on_host: bool, newest: int, target: int) -> bool:
-    """Returns True if the update of a unit with complete gradients can be made now and dropped later without a loss.
-
-    Above DISK an update would change the state in place. A window of a gradient on DISK would have to be written and
-    read first. `newest` is the slot of the newest copy, `target` the slot of the next write. They are equal if no
-    commit is durable, and within the steps between two commits.
-    """
-    return on_disk and gradient_on_host and newest != target
-
-
 # -- update worker -------------------------------------------------------------------------------------
 
 
@@ -669,7 +660,8 @@ class UpdateWorker(Updates):
 
     def schedule(self, updates: Sequence[UnitUpdate], step: int | None) -> None:
         # calling thread: done first. The worker may begin as soon as it sees an update, and no thread may use the units
-        # then. No copy of old weights for an early update may begin either: it would read what the update writes.
+        # then. No copy of old weights for an early update may begin either: `begin_updates` drops the device buffer
+        # that the copy reads.
         with self._weights.speculative.paused():
             self._pager.begin_updates([update.unit for update in updates])
         changing = [update for update in updates if update.changes]
@@ -758,7 +750,7 @@ class UpdateWorker(Updates):
             while self._work():
                 pass
         except BaseException as error:
-            # update thread: nobody catches its errors. The pager passes them on to each thread that waits or calls.
+            # update worker: nobody catches its errors. The pager passes them on to each thread that waits or calls.
             self._pager.fail(error)
             self._pipeline.drain()
 
@@ -767,7 +759,7 @@ class UpdateWorker(Updates):
 
         Order: take back written tiles, start reads, compute, wait for a write, commit, sleep.
         """
-        # update thread: reads the version before all checks. A change after any check makes the version differ, so the
+        # update worker: reads the version before all checks. A change after any check makes the version differ, so the
         # thread does not sleep through the change.
         seen = self._pager.version
         self._pager.check()  # after an error anywhere no work may begin, and no commit
@@ -804,7 +796,7 @@ class UpdateWorker(Updates):
             if self._closing and idle:
                 return False
             if self._pager.version == seen:
-                # update thread: without work no change of the pager matters. Each use of a unit would wake the worker
+                # update worker: without work no change of the pager matters. Each use of a unit would wake the worker
                 # in vain.
                 (self._work_arrived if idle else self._pager.changed).wait()
         return True
@@ -831,7 +823,7 @@ class UpdateWorker(Updates):
             elif self._job is job:
                 self._job = None
         for job in self.offers.draining:
-            # update thread: a job whose verdict came after the loop above is not DISCARDED yet. Tiles in flight still
+            # update worker: a job whose verdict came after the loop above is not DISCARDED yet. Tiles in flight still
             # write to the memory that a discarded update frees.
             if job.status is UpdateStatus.DISCARDED and not self._pipeline.holds(job):
                 self._timeline.end(Row.UPDATES, self._early_title(job.unit))
@@ -851,20 +843,20 @@ class UpdateWorker(Updates):
         if job.speculative:
             job.delivered = self._weights.speculative.adopt(job.unit)
         if job.delivered:
-            # update thread: the weights count as unwritten until `_publish_written`, even if the writes have ended.
+            # update worker: the weights count as unwritten until `_publish_written`, even if the writes have ended.
             # Else the buffer could be evicted, and the next read would find the old slot.
-            self._weights.publish_weights(job.unit, True, self._is_stored(job.unit))
+            self._weights.publish_weights(job.unit, True, self._writes_to_store(job.unit))
 
     def _publish_written(self, job: UnitJob) -> None:
         """Makes the slot of a completely written update the newest one."""
-        if self._is_stored(job.unit):
+        if self._writes_to_store(job.unit):
             self._store.wrote(job.unit, self._store.target(job.unit), job.writes)
         # Without a host buffer the weights can be read only from here on.
         if not job.delivered:
             self._weights.publish_weights(job.unit, False, False)
         self._weights.flushed(job.unit)
 
-    def _is_stored(self, unit: int) -> bool:
+    def _writes_to_store(self, unit: int) -> bool:
         """Returns True if updates of a unit are written to the store, through tiles."""
         return any(self._shards.stored(unit, state) for state in self._shards.mode.states)
 
@@ -879,7 +871,7 @@ class UpdateWorker(Updates):
         Returns None if no update is queued, or if no host buffer is free yet.
         """
         with self._pager.lock:
-            # update thread: the next update of a unit writes to the same bytes as the unit's discarded update.
+            # update worker: the next update of a unit writes to the same bytes as the unit's discarded update.
             # `schedule` discards the one and queues the other under this same lock.
             if self.offers.draining:
                 return None
@@ -890,7 +882,7 @@ class UpdateWorker(Updates):
         host_buffer = None
         if self._weights.delivers(update.unit):
             host_buffer = self._weights.buffer_for(update.unit)
-            # update thread: tiles in flight need no further buffer, and may free one when they end. Without such tiles
+            # update worker: tiles in flight need no further buffer, and may free one when they end. Without such tiles
             # the worker does not wait for a buffer while a thread waits for the worker, since that thread may use the
             # buffer.
             if host_buffer is None and (self._pipeline.reading or self._pipeline.writing or not self._is_awaited()):
@@ -917,16 +909,14 @@ class UpdateWorker(Updates):
             return None
         while (update := self.offers.take()) is not None:
             unit, shards, store = update.unit, self._shards, self._store
-            allowed = unit_may_begin(
-                on_disk=shards.sizes[unit].tier is Tier.DISK
-                and all(
-                    shards.stored(unit, state) and (unit, state) not in shards.residents
-                    for state in shards.states(unit)
-                ),
-                gradient_on_host=self._gradients.is_on_host(unit),
-                newest=store.newest[unit],
-                target=store.target(unit),
+            # The update can be dropped later without a loss. Above DISK it would change a state in place.
+            on_disk = shards.sizes[unit].tier is Tier.DISK and all(
+                shards.stored(unit, state) and (unit, state) not in shards.residents for state in shards.states(unit)
             )
+            # The slots are equal if no commit is durable, and within the steps between two commits.
+            writes_other_slot = store.newest[unit] != store.target(unit)
+            # A window of a gradient on DISK would have to be written and read first.
+            allowed = on_disk and writes_other_slot and self._gradients.is_on_host(unit)
             begun = self._weights.speculative.begin(unit) if allowed else None
             if begun is not None:
                 self._timeline.begin(Row.UPDATES, self._early_title(unit))
@@ -956,19 +946,19 @@ class UpdateWorker(Updates):
             tile_numel=self.tile_numel,
             status=status,
         )
-        if not self._is_stored(update.unit) and not self._pipeline.needs_buffer(job):
+        if not self._writes_to_store(update.unit) and not self._pipeline.needs_buffer(job):
             job.cut(_IN_MEMORY)
         return job
 
     def _commit(self) -> bool:
         """Commits the scheduled step if its updates are written and its blob is there; returns True after a commit."""
         with self._pager.lock:
-            # update thread: reads all three under one lock. Since it last saw an empty queue, `schedule` may have
+            # update worker: reads all three under one lock. Since it last saw an empty queue, `schedule` may have
             # filled the queue, and the blob may belong to that step, whose updates have not begun.
             if self._queue or self.offers.unsettled or self._commit_step is None or self._blob is None:
                 return False
             step, blob = self._commit_step, self._blob
-        # update thread: commits outside the lock. A commit waits for the drives, and threads that only read weights
+        # update worker: commits outside the lock. A commit waits for the drives, and threads that only read weights
         # must not wait with it.
         self._store.commit(step, blob)
         with self._pager.lock:

@@ -342,12 +342,15 @@ class DeviceCache:
         except BaseException as error:  # copies in flight may still write to the buffer, so it is never reused
             self._table.fail(error, entry)
             raise
-        # Only now: with a buffer in its entry, the unit would look as if its buffer could be dropped.
+        # Only now: `CommonUses` gathers into the buffer that an entry names, as if the unit were on the device already.
         entry.device_buffer = device_buffer
         self._table.move(entry, Residency.DEVICE)
 
     def _copy_shard(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
-        """Starts the copies of this rank's shard into `device_buffer`, and stores the last event. Needs no lock."""
+        """Starts the copies of this rank's shard into `device_buffer`, and stores the last event.
+
+        Needs no lock: UPLOADING keeps other threads from the unit's buffers and events.
+        """
         unsharded = self._arena.view(device_buffer)
         if entry.tier_buffer is not None:
             shard = self._arena.view(entry.tier_buffer)
@@ -602,7 +605,7 @@ class HostCache:
     def reader(self, entry: UnitEntry, priority: Priority) -> Callable[[int, memoryview], Future]:
         """Returns a function that starts to read the newest partition from a byte offset into a buffer.
 
-        The returned function needs no lock: no update of the unit begins before its fetch has ended.
+        The returned function needs no lock if the unit is pinned or UPLOADING: its newest slot cannot change then.
         """
         source, unit = self._source, entry.index
         return lambda start, buffer: source.start_read(unit, start, buffer, priority)
@@ -635,8 +638,7 @@ class HostCache:
         for entry in self._table.entries:
             if entry.transfer is not None:
                 transfer, entry.transfer = entry.transfer, None
-                # Without the lock: the thread that ends this read may first run callbacks of other reads, which need
-                # the lock.
+                # calling thread: other threads need the lock while this one waits for the drive.
                 self._table.changed.without_lock(functools.partial(wait_for_all, [transfer.future]))
                 if transfer.host_buffer is not None:
                     transfer.host_buffer.release()

@@ -12,8 +12,8 @@ Threads. The thread that runs the model and autograd's threads call `acquire`, `
 `serve_gather`. The update worker calls `weight_updates`. The thread that runs the I/O queue's callbacks delivers reads
 ahead. The last two also start what comes next: see [Note: who starts what] in `prefetch`. One lock guards everything
 (`lock`, of the monitor `changed`). No thread holds the lock while it moves bytes or runs a kernel, except at the end of
-a copy whose memory is reused at once (`HostCache._evict`, `DeviceArena.shrink`). Every change of an entry wakes all
-waiters.
+a copy whose memory is reused at once (`HostCache._evict`, `DeviceCache.start_read`, `DeviceArena.shrink`,
+`SpeculativeWeights.begin`, `Pager.begin_load`). Every change of an entry wakes all waiters.
 
 [Note: nobody waits in a circle] The update worker needs only its own tiles. If it gets no host buffer for fresh weights
 it waits as long as no thread waits for the worker; otherwise it updates the unit without delivering its weights. A
@@ -330,6 +330,7 @@ class SpeculativeWeights:
                     self._table.wait("waits for a copy of weights")
             yield
         finally:
+            # calling thread: needs no lock. A copy that still finds the flag set reads from the store.
             self._paused = False
 
     def begin(self, unit: int) -> Begun | None:
@@ -346,7 +347,7 @@ class SpeculativeWeights:
             return Begun(None)
         fresh = entry.host_buffer
         assert fresh is not None
-        # update thread: it is about to write where an upload may still read.
+        # update worker: it is about to write where an upload may still read.
         entry.copied.wait()
         entry.host_buffer, entry.fresh, entry.fresh_stays = None, fresh, True
         if entry.residency is Residency.HOST:
@@ -380,7 +381,7 @@ class SpeculativeWeights:
         try:
             source = source[first : first + len(destination)]
             if on_device:
-                # update thread: it reads the device buffer, which an upload may still fill.
+                # update worker: it reads the device buffer, which an upload may still fill.
                 entry.uploaded.wait()
                 self._device.copy(destination, source)
             else:
@@ -404,7 +405,7 @@ class SpeculativeWeights:
     def may_evict(self, unit: int) -> None:
         """Allows eviction of the memory of fresh weights, whose writes have ended."""
         with self._lock:
-            # update thread: from here on another thread may evict the fresh weights, which are in the other slot too.
+            # update worker: from here on another thread may evict the fresh weights, which are in the other slot too.
             self._entries[unit].fresh_stays = False
             self._table.notify()
 
@@ -419,6 +420,8 @@ class SpeculativeWeights:
                 self._table.check()
                 self._host_cache.finish_read(entry)
             self._host_cache.forget(entry)
+            # update worker: until `publish_weights` the unit is on DISK, and the host buffer of such a unit is never
+            # evicted.
             entry.host_buffer, entry.fresh, entry.fresh_stays = entry.fresh, None, False
             return entry.host_buffer is not None
 
@@ -502,7 +505,8 @@ class WeightUpdates:
         """
         entry = self._entries[unit]
         assert entry.size.tier is not Tier.DEVICE
-        # update thread: it is about to write where an upload may still read.
+        # update worker: it is about to write where an upload may still read. It waits without the lock, since no
+        # further upload of a unit that is `updating` begins.
         entry.copied.wait()
         with self._lock:
             while entry.residency is Residency.READING:  # a prefetch from before step()
@@ -534,7 +538,7 @@ class WeightUpdates:
                 fresh = Residency.WRITING if unwritten else Residency.HOST
                 if entry.residency is not fresh:
                     self._table.move(entry, fresh)
-            # update thread: threads that fetch this unit wake up, and its fresh weights may be uploaded from here on.
+            # update worker: threads that fetch this unit wake up, and its fresh weights may be uploaded from here on.
             entry.updating = entry.in_update = False
             self._table.timeline.end(Row.UPDATES, entry.size.title)
             self._table.notify()
@@ -544,7 +548,7 @@ class WeightUpdates:
         """Marks the host buffer of `unit` clean: the last write of its update has ended."""
         with self._lock:
             entry = self._entries[unit]
-            # update thread: the store contains the bytes now, so another thread may evict the buffer.
+            # update worker: the store contains the bytes now, so another thread may evict the buffer.
             entry.unwritten = False
             if entry.residency is Residency.WRITING:
                 self._table.move(entry, Residency.HOST)
@@ -555,7 +559,7 @@ class WeightUpdates:
         """Returns the partition of a unit of tier DEVICE, (part_nbytes,) uint8, which nothing reads now."""
         entry = self._entries[unit]
         assert entry.tier_buffer is not None
-        # update thread: the update writes where an upload, or a use in place, may still read.
+        # update worker: the update writes where an upload, or a use in place, may still read.
         entry.copied.wait()
         entry.read.wait()
         return self._arena.view(entry.tier_buffer)
@@ -702,7 +706,9 @@ class Pager:
     @uninterrupted
     def wait_upload(self, unit: int) -> None:
         """Orders compute that the calling thread starts from now on after the upload of `unit`, which is pinned."""
-        uploaded = self._entries[unit].uploaded  # set before the pin, so it needs no lock
+        # calling thread: needs no lock. With several ranks, a pinned unit may be gathered again meanwhile: the event is
+        # replaced by one assignment, and a gather writes the same bytes again.
+        uploaded = self._entries[unit].uploaded
         if uploaded is not DONE:
             self._device.wait_event(uploaded)
 
@@ -728,10 +734,6 @@ class Pager:
             receive(weights)
         finally:
             self.release(unit)
-
-    def streams(self, unit: int) -> bool:
-        """Returns whether `unit` comes from DISK to the device in chunks, since two host buffers of it do not fit."""
-        return self._host_cache.streams(self._entries[unit])
 
     @uninterrupted
     def grow_device(self, nbytes: int, block_sizes: Sequence[int] = ()) -> list[torch.Tensor]:
@@ -801,12 +803,13 @@ class Pager:
 
     def mark_rewritten(self, rewritten: bool) -> None:
         """Records whether a load that is not committed yet has overwritten bytes that the last commit names."""
-        self.table.rewritten = rewritten
+        self.table.rewritten = rewritten  # no lock: only the text of an error depends on it
 
     @uninterrupted
     def begin_load(self) -> None:
         """Forbids reads of weights until `end_load`, and frees all cached copies; no use may be open."""
         self.begin_updates(range(len(self._entries)))
+        # calling thread: outside of `stopped`. All units are `updating` by now, and no thread prefetches such a unit.
         with self.lock:
             for entry in self._entries:
                 if entry.residency is Residency.READING:  # a read ahead
@@ -832,9 +835,6 @@ class Pager:
     def notify(self) -> None:
         """Wakes all waiters after a change. The caller holds the lock."""
         self.table.notify()
-
-    def residency(self, unit: int) -> Residency:
-        return self._entries[unit].residency
 
     @property
     def failed(self) -> bool:

@@ -193,16 +193,6 @@ class AccessOrder:
         self.unforeseen = 0
         """Number of mispredicted uses so far."""
 
-    @classmethod
-    def of(cls, uses: Sequence[int], kind: PassKind = PassKind.TRAIN) -> AccessOrder:
-        """Returns an access order that predicts `uses` for runs of `kind`."""
-        trace = cls()
-        trace.begin(kind)
-        for unit in uses:
-            trace.use(unit)
-        trace.finish()
-        return trace
-
     @property
     def order(self) -> tuple[int, ...]:
         """Returns the uses of the last finished run of the current kind."""

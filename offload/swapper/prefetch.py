@@ -1,7 +1,8 @@
 """Reads and uploads: of the units that the access order predicts next (`Prefetcher`), and on demand (`Fetcher`).
 
 The policy chooses the unit to prefetch (`policy.next_to_fetch`); this module starts its read, or its upload. The caller
-holds the pager's lock. No prefetch waits for a read or an update; an upload blocks where `Device.upload` does.
+holds the pager's lock. No prefetch waits for an update. It waits for a read only if bytes were damaged and are read
+again (`CheckedRead`). An upload blocks where `Device.upload` does.
 
 [Note: who starts what]
 
@@ -16,10 +17,10 @@ finds this unit on its way starts no other unit, and the first thread looks agai
 
 A thread that *advances* works for nobody in particular, so it gives way. Like every prefetch, it evicts only units that
 are used later. It starts no upload while another thread fetches a unit on demand: the room belongs to that unit. It
-takes no host buffer while a thread waits for one, and none whose copy to the device is under way. Nothing makes it
-wait, except an upload from memory that is not pinned, which waits for compute that was started before. Some operations
-must not meet an upload ahead: the begin of updates and loads, the transfer of the cache to another engine, and `close`.
-They wait for it by `stopped`.
+takes no host buffer while a thread waits for one, and none whose copy to the device is under way. It waits in two
+cases: damaged bytes are read again, and an upload from memory that is not pinned waits for compute that was started
+before. Some operations must not meet an upload ahead: the begin of updates and loads, the transfer of the cache to
+another engine, and `close`. They wait for it by `stopped`.
 
 With several ranks an upload is a collective, which belongs to the thread that runs the model (`may_upload_elsewhere`).
 On a CPU an upload is a copy by the calling thread; see there as well.
@@ -82,7 +83,8 @@ class Prefetcher:
         self._all_stay = all(entry.size.device_resident for entry in table.entries)
         self._any_on_disk = any(entry.size.tier is Tier.DISK for entry in table.entries)
         self._uploads_elsewhere = may_upload_elsewhere(device.host_addressable, several_ranks)
-        self._elsewhere = self._held = 0
+        # The pager's lock guards both counts: of threads that advance, and of threads that forbid it.
+        self._elsewhere = self._stops = 0
 
     # -- the thread that runs the model -------------------------------------------------------------
 
@@ -126,20 +128,20 @@ class Prefetcher:
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """Waits without the lock until no thread advances. None advances in the body, even if it releases the lock."""
-        self._held += 1
+        self._stops += 1
         try:
             # calling thread: the wait ends. An upload ahead waits for no thread, and `advance` notifies at its end.
             while self._elsewhere:
                 self._table.wait("waits for an upload ahead")
             yield
         finally:
-            self._held -= 1
+            self._stops -= 1
 
     # -- other threads ------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """Starts reads and uploads, on a thread that does not run the model; see [Note: who starts what]."""
-        if self._all_stay or self._held or self._table.failure is not None:
+        if self._all_stay or self._stops or self._table.failure is not None:
             return
         # An upload releases the lock: `stopped` on another thread waits for this count to fall.
         self._elsewhere += 1
@@ -154,7 +156,7 @@ class Prefetcher:
                 self._upload()
         finally:
             self._elsewhere -= 1
-            if self._held and not self._elsewhere:
+            if self._stops and not self._elsewhere:
                 self._table.notify()
 
     def _watch(self, entry: UnitEntry) -> None:
@@ -166,15 +168,15 @@ class Prefetcher:
     @uninterrupted
     def _arrived(self, entry: UnitEntry, transfer: Transfer, _: object) -> None:
         """Delivers a read ahead that has ended. Runs on a thread of the queue, or inside of `add_done_callback`."""
-        # The read ended before it could be watched: the calling thread, which started it, holds the lock and looks at
-        # the unit itself.
+        # calling thread: the read ended before it could be watched. The thread that started it holds the lock, and this
+        # or a later prefetch delivers it.
         if self._table.changed.held:
             return
         with self._table.changed.lock:
             try:
                 # Otherwise another thread has delivered the read, or the engine has stopped.
                 if entry.transfer is transfer and self._table.failure is None:
-                    # Thread of the I/O queue: it has no current device before this call.
+                    # thread of the I/O queue: it has no current device before this call.
                     self._device.enter_thread()
                     self._host_cache.finish_read(entry)
                     self.advance()

@@ -23,7 +23,7 @@ from offload.swapper.memory.device_arena import DeviceBuffer
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.memory.lock import InterruptibleLock
 from offload.swapper.policy import AccessOrder
-from offload.timeline import OFF, Row, Timeline
+from offload.timeline import Row, Timeline
 
 # -- residency -----------------------------------------------------------------------------------------
 #
@@ -34,19 +34,21 @@ from offload.timeline import OFF, Row, Timeline
 #
 #     state       invariant
 #     ---------   ---------------------------------------------------------------------------------
-#     DISK        The source of weights contains the newest copy, and nothing else does.
+#     DISK        The source of weights contains the newest copy, and no buffer does. While the unit is updated, a host
+#                 buffer may receive newer weights (`WeightUpdates.buffer_for`, `SpeculativeWeights.adopt`).
 #     READING     A host buffer is being filled from there; the entry's transfer owns buffer and read.
 #     HOST        A host buffer holds the newest copy, and no write of that copy is in flight: the store contains
 #                 it as well, or the unit's tier is HOST. If the tier is DISK, the buffer may be evicted.
 #                 With several ranks, a partition whose tier is DEVICE is HOST as well: at hand, not gathered.
 #     WRITING     A host buffer holds the newest copy, whose write to the store is in flight. The buffer stays.
-#     UPLOADING   The thread that acquires the unit is starting the copy from a host buffer to a device buffer, and
-#                 the gather of the other ranks' partitions. A unit that is too large for a host buffer is being
-#                 read and copied chunk by chunk. On a CPU with one rank such a unit is read into its device
-#                 buffer instead (`reading_in_place`): the entry's transfer owns the read, the entry the buffer.
+#     UPLOADING   A thread is starting the copy from a host buffer to a device buffer, and the gather of the other
+#                 ranks' partitions. A unit that is too large for a host buffer is being read and copied chunk by chunk.
+#                 On a CPU with one rank such a unit is read into its device buffer instead (`reading_in_place`):
+#                 the entry's transfer owns the read, the entry the buffer.
 #     DEVICE      A device buffer holds the newest copy, or will once the event `uploaded` is done; the host buffer
-#                 is read until then. A host buffer may hold the copy as well (`host_buffer is not None`): the write of
-#                 an update may still be in flight (`unwritten`), or there was room to keep the buffer.
+#                 is read until the event `copied` is done. A host buffer may hold the copy as well
+#                 (`host_buffer is not None`): the write of an update may still be in flight (`unwritten`), or there was
+#                 room to keep the buffer.
 #     FAILED      A read, write or kernel failed on this unit. Memory and store may disagree; nothing is
 #                 read from the unit again, and the store opens at its last committed step.
 #
@@ -90,7 +92,7 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
     (_R.WRITING, _R.UPLOADING): "upload",
     (_R.DISK, _R.UPLOADING): "stream",  # or `DeviceCache.start_read`
     (_R.UPLOADING, _R.DEVICE): "upload",
-    (_R.HOST, _R.DISK): "evict",
+    (_R.HOST, _R.DISK): "evict",  # or `SpeculativeWeights.begin`
     (_R.WRITING, _R.HOST): "flushed",
     (_R.DEVICE, _R.DISK): "drop",
     (_R.DEVICE, _R.HOST): "drop",
@@ -153,10 +155,10 @@ class UnitTable:
     def __init__(
         self,
         sizes: Sequence[UnitSize],
-        committed: Callable[[], bool] = lambda: False,
+        committed: Callable[[], bool],
         *,
-        timeline: Timeline = OFF,
-        record_memory: Callable[[], None] = lambda: None,
+        timeline: Timeline,
+        record_memory: Callable[[], None],
     ) -> None:
         """Creates an entry for each unit.
 
@@ -214,8 +216,8 @@ class UnitTable:
         transfer = entry.transfer
         assert transfer is not None
         try:
-            # threads of the I/O queue: they end the read without this lock, but a callback may take it
-            # (`Prefetcher._arrived`). So the wait must not hold it.
+            # calling thread: other threads need the lock while this one waits for the drive. The threads of the I/O
+            # queue end the read without it.
             with self.timeline.span(Row.WAITS, f"waits for read of {entry.size.title}"):
                 self.changed.without_lock(transfer.future.wait)
         except Exception as error:  # not KeyboardInterrupt: the read continues, and a later call delivers it

@@ -97,7 +97,7 @@ def test_blocks_are_on_the_device_at_each_use(tmp_path: Path, monkeypatch: pytes
     found: list[tuple[str, Residency]] = []
 
     def watched(acquire: Any, pager: Pager, unit: int, *ahead: bool) -> torch.Tensor:
-        found.append((pager.sizes[unit].name, pager.residency(unit)))
+        found.append((pager.sizes[unit].name, pager.table.entries[unit].residency))
         return acquire(pager, unit, *ahead)
 
     testing.intercept(monkeypatch, "pager.acquire", watched)

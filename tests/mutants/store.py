@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         "compare what another process wrote when a read ends, not when somebody waits for it",
         "offload.swapper.store.requests",
-        "thread that uses the bytes.\n        self._future.add_done_callback(function)",
-        "thread that uses the bytes.\n        self._future.add_done_callback(lambda _: (self.wait(), function(self)))",
+        "may read them again.\n        self._future.add_done_callback(function)",
+        "may read them again.\n        self._future.add_done_callback(lambda _: (self.wait(), function(self)))",
         "tests/store/test_store_checksums.py",
     ),
     Mutant(

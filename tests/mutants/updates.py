@@ -113,7 +113,7 @@ MUTANTS = (
     Mutant(
         "update under the backward into the slot of the last commit",
         "offload.engine.update",
-        " and newest != target",
+        " and writes_other_slot",
         "",
         "tests/updates/test_update_under_backward.py",
     ),

@@ -25,9 +25,10 @@ from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.pager import Pager
-from offload.swapper.policy import AccessOrder, Limits, PassKind
+from offload.swapper.policy import Limits, PassKind
 from offload.swapper.table import Residency, UnitSize, pieces_of
 from tests.support import models
+from tests.support.access_orders import access_order
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import (
@@ -127,7 +128,7 @@ class Rig:
         host = HostArena(HostBudget(0, weights * PAGE, 0, 0), self.device)
         arena = DeviceArena(device * PAGE, self.device)
         self.pager = Pager(sizes, host, arena, self.device, self.store, Limits())
-        self.pager.table.access_order = AccessOrder.of(order, PassKind.TRAIN)
+        self.pager.table.access_order = access_order(order, PassKind.TRAIN)
 
     def update(self, unit: int, value: int) -> None:
         """Writes new weights, as the update worker does, and publishes them before they are written to the store."""
@@ -174,7 +175,7 @@ def test_a_published_update_is_uploaded_before_anyone_asks(rig: Rig) -> None:
     rig.pager.begin_updates([0, 1, 2])
     for unit in (0, 1):
         rig.update(unit, 40 + unit)
-        assert rig.pager.residency(unit) is Residency.DEVICE
+        assert rig.pager.table.entries[unit].residency is Residency.DEVICE
     rig.use(0, 40)
     rig.use(1, 41)
     assert rig.pager.counts().on_device == 2
@@ -191,7 +192,7 @@ def test_an_upload_ahead_gives_way_to_a_unit_that_is_needed_now() -> None:
     with rig.pager.lock:
         rig.pager._prefetcher.read()
     rig.store.reads[-1].end()  # unit 1 is in the host now, and next after the one that is awaited
-    assert rig.pager.residency(1) is Residency.HOST
+    assert rig.pager.table.entries[1].residency is Residency.HOST
     rig.update(0, 40)
     waiting.join(60)
     assert not waiting.is_alive()
@@ -205,7 +206,7 @@ def test_new_updates_wait_for_an_upload_ahead_and_drop_its_unit(rig: Rig) -> Non
     uploading = rig.elsewhere(lambda: rig.update(0, 40))
     assert rig.device.held.wait(60)
     beginning = rig.elsewhere(lambda: rig.pager.begin_updates([0]))
-    until(lambda: rig.pager._prefetcher._held > 0)
+    until(lambda: rig.pager._prefetcher._stops > 0)
     assert not rig.pager._entries[0].updating
     rig.device.hold.set()
     for thread in (uploading, beginning):
@@ -223,12 +224,12 @@ def test_a_unit_that_an_upload_ahead_keeps_out_waits_for_its_end() -> None:
     uploading = rig.elsewhere(lambda: rig.update(0, 40))
     assert rig.device.held.wait(60)
     using = rig.elsewhere(lambda: rig.use(1, 2))
-    until(lambda: rig.pager.residency(1) is Residency.HOST and len(rig.pager.changed._waiters) > 0)
+    until(lambda: rig.pager.table.entries[1].residency is Residency.HOST and len(rig.pager.changed._waiters) > 0)
     rig.device.hold.set()
     for thread in (uploading, using):
         thread.join(60)
         assert not thread.is_alive()
-    assert rig.pager.residency(1) is Residency.DEVICE
+    assert rig.pager.table.entries[1].residency is Residency.DEVICE
     rig.pager.close()
 
 
@@ -239,7 +240,7 @@ def test_the_end_of_the_pager_waits_for_an_upload_ahead(rig: Rig) -> None:
     uploading = rig.elsewhere(lambda: rig.update(0, 40))
     assert rig.device.held.wait(60)
     closing = rig.elsewhere(rig.pager.close)
-    until(lambda: rig.pager._prefetcher._held > 0)
+    until(lambda: rig.pager._prefetcher._stops > 0)
     assert closing.is_alive()
     rig.device.hold.set()
     for thread in (uploading, closing):
@@ -256,13 +257,13 @@ def test_a_read_that_ends_is_uploaded_before_anyone_asks(rig: Rig) -> None:
     assert [read.unit for read in rig.store.reads] == [0, 1, 2]
     for unit in range(3):
         rig.store.reads[unit].end()
-        assert rig.pager.residency(unit) is Residency.DEVICE
+        assert rig.pager.table.entries[unit].residency is Residency.DEVICE
     assert rig.device.uploads == ["callbacks"] * 3
 
 
 def test_a_read_that_has_ended_when_it_is_watched_is_uploaded_at_once(rig: Rig) -> None:
     rig.pager.prefetch()
-    assert [rig.pager.residency(unit) for unit in range(3)] == [Residency.DEVICE] * 3
+    assert [rig.pager.table.entries[unit].residency for unit in range(3)] == [Residency.DEVICE] * 3
 
 
 def test_a_read_ahead_that_fails_stops_the_engine_with_its_cause(rig: Rig) -> None:
@@ -272,7 +273,7 @@ def test_a_read_ahead_that_fails_stops_the_engine_with_its_cause(rig: Rig) -> No
     with pytest.raises(EngineFailed, match="read") as caught:
         rig.pager.acquire(0)
     assert isinstance(caught.value.__cause__, IoError) and caught.value.__cause__.errno == errno.EIO
-    assert rig.pager.residency(1) is Residency.FAILED
+    assert rig.pager.table.entries[1].residency is Residency.FAILED
 
 
 # -- who may ------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from offload.swapper.policy import NEVER, AccessOrder, Limits, PassKind
 from offload.swapper.store import NoStore
 from offload.swapper.table import ARROWS, Residency, UnitSize, pieces_of
 from tests.support import models
+from tests.support.access_orders import access_order
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import (
     Job,
@@ -124,7 +125,7 @@ def pager_of(
     if twin is not None:
         twin.pager = pager
     if trace:
-        pager.table.access_order = AccessOrder.of(trace, PassKind.TRAIN)
+        pager.table.access_order = access_order(trace, PassKind.TRAIN)
     return pager, store
 
 
@@ -156,7 +157,7 @@ def test_a_unit_larger_than_a_host_buffer_is_streamed_in_chunks(replicas: bool) 
     pager, store = pager_of(
         [7, 1], weights=4, device=8, twin=Twin() if replicas else None, on=CPU if replicas else apart()
     )
-    assert pager.streams(0) and not pager.streams(1) and not pager.weight_updates.delivers(0)
+    assert not pager.weight_updates.delivers(0) and pager.weight_updates.delivers(1)
     assert bool((pager.acquire(0) == 1).all())
     assert store.reads == [(0, start * PAGE) for start in (0, 2, 4, 6)]
     assert pager.host.weights.space.used_bytes == 0
@@ -168,7 +169,7 @@ def test_small_units_come_ahead_though_the_device_has_room_for_no_more_than_the_
     for unit in range(4):
         pager.acquire(unit)
         if unit:
-            assert unit == 3 or pager.residency(unit + 1) is Residency.DEVICE
+            assert unit == 3 or pager.table.entries[unit + 1].residency is Residency.DEVICE
         pager.release(unit)
 
 
@@ -187,14 +188,14 @@ def test_a_gather_beside_a_series_ends_the_series_on_the_rank_that_asked(ahead: 
     use(0, 1, 2, 3)
     pager.end_step()
     use(0, 1, 2, 3)  # of a step that fails, so what comes next is not foreseen
-    lacking = next(unit for unit in range(4) if pager.residency(unit) is not Residency.DEVICE)
+    lacking = next(unit for unit in range(4) if pager.table.entries[unit].residency is not Residency.DEVICE)
     edited = (lacking + 1) % 4
     pager.begin_updates([edited])
     pager.weight_updates.publish_weights(edited, False, False)
     use(edited)
     assert twin.series == [(edited,)], "the room of the old weights"
     use(lacking)
-    dropped = [unit for unit in range(4) if pager.residency(unit) is not Residency.DEVICE]
+    dropped = [unit for unit in range(4) if pager.table.entries[unit].residency is not Residency.DEVICE]
     assert len(dropped) == 1
     use(*dropped, 0, 1, 2, 3)
 
@@ -209,7 +210,7 @@ def test_the_pager_takes_the_listed_transitions_alone() -> None:
         with pager.lock:
             if (before, after) in ARROWS:
                 pager.table.move(entry, after)
-                assert pager.residency(0) is after
+                assert pager.table.entries[0].residency is after
             else:
                 with pytest.raises(AssertionError):
                     pager.table.move(entry, after)
@@ -224,7 +225,7 @@ def _without_repeats(order: list[int]) -> list[int]:
 
 @given(orders)
 def test_a_step_that_repeats_the_last_is_foreseen_exactly(order: list[int]) -> None:
-    trace, uses = AccessOrder.of(order), _without_repeats(order)
+    trace, uses = access_order(order), _without_repeats(order)
     assert list(trace.order) == uses
     for position, unit in enumerate(uses):
         rest = uses[position:]
@@ -240,7 +241,7 @@ def test_a_step_that_repeats_the_last_is_foreseen_exactly(order: list[int]) -> N
 
 @given(orders, st.integers(0, 39))
 def test_an_evaluation_comes_round_to_its_first_unit(order: list[int], passed: int) -> None:
-    trace, uses = AccessOrder.of(order, PassKind.EVAL), _without_repeats(order)
+    trace, uses = access_order(order, PassKind.EVAL), _without_repeats(order)
     for unit in uses[:passed]:
         trace.use(unit)
     assert list(trace.upcoming()) == list(dict.fromkeys([*uses[passed:], *uses[:passed]]))
@@ -248,7 +249,7 @@ def test_an_evaluation_comes_round_to_its_first_unit(order: list[int], passed: i
 
 @given(orders, orders, st.integers(0, 39))
 def test_an_evaluation_in_the_middle_of_a_step_leaves_its_order(step: list[int], other: list[int], at: int) -> None:
-    trace, uses = AccessOrder.of(step), _without_repeats(step)
+    trace, uses = access_order(step), _without_repeats(step)
     for position, unit in enumerate(uses):
         if position == at:
             for kind in (PassKind.EVAL, PassKind.TRAIN):
@@ -265,7 +266,7 @@ def test_an_evaluation_in_the_middle_of_a_step_leaves_its_order(step: list[int],
 
 def test_experts_that_are_expected_come_first_and_backwards_again() -> None:
     """Units 10 to 15 are the experts of a layer; the run before has used 11 and 13."""
-    trace = AccessOrder.of([0, 11, 13, 1, 2, 1, 13, 11, 0])
+    trace = access_order([0, 11, 13, 1, 2, 1, 13, 11, 0])
     trace.use(0)
     trace.expect([10, 12, 14], range(10, 16))
     assert list(trace.upcoming()) == [10, 12, 14, 1, 2, 13, 11, 0], "what the run before chose here is passed over"
@@ -287,7 +288,7 @@ def test_experts_that_are_expected_come_first_and_backwards_again() -> None:
 @given(orders, st.lists(st.tuples(st.sets(st.integers(4, 7)), orders), max_size=8))
 def test_expected_experts_never_fail(order: list[int], steps: list[tuple[set[int], list[int]]]) -> None:
     """Whatever is used, and whatever was expected, the order answers every question."""
-    trace = AccessOrder.of(order)
+    trace = access_order(order)
     for expected, uses in steps:
         trace.expect(sorted(expected), range(4, 8))
         for unit in uses:
@@ -379,7 +380,7 @@ def pager_of_place(units: int, room: int, order: list[int], host_pages: int = 2)
     sizes = [UnitSize(str(unit), nbytes, Tier.DISK, nbytes, pieces_of([range(nbytes)])) for unit in range(units)]
     host = HostArena(HostBudget(0, host_pages * PAGE, 0, 0), cpu)
     pager = Pager(sizes, host, DeviceArena(room * nbytes, cpu), cpu, store, Limits())
-    pager.table.access_order = AccessOrder.of(order, PassKind.TRAIN)
+    pager.table.access_order = access_order(order, PassKind.TRAIN)
     return pager, store
 
 
@@ -402,7 +403,7 @@ def test_the_next_units_are_read_while_one_is_used() -> None:
         (1, Priority.NORMAL),
         (2, Priority.NORMAL),
     ]
-    assert [pager.residency(unit) for unit in range(4)] == [
+    assert [pager.table.entries[unit].residency for unit in range(4)] == [
         Residency.DEVICE,
         Residency.UPLOADING,
         Residency.UPLOADING,
@@ -414,7 +415,7 @@ def test_the_next_units_are_read_while_one_is_used() -> None:
         read.end()
     before = pager.counts().on_device
     use(pager, store, 1)
-    assert pager.residency(3) is not Residency.DISK, "in the place of the first, which is not used again"
+    assert pager.table.entries[3].residency is not Residency.DISK, "in the place of the first, which is not used again"
     use(pager, store, 2)
     assert [read.unit for read in store.reads] == [0, 1, 2, 3]
     # The use of 1 found it on its way; it was delivered by then, and so was 2 at the use of 1.
@@ -431,7 +432,7 @@ def test_a_use_waits_for_its_read_alone() -> None:
     thread.start()
     store.reads[1].end()
     thread.join(60)
-    assert found == [True] and pager.residency(0) is Residency.UPLOADING
+    assert found == [True] and pager.table.entries[0].residency is Residency.UPLOADING
     pager.release(1)
     for read in store.reads:
         read.end()
@@ -445,7 +446,7 @@ def test_a_use_that_nobody_foresaw_gets_the_room_of_a_read_ahead() -> None:
     for read in store.reads:
         read.end()
     use(pager, store, 3)
-    assert pager.residency(3) is Residency.DEVICE
+    assert pager.table.entries[3].residency is Residency.DEVICE
     pager.close()
 
 
@@ -481,7 +482,7 @@ def test_bytes_that_an_update_makes_old_are_never_used() -> None:
         read.end()
     beginning.join(60)
     assert not beginning.is_alive()
-    assert [pager.residency(unit) for unit in (0, 1)] == [Residency.DISK, Residency.DISK]
+    assert [pager.table.entries[unit].residency for unit in (0, 1)] == [Residency.DISK, Residency.DISK]
     store.values = [8, 9]
     for unit in (0, 1):
         assert not pager.weight_updates.delivers(unit)

@@ -22,7 +22,6 @@ from offload.swapper.memory.device_arena import check_budget
 from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.policy import (
     NEVER,
-    AccessOrder,
     Floor,
     Limits,
     UnitBlock,
@@ -32,6 +31,7 @@ from offload.swapper.policy import (
     next_to_fetch,
     victims,
 )
+from tests.support.access_orders import access_order
 
 PAGE = 4096
 orders = st.lists(st.integers(0, 9), min_size=1, max_size=40)
@@ -52,7 +52,7 @@ def _filled(pages: list[int], present: set[int], total: int = 40) -> tuple[Alloc
 def test_victims_make_room_and_no_more_than_that(
     order: list[int], pages: list[int], present: set[int], wanted: int, beyond: int
 ) -> None:
-    trace = AccessOrder.of(order)
+    trace = access_order(order)
     space, blocks = _filled(pages, present)
     going = victims(space, wanted * PAGE, blocks, trace.distance, beyond)
     later = [block for block in blocks if trace.distance(block.unit) > beyond]
@@ -71,7 +71,7 @@ def test_victims_make_room_and_no_more_than_that(
 
 @given(orders, sizes, st.sets(st.integers(0, 9), min_size=1))
 def test_one_victim_of_equal_size_is_the_one_used_last(order: list[int], pages: list[int], present: set[int]) -> None:
-    trace = AccessOrder.of(order)
+    trace = access_order(order)
     space, blocks = _filled([4] * 10, present, total=4 * len(present))
     (going,) = victims(space, 4 * PAGE, blocks, trace.distance)
     assert trace.distance(going) == max(trace.distance(unit) for unit in present)
@@ -83,7 +83,7 @@ def test_two_units_that_have_room_together_can_be_in_use(uses: list[int], room: 
     pages = [2, 3, 5, 6, 8, 9]
     ascending = [(size * PAGE, unit) for unit, size in enumerate(pages)]
     space = Allocator(room * PAGE, random.Random(2) if scatter else None)
-    trace = AccessOrder.of(uses)
+    trace = access_order(uses)
     at: dict[int, int] = {}
     held: list[int] = []
     for unit in uses:
@@ -103,7 +103,7 @@ def test_two_units_that_have_room_together_can_be_in_use(uses: list[int], room: 
 
 
 def test_the_nearest_that_is_not_there_comes_first() -> None:
-    trace = AccessOrder.of([0, 1, 2, 3])
+    trace = access_order([0, 1, 2, 3])
 
     def brought(ahead: int | None, here: set[int]) -> int | None:
         return next_to_fetch(trace, lambda unit: 2 * PAGE, lambda unit: unit not in here, Limits(ahead))
@@ -116,7 +116,7 @@ def test_the_nearest_that_is_not_there_comes_first() -> None:
 
 @given(orders, st.integers(0, 9), st.integers(0, 30))
 def test_a_unit_stays_where_its_next_use_is_near(order: list[int], unit: int, reuse: int) -> None:
-    trace = AccessOrder.of(order)
+    trace = access_order(order)
     near = trace.distance(unit) < NEVER and trace.distance(unit) * PAGE <= reuse * PAGE
     assert keeps(trace, unit, lambda _: PAGE, Limits(reuse=reuse * PAGE)) == near
     assert keeps(trace, unit, lambda _: PAGE, Limits())

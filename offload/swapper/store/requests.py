@@ -116,8 +116,7 @@ class VerifiedRead:
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         """Calls `function` with the request of the queue once the read has ended."""
-        # Not with this object: the callback runs on the queue's thread, and a `wait` there would raise the error there
-        # instead of on the thread that uses the bytes.
+        # thread of the I/O queue: a `wait` for this object would verify the bytes there, and may read them again.
         self._future.add_done_callback(function)
 
 

@@ -132,10 +132,10 @@ class SwapFiles:
         """
         self._forget()
         drives = [folder.parent.parent for folder in self.folders]
-        self._check_room(find_shortage(drives, self._spec.nbytes))
+        self._raise_if_short(find_shortage(drives, self._spec.nbytes))
         self._manifest = new_manifest(self._run, self._rank, self.folders, self._spec, run_id)
         self._states = self._open_states(create=True)
-        self._check_room(find_drive_shortage(drives, self._drive_nbytes()))
+        self._raise_if_short(find_drive_shortage(drives, self._drive_nbytes()))
         self._states.reserve(self._spec.nbytes)
         write_in_place(self.folders[0] / "commit", bytes(2 * PAGE))
         # Before any manifest: a power cut that left only a later drive's would make the first drive look missing.
@@ -159,7 +159,7 @@ class SwapFiles:
                 unlink(folder / name)
             sync_folder(folder)
 
-    def _check_room(self, short: Shortage | None) -> None:
+    def _raise_if_short(self, short: Shortage | None) -> None:
         if short is not None:
             raise no_room(short, self._spec.slots)
 
@@ -315,7 +315,7 @@ class Store:
         self._commit_path = self.folders[0] / "commit"
         self._doing = ""
         """The part of a commit that is under way, in words."""
-        self._scrubbed: list[tuple[Key, int]] = []
+        self._to_scrub: list[tuple[Key, int]] = []
         """The slots that are left to scrub in the pass, each with the first byte; the next one is the last."""
         self._last_scrub = time.monotonic()
         self._covered: dict[Key, int] = {}
@@ -373,7 +373,7 @@ class Store:
             record = self._newest(records) if at is None else recovery.record_at(self.folders[0], at, records.valid)
             blob = recovery.load_blob(self.folders[0], record)
             self._open_files(record, blob)
-            damage = None if record is records.valid[0] else partial(self._first_damage, record, blob)
+            damage = None if record is records.valid[0] else partial(self._damage_in_open_files, record, blob)
             # Copies are durable in their slots before a later record goes. After a kill in between all is done again.
             self._undo.put_back(record, self._places, blob.sums, self.write, self._files.states.sync, damage)
             # The run will overwrite the slots that a later record names: it must never be found again.
@@ -394,19 +394,19 @@ class Store:
         """Returns the newest record that can be opened. After any sign of damage, compares all data of its commit."""
         doubtful = bool(records.invalid_pages) or self._notes.suspect
         units = len(self.newest)
-        record, notice = recovery.find_newest(self.folders[0], records, units, doubtful, self._find_damage)
+        record, notice = recovery.find_newest(self.folders[0], records, units, doubtful, self._damage_in_closed_files)
         self.notices += [] if notice is None else [notice]
         return record
 
-    def _find_damage(self, record: CommitRecord, blob: format.Blob) -> Damage | None:
+    def _damage_in_closed_files(self, record: CommitRecord, blob: format.Blob) -> Damage | None:
         """Opens the files, compares all data of a commit and closes them again; returns the first damage."""
         self._open_files(record, blob)
         try:
-            return self._first_damage(record, blob)
+            return self._damage_in_open_files(record, blob)
         finally:
             self._files.close_states()
 
-    def _first_damage(self, record: CommitRecord, blob: format.Blob) -> Damage | None:
+    def _damage_in_open_files(self, record: CommitRecord, blob: format.Blob) -> Damage | None:
         """Compares all data of a commit, whose files are open; returns the first damage."""
         return first_damage(self._files.states, self._queue, self.spec, record, blob.sums, self._undo)
 
@@ -500,20 +500,20 @@ class Store:
         """
         before, self._last_scrub = self._last_scrub, time.monotonic()
         left = max(_SCRUB_NBYTES, int(self.spec.nbytes * (self._last_scrub - before) / _SCRUB_S))
-        if not self._scrubbed:
+        if not self._to_scrub:
             keys = [(unit, state) for unit, row in enumerate(self._places) for state in row]
-            self._scrubbed = [(key, 0) for key in reversed(keys) if not self._is_read(key)]
+            self._to_scrub = [(key, 0) for key in reversed(keys) if not self._is_read(key)]
             self._covered = {}
         # calling thread: waits for each read before the next, since all share this buffer, and before the commit.
-        buffer = aligned_empty(_SCRUB_NBYTES) if self._scrubbed else memoryview(b"")
-        while self._scrubbed and left > 0:
-            (unit, state), start = self._scrubbed.pop()
+        buffer = aligned_empty(_SCRUB_NBYTES) if self._to_scrub else memoryview(b"")
+        while self._to_scrub and left > 0:
+            (unit, state), start = self._to_scrub.pop()
             slot = self.newest[unit]
             stop = min(self._places[unit][state][slot].nbytes, start + min(left, len(buffer)))
             if self._is_read((unit, state)):
                 continue
             if stop < self._places[unit][state][slot].nbytes:
-                self._scrubbed.append(((unit, state), stop))
+                self._to_scrub.append(((unit, state), stop))
             began, part = now(), buffer[: stop - start]
             # Not by `read`, which would count the slot as read by others, and the next pass would leave it out.
             future = self._read(unit, state, slot, start, part, Priority.BACKGROUND, compare=True)
@@ -582,7 +582,8 @@ class Store:
         `written` has, for each state in the store, the start and the ended future of each write. The writes of a state
         begin at byte 0 and leave no gaps. Frozen weights after the last write keep their checksums.
         """
-        # update worker: nobody submits a read of the unit between these lines, since its update has not ended.
+        # update worker: nobody reads these slots between the lines. If the weights may be used already, they are in a
+        # host buffer that is `unwritten`, and so is not evicted.
         for state, writes in written.items():
             self._sums.replace((unit, state), writes, own_nbytes(self._places[unit][state]))
         self.newest[unit] = slot
