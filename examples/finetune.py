@@ -4,7 +4,7 @@
 
 The weights are read from safetensors a layer at a time, trained from swap files, and written to ./finetuned, so the
 model may be larger than the RAM. Without FOLDER it is a tiny one. Kill it and run it again: it goes on where it was.
-Needs `pip install '.[hf]'`. `offload train --model FOLDER --data FILE --save finetuned` does the same.
+Needs `pip install '.[hf]'`. `offload train --model FOLDER --data FILE --output finetuned` does the same.
 """
 
 from __future__ import annotations

@@ -362,7 +362,7 @@ class DeviceToHost:
         except torch.OutOfMemoryError:
             if not self._sent and not self._small.pieces:
                 raise
-        # sending thread: waits until the receiving thread has removed every entry, and with it the reference to the
+        # calling thread: waits until the receiving thread has removed every entry, and with it the reference to the
         # source. torch may then reuse the memory.
         self.drain()
         return allocate()
@@ -370,7 +370,7 @@ class DeviceToHost:
     def _send(self, sent: _Sent) -> None:
         with self._changed.lock:
             while self._sent and not self._ended and self._nbytes + sent.source.nbytes > self._most:
-                # sending thread: the wait ends. The receiving thread removes entries as copies end, and sets `_ended`
+                # calling thread: the wait ends. The receiving thread removes entries as copies end, and sets `_ended`
                 # if an error stops it. The wait costs no speed: the device is busy with the bytes in flight.
                 self._changed.wait()
             if not self._ended:
@@ -622,7 +622,7 @@ class DiskSpill:
     def read(self, unit: int, start: int, stop: int, buffer: memoryview) -> Future:
         """Starts to fill `buffer` with elements [start, stop) of a unit's gradient, which must have been flushed."""
         with self._locked():
-            # update worker: the file contains a window only after its write has ended. The I/O queue alone ends it.
+            # update thread: the file contains a window only after its write has ended. The I/O queue alone ends it.
             for key in [key for key in self._writing if key[0] == unit]:
                 self._end_write(key)
         return self.scratch.read(unit, start * self._dtype.itemsize, buffer)

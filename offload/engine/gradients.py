@@ -482,7 +482,7 @@ class GradientAccumulator:
         if values.dtype not in SUMMED:
             values = values.to(self.dtype)
         if unit in self._reading:
-            # backward's thread: its graph is older than step(). If it needs no weights, nothing has made it wait.
+            # autograd thread: its graph is older than step(). If it needs no weights, nothing has made it wait.
             self._callbacks.await_updates()
         if unit in self._on_device:
             self._keep(unit, segment, first, values)
@@ -532,7 +532,7 @@ class GradientAccumulator:
         # None if the unit spills: a joined gradient arrives late, and would read back a window that is written already.
         place = None if spills else (unit, segment, first)
         downloads.collect(self._titles[unit], place, values, target, receive)
-        # backward's thread: records after `collect`, which may raise while it waits. By now the receiving thread may
+        # autograd thread: records after `collect`, which may raise while it waits. By now the receiving thread may
         # have recorded sums of its own: they count, and are not overwritten.
         for chunk, value in zip(chunks, squares, strict=True):
             if summed:
@@ -562,7 +562,7 @@ class GradientAccumulator:
         start = self._start(unit, segment, first)
         numel = values.numel()  # `len` of a tensor is slow Python
         with self._lock:
-            # update worker: frees units under the same lock.
+            # update thread: frees units under the same lock.
             assert unit not in self._reading
             for chunk in range(0, numel, CHUNK):
                 more = values if numel <= CHUNK else values[chunk : chunk + CHUNK]
@@ -605,7 +605,7 @@ class GradientAccumulator:
 
     def present(self, unit: int) -> set[int]:
         """Returns the segments of `unit` that have a gradient."""
-        # autograd's threads: the receiving thread may replace numbers meanwhile, but adds no key. `_send` has added the
+        # autograd thread: the receiving thread may replace numbers meanwhile, but adds no key. `_send` has added the
         # keys of all gradients so far.
         return {segment for segment, _ in self._squares[unit]} | self.totals.segments(unit)
 

@@ -197,7 +197,7 @@ class Shutdown:
         try:
             if self._alive and not components.pager.failed:
                 self._enter()
-                # update worker: its updates and a commit that is due come first. A commit of edits would otherwise name
+                # update thread: its updates and a commit that is due come first. A commit of edits would otherwise name
                 # slots that are being written.
                 components.update_worker.come_to_rest()
                 # Processes of a grid meet in each step, but not at an edit. So one may have ended before its last

@@ -603,7 +603,7 @@ class TrainingState:
                 for name, state in before.items()
                 if name not in generators or not torch.equal(state, generators[name])
             }
-        # update worker: writes the buffers with the commit, while a forward may change them. So it receives clones.
+        # update thread: writes the buffers with the commit, while a forward may change them. So it receives clones.
         buffers = {
             name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, buffer in persistent_buffers(self._module).items()

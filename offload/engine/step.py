@@ -290,7 +290,7 @@ class OptimizerStep:
         # Checks that raise come first, while nothing has changed. Then live views of weights are refused, since the
         # updates would change the memory under them.
         components.unit_views.settle()
-        # model's thread: waits until the update worker has ended the step before, so at most one step is in flight.
+        # calling thread: waits until the update worker has ended the step before, so at most one step is in flight.
         updater.finish()
         known = self._known()
         # Gradients were computed from the scaled loss, so their norm has the loss scale as a factor.
@@ -315,7 +315,7 @@ class OptimizerStep:
                 f"the gradient norm of step {steps + 1} is {norm}: the step was not applied, and its gradients were "
                 f"dropped; the weights are those of step {steps}. {refusal}"
             )
-        # model's thread: without overlap it waits until the updates have ended, to find faults or where it is faster.
+        # calling thread: without overlap it waits until the updates have ended, to find faults or where it is faster.
         if not self._state.settings.overlap:
             updater.finish(commit=False)
 
@@ -341,7 +341,7 @@ class OptimizerStep:
         # Gradients that an aborted backward has added count, as in torch.
         gradients.complete()
         local_stats = functools.partial(gradients.known, elsewhere)
-        # model's thread: waits until every rank is at its step. Until then it serves gathers and reductions of others.
+        # calling thread: waits until every rank is at its step. Until then it serves gathers and reductions of others.
         stats = components.agreement.step(self._accumulation.count, state.global_steps, settings, local_stats)
         # Only now all ranks know which parameters have a gradient. The extensions add zeros, which change no norm.
         for extension in components.extensions:

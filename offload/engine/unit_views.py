@@ -258,7 +258,7 @@ class UnitViews:
         unit = self._units[index]
         with self.lock:
             binding = unit.binding
-            # autograd's threads: a backward unpacks several views of one unit in a row, and they share one pin.
+            # autograd thread: a backward unpacks several views of one unit in a row, and they share one pin.
             if binding is None and self.recent is not None and self.recent.unit == index:
                 binding = self.recent
             if binding is None:

@@ -116,7 +116,7 @@ class UnitJob:
         for state, write in writes.items():
             self.writes.setdefault(state, []).append(write)
         self._unwritten -= 1
-        # update worker: writes of all begun tiles may end before the last tile begins, so the count does not suffice.
+        # update thread: writes of all begun tiles may end before the last tile begins, so the count does not suffice.
         self.written = self.computed and self._unwritten == 0
         return self.written
 
@@ -296,7 +296,7 @@ class TilePipeline:
             there = passed > 0 or job.speculative or self._weights.holds_weights(unit)
         else:
             work, memory = own()
-            # update worker: under the backward the model still uses old weights in memory, so they are copied from
+            # update thread: under the backward the model still uses old weights in memory, so they are copied from
             # there.
             there = (
                 state is State.WEIGHT
@@ -372,7 +372,7 @@ class TilePipeline:
             if state_tile.buffer is not None:
                 target, first = store.target(job.unit), state_tile.first
                 tile.writes[state] = first, store.write(job.unit, state, target, first, state_tile.buffer)
-        # update worker: appended before it is removed. A tile is in a queue at any time, so that `drain` finds its
+        # update thread: appended before it is removed. A tile is in a queue at any time, so that `drain` finds its
         # requests after an error in between.
         self.writing.append(tile)
         self.reading.popleft()
@@ -390,7 +390,7 @@ class TilePipeline:
             if not wait and not all(write.done() for _, write in tile.writes.values()):
                 return ended
             waits = self._timeline.span(Row.WORKER, f"waits for writes of {self._shards.sizes[tile.job.unit].title}")
-            # update worker: `write.wait` raises the error of a failed write; `write.done` does not.
+            # update thread: `write.wait` raises the error of a failed write; `write.done` does not.
             with waits if wait else contextlib.nullcontext():
                 for _, write in tile.writes.values():
                     write.wait()
@@ -403,7 +403,7 @@ class TilePipeline:
 
     def drain(self) -> None:
         """Waits for every request after an error, so that no buffer is freed while a request uses it."""
-        # update worker: its end frees the buffers, but requests in the I/O queue still use them.
+        # update thread: its end frees the buffers, but requests in the I/O queue still use them.
         for tile in [*self.reading, *self.writing]:
             wait_for_all([*tile.reads, *(write for _, write in tile.writes.values())])
 
@@ -750,7 +750,7 @@ class UpdateWorker(Updates):
             while self._work():
                 pass
         except BaseException as error:
-            # update worker: nobody catches its errors. The pager passes them on to each thread that waits or calls.
+            # update thread: nobody catches its errors. The pager passes them on to each thread that waits or calls.
             self._pager.fail(error)
             self._pipeline.drain()
 
@@ -759,7 +759,7 @@ class UpdateWorker(Updates):
 
         Order: take back written tiles, start reads, compute, wait for a write, commit, sleep.
         """
-        # update worker: reads the version before all checks. A change after any check makes the version differ, so the
+        # update thread: reads the version before all checks. A change after any check makes the version differ, so the
         # thread does not sleep through the change.
         seen = self._pager.version
         self._pager.check()  # after an error anywhere no work may begin, and no commit
@@ -796,7 +796,7 @@ class UpdateWorker(Updates):
             if self._closing and idle:
                 return False
             if self._pager.version == seen:
-                # update worker: without work no change of the pager matters. Each use of a unit would wake the worker
+                # update thread: without work no change of the pager matters. Each use of a unit would wake the worker
                 # in vain.
                 (self._work_arrived if idle else self._pager.changed).wait()
         return True
@@ -823,7 +823,7 @@ class UpdateWorker(Updates):
             elif self._job is job:
                 self._job = None
         for job in self.offers.draining:
-            # update worker: a job whose verdict came after the loop above is not DISCARDED yet. Tiles in flight still
+            # update thread: a job whose verdict came after the loop above is not DISCARDED yet. Tiles in flight still
             # write to the memory that a discarded update frees.
             if job.status is UpdateStatus.DISCARDED and not self._pipeline.holds(job):
                 self._timeline.end(Row.UPDATES, self._early_title(job.unit))
@@ -837,13 +837,13 @@ class UpdateWorker(Updates):
 
         Weights in a host buffer or on the device may be used from here on, while they are being written.
         """
-        # autograd's threads: may write the gradient of the next backward from here on; the kernel has read all of it.
+        # autograd thread: may write the gradient of the next backward from here on; the kernel has read all of it.
         if job.update.segments:
             self._gradients.free(job.unit)
         if job.speculative:
             job.delivered = self._weights.speculative.adopt(job.unit)
         if job.delivered:
-            # update worker: the weights count as unwritten until `_publish_written`, even if the writes have ended.
+            # update thread: the weights count as unwritten until `_publish_written`, even if the writes have ended.
             # Else the buffer could be evicted, and the next read would find the old slot.
             self._weights.publish_weights(job.unit, True, self._writes_to_store(job.unit))
 
@@ -871,7 +871,7 @@ class UpdateWorker(Updates):
         Returns None if no update is queued, or if no host buffer is free yet.
         """
         with self._pager.lock:
-            # update worker: the next update of a unit writes to the same bytes as the unit's discarded update.
+            # update thread: the next update of a unit writes to the same bytes as the unit's discarded update.
             # `schedule` discards the one and queues the other under this same lock.
             if self.offers.draining:
                 return None
@@ -882,7 +882,7 @@ class UpdateWorker(Updates):
         host_buffer = None
         if self._weights.delivers(update.unit):
             host_buffer = self._weights.buffer_for(update.unit)
-            # update worker: tiles in flight need no further buffer, and may free one when they end. Without such tiles
+            # update thread: tiles in flight need no further buffer, and may free one when they end. Without such tiles
             # the worker does not wait for a buffer while a thread waits for the worker, since that thread may use the
             # buffer.
             if host_buffer is None and (self._pipeline.reading or self._pipeline.writing or not self._is_awaited()):
@@ -953,12 +953,12 @@ class UpdateWorker(Updates):
     def _commit(self) -> bool:
         """Commits the scheduled step if its updates are written and its blob is there; returns True after a commit."""
         with self._pager.lock:
-            # update worker: reads all three under one lock. Since it last saw an empty queue, `schedule` may have
+            # update thread: reads all three under one lock. Since it last saw an empty queue, `schedule` may have
             # filled the queue, and the blob may belong to that step, whose updates have not begun.
             if self._queue or self.offers.unsettled or self._commit_step is None or self._blob is None:
                 return False
             step, blob = self._commit_step, self._blob
-        # update worker: commits outside the lock. A commit waits for the drives, and threads that only read weights
+        # update thread: commits outside the lock. A commit waits for the drives, and threads that only read weights
         # must not wait with it.
         self._store.commit(step, blob)
         with self._pager.lock:

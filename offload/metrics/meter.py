@@ -174,7 +174,7 @@ class StepMeter(Meter):
         elif row is Row.COMPUTE:  # the only such span here is the engine's own end of a step
             self._sums["step"] += nanoseconds
         else:
-            # update worker: works during an evaluation too. Waits of the evaluation itself are no cost of a step.
+            # update thread: works during an evaluation too. Waits of the evaluation itself are no cost of a step.
             cause = cause_of(row, name)
             if cause is not None and (row is Row.WORKER or Phase.EVALUATION not in self._began):
                 self._sums[cause] += nanoseconds

@@ -347,7 +347,7 @@ class SpeculativeWeights:
             return Begun(None)
         fresh = entry.host_buffer
         assert fresh is not None
-        # update worker: it is about to write where an upload may still read.
+        # update thread: it is about to write where an upload may still read.
         entry.copied.wait()
         entry.host_buffer, entry.fresh, entry.fresh_stays = None, fresh, True
         if entry.residency is Residency.HOST:
@@ -381,7 +381,7 @@ class SpeculativeWeights:
         try:
             source = source[first : first + len(destination)]
             if on_device:
-                # update worker: it reads the device buffer, which an upload may still fill.
+                # update thread: it reads the device buffer, which an upload may still fill.
                 entry.uploaded.wait()
                 self._device.copy(destination, source)
             else:
@@ -405,7 +405,7 @@ class SpeculativeWeights:
     def may_evict(self, unit: int) -> None:
         """Allows eviction of the memory of fresh weights, whose writes have ended."""
         with self._lock:
-            # update worker: from here on another thread may evict the fresh weights, which are in the other slot too.
+            # update thread: from here on another thread may evict the fresh weights, which are in the other slot too.
             self._entries[unit].fresh_stays = False
             self._table.notify()
 
@@ -420,7 +420,7 @@ class SpeculativeWeights:
                 self._table.check()
                 self._host_cache.finish_read(entry)
             self._host_cache.forget(entry)
-            # update worker: until `publish_weights` the unit is on DISK, and the host buffer of such a unit is never
+            # update thread: until `publish_weights` the unit is on DISK, and the host buffer of such a unit is never
             # evicted.
             entry.host_buffer, entry.fresh, entry.fresh_stays = entry.fresh, None, False
             return entry.host_buffer is not None
@@ -505,7 +505,7 @@ class WeightUpdates:
         """
         entry = self._entries[unit]
         assert entry.size.tier is not Tier.DEVICE
-        # update worker: it is about to write where an upload may still read. It waits without the lock, since no
+        # update thread: it is about to write where an upload may still read. It waits without the lock, since no
         # further upload of a unit that is `updating` begins.
         entry.copied.wait()
         with self._lock:
@@ -538,7 +538,7 @@ class WeightUpdates:
                 fresh = Residency.WRITING if unwritten else Residency.HOST
                 if entry.residency is not fresh:
                     self._table.move(entry, fresh)
-            # update worker: threads that fetch this unit wake up, and its fresh weights may be uploaded from here on.
+            # update thread: threads that fetch this unit wake up, and its fresh weights may be uploaded from here on.
             entry.updating = entry.in_update = False
             self._table.timeline.end(Row.UPDATES, entry.size.title)
             self._table.notify()
@@ -548,7 +548,7 @@ class WeightUpdates:
         """Marks the host buffer of `unit` clean: the last write of its update has ended."""
         with self._lock:
             entry = self._entries[unit]
-            # update worker: the store contains the bytes now, so another thread may evict the buffer.
+            # update thread: the store contains the bytes now, so another thread may evict the buffer.
             entry.unwritten = False
             if entry.residency is Residency.WRITING:
                 self._table.move(entry, Residency.HOST)
@@ -559,7 +559,7 @@ class WeightUpdates:
         """Returns the partition of a unit of tier DEVICE, (part_nbytes,) uint8, which nothing reads now."""
         entry = self._entries[unit]
         assert entry.tier_buffer is not None
-        # update worker: the update writes where an upload, or a use in place, may still read.
+        # update thread: the update writes where an upload, or a use in place, may still read.
         entry.copied.wait()
         entry.read.wait()
         return self._arena.view(entry.tier_buffer)

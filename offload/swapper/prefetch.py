@@ -92,7 +92,7 @@ class Prefetcher:
         """Starts reads of the units that come next, then uploads of those whose weights are in a host buffer."""
         if self._all_stay:
             return
-        # model's thread: both calls release the lock while bytes move, so each looks up the next unit again.
+        # calling thread: both calls release the lock while bytes move, so each looks up the next unit again.
         self.read()
         self._upload()
 

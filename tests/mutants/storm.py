@@ -57,14 +57,14 @@ MUTANTS = (
         "write weights where an upload still reads",
         "offload.swapper.pager",
         "        assert entry.size.tier is not Tier.DEVICE\n"
-        "        # update worker: it is about to write where an upload may still read. It waits without the lock, "
+        "        # update thread: it is about to write where an upload may still read. It waits without the lock, "
         "since no\n        # further upload of a unit that is `updating` begins.\n        entry.copied.wait()\n",
         "        assert entry.size.tier is not Tier.DEVICE\n",
     ),
     _mutant(
         "begin an early update where an upload still reads",
         "offload.swapper.pager",
-        "        # update worker: it is about to write where an upload may still read.\n        entry.copied.wait()\n"
+        "        # update thread: it is about to write where an upload may still read.\n        entry.copied.wait()\n"
         "        entry.host_buffer, entry.fresh, entry.fresh_stays = None, fresh, True\n",
         "        entry.host_buffer, entry.fresh, entry.fresh_stays = None, fresh, True\n",
     ),

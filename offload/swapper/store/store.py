@@ -484,7 +484,7 @@ class Store:
 
     def _damaged(self, unit: int, state: State, slot: int, damage: range) -> IoError:
         """Returns the error for bytes of a slot that are not those written, with their place on the drive."""
-        # waiting thread: the note makes the next `open` compare all data, however this process ends.
+        # calling thread: the note makes the next `open` compare all data, however this process ends.
         self._notes.mark_suspect()
         place = self._places[unit][state][slot]
         file, offset = bytes_of(self._files.states, place, damage.start, len(damage))
@@ -582,7 +582,7 @@ class Store:
         `written` has, for each state in the store, the start and the ended future of each write. The writes of a state
         begin at byte 0 and leave no gaps. Frozen weights after the last write keep their checksums.
         """
-        # update worker: nobody reads these slots between the lines. If the weights may be used already, they are in a
+        # update thread: nobody reads these slots between the lines. If the weights may be used already, they are in a
         # host buffer that is `unwritten`, and so is not evicted.
         for state, writes in written.items():
             self._sums.replace((unit, state), writes, own_nbytes(self._places[unit][state]))

@@ -29,13 +29,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void uncheckedSetDevice(c10::Device) const noexcept override {}
     c10::DeviceIndex deviceCount() const noexcept override { return 1; }
 
-    c10::Stream getStream(c10::Device) const override { return stream_of(current_stream()); }
+    // torch 2.6 promises that these two throw nothing; later versions do not.
+    c10::Stream getStream(c10::Device) const noexcept override {
+        return stream_of(current_stream());
+    }
     c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
     c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
         return stream_of(new_stream());
     }
     c10::Stream getNewStream(c10::Device, int) const override { return stream_of(new_stream()); }
-    c10::Stream exchangeStream(c10::Stream stream) const override {
+    c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
         return stream_of(exchange_stream(stream.id()));
     }
     bool queryStream(const c10::Stream& stream) const override {
