@@ -205,7 +205,10 @@ def check_folder(folder: Path) -> dict[str, Any]:
 
 
 def _merging(folder: str) -> str:
-    """Returns the shell command that writes a model with the adapters of a folder, and its tokenizer, next to it."""
+    """Returns the shell command that merges a folder's adapters into their model.
+
+    The command writes the model and the tokenizer to `<folder>-merged`.
+    """
     merged = f"{folder.rstrip(os.sep)}-merged"
     steps = (
         "from peft import AutoPeftModelForCausalLM as Model",

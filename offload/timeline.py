@@ -120,7 +120,7 @@ class Timeline:
 
     @property
     def recorded(self) -> Timeline:
-        """The timeline that stores the spans; `OFF` if none does, even if a listener receives them."""
+        """The timeline that stores the spans. Without one it is `OFF`, even if a meter receives the spans."""
         return self
 
     @property
@@ -343,7 +343,10 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def _lanes(spans: Iterable[Span], nested: bool) -> Iterator[tuple[int, Span]]:
-    """Yields each span with the first lane whose spans do not overlap it or, if `nested`, all contain it."""
+    """Yields each span with the first lane that has no open span.
+
+    If `nested`, a lane whose open spans all contain the span serves too.
+    """
     lanes: list[list[int]] = []  # ends of the open spans of each lane, outermost first
     # Sorted by start, a longer span first, so that an outer span comes before those inside.
     for span in sorted(spans, key=lambda item: (item.start, -item.end)):

@@ -56,8 +56,8 @@ class IoQueue:
         backend: "io_uring", "libaio", "threads" (pread and pwrite), or "auto": the first of these that the system
             grants.
         block_bytes: bytes of a block.
-        depth: blocks in flight for each thread. A thread of "threads" moves one block at a time, so `depth` makes more
-            threads of that backend, at most 16.
+        depth: blocks in flight for each thread. Each thread of the backend "threads" moves one block at a time, so
+            `depth` multiplies `threads`. The product is at most 16, or `threads` if that is larger.
         threads: number of native threads.
         window_bytes: for a drive that is slower when it reads and writes at once: the bytes that move in one direction
             before the other direction's turn. Urgent requests never wait for a turn. Raised to at least twice the bytes

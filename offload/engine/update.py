@@ -203,7 +203,7 @@ class TilePipeline:
         return bool(self.free) if self.needs_buffer(job) else len(self.reading) < 2
 
     def needs_buffer(self, job: UnitJob) -> bool:
-        """Returns True if a tile of `job` needs a buffer. Decided once for each job: tiny models have tiny tiles."""
+        """Returns True if a tile of `job` needs a buffer. The answer is kept for the job: tiny tiles make it costly."""
         if self._begun[0] is not job:
             unit = job.unit
             gradient = job.update.segments and not (self._gradients.stays(unit) or self._gradients.is_on_host(unit))
@@ -592,7 +592,7 @@ class Updates:
         """Drops all offers and waits as `finish` does: nothing reads or writes states until the next call."""
 
     def drop_spare(self) -> bool:
-        """Frees the host memory of promoted states, which are stored on DISK too: from now on they are read from there.
+        """Frees the host copies of promoted states, those that DISK stores too. From now on DISK serves their reads.
 
         Returns False, and frees nothing, if an update is under way. The caller holds the pager's lock.
         """
@@ -703,8 +703,8 @@ class UpdateWorker(Updates):
                     self._pager.check()
                     updating = self._busy or self.offers.unsettled
                     with self._timeline.span(Row.WAITS, f"waits for {'all updates' if updating else 'the commit'}"):
-                        # calling thread: the wait ends. The worker notifies after its last write, after a commit, and
-                        # when an error stops it.
+                        # calling thread: this wait always ends, since the worker notifies after its last write, after
+                        # a commit, and when an error stops it.
                         self._pager.changed.wait()
                 self._pager.check()
             finally:
@@ -733,7 +733,7 @@ class UpdateWorker(Updates):
         with self._pager.lock:
             self._closing = True
             self._wake()
-        # calling thread: the join ends. With `_closing` the worker waits for no host buffer, and ends once it is idle.
+        # calling thread: this join always ends: with `_closing` the worker waits for no buffer, and ends when idle.
         self._thread.join()
 
     def _wake(self) -> None:
@@ -883,8 +883,7 @@ class UpdateWorker(Updates):
         if self._weights.delivers(update.unit):
             host_buffer = self._weights.buffer_for(update.unit)
             # update thread: tiles in flight need no further buffer, and may free one when they end. Without such tiles
-            # the worker does not wait for a buffer while a thread waits for the worker, since that thread may use the
-            # buffer.
+            # the worker goes on without a buffer if a thread waits for it: that thread may hold the missing one.
             if host_buffer is None and (self._pipeline.reading or self._pipeline.writing or not self._is_awaited()):
                 return None
         self._queue.remove(update)
@@ -904,18 +903,18 @@ class UpdateWorker(Updates):
 
     def _take_offer(self) -> UnitJob | None:
         """Returns the job of an update under the backward, or None if none may begin. The caller holds the lock."""
-        # Updates and commit of the step before come first: afterwards the old states are those that the commit names.
+        # Updates and commit of the step before come first: only then may the slot of the commit before be overwritten.
         if self._busy or self._closing or self._commit_step is not None:
             return None
         while (update := self.offers.take()) is not None:
             unit, shards, store = update.unit, self._shards, self._store
-            # The update can be dropped later without a loss. Above DISK it would change a state in place.
+            # An update of a unit on DISK alone can be dropped later. Above DISK it would change states in place.
             on_disk = shards.sizes[unit].tier is Tier.DISK and all(
                 shards.stored(unit, state) and (unit, state) not in shards.residents for state in shards.states(unit)
             )
-            # The slots are equal if no commit is durable, and within the steps between two commits.
+            # The newest slot is the one to write if nothing was committed, or if the unit changed since the commit.
             writes_other_slot = store.newest[unit] != store.target(unit)
-            # A window of a gradient on DISK would have to be written and read first.
+            # A gradient that spills to DISK would first have to be written out and read back.
             allowed = on_disk and writes_other_slot and self._gradients.is_on_host(unit)
             begun = self._weights.speculative.begin(unit) if allowed else None
             if begun is not None:

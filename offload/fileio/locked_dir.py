@@ -124,7 +124,8 @@ def lock_folder(descriptor: int, tries: int = 11) -> bool:
 
     Returns False if the file system locks no folders.
 
-    Unlike the name of a file, the name of a folder with files in it cannot be deleted.
+    Someone could delete a lock file and make a new one, and both would be locked. A folder that contains files cannot
+    be deleted.
 
     Raises:
         LockHeldError: If another process holds the lock.
@@ -174,7 +175,7 @@ def _flock(descriptor: int, operation: int) -> None:
 
 def _check_lock(descriptor: int, path: Path) -> None:
     """Raises `OSError` for a file that no lock has written."""
-    # An editor that was killed, or a power cut, may have left any part of a note.
+    # A process that was killed while it wrote its note, or a power cut, may have left a part of the note, or zeros.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise OSError(errno.EINVAL, "expected the file of a lock, which is a regular file", str(path))
     start = os.pread(descriptor, len(_NOTE_START), 0).lstrip(b"\0")

@@ -79,7 +79,7 @@ def quantized_by_other_library(model: nn.Module) -> dict[str, nn.Parameter]:
 def is_of_bitsandbytes(parameter: nn.Parameter) -> bool:
     """Returns True if bitsandbytes has quantized a parameter, or will."""
     eight = any(kind.__name__ == _INT8 and is_class_of(kind, "bitsandbytes") for kind in type(parameter).__mro__)
-    # Codes of 4 bits may be in elements of a floating dtype; only the state to read them with distinguishes them.
+    # 4-bit codes may lie in elements of a floating dtype, so `quant_state` identifies them, and the dtype does not.
     return hasattr(parameter, "quant_state") or (eight and not getattr(parameter, "has_fp16_weights", False))
 
 
@@ -98,7 +98,7 @@ def is_packed(parameter: nn.Parameter) -> bool:
 
 
 def inner_tensors_of(parameter: nn.Parameter, owner: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the inner tensors of an opaque parameter, by the paths of their attributes; some may be one tensor.
+    """Returns the inner tensors of an opaque parameter by attribute path. Several paths may lead to one tensor.
 
     After a forward, the owner of `Int8Params` keeps tensors of the parameter.
     """
@@ -141,11 +141,15 @@ def tensors_of(holder: Any) -> dict[str, torch.Tensor]:
 
 
 def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Returns for each inner tensor the first name with the same memory, or the same source, and the same form."""
+    """Returns for each inner tensor the first name of an equal tensor.
+
+    Equal tensors have the same dtype, shape and strides, and the same source or memory.
+    """
     seen: dict[tuple[Any, ...], str] = {}
     names: dict[str, str] = {}
     for name, tensor in tensors.items():
-        # A tensor whose bytes are in a file has a source. Tensors on meta, and empty ones, have neither.
+        # A tensor whose bytes are in a file has a source. Others on meta, and empty ones, have neither source nor
+        # memory, so such a tensor is equal to itself alone.
         source = getattr(tensor, "source", None)
         if source is None and tensor.numel() and not tensor.is_meta:
             source = tensor.data_ptr()
@@ -250,7 +254,10 @@ def _chosen(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _owner(name: str, modules: Mapping[str, nn.Module]) -> tuple[nn.Module | None, str]:
-    """Returns the module that owns a parameter, or None for a module's second place; and the parameter's name in it."""
+    """Returns a parameter's owner and its name in the owner.
+
+    The owner is None if `name` contains a second path of a shared module: `modules` lists only the first.
+    """
     path, _, own = name.rpartition(".")
     return modules.get(path), own
 
@@ -286,7 +293,8 @@ def _kept(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[int]:
 
 # -- expand --------------------------------------------------------------------------------------------
 #
-# Computes the values of frozen weights that are stored as blocks, on the device, after the unit's partitions.
+# Computes the values of frozen weights that are stored as blocks. The device stores the values in the memory of the
+# unit, behind its partitions.
 
 
 def expander(layouts: Sequence[UnitLayout], dtype: torch.dtype) -> Callable[[int, torch.Tensor], None]:

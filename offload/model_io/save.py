@@ -261,8 +261,8 @@ class ExportPlan:
     cuts: Mapping[str, tuple[SavedRange, ...]]
     """For each segment, the ranges of its parameter that are written.
 
-    By default this is the whole parameter, under its own name and under the tied names that no loader ties. A model's
-    class may give other names, or cut the parameter.
+    By default this is the whole parameter, under each of its names that the loader does not tie to another one, and
+    under at least one name. A model's class may give other names, or cut the parameter.
     """
     buffers: Mapping[str, tuple[str, ...]]
     """For each persistent buffer, the names of its tensors in the files."""
@@ -455,7 +455,7 @@ def _config(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) ->
 
 
 VALUES = 1 << 20
-"""Values of a chunk: a multiple of two blocks of any format, since the bytes of two blocks are whole elements."""
+"""Values of a chunk: an even number of blocks of any format, since two blocks fill a whole number of elements."""
 
 
 class BlockChunk(NamedTuple):
@@ -496,8 +496,7 @@ def block_chunks(plan: ExportPlan) -> Iterator[BlockChunk]:
 #
 # Stream of weights from a source into files, through a few buffers.
 #
-#     read ahead ──► a chunk ──► joined and cast on the kernels' threads ──► bytes in the order of a file ──► write
-#     behind
+#     read ahead ──► a chunk ──► joined and cast ──► bytes in the order of a file ──► write behind
 #
 # Reads of later chunks and writes of earlier ones are in flight while a chunk is converted, so the drive does not wait
 # for the processor. The converted bytes of a chunk are placed where O_DIRECT can write them: at an address that differs
@@ -509,7 +508,7 @@ _CHUNK_NUMEL = 1 << 20
 _READS, _WRITES = 12, 12
 """Number of chunks that are being read, and that are being written; a chunk has at most 4 MiB."""
 _GAPS = 64 * KIB
-"""Bytes of a buffer that may stay unused in order to begin a run where O_DIRECT can write it."""
+"""Most bytes of a buffer that may stay unused so that a `FileRun` begins where O_DIRECT can write it."""
 
 Put = Callable[[str, int, memoryview], Sequence[Pending]]
 """Begins to write bytes at an offset of a file, and returns the writes. The bytes are in use until the writes end."""
@@ -725,8 +724,7 @@ def _convert(
 #
 # Writing of a model's weights as files that `transformers` loads, from any source of partitions.
 #
-#     source ──► `stream` reads, converts, gives the bytes of each file ──► the queue writes them ──► index,
-#     config
+#     source ──► `stream` reads and converts ──► the queue writes each file ──► index and config
 #
 # The plan has decided names, dtypes and files before. `offload export` writes from a store or a checkpoint,
 # `save_pretrained` from an engine.
@@ -964,7 +962,8 @@ class PretrainedWriter:
         adapter = wanted.file_name is None and hasattr(self._module, "peft_config")
         if adapter:
             self._components.refuse_shards("save_pretrained of adapters")
-        # DeepSpeed's weight file, and weights joined from a divided model, keep the names of the parameters.
+        # Only a whole saved model takes the names of its class. DeepSpeed's weight file, adapters and a divided model
+        # keep the names of the parameters.
         own_names = wanted.file_name is None and not adapter and not self._components.divides_parameters
         saved = saved_names(self._module) if own_names else None
         # Gathered before the meeting below begins: a rank that is in the meeting cannot serve another rank's gather.

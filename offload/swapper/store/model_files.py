@@ -73,8 +73,8 @@ def arrange_in_place(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapp
             extents[-1] = before._replace(nbytes=max(before.stop, last) - before.start)
         else:
             extents.append(FileRange(path, first, last - first))
-    # A range that ends with its file may not fill its last page. It comes last: ranges after it would have other
-    # offsets within a page than in their file, and so would be read through the page cache.
+    # A range that ends with its file may not fill its last page. It comes last: ranges behind it would
+    # start unaligned in the buffer, and so would be read through the page cache.
     extents.sort(key=lambda extent: extent.nbytes % PAGE != 0)
     begins, total = dict[FileRange, int](), 0
     for extent in extents:
