@@ -110,8 +110,9 @@ const at::Generator& default_generator() {
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-    bool isBuilt() const override { return true; }
-    bool isAvailable() const override { return true; }
+    // Without `override`: torch 2.6 does not ask for these two.
+    bool isBuilt() const { return true; }
+    bool isAvailable() const { return true; }
     bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
     void init() const override {}
     c10::DeviceIndex deviceCount() const override { return 1; }
