@@ -253,8 +253,8 @@ class HostBlocks:
         copied = None if self._device.host_addressable else PinnedRegions(resident=nbytes, promoted=0, tiles=False)
         classes = HostBudget(tiles=0, weights=0, gradients=0, resident=nbytes)
         try:
-            # calling thread: takes the lock of `HostMemory` inside that of `KeptInputs`. Without a budget nothing calls
-            # back from in there, so no two threads wait for each other.
+            # calling thread: takes the lock of `HostMemory` inside that of `KeptInputs`. An arena without a budget
+            # makes no callback under these locks, so no two threads wait for each other.
             arena = HostArena(classes, self._device, self._memory, None, None, copied)
         except (BudgetError, OSError):  # the latter if the system has no memory
             return None
