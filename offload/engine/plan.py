@@ -192,6 +192,7 @@ def decide(
         drives=bool(config.drives) and not in_place_layouts,
         other_engines=process_memory().needed_bytes,
         device_kernels=device_kernels,
+        unified=device.unified,
     )
     placed = place_states(
         MemoryRequest(

@@ -23,7 +23,7 @@ from offload.kernels.blocks import BLOCK_FORMATS, BlockFormat
 from offload.layout.flat_layout import WORD, UnitLayout
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import NO_WHOLE_SIZES, WholeSizes, whole_sizes
-from offload.sizes import PAGE, align_up, count_of, format_size
+from offload.sizes import GIB, PAGE, align_up, count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import PinnedRegions
 
@@ -326,20 +326,32 @@ class PlacementRequest:
     accumulation: int = 1
     """Micro-batches of an optimizer step."""
     inputs: int | None = 0
-    """Bytes of an explicit `host_memory` for inputs of recomputed blocks; None for half of the bytes that are left."""
+    """Bytes of host memory for inputs of recomputed blocks (`activation_memory`); None for a share by default."""
 
 
-def inputs_nbytes(request: PlacementRequest, left: int) -> int:
-    """Returns the bytes of an explicit host budget for inputs of blocks that are computed again.
+_LEAST_INPUTS = 2 * GIB
+_INPUTS_SHARE = 1 / 16
+"""Bytes, or fraction of the host budget if that is more, that are set aside for inputs by default."""
 
-    `left` are the bytes that remain after the least that weights and states need. Raises `BudgetError` if the
-    configured bytes are not left.
+
+def inputs_nbytes(request: PlacementRequest, budget: int, left: int) -> int:
+    """Returns the bytes of a host `budget` that are set aside for inputs of blocks that are computed again.
+
+    `left` are the bytes of the budget that remain after the least that weights and states need. Raises `BudgetError` if
+    they are fewer than the configured bytes, and the budget is explicit.
     """
-    # Their size is known only when the model runs: by default they share with the caches of weights and states.
-    nbytes = max(left, 0) // 2 // PAGE * PAGE if request.inputs is None else align_up(request.inputs)
-    if nbytes > max(left, 0):
+    left = max(left, 0)
+    if request.inputs is None:
+        # Their size is known only when the model runs, and a byte too much costs as much as a byte too few: either a
+        # state or an input is then written to a drive and read again. So they take a small share. Whoever knows the
+        # tokens of a step, as the planner does, names their bytes in the config.
+        return min(left // 2, max(_LEAST_INPUTS, int(_INPUTS_SHARE * budget))) // PAGE * PAGE
+    nbytes = align_up(request.inputs)
+    if request.host_memory is None:
+        return min(nbytes, left // PAGE * PAGE)
+    if nbytes > left:
         raise BudgetError(
-            f'"activation_memory" is {format_size(nbytes)}, but only {format_size(max(left, 0))} of "host_memory" are '
+            f'"activation_memory" is {format_size(nbytes)}, but only {format_size(left)} of "host_memory" are '
             'left beside the least that weights and states need: lower the former or raise the latter in "offload"'
         )
     return nbytes

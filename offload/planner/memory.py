@@ -43,6 +43,8 @@ class Room(NamedTuple):
     disk: int | None
     """None if unknown."""
     drives: int = 1
+    unified: bool = False
+    """True if device memory is host memory, although a GPU computes."""
 
 
 class MemoryRow(NamedTuple):
@@ -146,6 +148,7 @@ def settle(
         host_addressable=room.device == 0,
         drives=bool(config.drives),
         device_kernels=room.device > 0,
+        unified=room.unified,
     )
     placed = place_states(
         MemoryRequest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 
 from offload.errors import BudgetError
 from offload.layout.modes import MODES
-from offload.layout.placement import MachineMemory, Placement, place
-from offload.layout.tiers import Partitions, PlacementRequest, TierMap
+from offload.layout.placement import MachineMemory, Placement, place, usable_host
+from offload.layout.tiers import Partitions, PlacementRequest, TierMap, configured, differences
 from offload.sizes import GIB, MIB, align_up
 from offload.states import State, Tier
 from offload.swapper.memory.allocator import Allocator
@@ -252,8 +253,47 @@ def test_the_default_budget_is_what_is_needed_at_most_80_percent_of_what_is_free
     assert placed(BLOCKS, HOST, free=sum(ample.classes) * 2).classes == ample.classes
     tight = placed(BLOCKS, HOST, free=sum(ample.classes))
     assert sum(tight.classes) <= 0.8 * sum(ample.classes) and tight.spilled
-    with pytest.raises(BudgetError, match="80 %"):
+    with pytest.raises(BudgetError, match=r"64\.0 MiB is free, of which at most .* by default"):
         placed(BLOCKS, HOST, free=64 * MIB)
+
+
+def test_beside_a_gpu_the_default_budget_is_all_free_memory_but_a_reserve() -> None:
+    """6 GiB, or 5 % of a large memory, are left. A memory that GPU and CPU share leaves a fifth, a small one too."""
+    usable = partial(usable_host, own_device_memory=True)
+    assert usable(100 * GIB) == 94 * GIB and usable(1000 * GIB) == 950 * GIB
+    assert usable(20 * GIB) == 16 * GIB and usable_host(100 * GIB, own_device_memory=False) == 80 * GIB
+    states = [800 * MEGA] * 9  # 9.4 GiB a unit with its gradient
+
+    def spills(**machine: bool) -> bool:
+        facts = MachineMemory(
+            free_host=106 * GIB, free_device=8 * GIB, host_addressable=False, drives=True, unified=machine["unified"]
+        )
+        found = place(parts_of(states), MODE, HOST, facts)
+        return bool(differences(parts_of(states), configured(parts_of(states), HOST, 2), found.tiers))
+
+    assert not spills(unified=False) and spills(unified=True)
+
+
+def test_inputs_take_a_small_share_of_a_budget_and_all_that_states_leave() -> None:
+    """Half of what the least leaves would push states to the drive, for bytes that no input may take."""
+    asks = replace(HOST, inputs=None)
+    every = 1000 * MEGA * 14
+    tight = placed([100 * MEGA] * 10, replace(asks, host_memory=every + 3 * GIB))
+    assert tight.inputs_nbytes is not None and 2 * GIB <= tight.inputs_nbytes <= 3 * GIB
+    assert not any(tier is Tier.DISK for row in tight.tiers for tier in row.values())
+    ample = placed([100 * MEGA] * 10, replace(asks, host_memory=2 * every))
+    assert ample.inputs_nbytes == (2 * every - sum(ample.classes)) // PAGE * PAGE
+    little = placed(BLOCKS, replace(asks, host_memory=400 * MIB))
+    assert little.inputs_nbytes is not None and little.inputs_nbytes <= 200 * MIB, "states need the other half"
+
+
+def test_without_a_budget_inputs_beside_a_gpu_take_what_the_arena_leaves_of_the_default() -> None:
+    facts = MachineMemory(free_host=100 * GIB, free_device=8 * GIB, host_addressable=False, drives=True)
+    parts = parts_of([800 * MEGA] * 12)
+    for inputs, least in ((None, 94 * GIB // 16), (3 * GIB, 3 * GIB), (1 << 50, 93 * GIB)):
+        found = place(parts, MODE, replace(HOST, inputs=inputs), facts)
+        assert found.inputs_nbytes is not None and found.inputs_nbytes >= least
+        assert found.inputs_nbytes + sum(found.classes) <= 94 * GIB
 
 
 def test_on_a_cpu_the_default_arena_leaves_most_of_a_small_memory_to_others() -> None:
