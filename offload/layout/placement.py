@@ -457,7 +457,7 @@ def usable_host(free: int, *, own_device_memory: bool) -> int:
 def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory) -> HostBudget:
     """Returns the smallest classes of host buffers that work: after any demotions, with large units read in chunks."""
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
-    ways = demotions(configured_tiers) if machine.drives else iter((configured_tiers,))
+    ways = demotions(configured_tiers, request.early) if machine.drives else iter((configured_tiers,))
     return min((host_needs(parts, mode, request, machine, tiers)[0] for tiers in ways), key=sum)
 
 
@@ -728,7 +728,7 @@ def _fitting_tiers(
     Raises `BudgetError` if no tier map fits.
     """
     tried: list[tuple[TierMap, HostBudget]] = []
-    for tiers in demotions(configured_tiers) if machine.drives else (configured_tiers,):
+    for tiers in demotions(configured_tiers, request.early) if machine.drives else (configured_tiers,):
         least, most = host_needs(parts, mode, request, machine, tiers)
         if sum(least._replace(weights=most.weights)) <= budget:
             return tiers

@@ -325,6 +325,8 @@ class PlacementRequest:
     """Largest number of elements of a tile (`sub_group_size`)."""
     accumulation: int = 1
     """Micro-batches of an optimizer step."""
+    early: bool = False
+    """True if units that are on DISK alone can be updated under the backward."""
     inputs: int | None = 0
     """Bytes of host memory for inputs of recomputed blocks (`activation_memory`); None for a share by default."""
 
@@ -493,24 +495,34 @@ _DOWN = (
     State.MASTER,
     State.WEIGHT,
 )
-"""States in the order in which they leave HOST, least used first: weights are read twice a step or more."""
+"""States in the order in which they leave HOST, least used first: weights are read twice a step or more. The gradient
+comes first."""
 
 
-def demotions(tiers: TierMap) -> Iterator[TierMap]:
+def demotions(tiers: TierMap, early: bool) -> Iterator[TierMap]:
     """Yields `tiers`, then tier maps with one more partition moved from HOST to DISK each time, the last unit's first.
 
-    A second series starts again and keeps gradients in HOST: the windows of gradients that spill may take more
-    memory than the spill saves.
+    With `early`, a unit that is on DISK alone can be updated under the backward. So units move one after the other, and
+    gradients last: `to_promote` keeps the same units in HOST. Otherwise the drive has nothing to do under the backward
+    but to write gradients, so these move first, and then one state of all units after the other.
     """
     yield tiers
-    for order in (_DOWN, _DOWN[1:]):
-        # The second series starts from the configured tiers, not from the end of the first.
+    units = range(len(tiers) - 1, -1, -1)
+    states = [(unit, state) for state in _DOWN[1:] for unit in units]
+    gradients = [(unit, State.GRAD) for unit in units]
+    if early:
+        # Python's sort is stable, so the states of a unit keep their order.
+        orders = [[*sorted(states, key=lambda partition: -partition[0]), *gradients]]
+    else:
+        # The second series starts again and keeps gradients in HOST: the windows of gradients that spill may take more
+        # memory than the spill saves.
+        orders = [[*gradients, *states], states]
+    for order in orders:
         rows = [dict(row) for row in tiers]
-        for state in order:
-            for row in reversed(rows):
-                if row.get(state) is Tier.HOST:
-                    row[state] = Tier.DISK
-                    yield tuple(dict(unit_tiers) for unit_tiers in rows)
+        for unit, state in order:
+            if rows[unit].get(state) is Tier.HOST:
+                rows[unit][state] = Tier.DISK
+                yield tuple(dict(row) for row in rows)
 
 
 def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:

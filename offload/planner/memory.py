@@ -18,15 +18,15 @@ from offload.layout.memory_plan import (
     MemoryRequest,
     mode_of,
     place_states,
-    placement_request,
     plan_memory,
     rule_name,
     wanted_slots,
 )
 from offload.layout.modes import ADAM, TORCH, Mode
 from offload.layout.optimizer_states import for_rule, with_states_of_torch
+from offload.layout.pass_order import makes_early_updates
 from offload.layout.placement import MachineMemory, Placement, least_host
-from offload.layout.tiers import Partitions, tier_nbytes
+from offload.layout.tiers import Partitions, PlacementRequest, tier_nbytes
 from offload.sizes import align_up
 from offload.states import State, Tier
 
@@ -64,6 +64,7 @@ class Memory:
     mode: Mode
     layouts: tuple[UnitLayout, ...]
     parts: Partitions
+    asked: PlacementRequest
     placement: Placement
     slots: int
     notices: tuple[str, ...]
@@ -72,7 +73,7 @@ class Memory:
     @property
     def least_host(self) -> int:
         """Returns the bytes of the smallest host budget that works."""
-        return sum(least_host(self.parts, self.mode, placement_request(self.config), self.machine))
+        return sum(least_host(self.parts, self.mode, self.asked, self.machine))
 
     @property
     def rows(self) -> tuple[MemoryRow, ...]:
@@ -131,8 +132,12 @@ def settle(
     accumulation: int = 1,
     world_size: int = 1,
     matrices: Collection[str] = (),
+    speculate: bool | None = None,
 ) -> Memory:
-    """Returns the memory of a run on the first rank, by the same decisions as `initialize`."""
+    """Returns the memory of a run on the first rank, by the same decisions as `initialize`.
+
+    `speculate` says whether updates may begin under the backward; None for the config's answer.
+    """
     config = load_config(content)
     # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
     rule = ADAM if config.optimizer is None else rule_name(config.optimizer)
@@ -150,6 +155,7 @@ def settle(
         device_kernels=room.device > 0,
         unified=room.unified,
     )
+    early = makes_early_updates(config.offload.speculate, room.device == 0) if speculate is None else speculate
     placed = place_states(
         MemoryRequest(
             config=config,
@@ -158,6 +164,7 @@ def settle(
             accumulation=accumulation,
             machine=machine,
             world_size=world_size,
+            speculate=early,
         )
     )
     # The steps below are those of `initialize`, in the same order.
@@ -168,6 +175,7 @@ def settle(
         mode=plan.mode,
         layouts=layouts,
         parts=plan.parts,
+        asked=plan.asked,
         placement=plan.placement,
         slots=plan.slots,
         notices=plan.notices,

@@ -156,9 +156,8 @@ def _timed(
 
 def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Memory:
     """Returns the memory of a config on a machine, as it is before the first step."""
-    memory = _settled(
-        shape.layouts, _Content(repr(content), content), _room(hardware), load.accumulation, shape.matrices
-    )
+    key = _Content(repr(content), content)
+    memory = _settled(shape.layouts, key, _room(hardware), load.accumulation, shape.matrices, load.speculate)
     if not hardware.drives and (memory.slots or memory.spilled):
         raise ConfigError("this machine has no drive, and the config needs one; give --drive or --nvme-path")
     return memory
@@ -175,9 +174,14 @@ class _Content:
 # Advice, reach and orders settle the plan's own config again, and each of their configs more than once.
 @functools.lru_cache(maxsize=64)
 def _settled(
-    layouts: tuple[UnitLayout, ...], config: _Content, room: Room, accumulation: int, matrices: frozenset[str]
+    layouts: tuple[UnitLayout, ...],
+    config: _Content,
+    room: Room,
+    accumulation: int,
+    matrices: frozenset[str],
+    speculate: bool,
 ) -> Memory:
-    return settle(layouts, config.content, room, accumulation, matrices=matrices)
+    return settle(layouts, config.content, room, accumulation, matrices=matrices, speculate=speculate)
 
 
 def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memory:

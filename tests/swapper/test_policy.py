@@ -195,6 +195,22 @@ def test_gradients_leave_the_host_first_then_moments_then_the_rest() -> None:
     assert seen == sorted(seen) and seen[0] == (0, 0, 0, 0, 0) and seen[-1] == (10, 10, 10, 10, 10)
 
 
+def test_where_updates_run_under_the_backward_whole_units_leave_the_host_and_gradients_last() -> None:
+    """The last units leave first, and a budget for states on DISK keeps the same ones in HOST."""
+    asks, seen = replace(HOST, early=True), set()
+    for budget in range(sum(placed(BLOCKS, asks).classes), 0, -16 * MIB):
+        try:
+            found = placed(BLOCKS, replace(asks, host_memory=budget))
+        except BudgetError:
+            break
+        assert sum(found.classes) <= budget
+        counts = [sum(row[state] is Tier.DISK for state in (*STATES, State.WEIGHT)) for row in found.tiers]
+        assert counts == sorted(counts) and sum(0 < count < 4 for count in counts) <= 1, "one unit at most in part"
+        assert not found.spilled or counts == [4] * len(BLOCKS), "gradients move when all states have"
+        seen.add(sum(count == 4 for count in counts))
+    assert seen == set(range(len(BLOCKS) + 1)) and len(found.spilled) == len(BLOCKS)
+
+
 def test_moved_states_are_reported() -> None:
     ample = sum(placed(BLOCKS, DISK).classes)
     (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample - 140 * MIB)).notices
