@@ -21,6 +21,7 @@ from offload.layout.tiers import (
     configured,
     demotions,
     differences,
+    first_states,
     gradients_on_device,
     inputs_nbytes,
     that_fit,
@@ -544,6 +545,8 @@ def _disk_weights(parts: Partitions, tiers: TierMap) -> list[tuple[int, int]]:
 # -- placement -----------------------------------------------------------------------------------------
 
 
+_FIRST_SHARE = 1 / 16
+"""Fraction of the free host memory that the states of the first unit may take although they are configured for DISK."""
 _FEW = 1 << 16
 """Elements of a tile whose fixed work takes as long as the work on the elements, as measured on two cores."""
 
@@ -606,7 +609,7 @@ class Placement:
 
     def settled(self, parts: Partitions) -> Placement:
         """Returns the placement for a store of the states on DISK alone: promoted states never leave HOST again."""
-        nbytes = sum(align_up(parts.nbytes[unit][state]) for unit, state in self.promoted)
+        nbytes = parts.pages_nbytes(self.promoted)
         classes = self.classes._replace(resident=self.classes.resident + nbytes, cache=self.classes.cache - nbytes)
         return replace(self, classes=classes, promoted=())
 
@@ -671,17 +674,20 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
         notices.append(
             f"host memory of {format_size(budget)} has no room for all states configured for it; moved: {moved}"
         )
-    classes = divide_host(parts, mode, request, machine, tiers, budget)
-    promoted: tuple[tuple[int, State], ...] = ()
+    beside = budget - sum(host_needs(parts, mode, request, machine, tiers)[1])
+    promoted = first_states(tiers, parts, min(beside, int(_FIRST_SHARE * machine.free_host)))
+    left = budget - parts.pages_nbytes(promoted)
+    classes = divide_host(parts, mode, request, machine, tiers, left)
+    why = "the layer that a step uses first and completes last keeps its states in host memory"
     if request.host_memory is not None:
-        # Without an explicit budget a run takes only the memory that it needs, so nothing is promoted.
-        promoted = to_promote(tiers, parts, budget - sum(classes))
-        higher = with_tier(tiers, promoted, Tier.HOST)
-        if moved := differences(parts, tiers, higher):
-            notices.append(Remark(f"host memory of {format_size(budget)} has room for more states; moved: {moved}"))
-        tiers = higher
-        more = sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted)
-        classes = classes._replace(cache=classes.cache + more)
+        # Without an explicit budget a run takes only the memory that it needs, so nothing else is promoted.
+        promoted += to_promote(with_tier(tiers, promoted, Tier.HOST), parts, left - sum(classes))
+        why = f"host memory of {format_size(budget)} has room for more states"
+    higher = with_tier(tiers, promoted, Tier.HOST)
+    if moved := differences(parts, tiers, higher):
+        notices.append(Remark(f"{why}; moved: {moved}"))
+    tiers = higher
+    classes = classes._replace(cache=classes.cache + parts.pages_nbytes(promoted))
     if request.inputs is None and inputs is not None:
         inputs = (whole - sum(classes)) // PAGE * PAGE  # and what weights and states do not use
     device_nbytes, device_need = divide_device(parts, mode, request, machine, tiers)

@@ -23,7 +23,7 @@ from offload.kernels.blocks import BLOCK_FORMATS, BlockFormat
 from offload.layout.flat_layout import WORD, UnitLayout
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import NO_WHOLE_SIZES, WholeSizes, whole_sizes
-from offload.sizes import GIB, PAGE, align_up, count_of, format_size
+from offload.sizes import GIB, MIB, PAGE, align_up, count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import PinnedRegions
 
@@ -296,6 +296,10 @@ class Partitions:
         """Bytes of the largest unit on the device."""
         return max(self.unit_nbytes, default=0)
 
+    def pages_nbytes(self, partitions: Iterable[tuple[int, State]]) -> int:
+        """Returns the bytes of some partitions, each rounded up to whole pages."""
+        return sum(align_up(self.nbytes[unit][state]) for unit, state in partitions)
+
     def device_resident(self, unit: int, tiers: Mapping[State, Tier]) -> bool:
         """Returns True if a unit with these tiers never leaves the device, where its partition is all of it."""
         return (
@@ -525,6 +529,23 @@ def demotions(tiers: TierMap, early: bool) -> Iterator[TierMap]:
                 yield tuple(dict(row) for row in rows)
 
 
+_LEAST_FIRST = 64 * MIB
+"""Bytes of the smallest states of the first unit that are kept in HOST: a drive moves fewer in no time."""
+
+
+def first_states(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
+    """Returns the states on DISK of the first unit that trains, to keep in HOST; none if `room` bytes are too few.
+
+    A step uses this unit first, and its gradient is complete last. So its update hides under no backward, and the next
+    forward waits for all of it.
+    """
+    first = next((unit for unit, numel in enumerate(parts.trainable_numel) if numel), None)
+    if first is None:
+        return ()
+    moved = _states_on_disk(tiers[first], parts.nbytes[first])
+    return tuple((first, state) for state in moved) if _LEAST_FIRST <= sum(moved.values()) <= room else ()
+
+
 def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
     """Returns the states to promote to HOST within `room` bytes: all states of some units, then some of one more.
 
@@ -534,12 +555,7 @@ def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int,
     promoted: list[tuple[int, State]] = []
     divided = False
     for unit, (row, nbytes) in enumerate(zip(tiers, parts.nbytes, strict=True)):
-        # The pager's cache serves weights, and gradients do not outlive a step: only optimizer states are promoted.
-        moved = {
-            state: align_up(nbytes[state])
-            for state in nbytes
-            if state not in (State.WEIGHT, State.GRAD) and row[state] is Tier.DISK
-        }
+        moved = _states_on_disk(row, nbytes)
         whole = sum(moved.values()) <= room
         if not whole and divided:
             continue
@@ -549,6 +565,16 @@ def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int,
                 promoted.append((unit, state))
                 room -= size
     return tuple(promoted)
+
+
+def _states_on_disk(row: Mapping[State, Tier], nbytes: Mapping[State, int]) -> dict[State, int]:
+    """Returns the optimizer states of a unit that are on DISK, with the bytes that each takes in HOST."""
+    # The pager's cache serves weights, and gradients do not outlive a step.
+    return {
+        state: align_up(nbytes[state])
+        for state in nbytes
+        if state not in (State.WEIGHT, State.GRAD) and row[state] is Tier.DISK
+    }
 
 
 def with_tier(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tier) -> TierMap:
@@ -575,7 +601,7 @@ def copied_memory(
     )
     return PinnedRegions(
         resident=resident,
-        promoted=sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted),
+        promoted=parts.pages_nbytes(promoted),
         tiles=any(
             tier is Tier.DEVICE or (early and state is State.WEIGHT and tier is Tier.DISK)
             for row_tiers in tiers

@@ -272,7 +272,7 @@ def _states(memory: Memory) -> list[MemoryRow]:
 
 def _working(memory: Memory) -> list[MemoryRow]:
     classes, placement, parts = memory.placement.classes, memory.placement, memory.parts
-    promoted = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.promoted)
+    promoted = parts.pages_nbytes(placement.promoted)
     rows = [
         MemoryRow("tiles of the optimizer", host=classes.tiles),
         MemoryRow("weights on their way", host=classes.weights),

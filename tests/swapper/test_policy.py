@@ -15,6 +15,7 @@ from offload.errors import BudgetError
 from offload.layout.modes import MODES
 from offload.layout.placement import MachineMemory, Placement, place, usable_host
 from offload.layout.tiers import Partitions, PlacementRequest, TierMap, configured, differences
+from offload.notices import Remark
 from offload.sizes import GIB, MIB, align_up
 from offload.states import State, Tier
 from offload.swapper.memory.allocator import Allocator
@@ -166,6 +167,8 @@ def tiers(tiers: TierMap, state: State) -> list[Tier]:
 
 MEGA = 1 << 20
 BLOCKS = [8 * MEGA] * 10
+FIRST = 80 * MIB
+"""Bytes of the first unit's states, which stay in host memory where there is room."""
 DISK = PlacementRequest(weights=Tier.DISK, states=Tier.DISK)
 HOST = PlacementRequest(weights=Tier.HOST, states=Tier.HOST)
 
@@ -213,7 +216,7 @@ def test_where_updates_run_under_the_backward_whole_units_leave_the_host_and_gra
 
 def test_moved_states_are_reported() -> None:
     ample = sum(placed(BLOCKS, DISK).classes)
-    (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample - 140 * MIB)).notices
+    (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample - FIRST - 140 * MIB)).notices
     assert "gradient of " in notice and "to disk" in notice
     (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample + 400 * MIB)).notices
     assert "low bits of masters of " in notice and "second moment of " in notice and "to host" in notice
@@ -223,13 +226,28 @@ def test_room_that_is_left_is_for_the_cache_of_weights_first_then_for_states() -
     ample = placed(BLOCKS, DISK)
     weights = 2 * sum(BLOCKS)
     more = placed(BLOCKS, replace(DISK, host_memory=sum(ample.classes) + weights - ample.classes.weights))
-    assert more.classes.weights + more.classes.cache == weights and more.tiers == ample.tiers
+    assert more.classes.weights + more.classes.cache == weights + FIRST and more.tiers == ample.tiers
     most = placed(BLOCKS, replace(DISK, host_memory=2 * GIB))
     assert set(tiers(most.tiers, State.EXP_AVG_SQ)) == {Tier.HOST} and len(most.promoted) == 3 * len(BLOCKS)
     assert most.classes.weights + most.classes.cache == weights + sum(BLOCKS) * 10
     half = placed(BLOCKS, replace(DISK, host_memory=sum(more.classes) + 5 * 80 * MIB))
     moved = [all(row[state] is Tier.HOST for state in STATES) for row in half.tiers]
-    assert moved == [True] * 5 + [False] * 5, "a fixed share, unit by unit"
+    assert moved == [True] * 6 + [False] * 4, "a fixed share, unit by unit, and the first in any case"
+
+
+def test_the_first_unit_keeps_its_states_in_host_memory() -> None:
+    """It is complete last and used first, so nothing hides its update. Small states, and a small memory, are left."""
+    numels, states = [16 * MEGA, *BLOCKS], [(0, state) for state in STATES]
+    ample = placed(numels, DISK)
+    assert list(ample.promoted) == states and ample.on_disk
+    (notice,) = ample.notices
+    assert isinstance(notice, Remark) and "moved: low bits of masters of 1 of 11 units (32.0 MiB) to host" in notice
+    assert not placed([6 * MEGA, *BLOCKS], DISK).promoted, "60 MiB are read in no time"
+    assert placed(numels, DISK, free=160 * MIB * 16).promoted and not placed(numels, DISK, free=159 * MIB * 16).promoted
+    exact = sum(ample.classes)
+    assert list(placed(numels, replace(DISK, host_memory=exact)).promoted) == states, "before any weight is cached"
+    assert not placed(numels, replace(DISK, host_memory=exact - 100 * MIB)).promoted[3:]
+    assert placed(numels, HOST).promoted == ()
 
 
 def test_one_unit_at_most_is_in_memory_in_part() -> None:
@@ -438,8 +456,9 @@ def test_deepspeeds_numbers_are_inputs() -> None:
     assert placed(BLOCKS, replace(DISK, live=10**9)).device_nbytes == 3 * block
     assert placed(BLOCKS, replace(DISK, tile=100_000)).tile_numel <= 102_400
     assert placed(BLOCKS, replace(DISK, tile=10**9)).tile_numel == placed(BLOCKS, DISK).tile_numel
-    assert placed(BLOCKS, replace(DISK, cached_weights=4 * BLOCKS[0])).classes.cache == 2 * block
-    assert placed(BLOCKS, replace(DISK, cached_weights=10**9)).classes.cache == 8 * block, "no more than there are"
+    assert placed(BLOCKS, replace(DISK, cached_weights=4 * BLOCKS[0])).classes.cache == FIRST + 2 * block
+    whole = placed(BLOCKS, replace(DISK, cached_weights=10**9)).classes.cache
+    assert whole == FIRST + 8 * block, "no more than there are"
 
 
 numels = st.lists(st.integers(1, 40).map(lambda n: n * 2048 * 97), min_size=1, max_size=12)
