@@ -977,7 +977,7 @@ class OffloadBlock(Block):
     )
     activation_memory: Memory | None = Field(
         None,
-        description="host memory for these inputs, part of host_memory; default: 2 GiB or a sixteenth of the budget, "
+        description="host memory for these inputs, part of host_memory; default: 2 GiB or 1/32 of the budget, "
         "at most half of what it leaves, and what weights and states do not use; on a CPU without host_memory, 80 % of "
         "what is free",
     )

@@ -336,7 +336,7 @@ class PlacementRequest:
 
 
 _LEAST_INPUTS = 2 * GIB
-_INPUTS_SHARE = 1 / 16
+_INPUTS_SHARE = 1 / 32
 """Bytes, or fraction of the host budget if that is more, that are set aside for inputs by default."""
 
 
@@ -348,9 +348,9 @@ def inputs_nbytes(request: PlacementRequest, budget: int, left: int) -> int:
     """
     left = max(left, 0)
     if request.inputs is None:
-        # Their size is known only when the model runs, and a byte too much costs as much as a byte too few: either a
-        # state or an input is then written to a drive and read again. So they take a small share. Whoever knows the
-        # tokens of a step, as the planner does, names their bytes in the config.
+        # Their size is known only when the model runs, and a byte too much costs no less than a byte too few: a state
+        # goes to a drive and back after `step()`, an input under the compute of a step. So they take a small share.
+        # Whoever knows the tokens of a step, as the planner does, names their bytes in the config.
         return min(left // 2, max(_LEAST_INPUTS, int(_INPUTS_SHARE * budget))) // PAGE * PAGE
     nbytes = align_up(request.inputs)
     if request.host_memory is None:

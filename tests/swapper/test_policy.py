@@ -324,7 +324,7 @@ def test_inputs_take_a_small_share_of_a_budget_and_all_that_states_leave() -> No
 def test_without_a_budget_inputs_beside_a_gpu_take_what_the_arena_leaves_of_the_default() -> None:
     facts = MachineMemory(free_host=100 * GIB, free_device=8 * GIB, host_addressable=False, drives=True)
     parts = parts_of([800 * MEGA] * 12)
-    for inputs, least in ((None, 94 * GIB // 16), (3 * GIB, 3 * GIB), (1 << 50, 93 * GIB)):
+    for inputs, least in ((None, 94 * GIB // 32), (3 * GIB, 3 * GIB), (1 << 50, 93 * GIB)):
         found = place(parts, MODE, replace(HOST, inputs=inputs), facts)
         assert found.inputs_nbytes is not None and found.inputs_nbytes >= least
         assert found.inputs_nbytes + sum(found.classes) <= 94 * GIB
