@@ -9,8 +9,8 @@ the total to the host with the last one (`DeviceTotals`).
 
 The norm reads no gradient a second time: whoever stores values also sums their squares. The device sums the squares of
 values that it copies into an empty buffer; the host sums those of values that it adds up. The bits are the same
-everywhere. On a GPU without our kernels the host sums all squares, and all gradients pass through staging buffers. If
-the host can address device memory, all of this is one pass, in the backward's thread.
+everywhere. On a GPU without our kernels the host sums all squares, those of a first gradient once its copy has arrived.
+If the host can address device memory, all of this is one pass, in the backward's thread.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class HostGradients:
         """
         self._memory, self._spill = memory, spill
         self._sums: dict[tuple[int, int, int], Sum] = {}
-        """Checked memory of each chunk of a host buffer, by unit, first element and length."""
+        """Checked memory of parts of a host buffer, by unit, first element and length."""
         self._whole: dict[tuple[int, int], Sum] = {}
         """Checked memory of parameters of one chunk, by unit and segment; see `adder`."""
         for unit, (layout, part) in enumerate(zip(layouts, parts, strict=True)):
@@ -303,8 +303,7 @@ def squares_of(values: torch.Tensor) -> torch.Tensor:
     """
     if values.is_cuda:
         return cuda.sum_squares(values, CHUNK)
-    parts = (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
-    return torch.tensor([kernels.sum_squares(part) for part in parts], dtype=torch.float64, device="cpu")
+    return torch.tensor(kernels.squares_of_chunks(values, CHUNK), dtype=torch.float64, device="cpu")
 
 
 def total_of(
@@ -516,14 +515,19 @@ class GradientAccumulator:
         downloads = self.downloads
         if new and values.element_size() > self.dtype.itemsize:
             values = downloads.with_memory(functools.partial(values.to, self.dtype))  # here, for fewer bytes to copy
-        summed = downloads.sums and new and values.dtype == self.dtype
+        stored = new and values.dtype == self.dtype
+        summed = downloads.sums and stored
         chunks = range(0, values.numel(), CHUNK)
         squares: Sequence[float | torch.Tensor] = squares_of(values).unbind() if summed else [0.0] * len(chunks)
         target, receive = None, None
         spills = unit in self.spill
-        if summed and not spills:
+        if stored and not spills:
             start = self._start(unit, segment, first)
             target = self._host.values(unit, start, start + len(values))
+            if not summed:
+
+                def receive(position: int, some: torch.Tensor) -> None:
+                    self._sum_stored(unit, segment, first + position, some)
         else:
 
             def receive(position: int, some: torch.Tensor) -> None:
@@ -539,6 +543,12 @@ class GradientAccumulator:
                 self._squares[unit][segment, first + chunk] = value
             else:
                 self._squares[unit].setdefault((segment, first + chunk), value)
+
+    def _sum_stored(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        """Sums the squares of `values`, (n,) on the host, which a plain copy has stored in the unit's memory."""
+        with self._lock:
+            assert unit not in self._reading
+            self._record(unit, segment, first, kernels.squares_of_chunks(values, CHUNK))
 
     def _keep(self, unit: int, segment: int, first: int, values: torch.Tensor, add: bool = True) -> None:
         """Stores or adds `values` on the device. A sum is rounded once, as by the host's kernel."""
@@ -564,11 +574,19 @@ class GradientAccumulator:
         with self._lock:
             # update thread: frees units under the same lock.
             assert unit not in self._reading
-            for chunk in range(0, numel, CHUNK):
-                more = values if numel <= CHUNK else values[chunk : chunk + CHUNK]
-                squares = self._host.sum(unit, start + chunk, more.numel()).accumulate(more, add=not new)
+            # receiving thread: one call for all chunks, after which it asks for Python's lock once. A window may end
+            # with any chunk.
+            step = CHUNK if unit in self.spill else max(numel, 1)
+            for done in range(0, numel, step):
+                some = values[done : done + step]
+                squares = self._host.sum(unit, start + done, some.numel()).accumulate(some, add=not new, chunk=CHUNK)
                 if not summed:
-                    self._squares[unit][segment, first + chunk] = squares
+                    self._record(unit, segment, first + done, squares)
+
+    def _record(self, unit: int, segment: int, first: int, squares: Sequence[float]) -> None:
+        """Records the sum of squares of each chunk from element `first` of a segment on. The caller holds the lock."""
+        for number, value in enumerate(squares):
+            self._squares[unit][segment, first + number * CHUNK] = value
 
     def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
         """Returns the statistics that decide a step. Waits until all gradients are copied from the device.

@@ -17,7 +17,7 @@ from offload.kernels import _native
 from offload.kernels.lamb import LambSegment, lamb, lamb_moments, lamb_move, lamb_ratio
 from offload.kernels.optimizer import CPUAdamW
 from offload.kernels.settings import available_cores, isa_from, threads_beside_device, threads_from
-from offload.kernels.sums import accumulate, join_master, split_master, sum_squares
+from offload.kernels.sums import accumulate, join_master, split_master, squares_of_chunks, sum_squares
 from offload.kernels.update import (
     AdagradStep,
     AdamWStep,
@@ -63,6 +63,7 @@ __all__ = [
     "noise_stream",
     "probe",
     "split_master",
+    "squares_of_chunks",
     "sum_squares",
     "thread_count",
     "update",

@@ -130,8 +130,8 @@ void blocks_of(Format format, const char* name, std::size_t block, std::size_t b
 
 void sums_of() {
     auto out = floats(9, 0);
-    const double sum = accumulate(out.data(), floats(10, -3).data(), kNumel, true);
-    std::printf("sums: %a %a %016llx\n", sum, sum_squares(out.data(), kNumel),
+    const double sum = accumulate(out.data(), floats(10, -3).data(), kNumel, true, kNumel)[0];
+    std::printf("sums: %a %a %016llx\n", sum, sum_squares(out.data(), kNumel, kNumel)[0],
                 static_cast<unsigned long long>(hash(as(Element::kFloat, out))));
 }
 

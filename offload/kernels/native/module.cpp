@@ -135,7 +135,7 @@ void join_bf24(std::uintptr_t weight, std::uintptr_t residual, std::uintptr_t ma
 
 // Calls `use` with a pointer of the right type.
 template <class Use>
-double with_type(std::uintptr_t address, int number, Use use) {
+auto with_type(std::uintptr_t address, int number, Use use) {
     switch (element(number)) {
         case Element::kBf16:
             return use(at<Bf16>(address));
@@ -149,18 +149,19 @@ double with_type(std::uintptr_t address, int number, Use use) {
     return use(at<float>(address));
 }
 
-double accumulate(std::uintptr_t out, int out_type, std::uintptr_t grad, int grad_type,
-                  std::size_t numel, bool add) {
+std::vector<double> accumulate(std::uintptr_t out, int out_type, std::uintptr_t grad, int grad_type,
+                               std::size_t numel, bool add, std::size_t chunk) {
     return with_type(out, out_type, [&](auto* typed_out) {
         return with_type(grad, grad_type, [&](const auto* typed_grad) {
-            return offload::accumulate(typed_out, typed_grad, numel, add);
+            return offload::accumulate(typed_out, typed_grad, numel, add, chunk);
         });
     });
 }
 
-double sum_squares(std::uintptr_t values, int type, std::size_t numel) {
+std::vector<double> sum_squares(std::uintptr_t values, int type, std::size_t numel,
+                                std::size_t chunk) {
     return with_type(values, type,
-                     [&](const auto* typed) { return offload::sum_squares(typed, numel); });
+                     [&](const auto* typed) { return offload::sum_squares(typed, numel, chunk); });
 }
 
 void quantize(int format, std::uintptr_t values, int type, std::uintptr_t blocks,
@@ -168,7 +169,6 @@ void quantize(int format, std::uintptr_t values, int type, std::uintptr_t blocks
     with_type(values, type, [&](const auto* typed) {
         offload::quantize(static_cast<offload::Format>(format), typed, at<std::uint8_t>(blocks),
                           numel);
-        return 0.0;
     });
 }
 
@@ -177,7 +177,6 @@ void dequantize(int format, std::uintptr_t blocks, std::uintptr_t values, int ty
     with_type(values, type, [&](auto* typed) {
         offload::dequantize(static_cast<offload::Format>(format), at<const std::uint8_t>(blocks),
                             typed, numel);
-        return 0.0;
     });
 }
 
@@ -238,15 +237,18 @@ class Sum {
         const std::size_t address = integer(call(grad, data_ptr));
         if (address == 0) return nb::none();  // a storage without memory
         const int type = static_cast<int>(integer(number));
+        const auto taken = [&] {
+            return accumulate(out_, out_type_, address, type, numel_, add, numel_);
+        };
+        std::vector<double> squares;
         // Another thread would take the GIL meanwhile, and keep it for longer than this takes.
-        if (numel_ <= kWithGil)
-            return nb::float_(accumulate(out_, out_type_, address, type, numel_, add));
-        double squares = 0;
-        {
+        if (numel_ <= kWithGil) {
+            squares = taken();
+        } else {
             const nb::gil_scoped_release no_gil;
-            squares = accumulate(out_, out_type_, address, type, numel_, add);
+            squares = taken();
         }
-        return nb::float_(squares);
+        return nb::float_(squares.empty() ? 0.0 : squares[0]);
     }
 
   private:
