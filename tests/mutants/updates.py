@@ -83,6 +83,20 @@ MUTANTS = (
         "tests/deepspeed/test_safe_get_set.py",
     ),
     Mutant(
+        "let a gradient take the place of one that a second pass has not read",
+        "offload.engine.gradients",
+        "        if unit in self._reading:\n            # autograd thread: an update may",
+        "        if False:\n            # autograd thread: an update may",
+        "tests/updates/test_two_passes.py",
+    ),
+    Mutant(
+        "write the moments of a second pass by the kernel of the first",
+        "offload.engine.update",
+        "None, True, Lane.MEMORY, part=Writes.MOMENTS)",
+        "None, True, Lane.MEMORY, part=Writes.WEIGHTS)",
+        "tests/updates/test_two_passes.py",
+    ),
+    Mutant(
         "skip the wait for a tile's reads",
         "offload.engine.update",
         "for read in tile.reads:",
