@@ -90,10 +90,10 @@ MUTANTS = (
         "tests/updates/test_two_passes.py",
     ),
     Mutant(
-        "write the moments of a second pass by the kernel of the first",
-        "offload.engine.update",
-        "None, True, Lane.MEMORY, part=Writes.MOMENTS)",
-        "None, True, Lane.MEMORY, part=Writes.WEIGHTS)",
+        "write weights and moments in both passes of an update",
+        "offload.optimizers.fused",
+        "_FusedSteps(update, self._mode, None, writes)",
+        "_FusedSteps(update, self._mode, None)",
         "tests/updates/test_two_passes.py",
     ),
     Mutant(
