@@ -66,6 +66,7 @@ from offload.layout.frozen import expander
 from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.pass_order import LAYER_MAJOR, makes_early_updates
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS, usable_host
+from offload.layout.second_passes import SecondPasses
 from offload.layout.tiers import copied_memory
 from offload.metrics.meter import ComputeSpans, Listener, Meter, Relay, StepMeter, compute_spans
 from offload.metrics.writers import check_monitor, make_reporter
@@ -322,6 +323,10 @@ def _components(
                 tile_nbytes=(host.classes.tiles - placement.scratch_nbytes) // placement.tile_buffers,
                 tile_buffers=placement.tile_buffers,
                 commit_every=plan.commit_every,
+                # Where the CPU computes, a second pass would only give the cores more to do.
+                second_passes=None
+                if plan.device.host_addressable
+                else SecondPasses(sum(len(part) for part in plan.trainable)),
                 timeline=timeline,
             )
         # Complete: from now on the engine closes the components. Nothing that follows fails.

@@ -45,8 +45,8 @@ class EngineCallbacks(Protocol):
     def gradients_changed(self, unit: int) -> None:
         """Notes that a gradient has changed although its unit was complete. Called on an autograd thread."""
 
-    def await_updates(self) -> None:
-        """Waits until every scheduled update has read its gradient. May be called on an autograd thread."""
+    def await_gradient(self, unit: int) -> None:
+        """Waits until the update of `unit` has read its gradient. May be called on an autograd thread."""
 
     def read_stored(self, parameter: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a parameter's weights as ranks store them, on the compute device. All ranks call this."""

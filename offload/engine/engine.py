@@ -337,8 +337,8 @@ class EngineCore(EngineCallbacks):
     def gradients_changed(self, unit: int) -> None:
         self.optimizer_step.early.changed(unit)
 
-    def await_updates(self) -> None:
-        self.components.update_worker.finish(commit=False)
+    def await_gradient(self, unit: int) -> None:
+        self.components.update_worker.await_gradient(unit)
 
     @uninterrupted
     def apply_edits(self, unit: int, edits: Sequence[Edit]) -> None:

@@ -480,12 +480,11 @@ class GradientAccumulator:
         """
         if values.dtype not in SUMMED:
             values = values.to(self.dtype)
-        if unit in self._reading:
-            # autograd thread: its graph is older than step(). If it needs no weights, nothing has made it wait.
-            self._callbacks.await_updates()
         if unit in self._on_device:
+            self._await_update(unit)
             self._keep(unit, segment, first, values)
         elif not self.downloads.copies:
+            self._await_update(unit)
             self._accumulate(unit, segment, first, values, self._is_new(unit, segment, first))
         # A gradient begins a total on the device, or is added to one, or is copied.
         elif self.totals.has(unit, (segment, first)) or (self._is_new(unit, segment, first) and not self._leaves(unit)):
@@ -495,6 +494,17 @@ class GradientAccumulator:
                 self._send_total(unit, segment, first)
         else:
             self._send(unit, segment, first, values, self._is_new(unit, segment, first))
+
+    def is_read(self, unit: int) -> bool:
+        """Returns True if an update will read, or reads, the gradient of `unit`: from `give` to `free`."""
+        return unit in self._reading
+
+    def _await_update(self, unit: int) -> None:
+        """Waits until the memory of a gradient may receive the next one. Totals on the device need no such wait."""
+        if unit in self._reading:
+            # autograd thread: an update may write its moments after the forward has used its weights. A graph that is
+            # older than step(), and needs no weights, may even precede the whole update.
+            self._callbacks.await_gradient(unit)
 
     def _is_new(self, unit: int, segment: int, first: int) -> bool:
         """Returns True if no gradient was stored at this position since the last step."""
@@ -512,6 +522,7 @@ class GradientAccumulator:
 
     def _send(self, unit: int, segment: int, first: int, values: torch.Tensor, new: bool) -> None:
         """Starts the copy of `values` to the host, where they are stored if `new`, otherwise added."""
+        self._await_update(unit)
         downloads = self.downloads
         if new and values.element_size() > self.dtype.itemsize:
             values = downloads.with_memory(functools.partial(values.to, self.dtype))  # here, for fewer bytes to copy
@@ -654,6 +665,7 @@ class GradientAccumulator:
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Replaces the elements that `look` reads by `values`, (n,) fp32 on the CPU; n may be 0 on this rank."""
         self.downloads.drain()
+        self._await_update(unit)
         self.completion.changed(unit)
         with self._lock:
             self._squares[unit] = {key: square for key, square in self._squares[unit].items() if key[0] != segment}
@@ -701,8 +713,8 @@ class GradientAccumulator:
             self._reading.discard(unit)
 
     def drop(self, unit: int) -> None:
-        """Drops the gradients of one unit; none may be on its way from the device."""
-        if unit in self.spill:
+        """Drops the gradients of one unit, but not one that an update reads; none may be on its way from the device."""
+        if unit in self.spill and unit not in self._reading:
             self.spill.forget(unit)
         with self._lock:
             self._squares[unit] = {}
@@ -716,8 +728,7 @@ class GradientAccumulator:
         """Drops every gradient that no update has taken, on this rank alone."""
         self.downloads.drain()
         for unit in range(len(self._layouts)):
-            if unit not in self._reading:
-                self.drop(unit)
+            self.drop(unit)
 
     def close(self) -> None:
         """Joins the receiving thread and frees drives and device memory. The update worker must have ended."""

@@ -22,6 +22,10 @@ update depends on its status:
     SPECULATIVE ─►  nothing                                       ─►  fresh weights in memory may be evicted
     DISCARDED   ─►  nothing                                       ─►  nothing
 
+An update of states in host memory alone may take two passes (`layout.second_passes`). The first writes the weights,
+which are published. The second writes the moments, and frees the gradient. Second passes begin when no weights are
+queued, the unit that the backward reaches first before the others, and at once if a gradient waits for one.
+
 When the step confirms a speculative update, the worker runs the actions that the update skipped. Weights are used from
 their host buffer while the write is in flight. Without a host buffer they may be used only after the last write, which
 also makes the written slot the unit's newest one. So no read sees bytes that are being written.
@@ -38,6 +42,7 @@ import contextlib
 import enum
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +54,8 @@ from offload.aio.protocols import Future, wait_for_all
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.shards import LocalShards
 from offload.engine.update_strategy import EditSteps, TileContent, UnitSteps, UnitUpdate, UpdateStrategy
+from offload.kernels import Writes
+from offload.layout.second_passes import SecondPasses
 from offload.layout.update_lanes import Lane, next_lane
 from offload.sizes import align_up
 from offload.states import State, Tier
@@ -83,9 +90,10 @@ class UnitJob:
         lane: Lane,
         tile_numel: int,
         status: UpdateStatus = UpdateStatus.CONFIRMED,
+        part: Writes = Writes.ALL,
     ) -> None:
         self.unit, self.update, self.steps, self.status = update.unit, update, steps, status
-        self.lane = lane
+        self.lane, self.part = lane, part
         self.speculative = status is UpdateStatus.SPECULATIVE
         """True for an update that began under the backward, also once it is confirmed."""
         self.host_buffer = host_buffer
@@ -599,6 +607,13 @@ class Updates:
     def deliver_blob(self, blob: Mapping[str, torch.Tensor]) -> None:
         """Passes the state blob that the commit of the scheduled step waits for."""
 
+    def await_gradient(self, unit: int) -> None:
+        """Waits until the update of `unit` has read its gradient, whose memory may then receive the next one.
+
+        Raises:
+            EngineFailed: the worker or another background thread has failed.
+        """
+
     def finish(self, commit: bool = True) -> None:
         """Waits until every scheduled update is written and, with `commit`, until a commit that is due is made.
 
@@ -642,12 +657,14 @@ class UpdateWorker(Updates):
         tile_nbytes: int,
         tile_buffers: int,
         commit_every: int,
+        second_passes: SecondPasses | None,
         timeline: Timeline,
     ) -> None:
         """Takes the memory of the tiles and starts the thread, which alone changes `shards` during an update.
 
         The arena's class of tiles has room for all tiles and the strategy's scratch memory. `commit_every` is the
-        number of steps between two commits; 0 for no commits.
+        number of steps between two commits; 0 for no commits. `second_passes` is None if every update writes all
+        states at once.
         """
         self._shards, self._pager, self._store = shards, shards.pager, shards.store
         self._gradients, self._strategy, self._commit_every = gradients, strategy, commit_every
@@ -657,6 +674,15 @@ class UpdateWorker(Updates):
         """The job of each lane whose next tile begins, until all its tiles have begun."""
         self._last: Lane | None = None
         """The lane of the tile that was computed last."""
+        self._second_passes = second_passes
+        self._moments: dict[int, UnitUpdate] = {}
+        """Updates whose weights are published and whose moments are not begun, by unit, in the order of the former."""
+        self._second_pass_began = 0.0
+        """Time at which the last second pass began."""
+        self._awaited_gradients: list[int] = []
+        """Units for whose gradient a thread waits."""
+        self._waits = 0
+        """Number of waits for an update when the worker last began one."""
         self._commit_step: int | None = None
         self._blob: Mapping[str, torch.Tensor] | None = None
         self._busy, self._closing, self._flushing = False, False, 0
@@ -706,6 +732,8 @@ class UpdateWorker(Updates):
             due = step is not None and self._commit_every and step % self._commit_every == 0
             self._commit_step = step if due else None
             self._blob = None
+            if self._second_passes is not None:
+                self._second_passes.begin_step()
             self._busy = True
             self._wake()
 
@@ -718,23 +746,44 @@ class UpdateWorker(Updates):
     def wants_blob(self) -> bool:
         return self._commit_step is not None and self._blob is None
 
-    def finish(self, commit: bool = True) -> None:
+    def await_gradient(self, unit: int) -> None:
+        title = f"the gradient of {self._shards.sizes[unit].title} to be read"
         with self._pager.lock:
-            # calling thread: from here on the worker does not wait for a host buffer, since perhaps only this thread
-            # could free one.
-            self._flushing += 1
-            self._pager.notify()
+            self._awaited_gradients.append(unit)
             try:
-                while self._busy or self.offers.unsettled or (commit and self._commit_step is not None):
-                    self._pager.check()
-                    updating = self._busy or self.offers.unsettled
-                    with self._timeline.span(Row.WAITS, f"waits for {'all updates' if updating else 'the commit'}"):
-                        # calling thread: this wait always ends, since the worker notifies after its last write, after
-                        # a commit, and when an error stops it.
-                        self._pager.changed.wait()
-                self._pager.check()
+                self._wait_while(lambda: title if self._gradients.is_read(unit) else "")
             finally:
-                self._flushing -= 1
+                self._awaited_gradients.remove(unit)
+
+    def finish(self, commit: bool = True) -> None:
+        def pending() -> str:
+            if self._busy or self.offers.unsettled:
+                return "all updates"
+            return "the commit" if commit and self._commit_step is not None else ""
+
+        with self._pager.lock:
+            self._wait_while(pending)
+
+    def _wait_while(self, pending: Callable[[], str]) -> None:
+        """Waits while `pending` names something to wait for. The caller holds the pager's lock."""
+        # calling thread: from here on the worker does not wait for a host buffer, since perhaps only this thread could
+        # free one.
+        self._flushing += 1
+        late = self._second_passes if self._second_passes is not None and self._second_passes.pending else None
+        began = time.monotonic()
+        self._pager.notify()
+        try:
+            while title := pending():
+                self._pager.check()
+                with self._timeline.span(Row.WAITS, f"waits for {title}"):
+                    # calling thread: this wait always ends, since the worker notifies after it has read a gradient,
+                    # after its last write, after a commit, and when an error stops it.
+                    self._pager.changed.wait()
+            self._pager.check()
+        finally:
+            self._flushing -= 1
+            if late is not None:
+                late.waited(time.monotonic() - began)
 
     def come_to_rest(self, commit: bool = True) -> None:
         self.offers.drop_all()
@@ -792,6 +841,7 @@ class UpdateWorker(Updates):
         # Tiles first: a discarded update ends with its last tile, and nothing reports it to this thread later.
         self._retire(wait=False)
         self._carry_out_verdicts()
+        self._end_beside_offers()
         for each in Lane:
             self._begin_tiles(each)
         begun = [each for each, tiles in self._pipeline.reading.items() if tiles]
@@ -823,12 +873,27 @@ class UpdateWorker(Updates):
                 (self._work_arrived if idle else self._pager.changed).wait()
         return True
 
+    def _left(self) -> set[Writes]:
+        """Returns the parts of the step's updates that have not ended. The caller holds the lock."""
+        jobs = (*self._jobs.values(), *(tile.job for tile in self._pipeline.in_flight))
+        left = {job.part for job in jobs if job.status is not UpdateStatus.SPECULATIVE}
+        return left | {Writes.ALL for queue in self._queues.values() if queue} | {Writes.MOMENTS for _ in self._moments}
+
+    def _end_beside_offers(self) -> None:
+        """Ends the updates of a step while others, which began under the backward beside its moments, go on."""
+        with self._pager.lock:
+            beside = self._busy and (self._jobs or self._pipeline.in_flight)
+            if beside and not self.offers.unsettled and not self._left():
+                self._busy = False
+                self._pager.notify()
+
     def _begin_tiles(self, lane: Lane) -> None:
         """Puts all free buffers to use before anything is computed, so that the drives stay busy during the kernel."""
         while True:
-            # update thread: an update that is streamed begins only with a buffer for its first tile. Until then another
-            # unit may become the awaited one.
-            if lane not in self._jobs and (self._pipeline.free or lane is Lane.MEMORY):
+            # update thread: an update begins only when its first tile can. Until then another unit may become the
+            # awaited one.
+            room = self._pipeline.free if lane is Lane.STREAMED else not self._pipeline.reading[lane]
+            if lane not in self._jobs and room:
                 job = self._next_job(lane)
                 if job is not None:
                     self._jobs[lane] = job
@@ -870,13 +935,21 @@ class UpdateWorker(Updates):
     # -- results ------------------------------------------------------------------------------------
 
     def _publish_computed(self, job: UnitJob) -> None:
-        """Frees the gradient of a unit whose last tile is computed.
+        """Frees the gradient of a unit whose last tile is computed, unless its moments are still to be written.
 
         Weights in a host buffer or on the device may be used from here on, while they are being written.
         """
-        # autograd thread: may write the gradient of the next backward from here on; the kernel has read all of it.
-        if job.update.segments:
+        if job.part is Writes.WEIGHTS:
+            with self._pager.lock:
+                self._moments[job.unit] = job.update
+        elif job.update.segments:
+            # autograd thread: may write the gradient of the next backward from here on; the kernel has read all of it.
             self._gradients.free(job.unit)
+            with self._pager.lock:
+                self._pager.notify()
+        if job.part is Writes.MOMENTS:
+            self._end_second_pass(job)
+            return
         if job.speculative:
             job.delivered = self._weights.speculative.adopt(job.unit)
         if job.delivered:
@@ -884,8 +957,16 @@ class UpdateWorker(Updates):
             # Else the buffer could be evicted, and the next read would find the old slot.
             self._weights.publish_weights(job.unit, True, self._writes_to_store(job.unit))
 
+    def _end_second_pass(self, job: UnitJob) -> None:
+        assert self._second_passes is not None
+        with self._pager.lock:
+            self._second_passes.end(job.update.numel, time.monotonic() - self._second_pass_began)
+        self._timeline.end(Row.UPDATES, self._moments_title(job.unit))
+
     def _publish_written(self, job: UnitJob) -> None:
         """Makes the slot of a completely written update the newest one."""
+        if job.part is Writes.MOMENTS:  # its weights were published by the first pass, and nothing is stored
+            return
         if self._writes_to_store(job.unit):
             self._store.wrote(job.unit, self._store.target(job.unit), job.writes)
         # Without a host buffer the weights can be read only from here on.
@@ -900,6 +981,9 @@ class UpdateWorker(Updates):
     def _early_title(self, unit: int) -> str:
         return f"{self._shards.sizes[unit].title} under the backward"
 
+    def _moments_title(self, unit: int) -> str:
+        return f"moments of {self._shards.sizes[unit].title}"
+
     # -- the next update ----------------------------------------------------------------------------
 
     def _lane_of(self, unit: int) -> Lane:
@@ -908,13 +992,18 @@ class UpdateWorker(Updates):
 
     @property
     def _queued(self) -> bool:
-        return any(self._queues.values())
+        return bool(any(self._queues.values()) or self._moments)
 
     def _awaited_lane(self) -> Lane | None:
         """Returns the lane of the unit whose update a thread waits for, if any."""
         with self._pager.lock:
-            unit = self._weights.awaited_unit()
+            unit = self._awaited_unit()
         return None if unit is None else self._lane_of(unit)
+
+    def _awaited_unit(self) -> int | None:
+        """Returns a unit for whose weights, else for whose gradient, a thread waits. The caller holds the lock."""
+        unit = self._weights.awaited_unit()
+        return self._awaited_gradients[0] if unit is None and self._awaited_gradients else unit
 
     def _next_job(self, lane: Lane) -> UnitJob | None:
         """Takes the update of a lane that a thread waits for, else the first, and returns its job.
@@ -927,10 +1016,15 @@ class UpdateWorker(Updates):
             # `schedule` discards the one and queues the other under this same lock.
             if any(job.lane is lane for job in self.offers.draining):
                 return None
+            wanted = self._awaited_unit()
+            if lane is Lane.MEMORY and self._moments and (wanted in self._moments or not queue):
+                # The backward uses units in the reverse order.
+                unit = wanted if wanted in self._moments else next(reversed(self._moments))
+                return self._second_pass_of(self._moments.pop(unit))
             if not queue:
                 return self._take_offer() if lane is Lane.STREAMED else None
-            wanted = self._weights.awaited_unit()
             update = next((u for u in queue if u.unit == wanted), queue[0])
+            part = Writes.WEIGHTS if lane is Lane.MEMORY and self._takes_two_passes(update) else Writes.ALL
         host_buffer = None
         if self._weights.delivers(update.unit):
             host_buffer = self._weights.buffer_for(update.unit)
@@ -943,7 +1037,28 @@ class UpdateWorker(Updates):
         queue.remove(update)
         self._timeline.begin(Row.UPDATES, self._shards.sizes[update.unit].title)
         delivered = host_buffer is not None or self._shards.sizes[update.unit].tier is Tier.DEVICE
-        return self._job_of(update, host_buffer, delivered, lane)
+        return self._job_of(update, host_buffer, delivered, lane, part=part)
+
+    def _second_pass_of(self, update: UnitUpdate) -> UnitJob:
+        self._timeline.begin(Row.UPDATES, self._moments_title(update.unit))
+        self._second_pass_began = time.monotonic()
+        return self._job_of(update, None, True, Lane.MEMORY, part=Writes.MOMENTS)
+
+    def _takes_two_passes(self, update: UnitUpdate) -> bool:
+        """Returns True if an update that begins writes the weights first. The caller holds the lock."""
+        # update thread: a thread that has waited for the update before this one waits for this one soon, if the model's
+        # compute runs on a device. While nobody waits, one pass moves fewer bytes.
+        behind = self._weights.waits != self._waits or self._weights.awaited_unit() is not None
+        self._waits = self._weights.waits
+        if self._second_passes is None or not behind:
+            return False
+        unit, shards = update.unit, self._shards
+        in_memory = all(shards.tier_of(unit, state) is Tier.HOST for state in shards.states(unit))
+        # In a store the states of a unit are those of one step.
+        if not in_memory or self._writes_to_store(unit) or not self._gradients.is_on_host(unit):
+            return False
+        divides = update.segments and self._strategy.begin_part(update, Writes.WEIGHTS) is not None
+        return bool(divides) and self._second_passes.begin(update.numel)
 
     def _is_awaited(self) -> bool:
         """Returns True if a thread waits for this worker, or for a host buffer."""
@@ -958,7 +1073,8 @@ class UpdateWorker(Updates):
     def _take_offer(self) -> UnitJob | None:
         """Returns the job of an update under the backward, or None if none may begin. The caller holds the lock."""
         # Updates and commit of the step before come first: only then may the slot of the commit before be overwritten.
-        if self._busy or self._closing or self._commit_step is not None:
+        # Second passes may be pending: they change no slot.
+        if self._closing or self._commit_step is not None or (self._busy and self._left() != {Writes.MOMENTS}):
             return None
         while (update := self.offers.take()) is not None:
             unit, shards, store = update.unit, self._shards, self._store
@@ -985,13 +1101,17 @@ class UpdateWorker(Updates):
         delivered: bool,
         lane: Lane,
         status: UpdateStatus = UpdateStatus.CONFIRMED,
+        part: Writes = Writes.ALL,
     ) -> UnitJob:
         """Returns the job of an update that begins. `host_buffer` receives the fresh weights; None if there is none."""
-        steps: UnitSteps
+        steps: UnitSteps | None
         if update.edits:
             steps = EditSteps(update.edits, self._shards.mode_of(update.unit))
-        else:
+        elif part is Writes.ALL:
             steps = self._strategy.begin(update, self.tile_numel)
+        else:
+            steps = self._strategy.begin_part(update, part)
+            assert steps is not None, "`_takes_two_passes` has asked"
         job = UnitJob(
             update=update,
             steps=steps,
@@ -1000,6 +1120,7 @@ class UpdateWorker(Updates):
             lane=lane,
             tile_numel=self.tile_numel,
             status=status,
+            part=part,
         )
         job.needs_buffer = self._pipeline.needs_buffer(job)
         if not self._writes_to_store(update.unit) and not job.needs_buffer:

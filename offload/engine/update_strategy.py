@@ -234,6 +234,13 @@ class UpdateStrategy(Protocol):
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
         """Starts an update that has segments, and returns its steps. A tile has at most `tile_numel` elements."""
 
+    def begin_part(self, update: UnitUpdate, writes: kernels.Writes) -> UnitSteps | None:
+        """Returns the steps that write only the weights, or only the moments, of states in host memory.
+
+        The steps of the moments follow those of the weights, and find the old moments and the same gradient. Together
+        they have the bits of `begin`. None if the update must write both at once.
+        """
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateSetting:

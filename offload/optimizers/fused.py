@@ -180,6 +180,10 @@ class FusedUpdates:
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
         return _FusedSteps(update, self._mode, self._device if self._gradients.stays(update.unit) else None)
 
+    def begin_part(self, update: UnitUpdate, writes: kernels.Writes) -> UnitSteps | None:
+        divides = all(kernels.has_two_passes(segment.step) for segment in update.segments)
+        return _FusedSteps(update, self._mode, None, writes) if divides else None
+
 
 class _FusedSteps:
     """Steps of one unit by a kernel: on the host, or with a `device` there, in the memory of the unit's states."""
@@ -188,8 +192,10 @@ class _FusedSteps:
     cuts: Sequence[range] = ()
     drafts: Sequence[State] = ()
 
-    def __init__(self, update: UnitUpdate, mode: Mode, device: Device | None) -> None:
-        self._update, self._mode, self._device = update, mode, device
+    def __init__(
+        self, update: UnitUpdate, mode: Mode, device: Device | None, writes: kernels.Writes = kernels.Writes.ALL
+    ) -> None:
+        self._update, self._mode, self._device, self._writes = update, mode, device, writes
         self.in_place = device is not None
 
     def run(self, tile: TileContent, last: bool) -> None:
@@ -199,7 +205,7 @@ class _FusedSteps:
         assert tile.gradient is not None
         partition = partition_of(self._mode, tile.states, tile.gradient)
         if self._device is None:
-            kernels.update(partition, segments)
+            kernels.update(partition, segments, self._writes)
             return
         # No event has to precede the kernel. The norm is known, so the gradient is complete; every reader of the unit
         # waits for its update. The update stream is not the one of compute, so the next forward overlaps with the

@@ -135,6 +135,9 @@ class LambUpdates:
         rated = any(segment.step.ratio is not None for segment in update.segments)
         return _LambSteps(update, self._mode, 1 if rated or update.numel <= tile_numel else 2)
 
+    def begin_part(self, update: UnitUpdate, writes: kernels.Writes) -> UnitSteps | None:
+        return None
+
 
 class _LambSteps:
     """Steps of one unit. The first of two passes only computes norms, on copies of the moments."""

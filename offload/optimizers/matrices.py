@@ -402,6 +402,9 @@ class MatrixUpdates:
         layout, part = self.layouts[update.unit], self.parts[update.unit]
         return _UnitSteps(self, layout, update, cuts(layout, self.mode, part, self._whole_units, tile_numel))
 
+    def begin_part(self, update: UnitUpdate, writes: kernels.Writes) -> UnitSteps | None:
+        return None
+
     @property
     def traded_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.mode.optimizer == MUON and self._in_bf16 else torch.float32

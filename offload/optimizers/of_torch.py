@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload import kernels
 from offload.engine.optimizer import Rule, is_finite, numbers_of
 from offload.engine.update_strategy import ParameterStep, TileContent, UnitSteps, UnitUpdate, UpdateSetting
 from offload.errors import ConfigError, UsageError
@@ -151,6 +152,9 @@ class TorchUpdates:
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
         return _TorchSteps(self, update)
+
+    def begin_part(self, update: UnitUpdate, writes: kernels.Writes) -> UnitSteps | None:
+        return None
 
     def step(
         self,

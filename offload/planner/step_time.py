@@ -17,10 +17,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload.errors import ConfigError
 from offload.layout.memory_plan import limits, unit_sizes
+from offload.layout.modes import Mode
 from offload.layout.optimizer_states import cuts, product_flops
 from offload.layout.pass_order import LAYER_MAJOR, ScheduleChoice, choose_schedule
 from offload.planner.activations import (
@@ -63,6 +64,7 @@ from offload.states import State, Tier
 # work     the larger of all traffic of the drives and all compute; on a CPU, compute includes the optimizer's kernel,
 #          which runs on the same cores
 #
+# An update in two passes counts with its first pass, as far as the rest of the step has time for the second one.
 # With updates under the backward, the k-th term adds only the compute of the other passes up to the moment when the
 # first of these updates may begin.
 #
@@ -74,6 +76,8 @@ class _Updates(NamedTuple):
     """Elements and bytes of several updates together."""
 
     numel: int = 0
+    spared: float = 0.0
+    """Elements that could be updated in the time by which first passes are shorter than updates in one pass."""
     weights: int = 0
     """Bytes that are read unless host buffers already hold them."""
     read: int = 0
@@ -87,6 +91,7 @@ class _Updates(NamedTuple):
             return self
         return _Updates(
             self.numel + cost.numel,
+            self.spared + cost.numel * (1 - cost.passes[0] if cost.passes else 0),
             self.weights + cost.weight_nbytes,
             self.read + cost.state_nbytes + cost.gradient_nbytes,
             self.written + cost.written_nbytes,
@@ -110,6 +115,9 @@ def least(
     tiles = memory.placement.tile_buffers * max(tile_numel, memory.parts.whole.tile)
     unwritten = max((tiles * cost.written_nbytes / cost.numel for cost in costs if cost is not None), default=0.0)
     whole = sum(max(sum(use.seconds for use in one), again / rates.read) for one in others)
+    # A first pass spares time, and its second pass has to find time in the rest of the step.
+    spared = max(((1 - cost.passes[0]) / cost.passes[1] for cost in costs if cost and cost.passes), default=0.0)
+    after = whole
     elapsed = _completed(others) if speculates else {}
     left = sum(use.seconds for use in first)
     order = left + whole
@@ -127,7 +135,8 @@ def least(
         before = _drive_seconds(read, max(0.0, done.written - unwritten), rates)
         if not rates.on_cpu:
             # On a CPU the kernel shares the cores with compute, so `_work` counts both instead.
-            before = max(before, done.numel / rates.kernel)
+            numel = done.numel - min(done.spared, spared * (left + after) * rates.kernel)
+            before = max(before, numel / rates.kernel)
         order = max(order, before + left + whole)
         left -= use.seconds
     compute = sum(use.seconds for one in (first, *others) for use in one)
@@ -679,6 +688,10 @@ def _costs(memory: Memory, shape: Shape) -> list[UpdateCost | None]:
         for unit in (unit for each in shape.experts for unit in each.units):
             cost = costs[unit]
             costs[unit] = None if cost is None else cost._replace(if_used=True)
+    if _divides(memory):
+        for unit, (cost, tiers) in enumerate(zip(costs, memory.placement.tiers, strict=True)):
+            if cost is not None and not cost.written_nbytes and set(tiers.values()) == {Tier.HOST}:
+                costs[unit] = cost._replace(passes=passes_of(memory.mode, memory.parts.gradient_dtype.itemsize))
     if not memory.mode.matrix_rule:
         return costs
     tiles = (cuts(layout, memory.mode, layout.trainable(0, 1), True, _tile_numel(memory)) for layout in memory.layouts)
@@ -686,6 +699,32 @@ def _costs(memory: Memory, shape: Shape) -> list[UpdateCost | None]:
         None if cost is None else cost._replace(stops=tuple(tile.stop for tile in each))
         for cost, each in zip(costs, tiles, strict=True)
     ]
+
+
+def passes_of(mode: Mode, gradient_nbytes: int) -> tuple[float, float]:
+    """Returns the bytes that a pass over the weights moves, and one over the moments, if both at once move 1.
+
+    Each pass reads the old moments and the gradient, the first also the weights, and writes its own states.
+    """
+    weights = sum(dtype.itemsize for dtype in mode.weights.values())
+    moments = mode.element_bytes - weights
+    whole = 2 * (weights + moments) + gradient_nbytes
+    return (2 * weights + moments + gradient_nbytes) / whole, (2 * moments + gradient_nbytes) / whole
+
+
+def _divides(memory: Memory) -> bool:
+    """Returns True if the moments of the optimizer do not depend on the weight; see `kernels.has_two_passes`."""
+    optimizer = memory.config.optimizer
+    settings: Mapping[str, Any] = {} if optimizer is None else optimizer.settings
+    decoupled = optimizer is None or optimizer.type == "AdamW" or settings.get("adam_w_mode", True)
+    match memory.mode.optimizer:
+        case "adam":
+            return bool(decoupled) or not settings.get("weight_decay")
+        case "lion":
+            return True
+        case "adagrad" | "momentum":
+            return not settings.get("weight_decay")
+    return False
 
 
 def _tile_numel(memory: Memory) -> int:

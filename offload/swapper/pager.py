@@ -465,6 +465,8 @@ class WeightUpdates:
         self._entries, self._lock = table.entries, table.changed.lock
         self._awaited: list[int] = []
         """Units whose update a thread waits for."""
+        self.waits = 0
+        """Number of such waits so far; each wake-up of a thread that goes on waiting counts once more."""
 
     # -- the thread that runs the model -------------------------------------------------------------
 
@@ -489,6 +491,7 @@ class WeightUpdates:
         """Waits for a change while the update of a unit is under way. The lock is held."""
         # calling thread: the update worker takes an awaited unit first, so it must learn of it before the wait.
         self._awaited.append(entry.index)
+        self.waits += 1
         self._table.notify()
         try:
             self._table.wait(f"waits for update of {entry.size.title}")

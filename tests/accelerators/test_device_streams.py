@@ -140,12 +140,12 @@ def watch_updates(patch: pytest.MonkeyPatch, device: LateDevice) -> list[int]:
     """Note what the optimizer's kernel touches, which waits for no stream; elements of each call."""
     real, numels = kernels.update, list[int]()
 
-    def update(partition: kernels.Partition, segments: Any) -> None:
+    def update(partition: kernels.Partition, segments: Any, *writes: kernels.Writes) -> None:
         given = [partition.weight, partition.grad, *partition.moments, *partition[3:]]
         tensors = [tensor for tensor in given if tensor is not None]
         device.check_kernel([(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors])
         numels.append(partition.weight.numel())
-        device.start_kernel(lambda: real(partition, segments))
+        device.start_kernel(lambda: real(partition, segments, *writes))
 
     testing.replace(patch, "kernel.update", update)
     return numels

@@ -83,6 +83,20 @@ MUTANTS = (
         "tests/deepspeed/test_safe_get_set.py",
     ),
     Mutant(
+        "let a gradient take the place of one that a second pass has not read",
+        "offload.engine.gradients",
+        "        if unit in self._reading:\n            # autograd thread: an update may",
+        "        if False:\n            # autograd thread: an update may",
+        "tests/updates/test_two_passes.py",
+    ),
+    Mutant(
+        "write weights and moments in both passes of an update",
+        "offload.optimizers.fused",
+        "_FusedSteps(update, self._mode, None, writes)",
+        "_FusedSteps(update, self._mode, None)",
+        "tests/updates/test_two_passes.py",
+    ),
+    Mutant(
         "skip the wait for a tile's reads",
         "offload.engine.update",
         "for read in tile.reads:",

@@ -268,6 +268,9 @@ class SignUpdates:
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
         return SignSteps(update)
 
+    def begin_part(self, update: UnitUpdate, writes: kernels.Writes) -> UnitSteps | None:
+        return None
+
 
 class SignSteps:
     passes, in_place = 1, False

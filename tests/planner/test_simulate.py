@@ -235,3 +235,38 @@ def seven_billions(on_disk: int) -> Simulation:
 def test_units_on_the_drive_are_updated_beside_those_in_memory(on_disk: int, seconds: float) -> None:
     """In one lane the last two would take 4.76 and 9.16 s: the drive would wait for the updates in memory."""
     assert seven_billions(on_disk).seconds == pytest.approx(seconds, rel=0.05)
+
+
+# -- two passes of an update ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "one_pass", "two_passes"),
+    [
+        (0.1, 2.0, 30.1, 27.3),
+        (0.1, 0.5, 15.1, 13.1),
+        (0.1, 0.1, 11.1, 10.8),
+        (0.1, 0.01, 10.2, 10.3),
+        (1.5, 0.5, 21.0, 20.7),
+    ],
+    ids=["the backward hides all", "most", "as many as it can", "none", "nobody waits but for the first unit"],
+)
+def test_weights_are_written_before_moments_as_far_as_the_backward_hides_them(
+    forward: float, backward: float, one_pass: float, two_passes: float
+) -> None:
+    """Ten units, each updated in a second, or in two passes of 18 of its 26 bytes each."""
+    n, pages = 10, 4
+    numel = pages * PAGE // 2
+
+    def seconds(parts: tuple[float, float] | None) -> float:
+        return simulate(
+            [passes(n, forward, backward)] * 12,
+            [unit(pages, Tier.HOST)] * n,
+            [UpdateCost(numel, passes=parts)] * n,
+            Budgets(0, 3 * pages * PAGE),
+            rates=SimulatedRates(kernel=float(numel)),
+            counted=8,
+        ).seconds
+
+    assert seconds(None) == pytest.approx(one_pass, abs=0.05)
+    assert seconds((18 / 26, 18 / 26)) == pytest.approx(two_passes, abs=0.05)

@@ -123,9 +123,9 @@ def test_states_in_memory_are_updated_while_others_are_read(
     numels, reads, all_updated = list[int](), list[int](), threading.Event()
     update = kernels.update
 
-    def counted(partition: kernels.Partition, segments: Sequence[kernels.Segment]) -> None:
+    def counted(partition: kernels.Partition, segments: Sequence[kernels.Segment], *writes: kernels.Writes) -> None:
         reads.append(queue.held)
-        update(partition, segments)
+        update(partition, segments, *writes)
         numels.append(len(partition.weight))
         if sum(numels) >= in_memory:
             all_updated.set()

@@ -98,7 +98,7 @@ def test_a_unit_of_which_nothing_is_read_or_written_is_one_tile(
     engine = start(JOB, placement, tmp_path)
     calls, update = list[int](), kernels.update
     testing.replace(
-        monkeypatch, "kernel.update", lambda part, segments: (calls.append(len(part.weight)), update(part, segments))
+        monkeypatch, "kernel.update", lambda part, *args: (calls.append(len(part.weight)), update(part, *args))
     )
     train_step(engine, JOB, 0)
     engine.synchronize()

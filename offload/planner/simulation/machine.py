@@ -273,7 +273,7 @@ class SimulatedMachine:
     def download(self, row: str, unit: int, nbytes: int) -> Work:
         return self.clock.begin(self._link_down, row, unit, nbytes / self._rates.download)
 
-    def update(self, unit: int, numel: int) -> Work:
+    def update(self, unit: int, numel: float) -> Work:
         return self.clock.begin(self._kernel, "kernel", unit, numel / self._rates.kernel)
 
     def compute(self, unit: int, seconds: float) -> Work:

@@ -75,6 +75,8 @@ class SimulatedPager:
         # `version` counts changes: an actor waits for a version other than the one it has seen.
         self.version = self.uses = self.hits = self.waiting_for_buffer = 0
         self.wanted: list[int] = []
+        self.update_waits = 0
+        """Waits of the model's thread for an update; each wake-up in a wait that goes on counts once more."""
         self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
         self._ascending = sorted(
             (align_up(size.nbytes), unit) for unit, size in enumerate(sizes) if not size.device_resident
@@ -154,6 +156,7 @@ class SimulatedPager:
         """Waits for a change, and meanwhile asks the update worker to update this unit next."""
         # The worker updates this unit next, and may evict other buffers for its weights.
         self.wanted.append(entry.index)
+        self.update_waits += 1
         self.notify()
         yield from self.change()
         self.wanted.remove(entry.index)

@@ -234,6 +234,7 @@ class _Loop:
                 yield from self._inputs.before(position)
                 yield from self._compute(use)
                 for unit in completed.get(position, ()):
+                    yield from self._machine.counted("update", self._updater.await_gradient(unit))
                     self._updater.complete(unit)
             self._pager.release(unit for units in ends.values() for unit in units)
             yield from self._step()

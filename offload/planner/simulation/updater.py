@@ -3,15 +3,20 @@
 With speculation, the worker also updates units before `step()`, during the rest of the backward. Before such an update,
 the unit's gradients must be complete, and the previous step's updates must be written. Every such update is kept:
 clipped steps are not simulated.
+
+Updates take two passes as in the real worker. A gradient waits for the second pass of its unit when it is complete.
+Gradients that leave the device in earlier micro-batches are taken to wait until then.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from offload.aio import Priority
+from offload.kernels import Writes
+from offload.layout.second_passes import SecondPasses
 from offload.layout.update_lanes import Lane, next_lane
 from offload.planner.simulation.machine import Acting, SimulatedMachine, Work
 from offload.planner.simulation.pager import SimulatedPager
@@ -38,6 +43,11 @@ class UpdateCost(NamedTuple):
     """Ends of tiles, in elements; empty for tiles of one size. Each element counts with the mean bytes per element."""
     if_used: bool = False
     """True if a step that does not use the unit does not update it either."""
+    passes: tuple[float, float] | None = None
+    """Seconds of a pass that writes the weights, and of one that writes the moments; a pass that writes both takes 1.
+
+    None if the update must write both at once.
+    """
 
     @property
     def lane(self) -> Lane:
@@ -48,8 +58,16 @@ class _Update:
     """A unit's update in progress."""
 
     def __init__(
-        self, unit: int, tier: Tier, cost: UpdateCost, has_buffer: bool, delivered: bool, priority: Priority
+        self,
+        unit: int,
+        tier: Tier,
+        cost: UpdateCost,
+        has_buffer: bool,
+        delivered: bool,
+        priority: Priority,
+        part: Writes = Writes.ALL,
     ) -> None:
+        self.part = part
         self.unit, self.cost, self.has_buffer, self.delivered = unit, cost, has_buffer, delivered
         self.lane = cost.lane
         read = cost.state_nbytes or cost.gradient_nbytes or (tier is Tier.DISK and not has_buffer)
@@ -76,7 +94,7 @@ class _Tile(NamedTuple):
 
 
 class SimulatedUpdater:
-    """The update worker. `act` runs as the worker; `schedule`, `finish` and `complete` run on the model's thread."""
+    """The update worker. `act` runs as the worker, all other public methods on the model's thread."""
 
     def __init__(
         self,
@@ -107,6 +125,22 @@ class SimulatedUpdater:
         self._free = TILE_BUFFERS if tile_buffers is None else tile_buffers
         self._busy = False
         self._flushing = 0
+        self._second_passes = SecondPasses(sum(cost.numel for cost in costs if cost is not None and cost.passes))
+        self._moments: list[int] = []
+        """Units whose weights are published and whose second pass has not begun, in the order of the former."""
+        self._unread: set[int] = set()
+        """Units whose gradient a second pass will read, or reads."""
+        self._second_pass_began = 0.0
+        self._awaited_gradient: int | None = None
+        self._waits = 0
+        """The model's waits for updates when the worker last began one."""
+
+    def await_gradient(self, unit: int) -> Acting[None]:
+        """Waits on the model's thread until the last update of a unit has read its gradient."""
+        if unit in self._unread:
+            self._awaited_gradient = unit
+            yield from self._wait_while(lambda: unit in self._unread)
+            self._awaited_gradient = None
 
     def complete(self, unit: int) -> None:
         """Starts the write of a unit's complete gradient if the gradient spills, and allows a speculative update."""
@@ -133,16 +167,23 @@ class SimulatedUpdater:
         self._pager.begin_updates(units)
         for unit in units:
             self._queues[self._lane_of(unit)].append(unit)
+        self._second_passes.begin_step()
         self._busy = True
         self._pager.notify()
 
     def finish(self) -> Acting[None]:
         """Waits on the model's thread until all updates of earlier steps have ended."""
         self._flushing += 1
-        self._pager.notify()
-        while self._busy:
-            yield from self._pager.change()
+        yield from self._wait_while(lambda: self._busy)
         self._flushing -= 1
+
+    def _wait_while(self, pending: Callable[[], bool]) -> Acting[None]:
+        late, began = self._second_passes.pending, self._machine.clock.now
+        self._pager.notify()
+        while pending():
+            yield from self._pager.change()
+        if late:
+            self._second_passes.waited(self._machine.clock.now - began)
 
     def act(self) -> Acting[None]:
         """Runs the worker: read the next tiles, compute one, retire written ones. The coroutine never returns."""
@@ -152,6 +193,7 @@ class SimulatedUpdater:
             # Read before any other state, so that the wait below misses no change.
             seen = self._pager.version
             yield from self._retire()
+            self._end_beside_early_updates()
             # Reads of the next tiles start before the kernel of this one, as many as there are buffers.
             for each in Lane:
                 while (tile := (yield from self._next_tile(each))) is not None:
@@ -168,11 +210,20 @@ class SimulatedUpdater:
             elif self._writing:
                 for write in self._writing[0].writes:
                     yield from self._machine.spent("writes", write)
-            elif self._busy and not self._jobs and not any(self._queues.values()):
+            elif self._busy and not self._jobs and not self._moments and not any(self._queues.values()):
                 self._busy = False
                 self._pager.notify()
             else:
                 yield from self._pager.change(seen)
+
+    def _end_beside_early_updates(self) -> None:
+        """Ends the updates of a step while others, which began under the backward beside its moments, go on."""
+        tiles = (*self._reading[Lane.MEMORY], *self._reading[Lane.STREAMED], *self._writing)
+        units = {job.unit for job in (*self._jobs.values(), *(tile.job for tile in tiles))}
+        left = self._moments or any(self._queues.values()) or units - self._begun
+        if self._busy and units and not left:
+            self._busy = False
+            self._pager.notify()
 
     def _retire(self) -> Acting[None]:
         """Frees tiles whose writes have ended, the oldest first."""
@@ -181,7 +232,7 @@ class SimulatedUpdater:
             job = tile.job
             self._free += job.buffered
             job.unwritten_tiles -= 1
-            if job.computed and job.unwritten_tiles == 0:
+            if job.computed and job.unwritten_tiles == 0 and job.part is not Writes.MOMENTS:
                 if not job.delivered:
                     # Weights without a host buffer become available only now.
                     self._pager.publish(job.unit, False, False)
@@ -196,7 +247,7 @@ class SimulatedUpdater:
 
     def _next_tile(self, lane: Lane) -> Acting[_Tile | None]:
         """Starts the reads of the next tile and returns the tile; None if there is no room, or no update can start."""
-        if lane not in self._jobs and (self._free or lane is Lane.MEMORY):
+        if lane not in self._jobs and (self._free if lane is Lane.STREAMED else not self._reading[lane]):
             new = yield from self._next_job(lane)
             if new is not None:
                 self._jobs[lane] = new
@@ -226,11 +277,18 @@ class SimulatedUpdater:
         update starts without a buffer: otherwise both could wait forever.
         """
         queue = self._queues[lane]
+        wanted = self._awaited_gradient
+        if lane is Lane.MEMORY and self._moments and (wanted in self._moments or not queue):
+            unit = wanted if wanted is not None and wanted in self._moments else self._moments[-1]
+            self._moments.remove(unit)
+            self._second_pass_began = self._machine.clock.now
+            return self._job_of(unit, True, Priority.NORMAL, Writes.MOMENTS)
         if not queue:
             return (yield from self._next_speculative_job()) if lane is Lane.STREAMED else None
         # The model's thread waits for this unit's update, so it comes first.
         wanted = self._pager.wanted_update()
         unit = wanted if wanted is not None and wanted in queue else queue[0]
+        part = Writes.WEIGHTS if self._takes_two_passes(unit) else Writes.ALL
         has_buffer = False
         if self._pager.delivers(unit):
             has_buffer = yield from self._pager.buffer_for_update(self._pager.entries[unit])
@@ -239,7 +297,15 @@ class SimulatedUpdater:
             if not has_buffer and (in_flight or not must_start):
                 return None
         queue.remove(unit)
-        return self._job_of(unit, has_buffer, Priority.NORMAL)
+        return self._job_of(unit, has_buffer, Priority.NORMAL, part)
+
+    def _takes_two_passes(self, unit: int) -> bool:
+        """Returns True if the update of a unit writes the weights first: the model waits for updates."""
+        behind = self._pager.update_waits != self._waits or self._pager.wanted_update() is not None
+        self._waits = self._pager.update_waits
+        cost = self._costs[unit]
+        assert cost is not None
+        return bool(cost.passes) and behind and not self._machine.on_cpu and self._second_passes.begin(cost.numel)
 
     def _next_speculative_job(self) -> Acting[_Update | None]:
         """Starts the update of a unit whose gradient is complete; None before the last step's updates are written.
@@ -247,7 +313,7 @@ class SimulatedUpdater:
         Updates start in the order of the backward. An update starts even without a free host buffer: the next use then
         reads its weights again, but the drives are not idle during the backward.
         """
-        if self._busy:
+        if self._busy and (any(self._queues.values()) or not self._unread):
             return None
         unit = next((unit for unit in self._complete if not self._pager.entries[unit].pins), None)
         if unit is None:
@@ -263,13 +329,15 @@ class SimulatedUpdater:
         # The backward waits for weights and inputs, but no thread waits for this update: its reads come last.
         return self._job_of(unit, has_buffer, Priority.BACKGROUND)
 
-    def _job_of(self, unit: int, has_buffer: bool, priority: Priority) -> _Update:
+    def _job_of(self, unit: int, has_buffer: bool, priority: Priority, part: Writes = Writes.ALL) -> _Update:
         """Returns the job of a new update; `has_buffer` is True if a host buffer receives the weights."""
         entry, cost = self._pager.entries[unit], self._costs[unit]
         assert cost is not None
         delivered = has_buffer or entry.size.tier is Tier.DEVICE
         self.undelivered += not delivered
-        return _Update(unit, entry.size.tier, cost, has_buffer, delivered, priority)
+        if part is Writes.WEIGHTS:
+            self._unread.add(unit)
+        return _Update(unit, entry.size.tier, cost, has_buffer, delivered, priority, part)
 
     def _read_tile(self, job: _Update, start: int, stop: int) -> Acting[list[Work]]:
         entry, cost = self._pager.entries[job.unit], job.cost
@@ -292,18 +360,33 @@ class SimulatedUpdater:
         for read in tile.reads:
             yield from self._machine.spent("reads", read)
         job, cost = tile.job, tile.job.cost
-        yield from self._machine.spent("kernels", self._machine.update(job.unit, tile.stop - tile.start))
+        numel = (tile.stop - tile.start) * _share_of_pass(job)
+        yield from self._machine.spent("kernels", self._machine.update(job.unit, numel))
         if cost.written_nbytes:
             nbytes = _share(cost.written_nbytes, tile.start, tile.stop, cost.numel)
             tile.writes.append(self._machine.write("update write", "updates_written", job.unit, nbytes))
         self._writing.append(tile)
         if tile.stop == cost.numel:
             job.computed = True
+            if job.part is Writes.MOMENTS:
+                self._unread.remove(job.unit)
+                self._second_passes.end(cost.numel, self._machine.clock.now - self._second_pass_began)
+                self._pager.notify()
+                return
+            if job.part is Writes.WEIGHTS:
+                self._moments.append(job.unit)
             # The model may use the new weights before they are written to DISK.
             if job.delivered:
                 unwritten = any(t.job is job and t.writes for t in self._writing)
                 self._pager.publish(job.unit, job.has_buffer, unwritten)
                 yield from self._pager.advance()
+
+
+def _share_of_pass(job: _Update) -> float:
+    """Returns the time of an update's pass as a part of that of a pass that writes all."""
+    if job.part is Writes.ALL or job.cost.passes is None:
+        return 1.0
+    return job.cost.passes[job.part is Writes.MOMENTS]
 
 
 def _share(nbytes: int, start: int, stop: int, numel: int) -> int:
