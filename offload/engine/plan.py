@@ -49,7 +49,13 @@ from offload.layout.memory_plan import (
     wanted_slots,
 )
 from offload.layout.modes import Mode, dtype_name
-from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, ScheduleChoice, choose_schedule
+from offload.layout.pass_order import (
+    LAYER_MAJOR,
+    MICRO_BATCH_MAJOR,
+    ScheduleChoice,
+    choose_schedule,
+    makes_early_updates,
+)
 from offload.layout.placement import MachineMemory, Placement
 from offload.layout.tiers import Partitions, check_node
 from offload.layout.units import Units, tied_numel
@@ -192,6 +198,7 @@ def decide(
         drives=bool(config.drives) and not in_place_layouts,
         other_engines=process_memory().needed_bytes,
         device_kernels=device_kernels,
+        unified=device.unified,
     )
     placed = place_states(
         MemoryRequest(
@@ -204,6 +211,7 @@ def decide(
             world_size=mesh.shards,
             replicas=mesh.replicas,
             in_place_layouts=in_place_layouts,
+            speculate=makes_early_updates(config.offload.speculate, device.host_addressable) and everyone.size == 1,
         )
     )
 
