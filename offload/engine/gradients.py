@@ -10,7 +10,8 @@ the total to the host with the last one (`DeviceTotals`).
 The norm reads no gradient a second time: whoever stores values also sums their squares. The device sums the squares of
 values that it copies into an empty buffer; the host sums those of values that it adds up. The bits are the same
 everywhere. On a GPU without our kernels the host sums all squares, those of a first gradient once its copy has arrived.
-If the host can address device memory, all of this is one pass, in the backward's thread.
+If the host can address device memory, all of this is one pass, in the backward's thread. There a gradient to which
+nothing is added in its step is not even copied: autograd's own tensor is kept, and the kernel of the update reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -40,6 +41,10 @@ from offload.layout.placement import CHUNK
 from offload.metrics.meter import NO_SPANS, ComputeSpans
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.timeline import OFF, Phase, Row, Timeline
+from offload.torch_internals import owns_its_memory
+
+AddGradient: TypeAlias = Callable[[torch.Tensor, bool], None]
+"""Function of a gradient of one parameter, and of whether no other code of Python refers to it."""
 
 # -- completion ----------------------------------------------------------------------------------------
 #
@@ -86,12 +91,12 @@ class UnitCompletion:
         if not missing and self.guesses and unit not in self._complete and self._callbacks.is_last_micro_batch():
             self.unit_complete(unit)
 
-    def reporting(self, add: Callable[[torch.Tensor], None], unit: int, segment: int) -> Callable[[torch.Tensor], None]:
+    def reporting(self, add: AddGradient, unit: int, segment: int) -> AddGradient:
         """Returns a function that calls `add`, and then `arrived`."""
 
         @uninterrupted
-        def add_and_tell(gradient: torch.Tensor) -> None:
-            add(gradient)
+        def add_and_tell(gradient: torch.Tensor, alone: bool) -> None:
+            add(gradient, alone)
             self.arrived(unit, segment)
 
         return add_and_tell
@@ -125,7 +130,7 @@ class NoCompletion(UnitCompletion):
     def arrived(self, unit: int, segment: int) -> None:
         return
 
-    def reporting(self, add: Callable[[torch.Tensor], None], unit: int, segment: int) -> Callable[[torch.Tensor], None]:
+    def reporting(self, add: AddGradient, unit: int, segment: int) -> AddGradient:
         return add
 
     def end_backward(self) -> None:
@@ -224,6 +229,17 @@ class DeviceTotals:
 # -- host gradients ------------------------------------------------------------------------------------
 #
 # Host memory of gradients: a host buffer for each unit, or a window of one that waits on DISK.
+#
+#     autograd's own tensor ─► kept ─► read by the update, and dropped
+#                                └► another gradient is added: copied to the host buffer first
+#
+# A kept tensor is never written, and nothing else refers to its memory. No memory stands behind its place in the host
+# buffer until something is written there: a run whose gradients are all kept takes their bytes once. So either all
+# parameters of a unit may be kept or none, since a page of 2 MiB has room for many small ones.
+
+
+KEPT_NUMEL = 1 << 16
+"""Elements of a unit from which its gradients are kept as autograd has made them: fewer are copied in less time."""
 
 
 class HostGradients:
@@ -249,22 +265,30 @@ class HostGradients:
         self._sums: dict[tuple[int, int, int], Sum] = {}
         """Checked memory of parts of a host buffer, by unit, first element and length."""
         self._whole: dict[tuple[int, int], Sum] = {}
-        """Checked memory of parameters of one chunk, by unit and segment; see `adder`."""
+        """Checked memory of parameters of small units, by unit and segment; see `adder`."""
+        self._keepable: set[tuple[int, int]] = set()
+        """Parameters whose gradients may be kept, as unit and segment."""
+        self._kept: dict[int, dict[int, torch.Tensor]] = {}
+        """Gradients that autograd has made and that are kept, (numel,), by unit and segment."""
         for unit, (layout, part) in enumerate(zip(layouts, parts, strict=True)):
             for position, segment in enumerate(layout.segments):
                 inside = part.start <= segment.start and segment.stop <= part.stop
-                if addressable and unit in memory and inside and 0 < segment.numel <= CHUNK:
+                if not (addressable and unit in memory and inside and segment.numel):
+                    continue
+                if len(part) >= KEPT_NUMEL:
+                    self._keepable.add((unit, position))
+                elif segment.numel <= CHUNK:
                     self._whole[unit, position] = self.sum(unit, segment.start - part.start, segment.numel)
 
     def adder(
         self,
         unit: int,
         segment: int,
-        add: Callable[[torch.Tensor], None],
+        add: AddGradient,
         lock: AbstractContextManager[Any],
         reading: Collection[int],
         squares: list[dict[tuple[int, int], float | torch.Tensor]],
-    ) -> Callable[[torch.Tensor], None]:
+    ) -> AddGradient:
         """Returns a function that stores or adds a gradient of one parameter as autograd has made it.
 
         `add` is the slower way, for a gradient that must be prepared or cut, or that must wait: an update is `reading`
@@ -273,8 +297,27 @@ class HostGradients:
         whole = self._whole.get((unit, segment))
         return add if whole is None else DirectAdd(whole.take, add, lock, reading, squares, unit, segment).add
 
+    def may_keep(self, unit: int, segment: int) -> bool:
+        """Returns True if `keep` may be called for gradients of this parameter."""
+        return (unit, segment) in self._keepable
+
+    def keep(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
+        """Takes over the first gradient of a parameter in a step: its owner from now on, which never writes to it."""
+        self._kept.setdefault(unit, {})[segment] = gradient
+
+    def kept_of(self, unit: int) -> Mapping[int, torch.Tensor]:
+        """Returns the kept gradients of a unit, (numel,) each, by segment; all others are in the host buffer."""
+        return self._kept.get(unit, {})
+
+    def drop_kept(self, unit: int, segment: int | None = None) -> None:
+        """Drops the kept gradients of a unit, or that of one parameter."""
+        if segment is None:
+            self._kept.pop(unit, None)
+        else:
+            self._kept.get(unit, {}).pop(segment, None)
+
     def values(self, unit: int, start: int, stop: int) -> torch.Tensor:
-        """Returns elements [start, stop) of a unit's gradient, valid until the next call."""
+        """Returns elements [start, stop) of a unit's host buffer or window, valid until the next call."""
         return self._spill.part(unit, start, stop) if unit in self._spill else self._memory[unit][start:stop]
 
     def sum(self, unit: int, start: int, numel: int) -> Sum:
@@ -419,7 +462,7 @@ class GradientAccumulator:
         self.downloads.drain()
         return {unit: memory.view(torch.uint8) for unit, memory in self.totals.leave(units).items()}
 
-    def adder(self, unit: int, segment: int) -> Callable[[torch.Tensor], None]:
+    def adder(self, unit: int, segment: int) -> AddGradient:
         """Returns `add` for one parameter. For a small one in host memory it is faster, with the same result."""
         if self._recorded:
             return functools.partial(self.add, unit, segment)
@@ -428,24 +471,51 @@ class GradientAccumulator:
         return self.completion.reporting(add, unit, segment)
 
     @uninterrupted
-    def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
-        """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread."""
+    def add(self, unit: int, segment: int, gradient: torch.Tensor, alone: bool = False) -> None:
+        """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread.
+
+        `alone` is True if no code of Python but the callers on this thread refers to the gradient.
+        """
         if not self._recorded:
-            self._add(unit, segment, gradient)
+            self._add(unit, segment, gradient, alone)
         else:
             self._compute.leave_for(unit)
             self._compute.turn_to(unit)
             timeline = OFF if self.downloads.copies else self._timeline  # copies are recorded on arrival
             nbytes = gradient.numel() * gradient.element_size()  # a sparse one lacks `nbytes`
             with timeline.span(Row.DOWNLOADS, self._titles[unit], nbytes):
-                self._add(unit, segment, gradient)
+                self._add(unit, segment, gradient, alone)
         self.completion.arrived(unit, segment)
 
     @uninterrupted
-    def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
+    def _add(self, unit: int, segment: int, gradient: torch.Tensor, alone: bool) -> None:
         """Stores or adds a gradient of this process. `ReduceScatterAccumulator` first collects a unit."""
-        if self._layouts[unit].segments[segment].numel:
+        if alone and self._may_keep(unit, segment, gradient):
+            self._keep_whole(unit, segment, flat(gradient))
+        elif self._layouts[unit].segments[segment].numel:
             self.put(unit, segment, 0, flat(gradient))
+
+    def _may_keep(self, unit: int, segment: int, gradient: torch.Tensor) -> bool:
+        """Returns True if a gradient that is `alone` can wait for its update as it is.
+
+        Memory that something else may write to is copied, and so is a gradient to which another one will be added.
+        """
+        return (
+            self._host.may_keep(unit, segment)
+            and self._callbacks.is_last_micro_batch()
+            and gradient.dtype is self.dtype
+            and self._is_new(unit, segment, 0)
+            and owns_its_memory(gradient)
+        )
+
+    def _keep_whole(self, unit: int, segment: int, values: torch.Tensor) -> None:
+        """Keeps the first gradient of a parameter in a step, (numel,), instead of a copy, and sums its squares."""
+        self._await_update(unit)
+        squares = kernels.squares_of_chunks(values, CHUNK)
+        with self._lock:
+            assert unit not in self._reading
+            self._host.keep(unit, segment, values)
+            self._record(unit, segment, 0, squares)
 
     def end_backward(self) -> None:
         """Completes an outermost backward, or an aborted one, whose gradients stay as far as they have arrived."""
@@ -585,6 +655,11 @@ class GradientAccumulator:
         with self._lock:
             # update thread: frees units under the same lock.
             assert unit not in self._reading
+            if (kept := self._host.kept_of(unit).get(segment)) is not None:
+                if not new:
+                    self._host.values(unit, start, start + numel).copy_(kept)
+                # update thread: an update under the backward may still read the kept tensor, and refers to it itself.
+                self._host.drop_kept(unit, segment)
             # receiving thread: one call for all chunks, after which it asks for Python's lock once. A window may end
             # with any chunk.
             step = CHUNK if unit in self.spill else max(numel, 1)
@@ -657,6 +732,9 @@ class GradientAccumulator:
             values.copy_(self._on_device[unit][start : start + len(values)])
             return
         with self._lock:
+            if (kept := self._host.kept_of(unit).get(segment)) is not None:
+                values.copy_(kept[first : first + len(values)])
+                return
             for chunk in range(0, len(values), CHUNK):
                 some = values[chunk : chunk + CHUNK]
                 some.copy_(self._host.values(unit, start + chunk, start + chunk + len(some)))
@@ -701,6 +779,20 @@ class GradientAccumulator:
             return room.tensor(torch.uint8)[offset:end].view(self.dtype), (read,)
         return self._host.values(unit, start, stop), ()
 
+    def kept(self, unit: int, start: int, stop: int) -> Mapping[int, torch.Tensor]:
+        """Returns the kept gradients in elements [start, stop) of `unit`, (n,) each, by segment; only read.
+
+        What `segment_range` returns has no values there.
+        """
+        found: dict[int, torch.Tensor] = {}
+        # update thread: without the lock, which others hold while they add. A change meanwhile drops the update, and a
+        # list of a dict's items is made at once.
+        for segment, gradient in list(self._host.kept_of(unit).items()):
+            place = self._start(unit, segment, 0)
+            if (part := gradient[max(start - place, 0) : max(stop - place, 0)]).numel():
+                found[segment] = part
+        return found
+
     def stays(self, unit: int) -> bool:
         """Returns True if the gradient of `unit` waits on the device, for an update on the device."""
         return unit in self._on_device
@@ -711,6 +803,7 @@ class GradientAccumulator:
             self.spill.forget(unit)
         with self._lock:
             self._reading.discard(unit)
+            self._host.drop_kept(unit)
 
     def drop(self, unit: int) -> None:
         """Drops the gradients of one unit, but not one that an update reads; none may be on its way from the device."""
@@ -719,6 +812,7 @@ class GradientAccumulator:
         with self._lock:
             self._squares[unit] = {}
             self.totals.forget(unit)
+            self._host.drop_kept(unit)
 
     def forget(self) -> None:
         """Drops every gradient that no update has taken, on all ranks together."""

@@ -18,7 +18,7 @@ def update(
     scales: int,
     grad: tuple[int, int],
     numel: int,
-    segments: Sequence[tuple[int, int, Sequence[float], tuple[int, int]]],
+    segments: Sequence[tuple[int, int, Sequence[float], tuple[int, int], int]],
     writes: int,
     /,
 ) -> None: ...
@@ -30,7 +30,7 @@ def lamb_moments(
     scales: int,
     grad: tuple[int, int],
     numel: int,
-    segment: tuple[int, int, Sequence[float], tuple[int, int]],
+    segment: tuple[int, int, Sequence[float], tuple[int, int], int],
     sums: int,
     /,
 ) -> None: ...

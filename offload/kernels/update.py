@@ -220,6 +220,8 @@ class Segment(NamedTuple):
     """Hyperparameters. `update` does not accept a `LambStep`, since LAMB needs two passes."""
     noise: Noise | None = None
     """Rounds bf16 and 8-bit moments, and bf24 masters; None if all are fp32, where noise has no effect."""
+    grad: torch.Tensor | None = None
+    """(stop - start,) of the dtype of the partition's gradient, which it replaces; only read."""
 
 
 # -- arrays --------------------------------------------------------------------------------------------
@@ -400,14 +402,13 @@ def update(partition: Partition, segments: Sequence[Segment], writes: Writes = W
             f"writes: expected all of them, since the moments of {rule} depend on the weight or there are none, got "
             f"{writes.name}"
         )
-    native = [(segment.start, segment.stop, segment.step, segment.noise) for segment in segments]
-    run(rule, moments, partition, native, writes)
+    run(rule, moments, partition, [NativeSegment(*segment) for segment in segments], writes)
 
 
 def probe(partition: Partition) -> None:
     """Reads and writes the bytes of an AdamW step as they are: the lower bound of a step's time, for benchmarks."""
     numel = length("weight", partition.weight)
-    run("probe", 2, partition, [(0, numel, (0.0,), None)])
+    run("probe", 2, partition, [NativeSegment(0, numel, (0.0,), None)])
 
 
 class Addresses(NamedTuple):
@@ -449,14 +450,20 @@ def addresses(rule: str, moments: int, partition: Partition) -> Addresses:
     )
 
 
-NativeSegment: TypeAlias = tuple[int, int, Sequence[float], Noise | None]
-"""Start, stop, settings in the order that the rule takes, and the noise of moments and masters."""
+class NativeSegment(NamedTuple):
+    """A segment of any rule."""
 
+    start: int
+    stop: int
+    settings: Sequence[float]
+    """Numbers in the order that the rule takes."""
+    noise: Noise | None
+    grad: torch.Tensor | None = None
 
-def native_segment(segment: NativeSegment) -> tuple[int, int, list[float], tuple[int, int]]:
-    """Returns a segment in the form of the native code."""
-    start, stop, settings, noise = segment
-    return start, stop, [float(value) for value in settings], noise or (0, 0)
+    def native(self, dtype: torch.dtype) -> tuple[int, int, list[float], tuple[int, int], int]:
+        """Returns the segment in the form of the native code; `dtype` is that of the partition's gradient."""
+        own = 0 if self.grad is None else address("grad", self.grad, (dtype,), self.stop - self.start)
+        return self.start, self.stop, [float(value) for value in self.settings], self.noise or (0, 0), own
 
 
 def run(
@@ -465,7 +472,8 @@ def run(
     """Runs a native rule of native/module.cpp, which has `moments` moments, over segments."""
     arrays = addresses(rule, moments, partition)
     if arrays.numel:
-        _native.update(rule, *arrays, [native_segment(segment) for segment in segments], int(writes))
+        dtype = partition.grad.dtype
+        _native.update(rule, *arrays, [segment.native(dtype) for segment in segments], int(writes))
 
 
 def adamw(
@@ -508,7 +516,7 @@ def check_segments(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
             f"step: expected one of {', '.join(rule_type.__name__ for rule_type in RULES)}, got {kind.__name__}"
         )
     check_ranges(segments, numel)
-    for _, _, step, _ in segments:
+    for step in (segment.step for segment in segments):
         if type(step) is not kind:
             raise TypeError(f"step: expected {kind.__name__} in all segments, got {type(step).__name__}")
         if isinstance(step, AdamWStep | AdagradStep) and step.step < 1:  # other rules count no steps

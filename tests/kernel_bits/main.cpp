@@ -96,7 +96,7 @@ void steps_of(const Kernel& kernel, Element weight_type, Element moment_type) {
     std::vector<float> scales(2 * kBlocks);
     for (int step = 1; step <= kSteps; ++step) {
         const Bytes grad = as(grad_type, floats(100 + static_cast<std::uint64_t>(step), -6));
-        Segment segment{0, kNumel, {}, 7, 0};
+        Segment segment{0, kNumel, {}, 7, 0, nullptr};
         std::memcpy(segment.settings, kernel.settings.data(), sizeof segment.settings);
         if (kernel.step >= 0) segment.settings[kernel.step] = step;
         segment.stream = static_cast<std::uint64_t>(step);

@@ -123,6 +123,16 @@ CodeForms code_forms(Isa isa) {
             {version_for<EncodePairs<false>>(isa), version_for<EncodePairs<true>>(isa)}};
 }
 
+Buffers with_grad_of(const Buffers& buffers, const Segment& segment) {
+    Buffers found = buffers;
+    if (segment.grad != nullptr) {
+        // As a number, since the address may be before the array's first element.
+        found.grad = reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(segment.grad) -
+                                                   segment.start * size_of(buffers.grad_type));
+    }
+    return found;
+}
+
 Buffers from(const Buffers& buffers, std::size_t start, int moments) {
     Buffers found = buffers;
     found.weight = moved(buffers.weight, start * size_of(buffers.weight_type));

@@ -241,7 +241,8 @@ struct FirstPass {
 }  // namespace
 
 void lamb_moments(const Buffers& b, const Segment& segment, double* sums) {
-    const FirstPass pass{from(b, segment.start, Move::kMoments), segment, sums, active_isa()};
+    const FirstPass pass{from(with_grad_of(b, segment), segment.start, Move::kMoments), segment,
+                         sums, active_isa()};
     share_out(segment.stop - segment.start, [&pass](std::size_t begin, std::size_t end) {
         const DefaultRounding rounding;
         pass.run(begin, end);

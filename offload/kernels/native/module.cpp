@@ -53,15 +53,15 @@ Rule rule(const std::string& name) {
     throw std::invalid_argument("there is no rule " + name);
 }
 
-// start, stop, settings, and the noise: whether there is any, its stream, the number of `start` in
-// it
+// start, stop, settings, the noise (its stream, and the number of `start` in it), and the address
+// of a gradient of the segment's own, or 0
 using Settings = std::tuple<std::size_t, std::size_t, std::vector<double>,
-                            std::pair<std::uint64_t, std::uint64_t>>;
+                            std::pair<std::uint64_t, std::uint64_t>, std::uintptr_t>;
 
 Segment segment(const Settings& given) {
-    const auto& [start, stop, settings, noise] = given;
+    const auto& [start, stop, settings, noise, grad] = given;
     const auto& [stream, element] = noise;
-    Segment made{start, stop, {}, stream, element};
+    Segment made{start, stop, {}, stream, element, at<const void>(grad)};
     std::copy_n(settings.begin(), std::min(settings.size(), offload::kSettings), made.settings);
     return made;
 }

@@ -44,6 +44,8 @@ struct Segment {
     double settings[kSettings];
     std::uint64_t stream;
     std::uint64_t element;
+    // The gradient of `start` in an array of the segment's own; null: it is in that of the buffers.
+    const void* grad;
 };
 
 // Segments are ordered and disjoint; elements outside of them are left alone. Results do not depend

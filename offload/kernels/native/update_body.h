@@ -207,6 +207,7 @@ struct Update {
     struct Part {
         std::size_t start;
         std::size_t stop;
+        const void* grad;
         typename R::Scalars scalars;
         Noise noise;  // of moments
         Noise of_masters;
@@ -227,11 +228,13 @@ struct Update {
     }
 
     void over(const Part& part, std::size_t begin, std::size_t end) const {
+        Buffers arrays = buffers;
+        arrays.grad = part.grad;
         for (; begin + kTile <= end; begin += kTile) {
-            update(part, from(buffers, begin, R::kMoments), begin, kTile);
+            update(part, from(arrays, begin, R::kMoments), begin, kTile);
         }
         if (begin >= end) return;
-        PartialTile rest(from(buffers, begin, R::kMoments), end - begin);
+        PartialTile rest(from(arrays, begin, R::kMoments), end - begin);
         update(part, rest.buffers(), begin, end - begin);
         rest.copy_back();
     }
@@ -268,10 +271,11 @@ void run_update(const Buffers& b, const std::vector<Segment>& segments) {
     for (const Segment& each : segments) {
         const typename R::Scalars scalars(each.settings);
         const std::size_t first = each.start;
+        const void* const grad = with_grad_of(b, each).grad;
         const std::uint64_t of_masters = master_stream(each.stream);
         each_key(each.element, each.stop - first,
                  [&](std::size_t start, std::size_t stop, std::uint64_t element) {
-                     update.parts.push_back({first + start, first + stop, scalars,
+                     update.parts.push_back({first + start, first + stop, grad, scalars,
                                              noise_of(each.stream, element, first + start),
                                              noise_of(of_masters, element, first + start)});
                  });
