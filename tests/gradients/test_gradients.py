@@ -118,7 +118,7 @@ class Memory:
     def __init__(self) -> None:
         self.out, self.lock = torch.zeros(6), threading.Lock()
         self.reading: set[int] = set()
-        self.squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{}, {}]
+        self.squares: list[dict[tuple[int, int], float | torch.Tensor | None]] = [{}, {}]
         self.long: list[torch.Tensor] = []
         take = Sum(self.out).take
         self.add = DirectAdd(take, self.long.append, self.lock, self.reading, self.squares, 1, 3).add
