@@ -300,6 +300,10 @@ class Inspection:
     def gradient_totals(self) -> int:
         return len([*self._parts.gradients.totals.ranges()])
 
+    def gradients_kept(self, unit: int) -> set[int]:
+        """Returns the parameters of a unit whose gradients wait in autograd's own tensors, by index."""
+        return set(self._parts.gradients.kept(unit, 0, self._parts.layouts[unit].trainable_stop))
+
     def gradients_spill(self, unit: int) -> bool:
         """Returns True if the gradients of a unit wait in a file."""
         return unit in self._parts.gradients.spill
@@ -386,6 +390,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     ),
     "size.gradient_window": ("offload.layout.placement:_WINDOW_NBYTES",),
     "size.stream": ("offload.layout.placement:_STREAM_NBYTES",),
+    "size.kept_gradient": ("offload.engine.gradients:KEPT_NUMEL",),
     "size.small_gradient": ("offload.engine.gradient_transfer:SMALL",),
     "size.staged_gradient": ("offload.engine.gradient_transfer:THROUGH_STAGING",),
     "size.least_kept_input": ("offload.activations.kept_inputs:LEAST_NBYTES",),

@@ -52,6 +52,14 @@ def resident(field: str = "VmRSS") -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
+def limit_device_memory(device: torch.device, nbytes: int) -> None:
+    """Limits this process to `nbytes` of GPU memory from now on, as torch allocates it."""
+    import torch
+
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), device)
+
+
 def kernel_bytes() -> tuple[int, int] | None:
     """Returns the bytes that this process has read from and written to drives; None if Linux does not count them."""
     try:

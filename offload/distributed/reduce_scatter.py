@@ -39,7 +39,7 @@ from offload.distributed.agreement import Rounds
 from offload.distributed.process_group import CollectiveWork, Ranks
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill
-from offload.engine.gradients import GradientAccumulator, flat
+from offload.engine.gradients import AddGradient, GradientAccumulator, flat
 from offload.engine.micro_batches import PassSchedule
 from offload.errors import RankError
 from offload.interrupts import uninterrupted
@@ -345,13 +345,13 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._aside: list[tuple[int, int, torch.Tensor, Event]] = []
         """Gradients of fp32 weights that arrived between gradients of the other unit of the same module."""
 
-    def adder(self, unit: int, segment: int) -> Callable[[torch.Tensor], None]:
+    def adder(self, unit: int, segment: int) -> AddGradient:
         """Returns `add` for one parameter."""
         return functools.partial(self.add, unit, segment)
 
     # -- gradients of this rank ---------------------------------------------------------------------
 
-    def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
+    def _add(self, unit: int, segment: int, gradient: torch.Tensor, alone: bool = False) -> None:
         """Copies a gradient to a bucket, or adds it to the sum of its unit.
 
         Before that, reduces the unit under way if the gradient belongs to another unit, or if it does not add up with

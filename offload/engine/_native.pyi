@@ -55,7 +55,7 @@ class DirectAdd:
     def __init__(
         self,
         take: Callable[[torch.Tensor, bool], float | None],
-        other: Callable[[torch.Tensor], None],
+        other: Callable[[torch.Tensor, bool], None],
         lock: AbstractContextManager[Any],
         reading: Collection[int],
         squares: list[dict[tuple[int, int], float | torch.Tensor | None]],
@@ -63,14 +63,14 @@ class DirectAdd:
         segment: int,
         /,
     ) -> None: ...
-    def add(self, gradient: torch.Tensor, /) -> None: ...
+    def add(self, gradient: torch.Tensor, alone: bool, /) -> None: ...
 
 class GradientHook:
     def __init__(
         self,
         passes: Any,
         plain_tensors: Callable[[], AbstractContextManager[Any]],
-        add: Callable[[torch.Tensor], None],
+        add: Callable[[torch.Tensor, bool], None],
         /,
     ) -> None: ...
     def take(self, parameter: torch.Tensor, /) -> None: ...

@@ -44,14 +44,17 @@ from offload.timeline import OFF, Row, Timeline, now
 # thread, and for turns of Python's lock, for which the launching thread waits. On the bus, a gradient of a norm or a
 # bias takes a microsecond.
 #
-# A gradient of 8 MiB or more leaves alone, and at most a staging buffer, 16 MiB, is joined: to join a whole unit of any
-# size would not pay. The device reads and writes each joined byte once more, 8 MiB in 17 us at 1 TB/s, and holds it
-# twice. A copy of its own costs 10 to 20 us of Python, as measured without a GPU, and some five calls of CUDA. For a
-# block of Llama-2-13B, 605 MiB of gradients in bf16, one copy in place of eight would take 1.3 ms and 605 MiB more.
+# A gradient of 8 MiB or more leaves alone, and at most 16 MiB are joined, or a staging buffer where that is smaller: to
+# join a whole unit of any size would not pay. The device reads and writes each joined byte once more, 8 MiB in 17 us at
+# 1 TB/s, and holds it twice. A copy of its own costs 10 to 20 us of Python, as measured without a GPU, and some five
+# calls of CUDA. For a block of Llama-2-13B, 605 MiB of gradients in bf16, one copy in place of eight would take 1.3 ms
+# and 605 MiB more.
 
 
 SMALL = 8 * MIB
 """Bytes below which a gradient is joined with others."""
+JOINED = 16 * MIB
+"""Bytes of gradients that are joined at most."""
 THROUGH_STAGING = 256 * KIB
 """Bytes below which neighbours in host memory are joined with others instead of being copied straight to their places.
 
@@ -91,8 +94,8 @@ class SmallGradients:
     """The gradients of one unit that wait to be joined. Belongs to the thread that sends."""
 
     def __init__(self, most: int) -> None:
-        """Begins empty, with room for `most` bytes: those of a staging buffer, so that no gradient is cut."""
-        self._most = most
+        """Begins empty. A staging buffer has room for `most` bytes, so that no gradient is cut."""
+        self._most = min(most, JOINED)
         self.title = ""
         self.pieces: list[Piece] = []
 
@@ -131,8 +134,7 @@ def group(pieces: Sequence[Piece]) -> list[Group]:
     """Returns the pieces, grouped by their copy: neighbours in host memory, then all others together."""
     # The thread that launches the backward runs this for each unit, so each pair of neighbours is looked at once.
     runs: list[tuple[list[Piece], list[int]]] = []
-    # A gradient that is added, or whose squares the host sums, is received chunk by chunk: it has no place to go to
-    # straight away.
+    # A gradient that is added, or whose squares the host sums, is split on the host, where its callback receives it.
     straight = [piece for piece in pieces if piece.target is not None and piece.receive is None]
     for piece in sorted(straight, key=_address):
         gap = _gap(runs[-1][0][-1], piece) if runs else None

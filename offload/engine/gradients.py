@@ -14,8 +14,9 @@ later is added to the rounded sum, and the result rounded again.
 
 The norm reads no gradient a second time: whoever stores values also sums their squares. The device sums the squares of
 values that it copies into an empty buffer; the host sums those of values that it adds up. The bits are the same
-everywhere. On a GPU without our kernels the host sums all squares, and all gradients pass through staging buffers. If
-the host can address device memory, all of this is one pass, in the backward's thread.
+everywhere. On a GPU without our kernels the host sums all squares, those of a first gradient once its copy has arrived.
+If the host can address device memory, all of this is one pass, in the backward's thread. There a gradient to which
+nothing is added in its step is not even copied: autograd's own tensor is kept, and the kernel of the update reads it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -50,6 +51,10 @@ from offload.sizes import format_size
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.memory.limits import free_host_memory
 from offload.timeline import OFF, Phase, Row, Timeline
+from offload.torch_internals import owns_its_memory
+
+AddGradient: TypeAlias = Callable[[torch.Tensor, bool], None]
+"""Function of a gradient of one parameter, and of whether no other code of Python refers to it."""
 
 # -- completion ----------------------------------------------------------------------------------------
 #
@@ -96,12 +101,12 @@ class UnitCompletion:
         if not missing and self.guesses and unit not in self._complete and self._callbacks.is_last_micro_batch():
             self.unit_complete(unit)
 
-    def reporting(self, add: Callable[[torch.Tensor], None], unit: int, segment: int) -> Callable[[torch.Tensor], None]:
+    def reporting(self, add: AddGradient, unit: int, segment: int) -> AddGradient:
         """Returns a function that calls `add`, and then `arrived`."""
 
         @uninterrupted
-        def add_and_tell(gradient: torch.Tensor) -> None:
-            add(gradient)
+        def add_and_tell(gradient: torch.Tensor, alone: bool) -> None:
+            add(gradient, alone)
             self.arrived(unit, segment)
 
         return add_and_tell
@@ -135,7 +140,7 @@ class NoCompletion(UnitCompletion):
     def arrived(self, unit: int, segment: int) -> None:
         return
 
-    def reporting(self, add: Callable[[torch.Tensor], None], unit: int, segment: int) -> Callable[[torch.Tensor], None]:
+    def reporting(self, add: AddGradient, unit: int, segment: int) -> AddGradient:
         return add
 
     def end_backward(self) -> None:
@@ -235,6 +240,17 @@ class DeviceTotals:
 # -- host gradients ------------------------------------------------------------------------------------
 #
 # Host memory of gradients: a host buffer for each unit, or a window of one that waits on DISK.
+#
+#     autograd's own tensor ─► kept ─► read by the update, and dropped
+#                                └► another gradient is added: copied to the host buffer first
+#
+# A kept tensor is never written, and nothing else refers to its memory. No memory stands behind its place in the host
+# buffer until something is written there: a run whose gradients are all kept takes their bytes once. So either all
+# parameters of a unit may be kept or none, since a page of 2 MiB has room for many small ones.
+
+
+KEPT_NUMEL = 1 << 16
+"""Elements of a unit from which its gradients are kept as autograd has made them: fewer are copied in less time."""
 
 
 class HostGradients:
@@ -264,14 +280,22 @@ class HostGradients:
         """Scratch memory of `round`; (CHUNK,) of the dtype of rounded sums."""
         self._announced = False
         self._sums: dict[tuple[int, int, int], Sum] = {}
-        """Checked memory of each chunk of a host buffer, by unit, first element and length."""
+        """Checked memory of parts of a host buffer, by unit, first element and length."""
         self._whole: dict[tuple[int, int], Sum] = {}
-        """Checked memory of parameters of one chunk, by unit and segment; see `adder`."""
+        """Checked memory of parameters of small units, by unit and segment; see `adder`."""
+        self._keepable: set[tuple[int, int]] = set()
+        """Parameters whose gradients may be kept, as unit and segment."""
+        self._kept: dict[int, dict[int, torch.Tensor]] = {}
+        """Gradients that autograd has made and that are kept, (numel,), by unit and segment."""
         for unit, (layout, part) in enumerate(zip(layouts, parts, strict=True)):
             for position, segment in enumerate(layout.segments):
                 inside = part.start <= segment.start and segment.stop <= part.stop
-                direct = addressable and not dtypes.rounds and unit in memory
-                if direct and inside and 0 < segment.numel <= CHUNK:
+                # A gradient whose sum is rounded is neither added without a look at the micro-batch nor kept.
+                if dtypes.rounds or not (addressable and unit in memory and inside and segment.numel):
+                    continue
+                if len(part) >= KEPT_NUMEL:
+                    self._keepable.add((unit, position))
+                elif segment.numel <= CHUNK:
                     self._whole[unit, position] = self.sum(unit, segment.start - part.start, segment.numel)
 
     def spills(self, unit: int) -> bool:
@@ -323,11 +347,11 @@ class HostGradients:
         self,
         unit: int,
         segment: int,
-        add: Callable[[torch.Tensor], None],
+        add: AddGradient,
         lock: AbstractContextManager[Any],
         reading: Collection[int],
         squares: list[dict[tuple[int, int], Squares]],
-    ) -> Callable[[torch.Tensor], None]:
+    ) -> AddGradient:
         """Returns a function that stores or adds a gradient of one parameter as autograd has made it.
 
         `add` is the slower way, for a gradient that must be prepared or cut, or that must wait: an update is `reading`
@@ -336,8 +360,27 @@ class HostGradients:
         whole = self._whole.get((unit, segment))
         return add if whole is None else DirectAdd(whole.take, add, lock, reading, squares, unit, segment).add
 
+    def may_keep(self, unit: int, segment: int) -> bool:
+        """Returns True if `keep` may be called for gradients of this parameter."""
+        return (unit, segment) in self._keepable
+
+    def keep(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
+        """Takes over the first gradient of a parameter in a step: its owner from now on, which never writes to it."""
+        self._kept.setdefault(unit, {})[segment] = gradient
+
+    def kept_of(self, unit: int) -> Mapping[int, torch.Tensor]:
+        """Returns the kept gradients of a unit, (numel,) each, by segment; all others are in the host buffer."""
+        return self._kept.get(unit, {})
+
+    def drop_kept(self, unit: int, segment: int | None = None) -> None:
+        """Drops the kept gradients of a unit, or that of one parameter."""
+        if segment is None:
+            self._kept.pop(unit, None)
+        else:
+            self._kept.get(unit, {}).pop(segment, None)
+
     def values(self, unit: int, start: int, stop: int) -> torch.Tensor:
-        """Returns elements [start, stop) of a unit's gradient, valid until the next call."""
+        """Returns elements [start, stop) of a unit's host buffer or window, valid until the next call."""
         if unit in self._wide:
             return self._wide[unit][start:stop]
         return self._spill.part(unit, start, stop) if unit in self._spill else self._memory[unit][start:stop]
@@ -352,13 +395,15 @@ class HostGradients:
                 self._sums[unit, start, numel] = total
         return total
 
-    def round(self, unit: int, start: int, numel: int) -> float:
-        """Rounds elements [start, start + numel) of a sum in its memory, and returns the sum of their squares."""
+    def round(self, unit: int, start: int, numel: int) -> list[float]:
+        """Rounds elements [start, start + numel) of a sum in its memory; returns the sum of squares of each chunk."""
         if self._rounded is None:
             self._rounded = torch.empty(CHUNK, dtype=self._dtypes.values, device="cpu")
-        rounded, values = self._rounded[:numel], self.values(unit, start, start + numel)
-        squares = kernels.accumulate(rounded, values, add=False)
-        kernels.accumulate(values, rounded, add=False)
+        squares = []
+        for values in self.values(unit, start, start + numel).split(CHUNK):
+            rounded = self._rounded[: len(values)]
+            squares.append(kernels.accumulate(rounded, values, add=False))
+            kernels.accumulate(values, rounded, add=False)
         return squares
 
 
@@ -381,8 +426,7 @@ def squares_of(values: torch.Tensor) -> torch.Tensor:
     """
     if values.is_cuda:
         return cuda.sum_squares(values, CHUNK)
-    parts = (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
-    return torch.tensor([kernels.sum_squares(part) for part in parts], dtype=torch.float64, device="cpu")
+    return torch.tensor(kernels.squares_of_chunks(values, CHUNK), dtype=torch.float64, device="cpu")
 
 
 def total_of(squares: Sequence[Mapping[tuple[int, int], Squares]], elsewhere: Container[tuple[int, int]] = ()) -> float:
@@ -497,7 +541,7 @@ class GradientAccumulator:
         self.downloads.drain()
         return {unit: memory.view(torch.uint8) for unit, memory in self.totals.leave(units).items()}
 
-    def adder(self, unit: int, segment: int) -> Callable[[torch.Tensor], None]:
+    def adder(self, unit: int, segment: int) -> AddGradient:
         """Returns `add` for one parameter. For a small one in host memory it is faster, with the same result."""
         if self._recorded:
             return functools.partial(self.add, unit, segment)
@@ -506,24 +550,51 @@ class GradientAccumulator:
         return self.completion.reporting(add, unit, segment)
 
     @uninterrupted
-    def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
-        """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread."""
+    def add(self, unit: int, segment: int, gradient: torch.Tensor, alone: bool = False) -> None:
+        """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread.
+
+        `alone` is True if no code of Python but the callers on this thread refers to the gradient.
+        """
         if not self._recorded:
-            self._add(unit, segment, gradient)
+            self._add(unit, segment, gradient, alone)
         else:
             self._compute.leave_for(unit)
             self._compute.turn_to(unit)
             timeline = OFF if self.downloads.copies else self._timeline  # copies are recorded on arrival
             nbytes = gradient.numel() * gradient.element_size()  # a sparse one lacks `nbytes`
             with timeline.span(Row.DOWNLOADS, self._titles[unit], nbytes):
-                self._add(unit, segment, gradient)
+                self._add(unit, segment, gradient, alone)
         self.completion.arrived(unit, segment)
 
     @uninterrupted
-    def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
+    def _add(self, unit: int, segment: int, gradient: torch.Tensor, alone: bool) -> None:
         """Stores or adds a gradient of this process. `ReduceScatterAccumulator` first collects a unit."""
-        if self._layouts[unit].segments[segment].numel:
+        if alone and self._may_keep(unit, segment, gradient):
+            self._keep_whole(unit, segment, flat(gradient))
+        elif self._layouts[unit].segments[segment].numel:
             self.put(unit, segment, 0, flat(gradient))
+
+    def _may_keep(self, unit: int, segment: int, gradient: torch.Tensor) -> bool:
+        """Returns True if a gradient that is `alone` can wait for its update as it is.
+
+        Memory that something else may write to is copied, and so is a gradient to which another one will be added.
+        """
+        return (
+            self._host.may_keep(unit, segment)
+            and self._callbacks.is_last_micro_batch()
+            and gradient.dtype is self.dtypes.stored
+            and self._is_new(unit, segment, 0)
+            and owns_its_memory(gradient)
+        )
+
+    def _keep_whole(self, unit: int, segment: int, values: torch.Tensor) -> None:
+        """Keeps the first gradient of a parameter in a step, (numel,), instead of a copy, and sums its squares."""
+        self._await_update(unit)
+        squares = kernels.squares_of_chunks(values, CHUNK)
+        with self._lock:
+            assert unit not in self._reading
+            self._host.keep(unit, segment, values)
+            self._record(unit, segment, 0, squares)
 
     def end_backward(self) -> None:
         """Completes an outermost backward, or an aborted one, whose gradients stay as far as they have arrived."""
@@ -558,9 +629,7 @@ class GradientAccumulator:
         """
         if values.dtype not in SUMMED:
             values = values.to(self.dtypes.sums)
-        if unit in self._reading:
-            # autograd thread: its graph is older than step(). If it needs no weights, nothing has made it wait.
-            self._callbacks.await_updates()
+        self._await_update(unit)
         key, new, complete = (segment, first), self._is_new(unit, segment, first), self._callbacks.is_last_micro_batch()
         # A gradient begins a total on the device, or is added to one, or is stored.
         if self.totals.has(unit, key) or (new and self._has_totals(unit) and not self._leaves(unit, complete)):
@@ -570,6 +639,12 @@ class GradientAccumulator:
                 self._send_total(unit, segment, first, complete)
         else:
             self._store(unit, segment, first, values, new, complete)
+
+    def _await_update(self, unit: int) -> None:
+        """Waits until no update reads the gradient of `unit`."""
+        if unit in self._reading:
+            # autograd thread: its graph is older than step(). If it needs no weights, nothing has made it wait.
+            self._callbacks.await_updates()
 
     def _is_new(self, unit: int, segment: int, first: int) -> bool:
         """Returns True if no gradient was stored at this position since the last step."""
@@ -613,14 +688,19 @@ class GradientAccumulator:
         if new and values.element_size() > fewest.itemsize:
             values = downloads.with_memory(functools.partial(values.to, fewest))  # here, for fewer bytes to copy
         rounds = self.dtypes.rounds and dtype is self.dtypes.sums
-        summed = downloads.sums and new and values.dtype == dtype and not rounds
+        stored = new and values.dtype == dtype and not rounds
+        summed = downloads.sums and stored
         chunks = range(0, values.numel(), CHUNK)
         squares: Sequence[Squares] = squares_of(values).unbind() if summed else [0.0] * len(chunks)
         target, receive = None, None
         spills = self._host.spills(unit)
-        if summed and not spills:
+        if stored and not spills:
             start = self._start(unit, segment, first)
             target = self._host.values(unit, start, start + len(values))
+            if not summed:
+
+                def receive(position: int, some: torch.Tensor) -> None:
+                    self._sum_stored(unit, segment, first + position, some)
         else:
 
             def receive(position: int, some: torch.Tensor) -> None:
@@ -636,6 +716,12 @@ class GradientAccumulator:
                 self._squares[unit][segment, first + chunk] = value
             else:
                 self._squares[unit].setdefault((segment, first + chunk), value)
+
+    def _sum_stored(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        """Sums the squares of `values`, (n,) on the host, which a plain copy has stored in the unit's memory."""
+        with self._lock:
+            assert unit not in self._reading
+            self._record(unit, segment, first, kernels.squares_of_chunks(values, CHUNK))
 
     def _keep(self, unit: int, segment: int, first: int, values: torch.Tensor, new: bool, complete: bool) -> None:
         """Stores or adds `values` on the device. A sum is rounded once, as by the host's kernel."""
@@ -682,14 +768,30 @@ class GradientAccumulator:
         with self._lock:
             # update thread: frees units under the same lock.
             assert unit not in self._reading
+            if (kept := self._host.kept_of(unit).get(segment)) is not None:
+                if not new:
+                    self._host.values(unit, start, start + numel).copy_(kept)
+                # update thread: an update under the backward may still read the kept tensor, and refers to it itself.
+                self._host.drop_kept(unit, segment)
+            # receiving thread: one call for all chunks, after which it asks for Python's lock once. A window may end
+            # with any chunk.
+            step = CHUNK if self._host.spills(unit) else max(numel, 1)
             rounds = self.dtypes.rounds and self._host.is_wide(unit)
-            for chunk in range(0, numel, CHUNK):
-                more = values if numel <= CHUNK else values[chunk : chunk + CHUNK]
-                squares: Squares = self._host.sum(unit, start + chunk, more.numel()).accumulate(more, add=not new)
-                if rounds:
-                    squares = self._host.round(unit, start + chunk, more.numel()) if complete else None
+            for done in range(0, numel, step):
+                some = values[done : done + step]
+                total = self._host.sum(unit, start + done, some.numel())
+                squares: Sequence[Squares] = total.accumulate(some, add=not new, chunk=CHUNK)
+                if rounds and complete:
+                    squares = self._host.round(unit, start + done, some.numel())
+                elif rounds:
+                    squares = [None] * len(squares)
                 if not summed:
-                    self._squares[unit][segment, first + chunk] = squares
+                    self._record(unit, segment, first + done, squares)
+
+    def _record(self, unit: int, segment: int, first: int, squares: Sequence[Squares]) -> None:
+        """Records the sum of squares of each chunk from element `first` of a segment on. The caller holds the lock."""
+        for number, value in enumerate(squares):
+            self._squares[unit][segment, first + number * CHUNK] = value
 
     def _complete_sums(self, unit: int) -> None:
         """Rounds sums to which the last micro-batch of the step has added nothing; all gradients are received."""
@@ -700,7 +802,7 @@ class GradientAccumulator:
                     self._squares[unit][key] = self._round_on_device(self._on_device[unit][chunk.start : chunk.stop])
                     continue
                 with self._lock:
-                    self._squares[unit][key] = self._host.round(unit, chunk.start, len(chunk))
+                    (self._squares[unit][key],) = self._host.round(unit, chunk.start, len(chunk))
 
     def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
         """Returns the statistics that decide a step. Waits until all gradients are copied from the device.
@@ -769,6 +871,9 @@ class GradientAccumulator:
             values.copy_(self._on_device[unit][start : start + len(values)].to(dtype))
         else:
             with self._lock:
+                if (kept := self._host.kept_of(unit).get(segment)) is not None:
+                    values.copy_(kept[first : first + len(values)])
+                    return
                 for chunk in range(0, len(values), CHUNK):
                     some = values[chunk : chunk + CHUNK]
                     some.copy_(self._host.values(unit, start + chunk, start + chunk + len(some)).to(dtype))
@@ -817,6 +922,20 @@ class GradientAccumulator:
             return room.tensor(torch.uint8)[offset:end].view(self.dtypes.stored), (read,)
         return self._host.values(unit, start, stop), ()
 
+    def kept(self, unit: int, start: int, stop: int) -> Mapping[int, torch.Tensor]:
+        """Returns the kept gradients in elements [start, stop) of `unit`, (n,) each, by segment; only read.
+
+        What `segment_range` returns has no values there.
+        """
+        found: dict[int, torch.Tensor] = {}
+        # update thread: without the lock, which others hold while they add. A change meanwhile drops the update, and a
+        # list of a dict's items is made at once.
+        for segment, gradient in list(self._host.kept_of(unit).items()):
+            place = self._start(unit, segment, 0)
+            if (part := gradient[max(start - place, 0) : max(stop - place, 0)]).numel():
+                found[segment] = part
+        return found
+
     def stays(self, unit: int) -> bool:
         """Returns True if the gradient of `unit` waits on the device, for an update on the device."""
         return unit in self._on_device
@@ -828,6 +947,7 @@ class GradientAccumulator:
         with self._lock:
             self._reading.discard(unit)
             self._host.narrow(unit)
+            self._host.drop_kept(unit)
 
     def drop(self, unit: int) -> None:
         """Drops the gradients of one unit; none may be on its way from the device."""
@@ -837,6 +957,7 @@ class GradientAccumulator:
             self._squares[unit] = {}
             self.totals.forget(unit)
             self._host.narrow(unit)
+            self._host.drop_kept(unit)
 
     def forget(self) -> None:
         """Drops every gradient that no update has taken, on all ranks together."""

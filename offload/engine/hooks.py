@@ -812,8 +812,8 @@ class ModuleHooks:
         add = self._gradients.adder(handle.unit, handle.position)
 
         @uninterrupted
-        def record_and_add(gradient: torch.Tensor) -> None:
+        def record_and_add(gradient: torch.Tensor, alone: bool) -> None:
             self._timeline.add_gradient(gradient.numel() * gradient.element_size())  # a sparse one lacks `nbytes`
-            add(gradient)
+            add(gradient, alone)
 
         return GradientHook(self.passes, plain_tensors, add if self._timeline is OFF else record_and_add).take

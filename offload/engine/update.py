@@ -165,6 +165,8 @@ class UpdateTile:
     states: Mapping[State, StateTile]
     gradient: torch.Tensor | None
     """None for a tile of edits."""
+    kept: Mapping[int, torch.Tensor]
+    """See `TileContent`."""
     reads: Sequence[Future]
     writes: dict[State, tuple[int, Future]] = field(default_factory=dict)
     """For each state the first byte of its write in the slot, and the write's future."""
@@ -220,6 +222,7 @@ class TilePipeline:
         last = passed == job.steps.passes - 1
         states: dict[State, StateTile] = {}
         gradient: torch.Tensor | None = None
+        kept: Mapping[int, torch.Tensor] = {}
         reads, offset = list[Future](), 0
         try:
             for state, dtype in self._shards.mode_of(job.unit).states.items():
@@ -232,6 +235,7 @@ class TilePipeline:
                 start, stop = elements.start, elements.stop
                 gradient, gradient_reads = self._gradients.segment_range(job.unit, start, stop, buffer, offset)
                 reads += gradient_reads
+                kept = self._gradients.kept(job.unit, start, stop)
             # Once for each update, so that the host buffer is complete when the weights are published.
             if elements.start == 0 and last:
                 self._read_frozen(job, reads)
@@ -246,6 +250,7 @@ class TilePipeline:
                 buffer=buffer,
                 states=states,
                 gradient=gradient,
+                kept=kept,
                 reads=reads,
             )
         )
@@ -356,7 +361,7 @@ class TilePipeline:
                     self._copy(state_tile.work, state_tile.away)
             memory = {state: state_tile.work for state, state_tile in tile.states.items()}
             start, stop = tile.elements.start, tile.elements.stop
-            content = TileContent(start=start, stop=stop, states=memory, gradient=tile.gradient)
+            content = TileContent(start=start, stop=stop, states=memory, gradient=tile.gradient, kept=tile.kept)
             with self._timeline.span(Row.WORKER, f"kernel of {title}"):
                 job.steps.run(content, tile.last)
         # An optimizer may pass over a unit several times. Only the last pass writes its tiles; the buffers of tiles of

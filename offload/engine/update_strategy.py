@@ -193,7 +193,15 @@ class TileContent:
     states: Mapping[State, torch.Tensor]
     """Each state has shape (n,) and the mode's dtype. n is stop - start, or the length of `UpdateStrategy.part`."""
     gradient: torch.Tensor | None
-    """The gradient, of shape (stop - start,); None if the update has edits."""
+    """The gradient, of shape (stop - start,), without the parameters in `kept`; None if the update has edits."""
+    kept: Mapping[int, torch.Tensor]
+    """Gradients in tensors of their own: (n,), the tile's elements of a parameter, by the parameter's index."""
+
+    def gradient_of(self, segment: ParameterStep) -> torch.Tensor:
+        """Returns the gradient of a segment that is cut `within` the tile; only read."""
+        assert self.gradient is not None
+        own = self.kept.get(segment.parameter)
+        return self.gradient[segment.start : segment.stop] if own is None else own
 
 
 class UnitSteps(Protocol):

@@ -17,7 +17,7 @@ from offload.kernels import _native
 from offload.kernels.lamb import LambSegment, lamb, lamb_moments, lamb_move, lamb_ratio
 from offload.kernels.optimizer import CPUAdamW
 from offload.kernels.settings import available_cores, isa_from, threads_beside_device, threads_from
-from offload.kernels.sums import accumulate, join_master, split_master, sum_squares
+from offload.kernels.sums import accumulate, join_master, split_master, squares_of_chunks, sum_squares
 from offload.kernels.update import (
     AdagradStep,
     AdamWStep,
@@ -29,7 +29,9 @@ from offload.kernels.update import (
     Segment,
     SGDStep,
     Step,
+    Writes,
     adamw,
+    has_two_passes,
     noise_stream,
     probe,
     update,
@@ -48,8 +50,10 @@ __all__ = [
     "SGDStep",
     "Segment",
     "Step",
+    "Writes",
     "accumulate",
     "adamw",
+    "has_two_passes",
     "join_master",
     "lamb",
     "lamb_moments",
@@ -59,6 +63,7 @@ __all__ = [
     "noise_stream",
     "probe",
     "split_master",
+    "squares_of_chunks",
     "sum_squares",
     "thread_count",
     "update",

@@ -18,7 +18,8 @@ def update(
     scales: int,
     grad: tuple[int, int],
     numel: int,
-    segments: Sequence[tuple[int, int, Sequence[float], tuple[int, int]]],
+    segments: Sequence[tuple[int, int, Sequence[float], tuple[int, int], int]],
+    writes: int,
     /,
 ) -> None: ...
 def lamb_moments(
@@ -29,7 +30,7 @@ def lamb_moments(
     scales: int,
     grad: tuple[int, int],
     numel: int,
-    segment: tuple[int, int, Sequence[float], tuple[int, int]],
+    segment: tuple[int, int, Sequence[float], tuple[int, int], int],
     sums: int,
     /,
 ) -> None: ...
@@ -41,8 +42,10 @@ def quantize(format: int, values: int, type: int, blocks: int, numel: int, /) ->
 def dequantize(format: int, blocks: int, values: int, type: int, numel: int, /) -> None: ...
 def encode_moments(values: int, moment: tuple[int, int, int, bool], numel: int, /) -> None: ...
 def decode_moments(moment: tuple[int, int, int, bool], offset: int, values: int, numel: int, /) -> None: ...
-def accumulate(out: int, out_type: int, grad: int, grad_type: int, numel: int, add: bool, /) -> float: ...
-def sum_squares(values: int, type: int, numel: int, /) -> float: ...
+def accumulate(
+    out: int, out_type: int, grad: int, grad_type: int, numel: int, add: bool, chunk: int, /
+) -> list[float]: ...
+def sum_squares(values: int, type: int, numel: int, chunk: int, /) -> list[float]: ...
 
 class Sum:
     def __init__(

@@ -18,13 +18,13 @@ import torch
 from offload.kernels import _native
 from offload.kernels.update import (
     LambStep,
+    NativeSegment,
     Noise,
     Partition,
     addresses,
     check_blocks,
     check_noise,
     check_ranges,
-    native_segment,
     run,
 )
 
@@ -40,6 +40,8 @@ class LambSegment(NamedTuple):
     step: LambStep
     noise: Noise | None = None
     """Rounds bf16 and 8-bit moments, and bf24 masters; None if all are fp32."""
+    grad: torch.Tensor | None = None
+    """(stop - start,) of the dtype of the partition's gradient, which it replaces; only read."""
 
 
 def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
@@ -72,11 +74,11 @@ def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[
     check_noise(partition, segments)
     check_blocks(partition, segments)
     segment_sums = []
-    for start, stop, step, noise in segments:
+    for start, stop, step, noise, grad in segments:
         # One row for each block of a parameter, counted from the segment's start, so that ranks can join their rows.
         sums = torch.zeros(-(-(stop - start) // BLOCK), 2, dtype=torch.float64, device="cpu")
-        native = native_segment((start, stop, (*step[:7], 1.0), noise))
-        _native.lamb_moments(*arrays, native, sums.data_ptr())
+        segment = NativeSegment(start, stop, (*step[:7], 1.0), noise, grad)
+        _native.lamb_moments(*arrays, segment.native(partition.grad.dtype), sums.data_ptr())
         segment_sums.append(sums)
     return segment_sums
 
@@ -117,8 +119,8 @@ def lamb_move(partition: Partition, segments: Sequence[LambSegment], ratios: Seq
         partition,
         # The moments are only read here, and rounded to themselves, whatever the noise.
         [
-            (start, stop, (*step[:7], ratio), noise)
-            for (start, stop, step, noise), ratio in zip(segments, ratios, strict=True)
+            NativeSegment(segment.start, segment.stop, (*segment.step[:7], ratio), segment.noise)
+            for segment, ratio in zip(segments, ratios, strict=True)
         ],
     )
 

@@ -74,16 +74,27 @@ class Sum:
         sum of squares. Returns None, and changes nothing, if the tensor is not dense, contiguous, on the CPU, outside
         of autograd, of as many elements, and of a dtype that the kernels add."""
 
-    def accumulate(self, grad: torch.Tensor, *, add: bool) -> float:
-        """Sets this memory to `grad`, or adds `grad` to it, and returns the sum of squares; see `accumulate` below."""
-        return _native.accumulate(
+    def accumulate(self, grad: torch.Tensor, *, add: bool, chunk: int) -> list[float]:
+        """Sets this memory to `grad`, or adds `grad` to it: does what `accumulate` does, for all chunks in one call.
+
+        Args:
+            grad: (numel,) bf16, fp16 or fp32, only read.
+            add: True adds to the memory; False overwrites it.
+            chunk: number of elements of a chunk: a multiple of 4096, or a divisor of 32768.
+
+        Returns:
+            The sum of squares of each chunk, with the bits of a call for this chunk alone.
+        """
+        squares: list[float] = _native.accumulate(
             self._address,
             self._element,
             address("grad", grad, FLOATS, self._numel),
             element(grad.dtype),
             self._numel,
             add,
+            chunk,
         )
+        return squares
 
 
 def accumulate(out: torch.Tensor, grad: torch.Tensor, *, add: bool) -> float:
@@ -100,14 +111,18 @@ def accumulate(out: torch.Tensor, grad: torch.Tensor, *, add: bool) -> float:
     Returns:
         The sum of squares; inf or NaN if any element of `out` is.
     """
-    return Sum(out).accumulate(grad, add=add)
+    return sum(Sum(out).accumulate(grad, add=add, chunk=out.numel()), 0.0)
 
 
 def sum_squares(x: torch.Tensor) -> float:
-    """Returns the sum of the squares of `x`, added in float64 in a fixed order.
+    """Returns the sum of the squares of `x`, (numel,) bf16, fp16 or fp32, added in float64 in a fixed order."""
+    return sum(squares_of_chunks(x, length("x", x)), 0.0)
 
-    Args:
-        x: (numel,) bf16, fp16 or fp32, only read.
+
+def squares_of_chunks(x: torch.Tensor, chunk: int) -> list[float]:
+    """Returns the sum of the squares of each `chunk` elements of `x`, as `Sum.accumulate` does.
+
+    `x` is (numel,) bf16, fp16 or fp32, and only read.
     """
     numel = length("x", x)
-    return _native.sum_squares(address("x", x, FLOATS, numel), element(x.dtype), numel)
+    return _native.sum_squares(address("x", x, FLOATS, numel), element(x.dtype), numel, chunk)

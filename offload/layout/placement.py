@@ -198,6 +198,12 @@ def largest_moving(parts: Partitions, tiers: TierMap) -> int:
 
 STAGING_BUFFERS = 3
 """Host buffers through which gradients leave the device."""
+STAGED_CHUNKS = 4
+"""Chunks of fp32 gradients that a staging buffer has room for, where memory is not short: 64 MiB. At least it is one.
+
+The host adds all of a buffer in one call. In between it needs Python's lock, which the thread that gives work to the
+device holds most of the time.
+"""
 WINDOWS = 3
 """Host buffers of gradients that spill to disk: one is filled while the others are written."""
 CHUNK = 1 << 22
@@ -492,13 +498,15 @@ def host_needs(
     """Returns the bytes of each class of host buffers under `tiers`: the least that work, and the most that help."""
     small, large = pipeline(parts, mode, request, tiers)
     largest = max((n for _, n in _disk_weights(parts, tiers)), default=0)
-    buffer = 0 if machine.host_addressable else min(CHUNK * 4, align_up(2 * parts.largest_gradient))
+    # Pieces of a gradient are whole chunks, unless a buffer has room for all of it.
+    whole = 0 if machine.host_addressable else align_up(2 * parts.largest_gradient)
+    few, many = (STAGING_BUFFERS * min(chunks * CHUNK * 4, whole) for chunks in (1, STAGED_CHUNKS))
     gradients = WINDOWS * align_up(window_nbytes(parts, tiers))
-    resident, staging = tier_nbytes(parts, tiers, Tier.HOST), STAGING_BUFFERS * buffer
+    resident = tier_nbytes(parts, tiers, Tier.HOST)
     # Two buffers of weights: one is uploaded while the next is read.
     return (
-        HostBudget(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, resident, staging),
-        HostBudget(large, 2 * align_up(largest), gradients, resident, staging),
+        HostBudget(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, resident, few),
+        HostBudget(large, 2 * align_up(largest), gradients, resident, many),
     )
 
 
@@ -512,18 +520,21 @@ def divide_host(
 ) -> HostBudget:
     """Returns the classes of host buffers within `budget`, which must hold the least that works."""
     least, most = host_needs(parts, mode, request, machine, tiers)
-    # Spare memory goes first to weights, up to two buffers of the largest unit, then to tiles, then to the cache.
+    # Spare memory goes first to weights, up to two buffers of the largest unit, then to tiles, to staging, and last to
+    # the cache.
     room = budget - sum(least)
     weights = min(most.weights, (least.weights + room) // (2 * PAGE) * (2 * PAGE))
     room -= weights - least.weights
     step = tile_growth(parts, mode, tiers)
     tiles = min(most.tiles, least.tiles + (room // step * step if step else 0))
     room -= tiles - least.tiles
+    staging = most.staging if room >= most.staging - least.staging else least.staging
+    room -= staging - least.staging
     cache = max(sum(nbytes for _, nbytes in _disk_weights(parts, tiers)) - weights, 0)  # of all weights on DISK
     # Without an explicit budget, or with a limit in the config, the cache holds no more than the config asks for.
     if request.host_memory is None or request.cached_weights is not None:
         cache = min(cache, max((request.cached_weights or 0) * mode.weight_dtype.itemsize - weights, 0))
-    return least._replace(tiles=tiles, weights=weights, cache=min(cache, room) // PAGE * PAGE)
+    return least._replace(tiles=tiles, weights=weights, staging=staging, cache=min(cache, room) // PAGE * PAGE)
 
 
 def window_nbytes(parts: Partitions, tiers: TierMap) -> int:

@@ -60,7 +60,7 @@ _SECONDS = (
     *dict.fromkeys(name for _, name in _WORKER),
 )
 """Names of all sums of seconds, without duplicates."""
-_BYTES = ("uploaded", "gradients")
+_BYTES = ("uploaded", "downloaded", "gradients")
 
 wall_clock = time.perf_counter_ns
 
@@ -171,6 +171,8 @@ class StepMeter(Meter):
         """Adds a span of the timeline, on the thread that has ended it. Rows without a sum are ignored."""
         if row is Row.UPLOADS:
             self._sums["uploaded"] += nbytes
+        elif row is Row.DOWNLOADS:
+            self._sums["downloaded"] += nbytes
         elif row is Row.COMPUTE:  # the only such span here is the engine's own end of a step
             self._sums["step"] += nanoseconds
         else:

@@ -162,7 +162,7 @@ def segments_in(update: UnitUpdate, tile: TileContent) -> list[tuple[int, Parame
 def kernel_segments(update: UnitUpdate, tile: TileContent) -> list[kernels.Segment]:
     """Returns the segments of the update that overlap the tile and that a kernel steps, in its form."""
     return [
-        kernels.Segment(segment.start, segment.stop, segment.step, segment.noise)
+        kernels.Segment(segment.start, segment.stop, segment.step, segment.noise, tile.kept.get(segment.parameter))
         for _, segment in segments_in(update, tile)
         if type(segment.step) in KERNELS
     ]

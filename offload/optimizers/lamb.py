@@ -157,7 +157,7 @@ class _LambSteps:
         partition = partition_of(self._mode, tile.states, tile.gradient)
         rated = any(segment.step.ratio is not None for _, segment in segments)
         for number, segment in segments:
-            sums = _moments(partition, segment, tile.start)
+            sums = _moments(partition, segment, tile.start, tile.kept.get(segment.parameter))
             # In the last of two passes, or if the ratios of several ranks are known, the norms are complete: sums that
             # are added again would count twice.
             if not last or (self.passes == 1 and not rated):
@@ -174,8 +174,11 @@ class _LambSteps:
         kernels.lamb_move(partition, steps, ratios)
 
 
-def _moments(partition: Partition, segment: ParameterStep, start: int) -> list[torch.Tensor]:
-    """Updates the moments of a segment; returns its sums of squares, one row for each block."""
+def _moments(partition: Partition, segment: ParameterStep, start: int, kept: torch.Tensor | None) -> list[torch.Tensor]:
+    """Updates the moments of a segment; returns its sums of squares, one row for each block.
+
+    `start` is the tile's first element. `kept` is the gradient of the segment if it is not in that of the partition.
+    """
     # Blocks are counted from the unit's first element, and tiles begin at borders of blocks. If the segment begins
     # within a block, the elements up to the next border are summed apart: its other blocks are then the same for every
     # size of tiles.
@@ -183,7 +186,13 @@ def _moments(partition: Partition, segment: ParameterStep, start: int) -> list[t
     cuts = [(segment.start, first), (first, segment.stop)]
     noise = segment.noise
     states = [
-        LambSegment(begin, end, segment.step.step, noise and noise.after(begin - segment.start))
+        LambSegment(
+            begin,
+            end,
+            segment.step.step,
+            noise and noise.after(begin - segment.start),
+            None if kept is None else kept[begin - segment.start : end - segment.start],
+        )
         for begin, end in cuts
         if begin < end
     ]

@@ -611,9 +611,9 @@ def _content(tile: TileContent, segment: ParameterStep) -> tuple[dict[State, tor
     """Returns states and gradient of a matrix, or of a part of it, in a tile."""
     own = slice(segment.start - tile.start, segment.stop - tile.start)
     numel = tile.stop - tile.start
-    assert tile.gradient is not None
     # States that a matrix lacks are empty in its tiles.
-    return {state: memory[own] for state, memory in tile.states.items() if len(memory) == numel}, tile.gradient[own]
+    states = {state: memory[own] for state, memory in tile.states.items() if len(memory) == numel}
+    return states, tile.gradient_of(segment.within(tile.start, tile.stop))
 
 
 def _halves(memory: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -257,12 +257,11 @@ class _TorchSteps:
 
 def _content(tile: TileContent, segment: ParameterStep) -> tuple[dict[State, torch.Tensor], torch.Tensor]:
     """Returns the states of the master and the gradient, (n,) each, of a parameter's elements in a tile."""
-    assert tile.gradient is not None
     own = slice(segment.start, segment.stop)
     states: dict[State, torch.Tensor] = {
         state: memory[own] for state, memory in tile.states.items() if state is not State.PACKED
     }
-    return states, tile.gradient[own]
+    return states, tile.gradient_of(segment)
 
 
 def _words(tile: TileContent, parameter: ParameterSegment, absent: torch.Tensor) -> torch.Tensor:

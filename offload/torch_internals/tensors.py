@@ -151,6 +151,24 @@ class StorageUsers:
         return int(self._tensors(self._address)) + sys.getrefcount(self._storage)
 
 
+def owns_its_memory(tensor: torch.Tensor) -> bool:
+    """Returns True if torch allocated the memory of `tensor` on the CPU for this tensor alone, which fills all of it.
+
+    References to the tensor itself do not count. False also where this build of torch cannot tell.
+    """
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor.is_cpu:
+        return False
+    if not StorageUsers.counted() or has_no_storage(tensor) or not tensor.is_contiguous() or tensor.is_neg():
+        return False
+    storage = tensor.untyped_storage()
+    # Memory that torch has not allocated, such as an array of numpy, cannot be resized.
+    if storage.nbytes() != tensor.numel() * tensor.itemsize or not storage.resizable():
+        return False
+    alone = torch.empty(1, device="cpu")
+    of_alone = alone.untyped_storage()
+    return StorageUsers(storage).count() == StorageUsers(of_alone).count()
+
+
 make_subclass = torch.Tensor._make_subclass
 """Constructor of a tensor subclass that shares the memory of another tensor, as `nn.Parameter` is made."""
 

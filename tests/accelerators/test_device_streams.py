@@ -92,15 +92,23 @@ def test_random_lateness_changes_no_bit(
 def test_where_the_device_sums_no_squares_the_host_does(
     accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU without kernels of ours; all that is sent then goes through staging buffers."""
+    """As on a GPU without kernels of ours. A gradient that has the dtype of its place is copied there, and summed."""
     job = JOB._replace(accumulation=accumulation)
     expected = run(job, ("nvme", "nvme"), tmp_path / "plain")
     make = assembly._downloads
     without: list[DeviceToHost] = []
+    placed: list[bool] = []
 
     def made(*given: Any) -> DeviceToHost:
         without.append(make(*given))
         without[-1].sums = False
+        collect = without[-1].collect
+
+        def collected(title: str, place: Any, source: Any, target: Any, receive: Any) -> None:
+            placed.append(target is not None and receive is not None)
+            collect(title, place, source, target, receive)
+
+        without[-1].collect = collected  # type: ignore[method-assign]
         return without[-1]
 
     testing.replace(monkeypatch, "gradient.downloads", made)
@@ -108,6 +116,7 @@ def test_where_the_device_sums_no_squares_the_host_does(
     use_device(monkeypatch, device)
     assert_same(expected, train(job, ("nvme", "nvme"), tmp_path / "late", device))
     assert without and device.broken == []
+    assert placed and set(placed) == {accumulation == 1}, "two micro-batches are added up in fp32"
 
 
 @pytest.mark.sample(1)

@@ -33,7 +33,10 @@ from offload.bench.gpu.parts import (
     run_parts,
 )
 from offload.bench.gpu.training import (
+    LOOPS,
+    MICRO_BATCHES,
     PLACEMENTS,
+    TRAIN_BATCH,
     Work,
     config_for,
     exposure,
@@ -86,6 +89,8 @@ def test_without_a_gpu_the_command_is_an_error_that_touches_nothing(command: tup
     [
         (("--device", "tpu"), "expected --device cuda or cpu"),
         (("--device", "cpu", "--steps", "0"), "expected steps of at least 1"),
+        (("--device", "cpu", "--loop", "accumulate"), "expected --loop of train_batch, micro_batches, both"),
+        (("--device", "cpu", "--micro-batches", "0"), "expected micro-batches of at least 1"),
         (("--device", "cpu", "--budget-minutes", "0"), "expected minutes above 0"),
         (("--device", "cpu", "--nbytes", "many"), "many"),
         (("/none/such", "--device", "cpu"), "there is no folder /none/such"),
@@ -155,7 +160,16 @@ def test_what_matters_most_fits_in_eight_minutes_and_all_nine_placements_are_par
     assert [part.name for part in fitting(PARTS, 8 * 60)][:7] == first
     placements = [part.placement for part in PARTS if not part.changes and part.placement]
     assert sorted(placements) == sorted(f"{weights}/{states}" for weights in TIERS for states in TIERS)
-    assert [part.name for part in PARTS if part.changes.get("limit")][-3:] == ["7B", "13B in few bytes", "13B"]
+    assert [part.name for part in PARTS if part.changes.get("limit")][-4:] == ["7B", "8B", "13B in few bytes", "13B"]
+
+
+def test_options_replace_what_a_part_says_of_its_steps() -> None:
+    part = next(part for part in PARTS if part.name == "13B in few bytes")
+    words = ["--loop", "both", "--micro-batches", "8", "--moments", "bf16", "--grad-dtype", "bf16"]
+    forms = {"loops": LOOPS, "accumulation": 8, "moments": "bf16", "grad_dtype": "bf16"}
+    assert command.chosen_forms(part, command._parser().parse_args(words)) == forms
+    assert command.chosen_forms(part, command._parser().parse_args([])) == {"loops": (TRAIN_BATCH,)}
+    assert command.chosen_forms(PARTS[0], command._parser().parse_args(words)) == {}, "it trains no preset"
 
 
 def test_parts_run_in_order_while_there_is_time_and_the_others_are_named() -> None:
@@ -190,6 +204,11 @@ def test_where_both_are_too_small_the_model_has_fewer_layers_and_a_note_says_so(
 
 FIGURES = {
     "parameters",
+    "loop",
+    "schedule",
+    "micro_batches",
+    "uploaded_bytes_per_parameter",
+    "downloaded_bytes_per_parameter",
     "tokens_per_step",
     "model",
     "layers",
@@ -273,6 +292,31 @@ def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -
     ):
         assert word in output
     assert max(map(len, output.splitlines())) < 200
+
+
+@pytest.mark.test_device
+def test_the_loop_of_trainers_fetches_weights_twice_a_step_and_sends_gradients_once(tmp_path: Path) -> None:
+    work = small(tmp_path)._replace(
+        device=torch.device("test"), accumulation=3, recompute=True, loops=LOOPS, grad_dtype="fp32"
+    )
+    settings = config_for("cpu/cpu", work, "bf16", work.accumulation)
+    assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
+    settings["offload"]["device_memory"] = 4 * MIB  # of 7 of all weights
+    seen: list[dict[str, Any]] = []
+    measure_steps(work, settings, seen.append)
+    found = seen[-1]
+    other = found["other_loops"][MICRO_BATCHES]
+    assert (found["loop"], found["schedule"], other["loop"]) == (TRAIN_BATCH, "layer_major", MICRO_BATCHES)
+    assert found.keys() - {"other_loops"} == other.keys() == FIGURES
+    weight, total = 2, 4
+    assert found["uploaded_bytes_per_parameter"] <= 2.01 * weight
+    assert found["downloaded_bytes_per_parameter"] <= 1.01 * total
+    assert other["uploaded_bytes_per_parameter"] > 2.5 * weight
+    assert other["downloaded_bytes_per_parameter"] >= 3 * weight, "with each micro-batch, in the weights' dtype"
+    words = report.words(
+        {"machine": report.machine(torch.device("cpu")), "parts": {"7B": {"figures": found, "state": "done"}}}
+    )
+    assert "48 tokens in 3 micro-batches" in words and "7B by micro_batches" in words
 
 
 def test_rates_are_measured_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

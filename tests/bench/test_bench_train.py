@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from bench import train_page
@@ -30,6 +31,7 @@ from offload.sizes import MIB
 from tests.support.processes import warm_process
 
 RATES = DriveSpeeds(read=1e9, write=1e9, mixed=1e9)
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 TINY = ("--model gpt2-tiny --seq-len 16 --rounds 1 --steps 1 --threads 1 --dtype fp32").split()
 
 
@@ -89,6 +91,14 @@ def test_the_same_training_in_memory_and_from_files(tmp_path: Path, quick: None)
     assert "<svg" in chart.read_text()
 
 
+def test_layer_major_has_the_losses_of_plain_pytorch_with_activations_computed_again(
+    tmp_path: Path, quick: None
+) -> None:
+    answer, rows = rows_of(tmp_path, "--only", "offload cpu/cpu layer-major", "--micro-batches", "2", "--recompute")
+    assert list(rows) == ["plain", "offload cpu/cpu layer-major"] and answer["recompute"]
+    assert rows["offload cpu/cpu layer-major"]["forward_seconds"] is None, "micro-batches take turns"
+
+
 def test_a_contender_that_fails_is_a_row_with_its_words_and_takes_no_further_turns(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +156,7 @@ def test_the_page_receives_its_table_between_two_marks() -> None:
 
 def test_contenders_are_chosen_by_the_beginnings_of_their_names(tmp_path: Path) -> None:
     assert [each.name for each in plan(tmp_path, "fsdp2").contenders] == ["plain", "fsdp2 cpu"]
-    assert len(plan(tmp_path).contenders) == len(CONTENDERS) - 1, "without several micro-batches no layer-major order"
+    assert len(plan(tmp_path).contenders) == len(CONTENDERS) - 2, "without several micro-batches no layer-major order"
     assert plan(tmp_path, micro_batches=2).contenders == CONTENDERS
     torchao = CONTENDERS[-1]
     assert "torchao" in (reason_to_skip(torchao, "cpu") or "") and reason_to_skip(CONTENDERS[0], "cpu") is None
@@ -158,6 +168,7 @@ def test_contenders_are_chosen_by_the_beginnings_of_their_names(tmp_path: Path) 
         (("--dtype", "fp8"), "expected auto, bf16, fp32"),
         (("--rounds", "0"), "expected rounds of at least 1"),
         (("--threads", "0"), "expected threads >= 1"),
+        pytest.param(("--gpu-memory", "24GiB"), "limits a GPU", marks=WITHOUT_GPU),
         (("--only", "nonsense"), "no contender's name begins with 'nonsense'"),
         (("--model", "nonsense"), "unknown model"),
         (("--seq-len", "4096"), "more than the 1024 positions"),

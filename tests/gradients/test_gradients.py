@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from torch import nn
 from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 
 import offload
-from offload.engine._native import DirectAdd, GradientHook
+from offload.engine._native import GradientHook
 from offload.errors import UsageError
-from offload.kernels.sums import Sum
 from offload.torch_internals import plain_tensors
 from tests.support import models
 from tests.support.oracle import run, start, train_step
@@ -112,20 +110,8 @@ class Passes:
         self.in_backward = True
 
 
-class Memory:
-    """Memory of one gradient, and those gradients that took the long way."""
-
-    def __init__(self) -> None:
-        self.out, self.lock = torch.zeros(6), threading.Lock()
-        self.reading: set[int] = set()
-        self.squares: list[dict[tuple[int, int], float | torch.Tensor | None]] = [{}, {}]
-        self.long: list[torch.Tensor] = []
-        take = Sum(self.out).take
-        self.add = DirectAdd(take, self.long.append, self.lock, self.reading, self.squares, 1, 3).add
-
-
 def test_an_error_on_the_way_reaches_the_caller_of_backward() -> None:
-    def refuse(gradient: torch.Tensor) -> None:
+    def refuse(gradient: torch.Tensor, alone: bool) -> None:
         raise ZeroDivisionError
 
     parameter = nn.Parameter(torch.ones(3))

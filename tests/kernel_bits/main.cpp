@@ -96,7 +96,7 @@ void steps_of(const Kernel& kernel, Element weight_type, Element moment_type) {
     std::vector<float> scales(2 * kBlocks);
     for (int step = 1; step <= kSteps; ++step) {
         const Bytes grad = as(grad_type, floats(100 + static_cast<std::uint64_t>(step), -6));
-        Segment segment{0, kNumel, {}, 7, 0};
+        Segment segment{0, kNumel, {}, 7, 0, nullptr};
         std::memcpy(segment.settings, kernel.settings.data(), sizeof segment.settings);
         if (kernel.step >= 0) segment.settings[kernel.step] = step;
         segment.stream = static_cast<std::uint64_t>(step);
@@ -130,8 +130,8 @@ void blocks_of(Format format, const char* name, std::size_t block, std::size_t b
 
 void sums_of() {
     auto out = floats(9, 0);
-    const double sum = accumulate(out.data(), floats(10, -3).data(), kNumel, true);
-    std::printf("sums: %a %a %016llx\n", sum, sum_squares(out.data(), kNumel),
+    const double sum = accumulate(out.data(), floats(10, -3).data(), kNumel, true, kNumel)[0];
+    std::printf("sums: %a %a %016llx\n", sum, sum_squares(out.data(), kNumel, kNumel)[0],
                 static_cast<unsigned long long>(hash(as(Element::kFloat, out))));
 }
 

@@ -217,7 +217,11 @@ def test_cuts_into_calls_change_no_bit(
     _native.configure(isa, threads)
     parts = clone(start)
     for low, high in zip([0, *cuts], [*cuts, numel], strict=True):
-        inside = [Segment(max(a, low) - low, min(b, high) - low, s) for a, b, s, _ in segments if a < high and b > low]
+        inside = [
+            Segment(max(each.start, low) - low, min(each.stop, high) - low, each.step)
+            for each in segments
+            if each.start < high and each.stop > low
+        ]
         view = Partition(
             parts.weight[low:high],
             parts.grad[low:high],
@@ -227,6 +231,20 @@ def test_cuts_into_calls_change_no_bit(
         )
         update(view, inside)
     assert same(uncut, parts)
+    # Each second segment with its gradient in a tensor of its own.
+    own = [each._replace(grad=start.grad[each.start : each.stop].clone()) for each in segments[::2]]
+    apart = clone(start)
+    for each in own:
+        apart.grad[each.start : each.stop] = math.nan
+    update(apart, sorted([*own, *segments[1::2]], key=lambda each: each.start))
+    assert same(uncut, apart)
+
+
+def test_a_gradient_of_a_segment_has_its_elements_and_the_dtype_of_the_others() -> None:
+    part = partition(8, STEPS["adamw"], torch.float32, torch.float32, torch.float32)
+    for grad, error in ((torch.ones(7), ValueError), (torch.ones(8, dtype=torch.bfloat16), TypeError)):
+        with pytest.raises(error, match="grad: expected"):
+            update(part, [Segment(0, 8, STEPS["adamw"], grad=grad)])
 
 
 @settings(deadline=None, max_examples=examples(60), derandomize=True)

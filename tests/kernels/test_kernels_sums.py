@@ -43,6 +43,20 @@ def test_gradients_are_added_as_torch_adds_them(add: bool) -> None:
         assert total == kernels.sum_squares(out), case
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_that_are_summed_in_one_call_have_the_bits_of_a_call_each(dtype: torch.dtype) -> None:
+    """A chunk may be longer or shorter than a thread's share, and the last one is shorter than the others."""
+    numel = 3 * 65536 + 5000
+    for chunk, add in itertools.product((1024, 32768, 65536, 1 << 22), (False, True)):
+        out, grad = normal(numel, 0, torch.float32), normal(numel, 1, dtype)
+        expected, parts = out.clone(), [slice(start, start + chunk) for start in range(0, numel, chunk)]
+        squares = [kernels.accumulate(expected[part], grad[part], add=add) for part in parts]
+        assert Sum(out).accumulate(grad, add=add, chunk=chunk) == squares and torch.equal(out, expected), (chunk, add)
+        assert kernels.squares_of_chunks(out, chunk) == squares
+    with pytest.raises(ValueError, match="a chunk of 5000"):
+        kernels.squares_of_chunks(out, 5000)
+
+
 def test_a_sum_that_is_not_finite_shows() -> None:
     out = torch.zeros(5000, dtype=torch.bfloat16)
     grad = torch.zeros(5000)

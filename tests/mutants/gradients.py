@@ -27,6 +27,20 @@ MUTANTS = (
         "tests/gradients/test_gradient_spill.py",
     ),
     Mutant(
+        "keep a gradient that the user refers to as well",
+        "offload.engine.gradients",
+        "if alone and self._may_keep(",
+        "if self._may_keep(",
+        "tests/gradients/test_kept_gradients.py",
+    ),
+    Mutant(
+        "lose a kept gradient when another one is added",
+        "offload.engine.gradients",
+        "self._host.values(unit, start, start + numel).copy_(kept)",
+        "pass",
+        "tests/gradients/test_kept_gradients.py",
+    ),
+    Mutant(
         "add a gradient before it has left the device",
         "offload.engine.gradient_transfer",
         "arriving.done.wait()",
@@ -169,8 +183,8 @@ MUTANTS = (
     Mutant(
         "round the sum of gradients with each micro-batch",
         "offload.engine.gradients",
-        "more.numel()) if complete else None\n",
-        "more.numel())\n",
+        "                if rounds and complete:\n",
+        "                if rounds:\n",
         "tests/gradients/test_rounded_sums.py",
     ),
     Mutant(

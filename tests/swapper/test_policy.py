@@ -282,6 +282,17 @@ def test_the_least_does_not_grow_with_the_model(sizes: list[int]) -> None:
             place(parts_of(sizes), MODE, replace(DISK, host_memory=enough - MIB), machine)
 
 
+def test_staging_buffers_are_of_whole_chunks_and_larger_where_memory_is_not_short() -> None:
+    facts = MachineMemory(free_host=1 << 50, free_device=GIB, host_addressable=False, drives=True)
+
+    def staging(numel: int, **budget: int) -> int:
+        return place(parts_of([numel] * 4), MODE, replace(DISK, **budget), facts).classes.staging
+
+    assert staging(60 * MEGA, host_memory=209 * MIB) == 3 * 16 * MIB
+    assert staging(60 * MEGA, host_memory=8 * GIB) == staging(60 * MEGA) == 3 * 64 * MIB
+    assert staging(MEGA) == staging(MEGA, host_memory=8 * GIB) == 3 * 4 * MEGA // PAGE * PAGE
+
+
 def test_the_default_budget_is_what_is_needed_at_most_80_percent_of_what_is_free() -> None:
     ample = placed(BLOCKS, HOST)
     assert placed(BLOCKS, HOST, free=sum(ample.classes) * 2).classes == ample.classes

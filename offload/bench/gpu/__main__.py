@@ -14,8 +14,11 @@ of its own:
     tests        the tests in tests/ that need a GPU, in a checkout
     … in 24 GiB  three of the placements again, in 24 GiB of GPU memory
     DeepSpeed    the step of cpu/cpu by DeepSpeed, if DeepSpeed is installed
-    7B, 13B      steps in 24 GiB of GPU memory, with states in RAM as far as they fit and otherwise on the drive; with
+    7B, 8B, 13B  steps in 24 GiB of GPU memory, with states in RAM as far as they fit and otherwise on the drive; with
                  fewer layers if not all fit; `13B in few bytes` has int8 moments and bf24 masters
+
+Steps of several micro-batches are made by `engine.train_batch`, as Trainer and `offload train` make them. `--loop
+micro_batches` calls engine, backward and step for each micro-batch, `--loop both` times one loop after the other.
 
 If no sizes are given, a step has as many tokens as fit beside the model on the GPU, at most 8 x 4096: smaller steps of
 a fast GPU wait for the host. `--only NAME` runs only parts whose names begin with NAME, and may repeat. `--part NAME`
@@ -59,6 +62,8 @@ from offload.bench.gpu.parts import (
 from offload.bench.gpu.report import machine, words
 from offload.bench.gpu.training import (
     DEFAULT_STEP,
+    LOOPS,
+    TRAIN_BATCH,
     Save,
     StepSize,
     Work,
@@ -74,8 +79,10 @@ from offload.sizes import parse_size
 
 FORMAT = 1
 """Version of the JSON file's keys."""
-_PASSED_ON = ("device", "model", "steps", "nbytes")
+_PASSED_ON = ("device", "model", "steps", "nbytes", "loop", "micro_batches", "moments", "grad_dtype")
 """Options that the command passes unchanged to the process of each part."""
+BOTH = "both"
+"""Value of `--loop` for all loops."""
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
@@ -117,6 +124,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, help="sequences of a step; by default as many as fit, 8 at most")
     parser.add_argument("--seq-len", type=int, help="tokens of a sequence; by default as many as fit, 4096 at most")
     parser.add_argument("--recompute", action="store_true", help="compute activations again, with given sizes")
+    parser.add_argument("--micro-batches", type=int, help="micro-batches of a step; by default as the part says")
+    parser.add_argument("--loop", choices=(*LOOPS, BOTH), default=TRAIN_BATCH, help="loop over the micro-batches")
+    parser.add_argument("--moments", choices=("fp32", "bf16", "int8"), help="by default as the part says")
+    parser.add_argument("--grad-dtype", choices=("fp32", "bf16"), help="dtype of sums of gradients")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a placement, fewer if time is short")
     parser.add_argument("--nbytes", default="256MiB", help="bytes of one copy")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -166,8 +177,17 @@ def _run_here(given: argparse.Namespace) -> None:
     def save(figures: dict[str, Any]) -> None:
         write_json(given.json, figures)
 
-    run_here(part, work._replace(**part.changes), save)
+    run_here(part, work._replace(**{**part.changes, **chosen_forms(part, given)}), save)
     print(given.json.read_text(), end="")
+
+
+def chosen_forms(part: Part, given: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of `Work` that options replace in a part that trains a preset."""
+    if not part.placement:
+        return {}
+    fields: dict[str, Any] = {"loops": LOOPS if given.loop == BOTH else (given.loop,)}
+    fields |= {"accumulation": given.micro_batches, "moments": given.moments, "grad_dtype": given.grad_dtype}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 _WORK = {"bits": bits, "copies": copies, "rates": rates, "tests": gpu_tests, "DeepSpeed": deepspeed_steps}

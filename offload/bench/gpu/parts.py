@@ -64,6 +64,7 @@ PARTS = (
     *(Part(name, _USUAL.get(name, 75), name) for name in PLACEMENTS[3:]),
     Part("DeepSpeed", 120),
     Part("7B", 240, PLANNED, _13B | {"model": "llama-7b"}),
+    Part("8B", 260, PLANNED, _13B | {"model": "llama-8b"}),
     Part("13B in few bytes", 300, PLANNED, _13B | _FEW_BYTES),
     Part("13B", 420, PLANNED, _13B),
 )

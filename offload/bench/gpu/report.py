@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -58,8 +58,7 @@ def words(report: Mapping[str, Any]) -> str:
         blocks.append(_rates_words(rates))
     if figures_of(parts, "tests"):
         blocks.append(_tests_words(figures_of(parts, "tests")))
-    measured = {part.name: figures_of(parts, part.name) for part in PARTS}
-    measured = {name: figures for name, figures in measured.items() if "step_seconds" in figures}
+    measured = dict(_measured(parts))
     blocks += _steps_words(measured, rates.get("plain_matmul"))
     if profiled := _profiled_words(measured):
         blocks.append(profiled)
@@ -127,10 +126,21 @@ def _rates_words(figures: Mapping[str, Any]) -> str:
     return line
 
 
+def _measured(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the name and the figures of each part with timed steps; of another loop beside, with that loop's name."""
+    for part in PARTS:
+        figures = figures_of(parts, part.name)
+        if "step_seconds" in figures:
+            yield part.name, figures
+        for loop, beside in figures.get("other_loops", {}).items():
+            yield f"{part.name} by {loop}", beside
+
+
 _WAITS = ("exposed_io_seconds", "read_wait_seconds", "update_wait_seconds")
+_WAYS = ("read", "written", "uploaded", "downloaded")
 _TITLES = (
     "weights/states|tokens/s|TFLOPS 6N|TFLOPS 8N|of matmul|step s|over none/none|I/O s|reads s|updates s|"
-    "read B/p|written B/p|peak HBM|peak RSS|steps"
+    "read B/p|written B/p|up B/p|down B/p|peak HBM|peak RSS|steps"
 )
 
 
@@ -145,7 +155,7 @@ def _steps_words(measured: Mapping[str, Mapping[str, Any]], matmul: float | None
         row += [f"{figures['teraflops_6n']:.1f}", f"{figures['teraflops_8n']:.1f}"]
         row += ["-" if matmul is None else f"{done / matmul:.0%}", f"{figures['step_seconds']:.3f}"]
         row += ["-" if over is None else f"{over:+.3f}", *(_cell(figures.get(wait), ".3f") for wait in _WAITS)]
-        row += [_cell(figures.get(f"{way}_bytes_per_parameter"), ".1f") for way in ("read", "written")]
+        row += [_cell(figures.get(f"{way}_bytes_per_parameter"), ".1f") for way in _WAYS]
         row += ["-" if peak is None else f"{peak / GIB:.1f} GiB", f"{figures['peak_host_bytes'] / GIB:.1f} GiB"]
         rows.append([*row, str(figures["steps"])])
     return [f"{head}\n{columns(rows)}" for head, rows in tables.items()]
@@ -158,9 +168,11 @@ def _cell(number: float | None, form: str) -> str:
 def _head(figures: Mapping[str, Any]) -> str:
     layers = "" if figures["layers"] is None else f"{figures['layers']} layers of "
     again = ", activations computed again" if figures["recompute"] else ""
+    count = figures.get("micro_batches", 1)
+    divided = f" in {count} micro-batches" if count > 1 else ""
     return (
         f"{layers}{figures['model']}, {figures['parameters']:,} parameters, bf16, a step is "
-        f"{figures['tokens_per_step']:,} tokens{again}"
+        f"{figures['tokens_per_step']:,} tokens{divided}{again}"
     )
 
 

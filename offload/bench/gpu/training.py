@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 import statistics
@@ -18,11 +19,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import offload
 from offload.bench.configs import placed
-from offload.bench.measure import random_ids, resident
+from offload.bench.measure import limit_device_memory, random_ids, resident
 from offload.errors import BudgetError, ConfigError
 from offload.finetune.model import make_ready
 from offload.kernels import cuda
 from offload.layout.flat_layout import layouts_of
+from offload.layout.pass_order import MICRO_BATCH_MAJOR
 from offload.layout.placement import usable_host
 from offload.layout.units import find_units
 from offload.planner.activations import Load, need
@@ -116,6 +118,15 @@ PLACEMENTS = (
 """All nine placements, as weights/states, the most important first."""
 
 
+TRAIN_BATCH, MICRO_BATCHES = "train_batch", "micro_batches"
+LOOPS = (TRAIN_BATCH, MICRO_BATCHES)
+"""Loops over the micro-batches of a step.
+
+`train_batch` hands all of them to the engine, as Trainer and `offload train` do, so they may take turns at a block. In
+`micro_batches` the loop calls engine, backward and step for each, as most scripts of DeepSpeed do.
+"""
+
+
 class StepSize(NamedTuple):
     """The size of a step of one micro-batch."""
 
@@ -143,9 +154,13 @@ class Work(NamedTuple):
     """True if activations are computed again in the backward."""
     limit: int | None = None
     """Bytes of GPU memory that may be taken; None for all of it."""
+    loops: tuple[str, ...] = (TRAIN_BATCH,)
+    """Loops of `LOOPS` whose steps are timed, one after the other on the same engine."""
     moments: str | None = None
-    """Form of the optimizer's moments, and below of the masters, where the planner writes the config; None for fp32."""
+    """Form of the optimizer's moments, and below of the masters; None for fp32."""
     master: str | None = None
+    grad_dtype: str | None = None
+    """Dtype in which gradients of several micro-batches are added up (`grad_accum_dtype`); None for the default."""
     steps: int = 8
     """Timed steps; fewer if they would take longer than `seconds`."""
     seconds: float = 60.0
@@ -159,8 +174,7 @@ class Work(NamedTuple):
     def keep_limit(self) -> None:
         """Limits this process to `limit` bytes of GPU memory from now on."""
         if self.limit is not None and self.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(self.limit / total, 1.0), self.device)
+            limit_device_memory(self.device, self.limit)
 
     def build(self) -> nn.Module:
         """Returns the model. Inside of `offload.init` it takes no memory."""
@@ -168,17 +182,29 @@ class Work(NamedTuple):
         make_ready(model, self.recompute)
         return model
 
+    def with_forms(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Returns a config with the forms of moments, masters and sums of gradients."""
+        forms = {"moments": self.moments, "master": self.master}
+        block = {name: form for name, form in forms.items() if form is not None}
+        sums = {} if self.grad_dtype is None else {"data_types": {"grad_accum_dtype": self.grad_dtype}}
+        return settings | {"offload": settings["offload"] | block} | sums
+
 
 def config_for(placement: str, work: Work, dtype: str, accumulation: int = 1, clip: float = 0.0) -> dict[str, Any]:
     """Returns the config of a placement, written as weights/states."""
-    return placed(placement, work.folder, work.device, work.batch_size, dtype, accumulation, clip)
+    settings = placed(placement, work.folder, work.device, work.batch_size, dtype, accumulation, clip)
+    return work.with_forms(settings)
 
 
 # -- training ------------------------------------------------------------------------------------------
 
 
-_WARM_UP = 2
-"""Steps that do not count: the first records the access order, and the second is the first that overlaps an update."""
+_WARM_UP = 3
+"""Steps of each loop that do not count.
+
+The first records the access order, and passes micro-batches one after the other. The second is the first that overlaps
+an update, and in which micro-batches take turns; the device arena may grow after it.
+"""
 
 _DRAWN = 1 << 20
 """Number of drawn values in a tensor; the other values repeat them."""
@@ -243,19 +269,50 @@ def values_repeated() -> Iterator[None]:
 
 
 def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, end: float, save: Save) -> None:
-    losses = [step(engine, ids, work.accumulation) for _ in range(_WARM_UP)]
-    before, waits, figures = engine.io_bytes(), list[Waits](), dict[str, Any]()
-    for seconds, loss in timed(work, end, lambda: step(engine, ids, work.accumulation)):
+    """Times the steps of each loop. The figures of the first contain those of the others, as `other_loops` by name."""
+    first, *others = work.loops
+    # Every loop may take an equal part of the time that is left.
+    until = time.monotonic() + (end - time.monotonic()) / len(work.loops)
+    found = _time_loop(work, engine, ids, first, until, save)
+    for number, loop in enumerate(others, 1):
+        until = time.monotonic() + (end - time.monotonic()) / (len(work.loops) - number)
+        mine = found.setdefault("other_loops", {})
+
+        def save_beside(figures: dict[str, Any], mine: dict[str, Any] = mine, loop: str = loop) -> None:
+            mine[loop] = figures
+            save(found)
+
+        _time_loop(work, engine, ids, loop, until, save_beside)
+
+
+def _time_loop(
+    work: Work, engine: offload.Engine, ids: torch.Tensor, loop: str, end: float, save: Save
+) -> dict[str, Any]:
+    """Times the steps of one loop, and returns the figures that it has saved last."""
+
+    def act() -> float:
+        return step(engine, ids, work.accumulation, loop)
+
+    losses = [act() for _ in range(_WARM_UP)]
+    before, measured, figures = engine.io_bytes(), list[Mapping[str, float]](), dict[str, Any]()
+    for seconds, loss in timed(work, end, act):
         losses.append(loss)
-        waits.append(Waits.of(engine.measured))
+        measured.append(engine.measured)
+        waits = [Waits.of(each) for each in measured]
         after, moved = engine.io_bytes(), len(seconds) * engine.parameter_count
         figures = sizes(work, engine.parameter_count) | times(work, seconds, engine.parameter_count)
         figures |= {
+            "loop": loop,
+            "schedule": engine.schedule if loop == TRAIN_BATCH else MICRO_BATCH_MAJOR,
             "exposed_io_seconds": statistics.median(sum(wait) for wait in waits),
             "read_wait_seconds": statistics.median(wait.reads for wait in waits),
             "update_wait_seconds": statistics.median(wait.updates + wait.memory for wait in waits),
             "read_bytes_per_parameter": (after.read - before.read) / moved,
             "written_bytes_per_parameter": (after.written - before.written) / moved,
+            **{
+                f"{way}_bytes_per_parameter": sum(each[f"{way}_bytes"] for each in measured) / moved
+                for way in ("uploaded", "downloaded")
+            },
             "host_memory": engine.host_memory,
             "device_memory": engine.device_memory,
             "notices": list(engine.notices),
@@ -263,8 +320,10 @@ def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, end: floa
             "losses": losses,
         }
         save(figures)
-    seen = profiled(work.device, lambda: step(engine, ids, work.accumulation))
-    save(figures | {"profiled": None if seen is None else seen._asdict()})
+    seen = profiled(work.device, act)
+    figures |= {"profiled": None if seen is None else seen._asdict()}
+    save(figures)
+    return figures
 
 
 def no_device_kernels(device: torch.device) -> str | None:
@@ -286,11 +345,14 @@ def timed(work: Work, end: float, act: Callable[[], float]) -> Iterator[tuple[li
         yield seconds, result
 
 
-def step(engine: Any, ids: torch.Tensor, accumulation: int) -> float:
-    """Makes one step of `accumulation` micro-batches of the same tokens; returns the loss of the last one.
+def step(engine: Any, ids: torch.Tensor, accumulation: int, loop: str = MICRO_BATCHES) -> float:
+    """Makes one step of `accumulation` micro-batches of the same tokens in one of `LOOPS`; returns a loss.
 
-    The call waits for the device, as a loop that logs does.
+    `train_batch` returns the mean of the micro-batches, the other loop the loss of the last one. The call waits for the
+    device, as a loop that logs does.
     """
+    if loop == TRAIN_BATCH:
+        return float(engine.train_batch(itertools.repeat({"input_ids": ids, "labels": ids}, accumulation)))
     for _ in range(accumulation):
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
@@ -305,6 +367,7 @@ def sizes(work: Work, parameters: int) -> dict[str, Any]:
         "layers": work.layers,
         "parameters": parameters,
         "tokens_per_step": work.tokens,
+        "micro_batches": work.accumulation,
         "recompute": work.recompute,
         "limit": work.limit,
         "peak_host_bytes": resident("VmHWM"),
@@ -425,13 +488,13 @@ def _settled(work: Work, room: Room) -> Memory | None:
 
 
 def _config_of(work: Work, tiers: tuple[str, str], room: Room) -> dict[str, Any]:
-    return settings(
-        *tiers,
-        host_memory=room.host if "nvme" in tiers else None,
-        durability="none",
-        batch=work.batch_size,
-        accumulation=work.accumulation,
-        paths=[str(work.folder)],
-        moments=work.moments,
-        master=work.master,
+    return work.with_forms(
+        settings(
+            *tiers,
+            host_memory=room.host if "nvme" in tiers else None,
+            durability="none",
+            batch=work.batch_size,
+            accumulation=work.accumulation,
+            paths=[str(work.folder)],
+        )
     )

@@ -161,7 +161,8 @@ def _mean(turns: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 def as_json(machine: Mapping[str, Any], plan: TrainPlan, result: Result) -> dict[str, Any]:
     """Returns the content that `--json` prints."""
-    names = ("model", "device", "batch_size", "seq_len", "micro_batches", "dtype", "rounds", "steps", "threads")
+    of_a_step = ("batch_size", "seq_len", "micro_batches", "dtype", "recompute")
+    names = ("model", "device", *of_a_step, "gpu_memory", "rounds", "steps", "threads")
     return {
         "benchmark": "train",
         "format": FORMAT,
@@ -221,9 +222,12 @@ def cells(row: TrainRow) -> list[str]:
 def heading(plan: TrainPlan, rates: DriveSpeeds) -> list[str]:
     """Returns the lines above the table."""
     micro = f"{count_of(plan.micro_batches, 'micro-batch', 'micro-batches')} of {plan.batch_size} x {plan.seq_len}"
+    again = ", activations computed again" if plan.recompute else ""
+    within = f" in {format_size(plan.gpu_memory)} but for {PLAIN}" if plan.gpu_memory is not None else ""
     return [
-        f"{plan.model} in {plan.dtype} on {plan.device}: {micro} tokens, {count_of(plan.threads, 'thread')}; medians "
-        f"of {count_of(plan.rounds, 'round')} of {count_of(plan.steps, 'step')}",
+        f"{plan.model} in {plan.dtype} on {plan.device}{within}: {micro} tokens{again}, "
+        f"{count_of(plan.threads, 'thread')}; medians of {count_of(plan.rounds, 'round')} of "
+        f"{count_of(plan.steps, 'step')}",
         f"the drive alone reads {rates.read / 1e9:.2f}, writes {rates.write / 1e9:.2f}, both at once "
         f"{rates.mixed / 1e9:.2f} GB/s; a bound is the larger of the step of plain PyTorch and of a row's bytes over "
         "these rates",

@@ -20,8 +20,17 @@ from torch import nn
 import offload
 from offload.bench.child_process import run_child
 from offload.bench.configs import ALONE, LEARNING_RATE, WEIGHT_DECAY, for_deepspeed, placed
-from offload.bench.measure import DriveSpeeds, drive_rates, kernel_bytes, median_rates, random_ids, resident
-from offload.bench.train.plan import Contender, TrainJob, TrainPlan, reason_to_skip
+from offload.bench.measure import (
+    DriveSpeeds,
+    drive_rates,
+    kernel_bytes,
+    limit_device_memory,
+    median_rates,
+    random_ids,
+    resident,
+)
+from offload.bench.train.plan import PLAIN, Contender, TrainJob, TrainPlan, reason_to_skip
+from offload.finetune.model import make_ready
 from offload.launch.commands import module_command
 from offload.presets import build
 from offload.sizes import MIB
@@ -60,16 +69,18 @@ class Trainer(NamedTuple):
     close: Callable[[], None] = lambda: None
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(name: str, recompute: bool = False) -> nn.Module:
     """Returns a preset's model on the CPU in fp32, with the same weights in each process and no dropout.
 
-    With dropout, losses could not be compared: contenders draw random numbers in different orders.
+    With dropout, losses could not be compared: contenders draw random numbers in different orders. With `recompute` the
+    model itself computes its activations again in the backward, the same way for each contender.
     """
     torch.manual_seed(0)
     model = build(name)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    make_ready(model, recompute)
     return model.train()
 
 
@@ -116,6 +127,8 @@ def take_turn(job: TrainJob, begin: Callable[[TrainJob], Trainer]) -> dict[str, 
     Bytes are counted for the steps after the first, by the contender or else by Linux.
     """
     start = time.perf_counter()
+    if job.gpu_memory is not None and job.contender != PLAIN:  # plain PyTorch offloads nothing, so it needs all
+        limit_device_memory(torch.device(job.device), job.gpu_memory)
     trainer = begin(job)
     try:
         batches = batches_of(job, trainer.vocabulary)
@@ -161,7 +174,7 @@ def config_of(job: TrainJob, contender: Contender) -> dict[str, Any]:
 
 def plain(job: TrainJob, contender: Contender) -> Trainer:
     """Returns plain PyTorch: everything in memory, torch's fused AdamW, in bf16 on fp32 masters."""
-    model: Any = model_of(job.model).to(job.device)
+    model: Any = model_of(job.model, job.recompute).to(job.device)
     parameters = list(model.parameters())
     masters = parameters
     if job.dtype == "bf16":
@@ -203,7 +216,7 @@ def ours(job: TrainJob, contender: Contender) -> Trainer:
     settings = config_of(job, contender)
     settings["offload"] |= {"run": "bench-train", "schedule": contender.schedule}
     with offload.init(settings):
-        model: Any = model_of(job.model)
+        model: Any = model_of(job.model, job.recompute)
     # The initial weights come from a file: `offload.init` draws other numbers than plain PyTorch.
     offload.load_pretrained(model, job.weights)
     engine = offload.initialize(model=model, config=settings)[0]
@@ -254,7 +267,7 @@ def deepspeed(job: TrainJob, contender: Contender) -> Trainer:
     # Imported after the environment is set, since DeepSpeed reads the environment when it is imported.
     import deepspeed
 
-    model: Any = model_of(job.model)
+    model: Any = model_of(job.model, job.recompute)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     settings = for_deepspeed(config_of(job, contender), pin_memory=job.device != "cpu")
     _use_drive(settings, job, max(parameter.numel() for parameter in model.parameters()))
@@ -294,7 +307,7 @@ def fsdp2(job: TrainJob, contender: Contender) -> Trainer:
 
     backend = "gloo" if job.device == "cpu" else "cpu:gloo,cuda:nccl"
     init_process_group(backend, rank=0, world_size=1, store=torch.distributed.HashStore())  # type: ignore[attr-defined]
-    model: Any = model_of(job.model)
+    model: Any = model_of(job.model, job.recompute)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     options: dict[str, Any] = {
         "mesh": init_device_mesh(job.device, (1,)),
@@ -315,7 +328,7 @@ def torchao(job: TrainJob, contender: Contender) -> Trainer:
     """Returns torchao's CPUOffloadOptimizer: weights on the GPU in fp32, in bf16 by autocast, states in RAM."""
     from torchao.optim import CPUOffloadOptimizer
 
-    model: Any = model_of(job.model).to(job.device)
+    model: Any = model_of(job.model, job.recompute).to(job.device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **_ADAMW)
     return _with_optimizer(job, model, parameters, optimizer, autocast=job.dtype == "bf16")

@@ -34,11 +34,13 @@ class Contender(NamedTuple):
     """Order of a step's micro-batches; only for this package."""
 
 
-_LAYER_MAJOR = Contender("offload nvme/nvme layer-major", "offload", "nvme/nvme", "layer_major")
+_LAYER_MAJOR = tuple(
+    Contender(f"offload {tiers} layer-major", "offload", tiers, "layer_major") for tiers in ("cpu/cpu", "nvme/nvme")
+)
 CONTENDERS = (
     Contender(PLAIN, "plain"),
     *(Contender(f"offload {tiers}", "offload", tiers) for tiers in ("none/none", "cpu/cpu", "cpu/nvme", "nvme/nvme")),
-    _LAYER_MAJOR,
+    *_LAYER_MAJOR,
     *(Contender(f"deepspeed {tiers}", "deepspeed", tiers) for tiers in ("cpu/cpu", "cpu/nvme", "nvme/nvme")),
     Contender("fsdp2 cpu", "fsdp2", "cpu/cpu"),
     Contender("torchao cpu", "torchao", "none/cpu"),
@@ -65,6 +67,10 @@ class TrainPlan:
     rounds: int
     steps: int
     """Steps of a turn that count."""
+    recompute: bool
+    """True if the model of each contender computes its activations again in the backward."""
+    gpu_memory: int | None
+    """Bytes of GPU memory that each contender but plain PyTorch may take; None for all of it."""
     threads: int
     contenders: tuple[Contender, ...]
 
@@ -88,6 +94,8 @@ class TrainJob(NamedTuple):
     micro_batches: int
     dtype: str
     steps: int
+    recompute: bool
+    gpu_memory: int | None
 
 
 def make_plan(
@@ -100,6 +108,8 @@ def make_plan(
     dtype: str = "auto",
     rounds: int = 5,
     steps: int = 3,
+    recompute: bool = False,
+    gpu_memory: int | None = None,
     threads: int | None = None,
     only: Sequence[str] = (),
 ) -> TrainPlan:
@@ -118,13 +128,15 @@ def make_plan(
             raise ConfigError(f"expected {name} of at least 1, got {value}")
     if threads is not None and not 1 <= threads <= settings.MOST_THREADS:
         raise ConfigError(f"expected threads >= 1 and at most {settings.MOST_THREADS}, got {threads}")
+    device = compute_device("auto")
+    if gpu_memory is not None and device.type != "cuda":
+        raise ConfigError(f"--gpu-memory limits a GPU, and this machine computes on {device.type}: leave it out")
     # Names first: transformers takes seconds to import.
     chosen = _chosen(only)
     check_name(model)
     require_transformers()
     with offload.init():  # without memory
         check_positions(build(model).config, seq_len)
-    device = compute_device("auto")
     return TrainPlan(
         folder=folder,
         device=device.type,
@@ -135,8 +147,10 @@ def make_plan(
         dtype=precision.choose(device).dtype if dtype == "auto" else dtype,
         rounds=rounds,
         steps=steps,
+        recompute=recompute,
+        gpu_memory=gpu_memory,
         threads=threads or settings.available_cores(),
-        contenders=tuple(each for each in chosen if micro_batches > 1 or each is not _LAYER_MAJOR),
+        contenders=tuple(each for each in chosen if micro_batches > 1 or each not in _LAYER_MAJOR),
     )
 
 

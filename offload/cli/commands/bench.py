@@ -299,6 +299,20 @@ class GpuOptions:
     model: Annotated[str, typer.Option(help="Preset whose steps are timed.")] = "llama-1b"
     batch_size: Annotated[int | None, typer.Option(help="Sequences of a step. [default: as fit, at most 8]")] = None
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence. [default: as fit, 4096 at most]")] = None
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches of a step. [default: as the part has]")] = (
+        None
+    )
+    loop: Annotated[
+        str,
+        typer.Option(
+            help="train_batch: the engine gets all micro-batches of a step, as from Trainer; micro_batches: engine, "
+            "backward and step for each; both: one after the other."
+        ),
+    ] = "train_batch"
+    moments: Annotated[str | None, typer.Option(help="fp32, bf16, int8. [default: as the part has]")] = None
+    grad_dtype: Annotated[str | None, typer.Option(help="Sums of gradients: fp32, bf16. [default: the engine's]")] = (
+        None
+    )
     steps: Annotated[int, typer.Option(help="Timed steps of a placement, fewer where time is short.")] = 8
     nbytes: Annotated[str, typer.Option(help="Bytes of one copy.")] = "256MiB"
     device: Annotated[str, typer.Option(help="cuda; cpu is a rehearsal that measures nothing of interest.")] = "cuda"
@@ -322,12 +336,21 @@ def bench_gpu(typed: GpuOptions) -> None:
         from offload.bench.gpu import __main__ as command
 
         command.check_machine(typed.device)
-    names = ("folder", "model", "budget_minutes", "steps", "nbytes", "device", "batch_size", "seq_len")
-    options = {name: getattr(typed, name) for name in names}
+    names = ("folder", "model", "budget_minutes", "steps", "nbytes", "device")
+    sizes = ("batch_size", "seq_len", "micro_batches")
+    options = {name: getattr(typed, name) for name in (*names, *sizes, *_CHOICES)}
     words = command.option_words(json=typed.output, print_json=typed.json_output, **options)
     for name in typed.only or ():
         words += ["--only", name]
     raise typer.Exit(command.main(words))
+
+
+_CHOICES = {
+    "loop": ("train_batch", "micro_batches", "both"),
+    "moments": ("fp32", "bf16", "int8"),
+    "grad_dtype": ("fp32", "bf16"),
+}
+"""Options of `bench gpu` that take one of a few words."""
 
 
 def _check_gpu_options(typed: GpuOptions) -> None:
@@ -338,7 +361,13 @@ def _check_gpu_options(typed: GpuOptions) -> None:
         raise ConfigError(f"there is no folder {typed.folder}")
     if not typed.output.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder {typed.output.absolute().parent}")
-    for name, value in (("batch-size", typed.batch_size), ("seq-len", typed.seq_len), ("steps", typed.steps)):
+    for name, choices in _CHOICES.items():
+        if getattr(typed, name) not in (None, *choices):
+            raise ConfigError(
+                f"expected --{name.replace('_', '-')} of {', '.join(choices)}, got {getattr(typed, name)!r}"
+            )
+    numbers = {"batch-size": typed.batch_size, "seq-len": typed.seq_len, "micro-batches": typed.micro_batches}
+    for name, value in {**numbers, "steps": typed.steps}.items():
         if value is not None and value < 1:
             raise ConfigError(f"expected {name} of at least 1, got {value}")
     if not typed.budget_minutes > 0:
@@ -364,6 +393,12 @@ class TrainBenchOptions:
     dtype: Annotated[str, typer.Option(help="bf16, fp32; auto: the one that suits this machine.")] = "auto"
     rounds: Annotated[int, typer.Option(help="Rounds; each runs all contenders in turns.")] = 5
     steps: Annotated[int, typer.Option(help="Steps of a turn that count; two before them do not.")] = 3
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Models compute their activations again in the backward.")
+    ] = False
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="GPU memory that each contender but plain may take, as 24GiB. [default: all]")
+    ] = None
     threads: Annotated[int | None, typer.Option(help="Threads of each contender. [default: all cores]")] = None
     only: Annotated[
         list[str] | None,
@@ -378,7 +413,8 @@ class TrainBenchOptions:
 def bench_train(typed: TrainBenchOptions) -> None:
     """Measure training: plain PyTorch, offload in its placements, DeepSpeed, FSDP2 and torchao, in turns.
 
-    Contenders: plain; offload none/none, cpu/cpu, cpu/nvme, nvme/nvme (weights/states); deepspeed cpu/cpu, cpu/nvme,
+    Contenders: plain; offload none/none, cpu/cpu, cpu/nvme, nvme/nvme (weights/states), with several micro-batches
+    also cpu/cpu layer-major and nvme/nvme layer-major; deepspeed cpu/cpu, cpu/nvme,
     nvme/nvme; fsdp2 cpu; torchao cpu. All train the same model on the same tokens, and losses are compared. Needs
     transformers: pip install 'offload[bench]'.
 
@@ -392,9 +428,10 @@ def bench_train(typed: TrainBenchOptions) -> None:
     console = Console(stderr=typed.json_output, highlight=False)
     with errors(BAD_INPUT):
         check_plot(typed.plot)
-        names = ("model", "batch_size", "seq_len", "micro_batches", "dtype", "rounds", "steps", "threads")
+        names = ("model", "batch_size", "seq_len", "micro_batches", "dtype", "rounds", "steps", "recompute", "threads")
         options = {name: getattr(typed, name) for name in names}
-        checked = plan.make_plan(typed.folder, **options, only=typed.only or ())
+        limit = _size(typed.gpu_memory)
+        checked = plan.make_plan(typed.folder, **options, gpu_memory=limit, only=typed.only or ())
     with errors(FAILED), signals(), status_line(console) as tell:
         # Swap files are created: signals raise, so that the files are removed and the running contender ends.
         result = loops.measure(checked, tell)

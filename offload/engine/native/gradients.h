@@ -25,8 +25,8 @@ class DirectAdd {
           key_(nb::make_tuple(segment, 0)),
           position_(unit) {}
 
-    nb::object add(nb::handle gradient) const {
-        if (!added(gradient)) apply(other_, gradient);
+    nb::object add(nb::handle gradient, nb::handle alone) const {
+        if (!added(gradient)) apply(other_, gradient, alone);
         return nb::none();
     }
 
@@ -52,7 +52,8 @@ class DirectAdd {
 class GradientHook {
   public:
     // `passes` begins the backward at its first sign; `plain_tensors` is the context in which a
-    // placeholder is a plain tensor; `add` receives each gradient.
+    // placeholder is a plain tensor; `add` receives each gradient, and whether no other code of
+    // Python refers to it. Only here nobody else does: each frame on the way would be one more.
     GradientHook(nb::object passes, nb::object plain_tensors, nb::object add)
         : passes_(std::move(passes)),
           plain_tensors_(std::move(plain_tensors)),
@@ -64,7 +65,9 @@ class GradientHook {
                                *const gradient_seen = name("gradient_seen");
         if (!is_true(attribute(passes_, in_backward))) call(passes_, begin_backward);
         const nb::object gradient = taken(parameter);
-        if (!gradient.is_none()) apply(add_, gradient);
+        if (!gradient.is_none()) {
+            apply(add_, gradient, nb::handle(Py_REFCNT(gradient.ptr()) == 1 ? Py_True : Py_False));
+        }
         set_attribute(passes_, gradient_seen, nb::handle(Py_True));
         return nb::none();
     }

@@ -358,6 +358,8 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
             raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {operand.dtype}")
     if any(not isinstance(segment.step, AdamWStep) for segment in segments):
         raise TypeError("step: expected AdamWStep")
+    if any(segment.grad is not None for segment in segments):
+        raise ValueError("grad: expected the gradients of all segments in that of the partition")
     if tuple(moment.dtype for moment in partition.moments) not in MOMENTS:
         raise TypeError("moments: expected two of torch.float32, two of torch.bfloat16, or torch.int8 and torch.uint8")
     device = weight.device

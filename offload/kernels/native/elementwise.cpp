@@ -64,25 +64,42 @@ struct Join {
     }
 };
 
+// A range of elements with one sum. A chunk begins a block, and only its last one may be shorter.
+struct Block {
+    std::size_t numel;
+    std::size_t number;
+};
+
+OFFLOAD_INLINE std::size_t blocks_in(std::size_t numel) { return (numel + kBlock - 1) / kBlock; }
+
+// The block that begins at element `begin` of a range cut into chunks, as far as `end`.
+OFFLOAD_INLINE Block block_at(std::size_t chunk, std::size_t begin, std::size_t end) {
+    const std::size_t first = begin % chunk;
+    return {std::min({kBlock, chunk - first, end - begin}),
+            begin / chunk * blocks_in(chunk) + first / kBlock};
+}
+
 template <class Out, class Grad, bool kAdd>
 struct Accumulate {
     struct Args {
         Out* out;
         const Grad* grad;
-        double* sums;  // (ceil(numel / kBlock),)
+        std::size_t chunk;
+        double* sums;  // of each block of each chunk
     };
 
     OFFLOAD_INLINE static void run(const Args& args, std::size_t begin, std::size_t end) {
-        for (; begin < end; begin += kBlock) {
-            const std::size_t numel = std::min(kBlock, end - begin);
+        while (begin < end) {
+            const Block block = block_at(args.chunk, begin, end);
             Out* out = args.out + begin;
             const Grad* grad = args.grad + begin;
 #pragma GCC ivdep
-            for (std::size_t i = 0; i < numel; ++i) {
+            for (std::size_t i = 0; i < block.numel; ++i) {
                 const float g = to_float(grad[i]);
                 store(&out[i], kAdd ? to_float(out[i]) + g : g);
             }
-            args.sums[begin / kBlock] = block_sum(out, numel);
+            args.sums[block.number] = block_sum(out, block.numel);
+            begin += block.numel;
         }
     }
 };
@@ -91,26 +108,38 @@ template <class Value>
 struct SumSquares {
     struct Args {
         const Value* values;
-        double* sums;  // (ceil(numel / kBlock),)
+        std::size_t chunk;
+        double* sums;  // of each block of each chunk
     };
 
     OFFLOAD_INLINE static void run(const Args& args, std::size_t begin, std::size_t end) {
-        for (; begin < end; begin += kBlock) {
-            const std::size_t numel = std::min(kBlock, end - begin);
-            args.sums[begin / kBlock] = block_sum(args.values + begin, numel);
+        while (begin < end) {
+            const Block block = block_at(args.chunk, begin, end);
+            args.sums[block.number] = block_sum(args.values + begin, block.numel);
+            begin += block.numel;
         }
     }
 };
 
-// Calls `run` with room for one sum per block, and adds the sums up in order.
+// Calls `run` with the chunk and room for one sum per block; adds up the sums of each chunk in
+// order.
 template <class Run>
-double add_up_blocks(std::size_t numel, Run run) {
-    std::vector<double> sums((numel + kBlock - 1) / kBlock);
-    run(sums.data());
+std::vector<double> add_up_blocks(std::size_t numel, std::size_t chunk, Run run) {
+    if (numel == 0) return {};
+    chunk = std::min(chunk, numel);
+    if (chunk < numel && chunk % kBlock != 0 && (chunk == 0 || kChunk % chunk != 0)) {
+        throw std::invalid_argument("a thread's share would end within a block of a chunk of " +
+                                    std::to_string(chunk));
+    }
+    const std::size_t chunks = (numel + chunk - 1) / chunk, blocks = blocks_in(chunk);
+    std::vector<double> sums(chunks * blocks);
+    run(chunk, sums.data());
     const DefaultRounding rounding;
-    double total = 0.0;
-    for (const double sum : sums) total += sum;
-    return total;
+    std::vector<double> totals(chunks);
+    for (std::size_t number = 0; number < sums.size(); ++number) {
+        totals[number / blocks] += sums[number];  // 0 for the blocks that the last chunk lacks
+    }
+    return totals;
 }
 
 std::atomic<Isa> chosen_isa{Isa::kScalar};
@@ -169,27 +198,29 @@ void join_bf24(const Bf16* weight, const std::int8_t* residual, float* master, s
 }
 
 template <class Out, class Grad>
-double accumulate(Out* out, const Grad* grad, std::size_t numel, bool add) {
-    return add_up_blocks(numel, [&](double* sums) {
+std::vector<double> accumulate(Out* out, const Grad* grad, std::size_t numel, bool add,
+                               std::size_t chunk) {
+    return add_up_blocks(numel, chunk, [&](std::size_t cut, double* sums) {
         if (add) {
-            run_body<Accumulate<Out, Grad, true>>({out, grad, sums}, numel);
+            run_body<Accumulate<Out, Grad, true>>({out, grad, cut, sums}, numel);
         } else {
-            run_body<Accumulate<Out, Grad, false>>({out, grad, sums}, numel);
+            run_body<Accumulate<Out, Grad, false>>({out, grad, cut, sums}, numel);
         }
     });
 }
 
 template <class Value>
-double sum_squares(const Value* values, std::size_t numel) {
-    return add_up_blocks(numel,
-                         [&](double* sums) { run_body<SumSquares<Value>>({values, sums}, numel); });
+std::vector<double> sum_squares(const Value* values, std::size_t numel, std::size_t chunk) {
+    return add_up_blocks(numel, chunk, [&](std::size_t cut, double* sums) {
+        run_body<SumSquares<Value>>({values, cut, sums}, numel);
+    });
 }
 
-#define OFFLOAD_SUMS(Out)                                              \
-    template double accumulate(Out*, const float*, std::size_t, bool); \
-    template double accumulate(Out*, const Bf16*, std::size_t, bool);  \
-    template double accumulate(Out*, const Fp16*, std::size_t, bool);  \
-    template double sum_squares(const Out*, std::size_t)
+#define OFFLOAD_SUMS(Out)                                                                        \
+    template std::vector<double> accumulate(Out*, const float*, std::size_t, bool, std::size_t); \
+    template std::vector<double> accumulate(Out*, const Bf16*, std::size_t, bool, std::size_t);  \
+    template std::vector<double> accumulate(Out*, const Fp16*, std::size_t, bool, std::size_t);  \
+    template std::vector<double> sum_squares(const Out*, std::size_t, std::size_t)
 
 OFFLOAD_SUMS(float);
 OFFLOAD_SUMS(Bf16);

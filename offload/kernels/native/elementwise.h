@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "bits.h"
 
@@ -25,11 +26,14 @@ void split_bf24(const float* master, Bf16* weight, std::int8_t* residual, std::s
 void join_bf24(const Bf16* weight, const std::int8_t* residual, float* master, std::size_t numel);
 
 // out = grad, or out + grad with `add` (in fp32, rounded once to out's type). Returns the sum of
-// the squares of the new values of `out`: see [Note: sums].
+// the squares of the new values of `out` for each `chunk` elements, as if each chunk were summed by
+// a call of its own: see [Note: sums]. A chunk is the whole range or more, a multiple of kBlock, or
+// a divisor of kChunk.
 template <class Out, class Grad>
-double accumulate(Out* out, const Grad* grad, std::size_t numel, bool add);
+std::vector<double> accumulate(Out* out, const Grad* grad, std::size_t numel, bool add,
+                               std::size_t chunk);
 
 template <class Value>
-double sum_squares(const Value* values, std::size_t numel);
+std::vector<double> sum_squares(const Value* values, std::size_t numel, std::size_t chunk);
 
 }  // namespace offload

@@ -123,6 +123,16 @@ CodeForms code_forms(Isa isa) {
             {version_for<EncodePairs<false>>(isa), version_for<EncodePairs<true>>(isa)}};
 }
 
+Buffers with_grad_of(const Buffers& buffers, const Segment& segment) {
+    Buffers found = buffers;
+    if (segment.grad != nullptr) {
+        // As a number, since the address may be before the array's first element.
+        found.grad = reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(segment.grad) -
+                                                   segment.start * size_of(buffers.grad_type));
+    }
+    return found;
+}
+
 Buffers from(const Buffers& buffers, std::size_t start, int moments) {
     Buffers found = buffers;
     found.weight = moved(buffers.weight, start * size_of(buffers.weight_type));
@@ -155,7 +165,9 @@ PartialTile::PartialTile(const Buffers& at, std::size_t numel) : tile_(at) {
 }
 
 void PartialTile::copy_back() const {
-    for (std::size_t i = 0; i < kWritten; ++i) {
+    const std::size_t begin = tile_.writes == Writes::kMoments ? kOfWeights : 0;
+    const std::size_t end = tile_.writes == Writes::kWeights ? kOfWeights : kWritten;
+    for (std::size_t i = begin; i < end; ++i) {
         if (arrays_[i].bytes > 0) std::memcpy(arrays_[i].there, room_[i], arrays_[i].bytes);
     }
 }

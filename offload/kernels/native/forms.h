@@ -44,6 +44,10 @@ struct CodeForms {
 
 [[nodiscard]] CodeForms code_forms(Isa isa);
 
+// The arrays, with the gradient of a segment, from element 0 on like all of them. Only elements of
+// the segment may be asked for.
+[[nodiscard]] Buffers with_grad_of(const Buffers& buffers, const Segment& segment);
+
 // The arrays from element `start` on. With codes, `start` begins a block, and each block has one
 // scale for each of the `moments`.
 [[nodiscard]] Buffers from(const Buffers& buffers, std::size_t start, int moments);
@@ -57,11 +61,12 @@ class PartialTile {
 
     // Its scales are the partition's own.
     [[nodiscard]] const Buffers& buffers() const { return tile_; }
+    // Copies the arrays that the step writes.
     void copy_back() const;
 
   private:
-    static constexpr std::size_t kWritten =
-        4;  // arrays; behind them there is room for the gradient
+    static constexpr std::size_t kOfWeights = 2;  // arrays; those of moments follow
+    static constexpr std::size_t kWritten = 4;    // behind them there is room for the gradient
 
     struct Array {
         void* there;

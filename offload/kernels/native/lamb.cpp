@@ -225,8 +225,9 @@ struct FirstPass {
 
     void directions_of_codes(const Buffers& at, const Tile& tile, std::size_t numel,
                              float* directions) const {
-        with_codes<Move>(codes, at, tile, numel,
-                         [&](const Tile& each) { version_for<NewValues>(isa)(scalars, each); });
+        with_codes<Move, Writes::kAll>(codes, at, tile, numel, [&](const Tile& each) {
+            version_for<NewValues>(isa)(scalars, each);
+        });
         alignas(64) float stored[2][kTile];
         for (std::size_t i = 0; i < 2; ++i) {
             codes.decode[Move::kRoots[i]](static_cast<const Code*>(at.moments[i]), at.scales[i],
@@ -240,7 +241,8 @@ struct FirstPass {
 }  // namespace
 
 void lamb_moments(const Buffers& b, const Segment& segment, double* sums) {
-    const FirstPass pass{from(b, segment.start, Move::kMoments), segment, sums, active_isa()};
+    const FirstPass pass{from(with_grad_of(b, segment), segment.start, Move::kMoments), segment,
+                         sums, active_isa()};
     share_out(segment.stop - segment.start, [&pass](std::size_t begin, std::size_t end) {
         const DefaultRounding rounding;
         pass.run(begin, end);
@@ -248,7 +250,7 @@ void lamb_moments(const Buffers& b, const Segment& segment, double* sums) {
 }
 
 void lamb_move(const Buffers& buffers, const std::vector<Segment>& segments) {
-    run_update<Move>(buffers, segments);
+    run_update<Move, Writes::kAll>(buffers, segments);
 }
 
 }  // namespace offload

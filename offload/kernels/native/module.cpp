@@ -53,15 +53,15 @@ Rule rule(const std::string& name) {
     throw std::invalid_argument("there is no rule " + name);
 }
 
-// start, stop, settings, and the noise: whether there is any, its stream, the number of `start` in
-// it
+// start, stop, settings, the noise (its stream, and the number of `start` in it), and the address
+// of a gradient of the segment's own, or 0
 using Settings = std::tuple<std::size_t, std::size_t, std::vector<double>,
-                            std::pair<std::uint64_t, std::uint64_t>>;
+                            std::pair<std::uint64_t, std::uint64_t>, std::uintptr_t>;
 
 Segment segment(const Settings& given) {
-    const auto& [start, stop, settings, noise] = given;
+    const auto& [start, stop, settings, noise, grad] = given;
     const auto& [stream, element] = noise;
-    Segment made{start, stop, {}, stream, element};
+    Segment made{start, stop, {}, stream, element, at<const void>(grad)};
     std::copy_n(settings.begin(), std::min(settings.size(), offload::kSettings), made.settings);
     return made;
 }
@@ -81,9 +81,10 @@ Buffers buffers(std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
 void update(const std::string& name, std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
             const std::vector<std::uintptr_t>& moments, int moment_type, std::uintptr_t scales,
             std::pair<std::uintptr_t, int> grad, std::size_t numel,
-            const std::vector<Settings>& given) {
+            const std::vector<Settings>& given, int writes) {
     const Rule run = rule(name);
-    const Buffers arrays = buffers(weight, beside, moments, moment_type, scales, grad, numel);
+    Buffers arrays = buffers(weight, beside, moments, moment_type, scales, grad, numel);
+    arrays.writes = static_cast<offload::Writes>(writes);
     std::vector<Segment> segments;
     segments.reserve(given.size());
     for (const auto& each : given) segments.push_back(segment(each));
@@ -134,7 +135,7 @@ void join_bf24(std::uintptr_t weight, std::uintptr_t residual, std::uintptr_t ma
 
 // Calls `use` with a pointer of the right type.
 template <class Use>
-double with_type(std::uintptr_t address, int number, Use use) {
+auto with_type(std::uintptr_t address, int number, Use use) {
     switch (element(number)) {
         case Element::kBf16:
             return use(at<Bf16>(address));
@@ -148,18 +149,19 @@ double with_type(std::uintptr_t address, int number, Use use) {
     return use(at<float>(address));
 }
 
-double accumulate(std::uintptr_t out, int out_type, std::uintptr_t grad, int grad_type,
-                  std::size_t numel, bool add) {
+std::vector<double> accumulate(std::uintptr_t out, int out_type, std::uintptr_t grad, int grad_type,
+                               std::size_t numel, bool add, std::size_t chunk) {
     return with_type(out, out_type, [&](auto* typed_out) {
         return with_type(grad, grad_type, [&](const auto* typed_grad) {
-            return offload::accumulate(typed_out, typed_grad, numel, add);
+            return offload::accumulate(typed_out, typed_grad, numel, add, chunk);
         });
     });
 }
 
-double sum_squares(std::uintptr_t values, int type, std::size_t numel) {
+std::vector<double> sum_squares(std::uintptr_t values, int type, std::size_t numel,
+                                std::size_t chunk) {
     return with_type(values, type,
-                     [&](const auto* typed) { return offload::sum_squares(typed, numel); });
+                     [&](const auto* typed) { return offload::sum_squares(typed, numel, chunk); });
 }
 
 void quantize(int format, std::uintptr_t values, int type, std::uintptr_t blocks,
@@ -167,7 +169,6 @@ void quantize(int format, std::uintptr_t values, int type, std::uintptr_t blocks
     with_type(values, type, [&](const auto* typed) {
         offload::quantize(static_cast<offload::Format>(format), typed, at<std::uint8_t>(blocks),
                           numel);
-        return 0.0;
     });
 }
 
@@ -176,7 +177,6 @@ void dequantize(int format, std::uintptr_t blocks, std::uintptr_t values, int ty
     with_type(values, type, [&](auto* typed) {
         offload::dequantize(static_cast<offload::Format>(format), at<const std::uint8_t>(blocks),
                             typed, numel);
-        return 0.0;
     });
 }
 
@@ -237,15 +237,18 @@ class Sum {
         const std::size_t address = integer(call(grad, data_ptr));
         if (address == 0) return nb::none();  // a storage without memory
         const int type = static_cast<int>(integer(number));
+        const auto taken = [&] {
+            return accumulate(out_, out_type_, address, type, numel_, add, numel_);
+        };
+        std::vector<double> squares;
         // Another thread would take the GIL meanwhile, and keep it for longer than this takes.
-        if (numel_ <= kWithGil)
-            return nb::float_(accumulate(out_, out_type_, address, type, numel_, add));
-        double squares = 0;
-        {
+        if (numel_ <= kWithGil) {
+            squares = taken();
+        } else {
             const nb::gil_scoped_release no_gil;
-            squares = accumulate(out_, out_type_, address, type, numel_, add);
+            squares = taken();
         }
-        return nb::float_(squares);
+        return nb::float_(squares.empty() ? 0.0 : squares[0]);
     }
 
   private:

@@ -21,8 +21,8 @@ std::atomic<int> wanted_threads{1};
 // A range that is being processed. Stored on its caller's stack until every member has left it.
 class Job {
   public:
-    Job(std::size_t numel, const RangeTask& task, int node = -1)
-        : numel_(numel), task_(task), node_(node) {}
+    Job(std::size_t begin, std::size_t numel, const RangeTask& task, int node)
+        : numel_(numel), task_(task), node_(node), next_(begin) {}
 
     [[nodiscard]] int node() const { return node_; }
 
@@ -38,19 +38,21 @@ class Job {
     std::size_t numel_;
     const RangeTask& task_;
     const int node_;
-    std::atomic<std::size_t> next_{0};
+    std::atomic<std::size_t> next_;
 };
 
 // Members sleep on `called_`. A member that wakes while a job is open joins it; one that wakes late
 // finds no job and sleeps again, so that no caller ever waits for a slow wake-up.
 class Team {
   public:
-    // Returns false, without effect, if the team is busy with another caller.
-    [[nodiscard]] bool try_run(std::size_t numel, const RangeTask& task, int threads, int node) {
+    // Processes [begin, numel). Returns false, without effect, if the team is busy with another
+    // caller.
+    [[nodiscard]] bool try_run(std::size_t begin, std::size_t numel, const RangeTask& task,
+                               int threads, int node) {
         const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
         if (!turn) return false;
         hire(threads - 1);
-        Job job(numel, task, node);
+        Job job(begin, numel, task, node);
         open(&job, threads - 1);
         job.work();
         close();
@@ -150,11 +152,12 @@ int thread_count() { return wanted_threads.load(std::memory_order_relaxed); }
 
 void share_out(std::size_t numel, const RangeTask& task, const void* memory) {
     const int threads = thread_count();
-    if (threads > 1 && numel > kChunk &&
-        current_team().try_run(numel, task, threads, node_of(memory))) {
-        return;
+    const int node = threads > 1 && numel > kChunk ? node_of(memory) : -1;
+    for (std::size_t begin = 0; begin < numel; begin += kChunk) {
+        const bool shares = threads > 1 && numel - begin > kChunk;
+        if (shares && current_team().try_run(begin, numel, task, threads, node)) return;
+        task(begin, std::min(begin + kChunk, numel));
     }
-    if (numel > 0) Job(numel, task).work();
 }
 
 }  // namespace offload

@@ -17,9 +17,9 @@ void set_thread_count(int count);
 [[nodiscard]] int thread_count();
 
 // Calls `task` once for each chunk of [0, numel), on the team and on the calling thread, and
-// returns when all are done. If the range is one chunk, or the team is busy with another caller,
-// the calling thread processes the range alone. `task` must not throw. On a machine with several
-// NUMA nodes the team runs on the node of `memory`, which the task works on.
+// returns when all are done. A range of one chunk is processed by the calling thread alone, and so
+// is each chunk at whose turn the team is busy with another caller. `task` must not throw. On a
+// machine with several NUMA nodes the team runs on the node of `memory`, which the task works on.
 void share_out(std::size_t numel, const RangeTask& task, const void* memory = nullptr);
 
 }  // namespace offload
