@@ -325,18 +325,15 @@ class HostGradients:
     def _announce(self) -> None:
         """Says that sums take memory beside the plan, or raises `UsageError` if there is too little."""
         nbytes, free = sum(map(len, self._parts)) * self._dtypes.sums.itemsize, free_host_memory()
-        what = (
-            "the host adds up micro-batches that pass through the model one after the other: their sums in fp32 take "
-            f"{format_size(nbytes)} of RAM beside the plan, for gradients that wait in 16 bits"
-        )
         ways = (
-            "train_batch and accumulate make the sums on the device, and so does the Trainer in all steps with "
-            '"schedule": "layer_major" in "offload"; "schedule": "micro_batch_major" plans for this order'
+            f"their sums in fp32 take {format_size(nbytes)} of RAM beside the plan. train_batch and accumulate make "
+            'the sums on the device, and so does the Trainer in all steps with "schedule": "layer_major" in "offload"; '
+            '"schedule": "micro_batch_major" plans for this order'
         )
         if nbytes > free:
-            raise UsageError(f"{what}, and {format_size(free)} is free; {ways}")
+            raise UsageError(f"the host has no room to add up micro-batches, {format_size(free)} is free: {ways}")
         if not self._announced:
-            announce(Remark(f"{what}; {ways}"))
+            announce(Remark(f"the host adds up micro-batches, whose gradients wait in 16 bits otherwise: {ways}"))
         self._announced = True
 
     def narrow(self, unit: int) -> None:
