@@ -292,7 +292,7 @@ class Inspection:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        return self._parts.gradients.dtype
+        return self._parts.gradients.dtypes.stored
 
     def gradients_stay(self, unit: int) -> bool:
         """Returns True if the gradients of a unit stay on the device until the update."""
@@ -446,6 +446,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "memory.free": (
         "offload.engine.access:free_host_memory",
         "offload.engine.edits:free_host_memory",
+        "offload.engine.gradients:free_host_memory",
         "offload.swapper.memory.device:free_host_memory",
     ),
     "memory.free_for_plan": ("offload.planner.request:free_host_memory",),

@@ -1009,6 +1009,12 @@ class OffloadBlock(Block):
         description="form of the master of a bf16 weight; bf24: the upper 24 bits of an fp32, which are the weight and "
         "8 more bits in place of 16, rounded stochastically in each step. See guides/which-states-which-bytes.md",
     )
+    gradients: Literal["auto", "fp32", "16bit"] = Field(
+        "auto",
+        description="how a sum of several micro-batches, made in fp32, waits for its update; 16bit: rounded once to "
+        "the weights' dtype, when it is complete; fp32: not rounded; auto: 16bit for bf16 weights, unless "
+        "grad_accum_dtype is set or weights that stay in fp32 train. See concepts/precision.md",
+    )
     keep_in_fp32: Literal["auto"] | Names = Field(
         "auto",
         description="weights that stay fp32 under bf16 and fp16, such as a router's: names or classes of modules, "

@@ -46,7 +46,7 @@ from offload.interrupts import uninterrupted
 from offload.kernels.blocks import dequantize, quantize
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
-from offload.layout.tiers import CODES, Reduction
+from offload.layout.tiers import CODES, GradientDtypes, Reduction
 from offload.metrics.meter import NO_SPANS, ComputeSpans
 from offload.swapper.memory.device import DONE, Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
@@ -282,7 +282,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         layouts: Sequence[UnitLayout],
         parts: Sequence[range],
         arena: HostArena,
-        dtype: torch.dtype,
+        dtypes: GradientDtypes,
         schedule: PassSchedule,
         callbacks: EngineCallbacks,
         *,
@@ -299,7 +299,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
     ) -> None:
         """Allocates the buffers in the device arena. Arguments not listed are those of `GradientAccumulator`."""
         super().__init__(
-            *(layouts, parts, arena, dtype, schedule, callbacks),
+            *(layouts, parts, arena, dtypes, schedule, callbacks),
             spill=spill,
             on_device=on_device,
             totals=totals,
@@ -309,7 +309,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         )
         self._ranks, self._rounds, self._device = rounds.ranks, rounds, device
         self._adds_up, self._exchanges, self._in_place = reduction.whole, reduction.exchanges, reduction.in_place
-        self._adds_up_turns = not reduction.whole and reduction.dtype == dtype
+        self._adds_up_turns = not reduction.whole and reduction.dtype == dtypes.sums
         """True if buckets have the dtype of sums."""
         # Trainable segments come first in a unit and end at `trainable_stop`.
         largest, keep = max(reduction.numels(layouts)), device_arena.keep
@@ -320,7 +320,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         buckets = [keep(largest * reduction.dtype.itemsize) for _ in range(reduction.buckets)]
         self._room = [buckets] * len(layouts)
         if self._adds_up:
-            self._room = [[keep(layout.trainable_stop * dtype.itemsize)] for layout in layouts]
+            self._room = [[keep(layout.trainable_stop * dtypes.sums.itemsize)] for layout in layouts]
         rounded = buckets if self._adds_up else []
         self._memory = ExchangeMemory(reduction, largest, rounded, keep)
         longest = max(map(len, parts))
@@ -399,7 +399,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._unit = next(iter(self._held))
             self._reduce()
             self._add_received()
-        memory = self._room[unit].pop().view(self.dtype if self._adds_up else self._sent[unit])
+        memory = self._room[unit].pop().view(self.dtypes.sums if self._adds_up else self._sent[unit])
         # compute stream: the exchange before has read this memory on a stream of the backend. The additions are ordered
         # after that exchange, but may be on another stream than this gradient if the model uses several.
         self._device.wait_event(self._added)

@@ -58,7 +58,7 @@ class DirectAdd:
         other: Callable[[torch.Tensor, bool], None],
         lock: AbstractContextManager[Any],
         reading: Collection[int],
-        squares: list[dict[tuple[int, int], float | torch.Tensor]],
+        squares: list[dict[tuple[int, int], float | torch.Tensor | None]],
         unit: int,
         segment: int,
         /,

@@ -552,6 +552,7 @@ def _settings(plan: Plan) -> StepSettings:
             slots=plan.slots,
         ),
         config=plan.config,
+        gradients=plan.parts.gradients.values,
         scaler=LossScaler(plan.config.fp16)
         if plan.config.dtype == "fp16"
         else NoLossScaler(skips=plan.config.offload.on_nonfinite == "skip"),
@@ -703,7 +704,7 @@ def _gradients(
     compute: ComputeSpans,
 ) -> GradientAccumulator:
     """Returns the accumulator of gradients, with its memory in the tiers of the plan, and its threads."""
-    dtype, trainable, timeline = plan.parts.gradient_dtype, plan.trainable, pager.table.timeline
+    dtypes, trainable, timeline = plan.parts.gradients, plan.trainable, pager.table.timeline
     with contextlib.ExitStack() as undo:
         spill: DiskSpill = NoSpill()
         downloads: DeviceToHost = NoDownloads()
@@ -718,17 +719,17 @@ def _gradients(
             "layouts": plan.layouts,
             "parts": trainable,
             "arena": host,
-            "dtype": dtype,
+            "dtypes": dtypes,
             "schedule": schedule,
             "callbacks": callbacks,
             "spill": spill,
             # Gradients on the device keep their place for the whole run, so that no step allocates device memory.
             "on_device": {
-                unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
+                unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtypes.stored)
                 for unit, tiers in enumerate(plan.placement.tiers)
                 if tiers.get(State.GRAD) is Tier.DEVICE
             },
-            "totals": {unit: arena.keep(nbytes).view(dtype) for unit, nbytes in plan.placement.added},
+            "totals": {unit: arena.keep(nbytes).view(dtypes.sums) for unit, nbytes in plan.placement.added},
             "downloads": downloads,
             "timeline": timeline,
             "compute": compute,

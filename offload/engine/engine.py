@@ -1045,7 +1045,8 @@ class Engine(ModelEngine):
                 f"set_train_batch_size must be called between steps, but {ran} of this step ran: call it after step()"
             )
         # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
-        dtype = None if self._settings.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
+        sums = self._core.components.gradients.dtypes.sums
+        dtype = None if self._settings.config.data_types.grad_accum_dtype else sums
         ranks = self._core.components.world.data_ranks
         self._core.state.settings = resized(self._settings, train_batch_size, ranks, dtype)
 

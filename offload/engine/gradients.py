@@ -7,6 +7,11 @@ A unit has a host buffer of its own, or a window of a gradient on DISK (`DiskSpi
 gradients of units that are stored there. For other units it adds up micro-batches as far as memory allows, and copies
 the total to the host with the last one (`DeviceTotals`).
 
+A sum of micro-batches in fp32 may be rounded to 16 bits once its last micro-batch has been added (`GradientDtypes`).
+Norm, update and user then see the rounded value, wherever it waits. If the device completes all sums of a step, the
+memory where they wait has 16 bits. A sum that the host completes is rounded in its fp32 memory. A gradient that arrives
+later is added to the rounded sum, and the result rounded again.
+
 The norm reads no gradient a second time: whoever stores values also sums their squares. The device sums the squares of
 values that it copies into an empty buffer; the host sums those of values that it adds up. The bits are the same
 everywhere. On a GPU without our kernels the host sums all squares, those of a first gradient once its copy has arrived.
@@ -20,7 +25,7 @@ import functools
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -33,13 +38,18 @@ from offload.engine._native import DirectAdd
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill
 from offload.engine.micro_batches import PassSchedule
+from offload.errors import UsageError
 from offload.interrupts import uninterrupted
 from offload.kernels import cuda
 from offload.kernels.sums import Sum
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
+from offload.layout.tiers import GradientDtypes
 from offload.metrics.meter import NO_SPANS, ComputeSpans
+from offload.notices import Remark, announce
+from offload.sizes import format_size
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
+from offload.swapper.memory.limits import free_host_memory
 from offload.timeline import OFF, Phase, Row, Timeline
 from offload.torch_internals import owns_its_memory
 
@@ -147,7 +157,8 @@ class NoCompletion(UnitCompletion):
 # Each addition is rounded once, as by the host's kernel, so a sum has the same bits on the device and on the host.
 #
 # Some units have memory for their totals for good. Where the micro-batches of a step take turns at a block, every unit
-# has totals: the first gradient itself becomes the total, until the last micro-batch has left the block.
+# has totals: the first gradient itself becomes the total, until the last micro-batch has left the block. If gradients
+# wait in 16 bits, this is so on a CPU too, and for gradients that stay on the device.
 
 
 SegmentRange = tuple[int, int]
@@ -254,6 +265,7 @@ class HostGradients:
         spill: DiskSpill,
         layouts: Sequence[UnitLayout],
         parts: Sequence[range],
+        dtypes: GradientDtypes,
         addressable: bool,
     ) -> None:
         """Takes `memory`, (numel,) of the partition of each unit whose gradients stay in HOST.
@@ -261,7 +273,12 @@ class HostGradients:
         `parts` are the elements of each unit that this rank updates. `addressable` is True if the host can address the
         gradients of a backward.
         """
-        self._memory, self._spill = memory, spill
+        self._memory, self._spill, self._dtypes, self._parts = memory, spill, dtypes, parts
+        self._wide: dict[int, torch.Tensor] = {}
+        """Memory of sums that the host makes although the memory of their unit has 16 bits: (numel,) in fp32."""
+        self._rounded: torch.Tensor | None = None
+        """Scratch memory of `round`; (CHUNK,) of the dtype of rounded sums."""
+        self._announced = False
         self._sums: dict[tuple[int, int, int], Sum] = {}
         """Checked memory of parts of a host buffer, by unit, first element and length."""
         self._whole: dict[tuple[int, int], Sum] = {}
@@ -273,12 +290,55 @@ class HostGradients:
         for unit, (layout, part) in enumerate(zip(layouts, parts, strict=True)):
             for position, segment in enumerate(layout.segments):
                 inside = part.start <= segment.start and segment.stop <= part.stop
-                if not (addressable and unit in memory and inside and segment.numel):
+                # A gradient whose sum is rounded is neither added without a look at the micro-batch nor kept.
+                if dtypes.rounds or not (addressable and unit in memory and inside and segment.numel):
                     continue
                 if len(part) >= KEPT_NUMEL:
                     self._keepable.add((unit, position))
                 elif segment.numel <= CHUNK:
                     self._whole[unit, position] = self.sum(unit, segment.start - part.start, segment.numel)
+
+    def spills(self, unit: int) -> bool:
+        """Returns True if the gradient of `unit` waits on DISK."""
+        return unit in self._spill and unit not in self._wide
+
+    def dtype(self, unit: int) -> torch.dtype:
+        """Returns the dtype of the memory of a unit's gradient."""
+        return self._dtypes.sums if unit in self._wide else self._dtypes.stored
+
+    def is_wide(self, unit: int) -> bool:
+        """Returns True if the memory of `unit` has the dtype of sums, so that micro-batches may be added there."""
+        return unit in self._wide or self._dtypes.stored is self._dtypes.sums
+
+    def widen(self, unit: int, stored: Iterable[range]) -> None:
+        """Takes memory for a sum that the host makes, until `narrow`. Chunks with these elements are `stored` already.
+
+        Raises `UsageError` before any gradient is lost, if there is no memory for such sums of all units.
+        """
+        if not self._wide:
+            self._announce()
+        wide = torch.empty(len(self._parts[unit]), dtype=self._dtypes.sums, device="cpu")
+        for chunk in stored:
+            wide[chunk.start : chunk.stop].copy_(self.values(unit, chunk.start, chunk.stop))
+        self._wide[unit] = wide
+
+    def _announce(self) -> None:
+        """Says that sums take memory beside the plan, or raises `UsageError` if there is too little."""
+        nbytes, free = sum(map(len, self._parts)) * self._dtypes.sums.itemsize, free_host_memory()
+        ways = (
+            f"their sums in fp32 take {format_size(nbytes)} of RAM beside the plan. train_batch and accumulate make "
+            'the sums on the device, and so does the Trainer in all steps with "schedule": "layer_major" in "offload"; '
+            '"schedule": "micro_batch_major" plans for this order'
+        )
+        if nbytes > free:
+            raise UsageError(f"the host has no room to add up micro-batches, {format_size(free)} is free: {ways}")
+        if not self._announced:
+            announce(Remark(f"the host adds up micro-batches, whose gradients wait in 16 bits otherwise: {ways}"))
+        self._announced = True
+
+    def narrow(self, unit: int) -> None:
+        """Frees the memory of `widen`, whose values nobody needs any more."""
+        self._wide.pop(unit, None)
 
     def adder(
         self,
@@ -287,7 +347,7 @@ class HostGradients:
         add: AddGradient,
         lock: AbstractContextManager[Any],
         reading: Collection[int],
-        squares: list[dict[tuple[int, int], float | torch.Tensor]],
+        squares: list[dict[tuple[int, int], Squares]],
     ) -> AddGradient:
         """Returns a function that stores or adds a gradient of one parameter as autograd has made it.
 
@@ -318,16 +378,30 @@ class HostGradients:
 
     def values(self, unit: int, start: int, stop: int) -> torch.Tensor:
         """Returns elements [start, stop) of a unit's host buffer or window, valid until the next call."""
+        if unit in self._wide:
+            return self._wide[unit][start:stop]
         return self._spill.part(unit, start, stop) if unit in self._spill else self._memory[unit][start:stop]
 
     def sum(self, unit: int, start: int, numel: int) -> Sum:
         """Returns the sum of gradients in elements [start, start + numel), valid until the next call."""
-        total = self._sums.get((unit, start, numel))
+        total = None if unit in self._wide else self._sums.get((unit, start, numel))
         if total is None:
             total = Sum(self.values(unit, start, start + numel))
-            if unit not in self._spill:  # a window moves, a host buffer does not
+            # A window moves, and wide memory is freed; a host buffer stays.
+            if unit not in self._spill and unit not in self._wide:
                 self._sums[unit, start, numel] = total
         return total
+
+    def round(self, unit: int, start: int, numel: int) -> list[float]:
+        """Rounds elements [start, start + numel) of a sum in its memory; returns the sum of squares of each chunk."""
+        if self._rounded is None:
+            self._rounded = torch.empty(CHUNK, dtype=self._dtypes.values, device="cpu")
+        squares = []
+        for values in self.values(unit, start, start + numel).split(CHUNK):
+            rounded = self._rounded[: len(values)]
+            squares.append(kernels.accumulate(rounded, values, add=False))
+            kernels.accumulate(values, rounded, add=False)
+        return squares
 
 
 # -- values --------------------------------------------------------------------------------------------
@@ -337,6 +411,9 @@ class HostGradients:
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients that the kernels add; others are converted."""
+
+Squares = float | torch.Tensor | None
+"""Sum of squares of a chunk; a tensor is still on the device. None if the chunk is a sum that is not rounded yet."""
 
 
 def squares_of(values: torch.Tensor) -> torch.Tensor:
@@ -349,9 +426,7 @@ def squares_of(values: torch.Tensor) -> torch.Tensor:
     return torch.tensor(kernels.squares_of_chunks(values, CHUNK), dtype=torch.float64, device="cpu")
 
 
-def total_of(
-    squares: Sequence[Mapping[tuple[int, int], float | torch.Tensor]], elsewhere: Container[tuple[int, int]] = ()
-) -> float:
+def total_of(squares: Sequence[Mapping[tuple[int, int], Squares]], elsewhere: Container[tuple[int, int]] = ()) -> float:
     """Returns the sum of the squares of all gradients, by unit and (segment, first element); all are numbers by now.
 
     Added in layout order in float64, so that the norm has the same bits whatever order gradients arrived in. Another
@@ -409,7 +484,7 @@ class GradientAccumulator:
         layouts: Sequence[UnitLayout],
         parts: Sequence[range],
         arena: HostArena,
-        dtype: torch.dtype,
+        dtypes: GradientDtypes,
         schedule: PassSchedule,
         callbacks: EngineCallbacks,
         *,
@@ -425,40 +500,41 @@ class GradientAccumulator:
 
         Args:
             parts: the elements of each unit that this rank updates.
-            on_device: (numel,) of `dtype` for each unit whose gradients stay on the device.
-            totals: the same for units whose gradients are summed on the device, and copied to the host afterwards.
+            on_device: (numel,) of `dtypes.stored` for each unit whose gradients stay on the device.
+            totals: (numel,) of `dtypes.sums` for units whose gradients are summed on the device, and copied to the host
+                afterwards.
             downloads: copies from a device whose memory the host cannot address.
             completion: notices units whose gradients are complete before `step()`; nobody asks without it.
         """
         self._timeline, self._compute = timeline, compute
         self._recorded = timeline is not OFF or compute is not NO_SPANS
         self._titles = [f"gradient of {layout.name or 'the root'}" for layout in layouts]
-        self.dtype, self._on_device = dtype, on_device
+        self.dtypes, self._on_device = dtypes, on_device
         self.spill, self.downloads = spill, downloads
-        self.totals = DeviceTotals(totals, dtype)
+        self.totals = DeviceTotals(totals, dtypes.sums)
         self._schedule, self._callbacks, self._layouts, self._parts = schedule, callbacks, layouts, parts
         self._lock = threading.Lock()
         self.completion = completion or NoCompletion()
-        self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
-        """For each unit: sum of squares of each chunk, by (segment, first element); a tensor is still on the device."""
+        self._squares: list[dict[tuple[int, int], Squares]] = [{} for _ in layouts]
+        """For each unit: sum of squares of each chunk, by (segment, first element)."""
         self._reading: set[int] = set()
         memory: dict[int, torch.Tensor] = {}
         for unit, part in enumerate(parts):
-            if part and self.is_on_host(unit):
-                host_buffer = arena.take_copied(len(part) * dtype.itemsize)
+            if part and unit not in on_device and unit not in spill:
+                host_buffer = arena.take_copied(len(part) * dtypes.stored.itemsize)
                 assert host_buffer is not None, "the arena's class of gradients was sized for them"
-                memory[unit] = host_buffer.tensor(dtype)
-        self._host = HostGradients(memory, spill, layouts, parts, addressable=not downloads.copies)
+                memory[unit] = host_buffer.tensor(dtypes.stored)
+        self._host = HostGradients(memory, spill, layouts, parts, dtypes, addressable=not downloads.copies)
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
         """Takes device memory, (nbytes,) uint8 by unit, for the totals of more units. Called between steps."""
-        self.totals.have({unit: block.view(self.dtype) for unit, block in memory.items()})
+        self.totals.have({unit: block.view(self.dtypes.sums) for unit, block in memory.items()})
 
     @uninterrupted
     def stop_adding_up_in(self, units: Collection[int]) -> dict[int, torch.Tensor]:
         """Copies totals of `units` to the host, not in a backward; returns their memory in the form of `add_up_in`."""
         for unit in units:
-            self._send_totals(unit)
+            self._send_totals(unit, complete=False)
         self.downloads.drain()
         return {unit: memory.view(torch.uint8) for unit, memory in self.totals.leave(units).items()}
 
@@ -503,7 +579,7 @@ class GradientAccumulator:
         return (
             self._host.may_keep(unit, segment)
             and self._callbacks.is_last_micro_batch()
-            and gradient.dtype is self.dtype
+            and gradient.dtype is self.dtypes.stored
             and self._is_new(unit, segment, 0)
             and owns_its_memory(gradient)
         )
@@ -549,21 +625,16 @@ class GradientAccumulator:
         after this rank's first element of the segment.
         """
         if values.dtype not in SUMMED:
-            values = values.to(self.dtype)
-        if unit in self._on_device:
-            self._await_update(unit)
-            self._keep(unit, segment, first, values)
-        elif not self.downloads.copies:
-            self._await_update(unit)
-            self._accumulate(unit, segment, first, values, self._is_new(unit, segment, first))
-        # A gradient begins a total on the device, or is added to one, or is copied.
-        elif self.totals.has(unit, (segment, first)) or (self._is_new(unit, segment, first) and not self._leaves(unit)):
-            start, key = self._start(unit, segment, first), (segment, first)
+            values = values.to(self.dtypes.sums)
+        key, new, complete = (segment, first), self._is_new(unit, segment, first), self._callbacks.is_last_micro_batch()
+        # A gradient begins a total on the device, or is added to one, or is stored.
+        if self.totals.has(unit, key) or (new and self._has_totals(unit) and not self._leaves(unit, complete)):
+            start = self._start(unit, segment, first)
             self.downloads.with_memory(lambda: self.totals.add(unit, key, start, values))
-            if self._leaves(unit):
-                self._send_total(unit, segment, first)
+            if self._leaves(unit, complete):
+                self._send_total(unit, segment, first, complete)
         else:
-            self._send(unit, segment, first, values, self._is_new(unit, segment, first))
+            self._store(unit, segment, first, values, new, complete)
 
     def is_read(self, unit: int) -> bool:
         """Returns True if an update will read, or reads, the gradient of `unit`: from `give` to `free`."""
@@ -580,28 +651,51 @@ class GradientAccumulator:
         """Returns True if no gradient was stored at this position since the last step."""
         return (segment, first) not in self._squares[unit]
 
-    def _leaves(self, unit: int) -> bool:
-        """Returns True if the device adds no more to the total of `unit`, in this step or in the turns at its block."""
-        if self._callbacks.is_last_micro_batch():
-            return True
-        return not self.totals.takes(unit) and self._schedule.leaves_block
+    def _has_totals(self, unit: int) -> bool:
+        """Returns True if the device may add up the gradients of `unit` before they are stored."""
+        return self.dtypes.complete_first or (self.downloads.copies and unit not in self._on_device)
 
-    def _send_total(self, unit: int, segment: int, first: int) -> None:
-        self._send(unit, segment, first, self.totals.values(unit, (segment, first)), True)
+    def _leaves(self, unit: int, complete: bool) -> bool:
+        """Returns True if the device adds no more to the total of `unit`, in this step or in the turns at its block."""
+        if complete:
+            return True
+        # Memory of 16 bits on the device holds complete sums alone.
+        if self.totals.takes(unit) or unit in self._on_device:
+            return False
+        return self._schedule.leaves_block or self._schedule.one_by_one
+
+    def _send_total(self, unit: int, segment: int, first: int, complete: bool) -> None:
+        self._store(unit, segment, first, self.totals.values(unit, (segment, first)), True, complete)
         self.totals.left(unit, (segment, first))
 
-    def _send(self, unit: int, segment: int, first: int, values: torch.Tensor, new: bool) -> None:
-        """Starts the copy of `values` to the host, where they are stored if `new`, otherwise added."""
+    def _store(self, unit: int, segment: int, first: int, values: torch.Tensor, new: bool, complete: bool) -> None:
+        """Stores `values` if `new`, otherwise adds them; the sum is `complete` with those of the last micro-batch."""
         self._await_update(unit)
-        downloads = self.downloads
-        if new and values.element_size() > self.dtype.itemsize:
-            values = downloads.with_memory(functools.partial(values.to, self.dtype))  # here, for fewer bytes to copy
-        stored = new and values.dtype == self.dtype
+        if unit in self._on_device:
+            self._keep(unit, segment, first, values, new, complete)
+            return
+        if not complete and not self._host.is_wide(unit):
+            self.downloads.drain()  # the receiving thread may store parts of the sum
+            with self._lock:
+                self._host.widen(unit, [self._chunk(unit, *key) for key in self._squares[unit]])
+        if self.downloads.copies:
+            self._send(unit, segment, first, values, new, complete)
+        else:
+            self._accumulate(unit, segment, first, values, new, complete)
+
+    def _send(self, unit: int, segment: int, first: int, values: torch.Tensor, new: bool, complete: bool) -> None:
+        """Starts the copy of `values` to the host, where they are stored if `new`, otherwise added."""
+        downloads, dtype = self.downloads, self._host.dtype(unit)
+        fewest = self.dtypes.values if complete else dtype
+        if new and values.element_size() > fewest.itemsize:
+            values = downloads.with_memory(functools.partial(values.to, fewest))  # here, for fewer bytes to copy
+        rounds = self.dtypes.rounds and dtype is self.dtypes.sums
+        stored = new and values.dtype == dtype and not rounds
         summed = downloads.sums and stored
         chunks = range(0, values.numel(), CHUNK)
-        squares: Sequence[float | torch.Tensor] = squares_of(values).unbind() if summed else [0.0] * len(chunks)
+        squares: Sequence[Squares] = squares_of(values).unbind() if summed else [0.0] * len(chunks)
         target, receive = None, None
-        spills = unit in self.spill
+        spills = self._host.spills(unit)
         if stored and not spills:
             start = self._start(unit, segment, first)
             target = self._host.values(unit, start, start + len(values))
@@ -612,7 +706,7 @@ class GradientAccumulator:
         else:
 
             def receive(position: int, some: torch.Tensor) -> None:
-                self._accumulate(unit, segment, first + position, some, new, summed)
+                self._accumulate(unit, segment, first + position, some, new, complete, summed)
 
         # None if the unit spills: a joined gradient arrives late, and would read back a window that is written already.
         place = None if spills else (unit, segment, first)
@@ -631,23 +725,44 @@ class GradientAccumulator:
             assert unit not in self._reading
             self._record(unit, segment, first, kernels.squares_of_chunks(values, CHUNK))
 
-    def _keep(self, unit: int, segment: int, first: int, values: torch.Tensor, add: bool = True) -> None:
+    def _keep(self, unit: int, segment: int, first: int, values: torch.Tensor, new: bool, complete: bool) -> None:
         """Stores or adds `values` on the device. A sum is rounded once, as by the host's kernel."""
         start = self._start(unit, segment, first)
         memory = self._on_device[unit][start : start + values.numel()]
-        if add and not self._is_new(unit, segment, first):
-            memory.add_(values)
-        else:
+        if new:
             memory.copy_(values)
-        for number, value in enumerate(squares_of(memory).unbind()):
-            self._squares[unit][segment, first + number * CHUNK] = value
+        else:
+            memory.add_(values)
+        rounds = self.dtypes.rounds and not self.dtypes.complete_first
+        for number, some in enumerate(memory.split(CHUNK)):
+            square = None if rounds and not complete else self._round_on_device(some)
+            self._squares[unit][segment, first + number * CHUNK] = square
+
+    def _round_on_device(self, memory: torch.Tensor) -> torch.Tensor:
+        """Rounds a complete sum of one chunk in its memory, (n,) on the device; returns its sum of squares, ()."""
+        if memory.dtype is not self.dtypes.values:
+            memory.copy_(memory.to(self.dtypes.values))
+        return squares_of(memory)[0]
 
     def _start(self, unit: int, segment: int, first: int) -> int:
         """Returns the position in this rank's partition of element `first` of a segment."""
         return self._layouts[unit].segments[segment].start - self._parts[unit].start + first
 
+    def _chunk(self, unit: int, segment: int, first: int) -> range:
+        """Returns the elements in this rank's partition of the chunk that begins with element `first` of a segment."""
+        part = self._parts[unit]
+        start = self._start(unit, segment, first)
+        return range(start, min(start + CHUNK, self._layouts[unit].segments[segment].stop - part.start, len(part)))
+
     def _accumulate(
-        self, unit: int, segment: int, first: int, values: torch.Tensor, new: bool, summed: bool = False
+        self,
+        unit: int,
+        segment: int,
+        first: int,
+        values: torch.Tensor,
+        new: bool,
+        complete: bool,
+        summed: bool = False,
     ) -> None:
         """Stores or adds `values` on the host, and sums their squares unless they are `summed` already."""
         start = self._start(unit, segment, first)
@@ -662,17 +777,34 @@ class GradientAccumulator:
                 self._host.drop_kept(unit, segment)
             # receiving thread: one call for all chunks, after which it asks for Python's lock once. A window may end
             # with any chunk.
-            step = CHUNK if unit in self.spill else max(numel, 1)
+            step = CHUNK if self._host.spills(unit) else max(numel, 1)
+            rounds = self.dtypes.rounds and self._host.is_wide(unit)
             for done in range(0, numel, step):
                 some = values[done : done + step]
-                squares = self._host.sum(unit, start + done, some.numel()).accumulate(some, add=not new, chunk=CHUNK)
+                total = self._host.sum(unit, start + done, some.numel())
+                squares: Sequence[Squares] = total.accumulate(some, add=not new, chunk=CHUNK)
+                if rounds and complete:
+                    squares = self._host.round(unit, start + done, some.numel())
+                elif rounds:
+                    squares = [None] * len(squares)
                 if not summed:
                     self._record(unit, segment, first + done, squares)
 
-    def _record(self, unit: int, segment: int, first: int, squares: Sequence[float]) -> None:
+    def _record(self, unit: int, segment: int, first: int, squares: Sequence[Squares]) -> None:
         """Records the sum of squares of each chunk from element `first` of a segment on. The caller holds the lock."""
         for number, value in enumerate(squares):
             self._squares[unit][segment, first + number * CHUNK] = value
+
+    def _complete_sums(self, unit: int) -> None:
+        """Rounds sums to which the last micro-batch of the step has added nothing; all gradients are received."""
+        for key, squares in list(self._squares[unit].items()):
+            if squares is None:
+                chunk = self._chunk(unit, *key)
+                if unit in self._on_device:
+                    self._squares[unit][key] = self._round_on_device(self._on_device[unit][chunk.start : chunk.stop])
+                    continue
+                with self._lock:
+                    (self._squares[unit][key],) = self._host.round(unit, chunk.start, len(chunk))
 
     def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
         """Returns the statistics that decide a step. Waits until all gradients are copied from the device.
@@ -680,22 +812,26 @@ class GradientAccumulator:
         Parameters of `elsewhere`, as (unit, segment), are left out of the sum of squares: see `total_of`.
         """
         self.receive_totals()
+        for unit in range(len(self._squares)):
+            self._complete_sums(unit)
+        self._fetch_squares()
         present = [self.present(unit) for unit, _ in enumerate(self._squares)]
         return GradientStats(sum_squares=total_of(self._squares, elsewhere), present=present)
 
-    def _send_totals(self, unit: int | None = None, segment: int | None = None) -> None:
-        """Starts the copies of all totals that are still on the device, or of those of a unit's segment."""
+    def _send_totals(self, unit: int | None = None, complete: bool = True) -> None:
+        """Stores all totals that are still on the device, or those of a unit."""
         for owner, (position, first) in self.totals.ranges():
-            if unit in (None, owner) and segment in (None, position):
-                self._send_total(owner, position, first)
+            if unit in (None, owner):
+                self._send_total(owner, position, first, complete)
 
     def receive_totals(self) -> None:
-        """Waits until all gradients are copied from the device; sums of squares there become numbers."""
+        """Waits until all gradients are copied from the device."""
         self._send_totals()
-        if not self.downloads.copies:
-            return
-        # calling thread: after this wait the receiving thread records no square any more, so the list is complete.
         self.downloads.drain()
+
+    def _fetch_squares(self) -> None:
+        """Turns sums of squares on the device into numbers, once all gradients are received."""
+        # calling thread: the receiving thread records no square any more, so the list is complete.
         pending = [
             (squares, key, value)
             for squares in self._squares
@@ -714,30 +850,40 @@ class GradientAccumulator:
         return {segment for segment, _ in self._squares[unit]} | self.totals.segments(unit)
 
     def is_on_host(self, unit: int) -> bool:
-        """Returns True if the gradient of `unit` waits in a host buffer, and not in a window."""
-        return unit not in self._on_device and unit not in self.spill
+        """Returns True if the gradient of `unit` waits in host memory of its own, and not in a window."""
+        return unit not in self._on_device and not self._host.spills(unit)
 
     def when_received(self, unit: int, act: Callable[[], None]) -> None:
         """Calls `act` once all gradients of `unit` so far are on the host: now, or on the receiving thread."""
         self._send_totals(unit)
-        self.downloads.when_received(act)
+
+        def complete() -> None:
+            # receiving thread, or the calling one: the unit's sums are in their memory.
+            self._complete_sums(unit)
+            act()
+
+        self.downloads.when_received(complete if self.dtypes.rounds else act)
 
     @uninterrupted
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Fills `values`, (n,) on the CPU, with elements [first, first + n) of a segment: all those of this rank."""
-        self._send_totals(unit, segment)
         self.downloads.drain()
-        start = self._start(unit, segment, first)
+        start, dtype = self._start(unit, segment, first), self.dtypes.values
         if unit in self._on_device:
-            values.copy_(self._on_device[unit][start : start + len(values)])
-            return
-        with self._lock:
-            if (kept := self._host.kept_of(unit).get(segment)) is not None:
-                values.copy_(kept[first : first + len(values)])
-                return
-            for chunk in range(0, len(values), CHUNK):
-                some = values[chunk : chunk + CHUNK]
-                some.copy_(self._host.values(unit, start + chunk, start + chunk + len(some)))
+            values.copy_(self._on_device[unit][start : start + len(values)].to(dtype))
+        else:
+            with self._lock:
+                if (kept := self._host.kept_of(unit).get(segment)) is not None:
+                    values.copy_(kept[first : first + len(values)])
+                    return
+                for chunk in range(0, len(values), CHUNK):
+                    some = values[chunk : chunk + CHUNK]
+                    some.copy_(self._host.values(unit, start + chunk, start + chunk + len(some)).to(dtype))
+        # Totals are not stored for the look: more micro-batches may come, and a sum is rounded once.
+        for owner, (position, at) in self.totals.ranges():
+            if (owner, position) == (unit, segment):
+                total = self.totals.values(unit, (segment, at))
+                values[at - first : at - first + len(total)].copy_(total.to(dtype))
 
     @uninterrupted
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
@@ -749,9 +895,9 @@ class GradientAccumulator:
             self._squares[unit] = {key: square for key, square in self._squares[unit].items() if key[0] != segment}
             self.totals.forget(unit, segment)
         if unit in self._on_device:
-            self._keep(unit, segment, first, values, add=False)
+            self._keep(unit, segment, first, values, new=True, complete=True)
         else:
-            self._accumulate(unit, segment, first, values, new=True)
+            self._accumulate(unit, segment, first, values, new=True, complete=True)
 
     def give(self, units: Sequence[int]) -> None:
         """Hands the gradients of `units` to their updates until `free`; none may be added meanwhile."""
@@ -773,10 +919,10 @@ class GradientAccumulator:
         assert unit in self._reading or not isinstance(self.completion, NoCompletion)
         if unit in self._on_device:
             return self._on_device[unit][start:stop], ()
-        if room is not None and unit in self.spill:
-            end = offset + (stop - start) * self.dtype.itemsize
+        if room is not None and self._host.spills(unit):
+            end = offset + (stop - start) * self.dtypes.stored.itemsize
             read = self.spill.read(unit, start, stop, room.buffer[offset:end])
-            return room.tensor(torch.uint8)[offset:end].view(self.dtype), (read,)
+            return room.tensor(torch.uint8)[offset:end].view(self.dtypes.stored), (read,)
         return self._host.values(unit, start, stop), ()
 
     def kept(self, unit: int, start: int, stop: int) -> Mapping[int, torch.Tensor]:
@@ -803,6 +949,7 @@ class GradientAccumulator:
             self.spill.forget(unit)
         with self._lock:
             self._reading.discard(unit)
+            self._host.narrow(unit)
             self._host.drop_kept(unit)
 
     def drop(self, unit: int) -> None:
@@ -812,6 +959,7 @@ class GradientAccumulator:
         with self._lock:
             self._squares[unit] = {}
             self.totals.forget(unit)
+            self._host.narrow(unit)
             self._host.drop_kept(unit)
 
     def forget(self) -> None:

@@ -77,6 +77,11 @@ class PassSchedule(Extension):
         return True
 
     @property
+    def one_by_one(self) -> bool:
+        """True while micro-batches that interleave later run one after the other, to find out whether they may."""
+        return False
+
+    @property
     def on_this_thread(self) -> bool:
         """True on the thread of a micro-batch that takes turns with others."""
         return False

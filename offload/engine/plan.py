@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -31,7 +32,7 @@ from offload.engine.saved_state import ModuleEntries
 from offload.engine.shared_memory import check_shared_memory
 from offload.engine.snapshot import Snapshot, persistent_buffers
 from offload.engine.state import Differences
-from offload.errors import ConfigError, StoreError, UsageError
+from offload.errors import BudgetError, ConfigError, StoreError, UsageError
 from offload.hardware.system import check_folders, folder_notices
 from offload.kernels import cuda
 from offload.layout.experts import rows_of
@@ -55,6 +56,7 @@ from offload.layout.pass_order import (
     ScheduleChoice,
     choose_schedule,
     makes_early_updates,
+    may_take_turns,
 )
 from offload.layout.placement import MachineMemory, Placement
 from offload.layout.tiers import Partitions, check_node
@@ -200,19 +202,22 @@ def decide(
         device_kernels=device_kernels,
         unified=device.unified,
     )
-    placed = place_states(
-        MemoryRequest(
-            config=config,
-            layouts=layouts,
-            optimizer=rule.name,
-            accumulation=batch.accumulation,
-            machine=machine,
-            rank=world.ranks.shard,
-            world_size=mesh.shards,
-            replicas=mesh.replicas,
-            in_place_layouts=in_place_layouts,
-            speculate=makes_early_updates(config.offload.speculate, device.host_addressable) and everyone.size == 1,
-        )
+    request = MemoryRequest(
+        config=config,
+        layouts=layouts,
+        optimizer=rule.name,
+        accumulation=batch.accumulation,
+        machine=machine,
+        rank=world.ranks.shard,
+        world_size=mesh.shards,
+        replicas=mesh.replicas,
+        in_place_layouts=in_place_layouts,
+        speculate=makes_early_updates(config.offload.speculate, device.host_addressable) and everyone.size == 1,
+        in_turns=everyone.size == 1
+        and may_take_turns(config.offload.schedule, batch.accumulation, len(blocks_of(model, config.units))),
+    )
+    placed, (schedule, schedule_notices) = _placed_in_order(
+        request, lambda placed: _schedule(config, batch, model, placed, machine, everyone)
     )
 
     # The run on the drives. Ranks with different free memory may have different tiers, but either all ranks have a
@@ -225,7 +230,6 @@ def decide(
     slots, may_fall_back = wanted_slots(placed, on_disk=on_disk, resume=resume)
     memory = plan_memory(placed, slots, _no_room(placed, everyone) if may_fall_back else None)
 
-    schedule, schedule_notices = _schedule(config, batch, model, memory, machine, everyone)
     notices = (*config.notices, *memory.notices, *why_not)
     if everyone.rank == 0:  # every rank finds the same run, and one notice is enough
         folders = _about_folders(config)
@@ -255,16 +259,34 @@ def decide(
     )
 
 
+def _placed_in_order(
+    request: MemoryRequest, choose: Callable[[MemoryPlan], tuple[ScheduleChoice, tuple[str, ...]]]
+) -> tuple[MemoryPlan, tuple[ScheduleChoice, tuple[str, ...]]]:
+    """Returns a placement, and the order of micro-batches that `choose` returns for it.
+
+    The order decides how many bytes gradients take, and the placement decides the order.
+    """
+    if request.in_turns:
+        # If the order is open, the error of the other placement names a budget that works in either order.
+        with contextlib.suppress(*(() if request.config.offload.schedule == LAYER_MAJOR else (BudgetError,))):
+            placed = place_states(request)
+            choice = choose(placed)
+            if choice[0].schedule == LAYER_MAJOR:
+                return placed, choice
+    placed = place_states(dataclasses.replace(request, in_turns=False))
+    return placed, choose(placed)
+
+
 def _schedule(
-    config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan, machine: MachineMemory, ranks: Ranks
+    config: Config, batch: Batch, model: nn.Module, placed: MemoryPlan, machine: MachineMemory, ranks: Ranks
 ) -> tuple[ScheduleChoice, tuple[str, ...]]:
     """Returns the order in which micro-batches pass through blocks, and notices for the user if it matters."""
     asked, blocks = config.offload.schedule, blocks_of(model, config.units)
     # This attribute is True on a block of transformers that checkpoints itself.
     by_itself = all(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in blocks)
     checkpointed = config.activation_tier is not None or by_itself
-    moves = not all(memory.parts.device_resident(unit, row) for unit, row in enumerate(memory.placement.tiers))
-    free = None if machine.host_addressable else machine.free_device - memory.placement.device_nbytes
+    moves = not all(placed.parts.device_resident(unit, row) for unit, row in enumerate(placed.placement.tiers))
+    free = None if machine.host_addressable else machine.free_device - placed.placement.device_nbytes
     if free is not None:
         # All ranks use the same order, so the device with the least free memory decides.
         free = min(ranks.share(free))
@@ -280,7 +302,7 @@ def _schedule(
         free_nbytes=free,
         # Every order needs one tied gradient. Only those of the other micro-batches take extra memory, so one is
         # subtracted.
-        tied_nbytes=(batch.accumulation - 1) * tied_numel(model) * memory.mode.weight_dtype.itemsize,
+        tied_nbytes=(batch.accumulation - 1) * tied_numel(model) * placed.mode.weight_dtype.itemsize,
     )
     if asked == LAYER_MAJOR and choice.schedule != LAYER_MAJOR:
         return choice, (f'"schedule": "layer_major" has no effect: {choice.reason}',)
@@ -523,6 +545,7 @@ def _check_same(
         "states": config.optimizer_tier,
         "mode": mode.name,
         "accumulation dtype": config.data_types.grad_accum_dtype,
+        "gradients": config.offload.gradients,
         "clip": config.gradient_clipping,
         "torch_autocast": config.torch_autocast.model_dump(),
         "auto_cast": config.casts_inputs is not False,

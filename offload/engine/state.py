@@ -316,6 +316,7 @@ class NoLossScaler(LossScaler):
 
 
 _LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
+_WAITING = "dtype of complete gradients"
 _OF_SCHEDULE = "the schedule's "
 """Prefix of the names of settings that are parameters of the schedule."""
 
@@ -338,6 +339,8 @@ class StepSettings:
     """True if updates run during the next forward (`Placement.overlaps_updates`)."""
     config: Config
     """The config, for all other settings."""
+    gradients: torch.dtype
+    """Dtype of a step's gradients, once they are complete."""
     scaler: LossScaler
     device_need: DeviceNeed
 
@@ -383,6 +386,7 @@ def named_settings(
         "gradient clipping": settings.clip,
         "autocast": config.torch_autocast.dtype if config.torch_autocast.enabled else "off",
         "dtype of sums of gradients": config.data_types.grad_accum_dtype or "auto",
+        _WAITING: str(settings.gradients).removeprefix("torch."),
         **({"loss scale": settings.scaler.kind} if settings.scaler.kind else {}),
         "optimizer": optimizer.rule.known_as or optimizer.rule.name,
         **{_LABELS.get(key, key): [group.get(key) for group in configured] for key in optimizer.rule.scheduled},
@@ -419,6 +423,9 @@ class Differences:
         `scheduled` is True if a restored schedule continues the learning rates, whatever the config contains. `groups`
         are the optimizer's groups, which a schedule outside the engine may have marked as its own.
         """
+        # Earlier versions did not round the sum of several micro-batches, unless it was made in 16 bits.
+        if _WAITING in now and then.get("dtype of sums of gradients") == "auto" and then.get("accumulation", 1) > 1:
+            then = {_WAITING: "float32", **then}
         self.changed = {name: (then[name], now[name]) for name in now if name in then and then[name] != now[name]}
         self._scheduled = scheduled
         # torch's schedules store a group's first rate under "initial_lr". Only the loop knows if it restores such a

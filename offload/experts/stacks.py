@@ -205,7 +205,7 @@ class ZeroGradients:
                     continue  # other ranks have the row
                 # An update of the unit's other parameters may have begun: it lacks this one.
                 self._gradients.completion.changed(unit)
-                zeros = torch.zeros(stop - start, dtype=self._gradients.dtype, device=self._device)
+                zeros = torch.zeros(stop - start, dtype=self._gradients.dtypes.values, device=self._device)
                 self._gradients.put(unit, position, start - segment.start, zeros)
         if self._rows:
             self._gradients.receive_totals()

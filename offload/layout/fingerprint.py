@@ -19,7 +19,7 @@ from offload.errors import StoreError
 from offload.kernels.blocks import BLOCK_FORMATS
 from offload.layout.flat_layout import ParameterSegment, StateField, UnitLayout, is_kind, with_kept
 from offload.layout.modes import MODES, Mode
-from offload.layout.tiers import partitions
+from offload.layout.tiers import GradientDtypes, partitions
 from offload.states import State
 from offload.swapper.store.format import StoreSpec
 
@@ -53,6 +53,10 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replica
     }
 
 
+_ANY_GRADIENTS = GradientDtypes(torch.float32, torch.float32, torch.float32)
+"""A store with two slots keeps every state, but no gradients, so any dtypes of gradients will do."""
+
+
 def store_specs(
     layouts: Sequence[UnitLayout], mode: Mode, world_size: int, about: Mapping[str, Any] = {}, replicas: int = 1
 ) -> list[StoreSpec]:
@@ -60,8 +64,7 @@ def store_specs(
     fingerprint = describe(layouts, mode, world_size, replicas)
     specs = []
     for rank in range(world_size):
-        # A store with two slots keeps every state, but no gradients, so any dtype of gradients will do.
-        parts = partitions(layouts, mode, torch.float32, rank, world_size)
+        parts = partitions(layouts, mode, _ANY_GRADIENTS, rank, world_size)
         rows: list[Mapping[State, int]] = [
             {state: nbytes for state, nbytes in row.items() if state is not State.GRAD} for row in parts.nbytes
         ]

@@ -27,6 +27,7 @@ from offload.layout.placement import MachineMemory, Placement, place
 from offload.layout.tiers import (
     CODES,
     MOST_CODED_REPLICAS,
+    GradientDtypes,
     Partitions,
     PlacementRequest,
     Reduction,
@@ -137,17 +138,45 @@ def mode_of(config: Config, optimizer: str) -> Mode:
     return make_mode(config.dtype, optimizer, config.moments, master)
 
 
-def gradient_dtype(config: Config, mode: Mode, accumulation: int, layouts: Sequence[UnitLayout] = ()) -> torch.dtype:
-    """Returns the dtype of gradients that wait for their update.
+def gradient_dtypes(
+    config: Config, mode: Mode, accumulation: int, layouts: Sequence[UnitLayout] = (), in_turns: bool = False
+) -> GradientDtypes:
+    """Returns the dtypes of gradients.
 
-    The config's `grad_accum_dtype` wins if set. Otherwise gradients are fp32 if several micro-batches accumulate into
-    them, or if weights in fp32 train. They have the weights' dtype if each gradient is stored once.
+    The config's `grad_accum_dtype` is the dtype of sums if set. Otherwise sums are fp32 if several micro-batches
+    accumulate into them, or if weights in fp32 train. They have the weights' dtype if each gradient is stored once.
+
+    With `in_turns`, the micro-batches of a step take turns at a block, so that a sum is complete on the device, and is
+    stored once. Raises `ConfigError` if the config asks to round sums that cannot be rounded.
     """
     named = config.data_types.grad_accum_dtype
+    in_fp32 = any(layout.in_fp32 and layout.trainable_stop for layout in layouts)
     if named is not None:
-        return DTYPES[named]
-    wide = accumulation > 1 or any(layout.in_fp32 and layout.trainable_stop for layout in layouts)
-    return torch.float32 if wide else mode.weight_dtype
+        sums = DTYPES[named]
+    else:
+        sums = torch.float32 if accumulation > 1 or in_fp32 else mode.weight_dtype
+    rounds = _rounds_sums(config, in_fp32) and accumulation > 1 and sums is torch.float32
+    values = mode.weight_dtype if rounds else sums
+    return GradientDtypes(sums, values, values if in_turns else sums)
+
+
+def _rounds_sums(config: Config, in_fp32: bool) -> bool:
+    """Returns True if a complete sum of gradients is rounded to the weights' 16 bits."""
+    asked = config.offload.gradients
+    if asked == "auto":
+        # A named dtype of sums is that of the gradients, as in DeepSpeed.
+        return config.dtype == "bf16" and config.data_types.grad_accum_dtype is None and not in_fp32
+    if asked == "16bit" and config.dtype == "fp32":
+        raise ConfigError(
+            '"gradients" is "16bit", the dtype of 16-bit weights, but the weights are fp32; set "bf16": {"enabled": '
+            'true} (--dtype bf16), or leave "gradients" out'
+        )
+    if asked == "16bit" and in_fp32:
+        raise ConfigError(
+            '"gradients" is "16bit", but weights that stay in fp32 train ("keep_in_fp32"): their gradients would lose '
+            'bits that the weights have; leave "gradients" out, or freeze these weights'
+        )
+    return asked == "16bit"
 
 
 def reduction_of(
@@ -171,7 +200,7 @@ def reduction_of(
     # Sums of micro-batches that take turns are sent too, often sums of two units that lie between two blocks. Not with
     # "auto": only some loops run in turns then, and all other loops would send twice the bytes of 16-bit gradients.
     turns = config.offload.schedule == LAYER_MAJOR
-    sums = gradient_dtype(config, mode, accumulation, layouts)
+    sums = gradient_dtypes(config, mode, accumulation, layouts).sums
     named = config.communication_data_type
     dtype = DTYPES[named] if named else sums if whole or turns else mode.weight_dtype
     exchanges = 2 if overlaps else 1
@@ -225,6 +254,8 @@ class MemoryRequest:
     """Number of replicas, each divided into shards."""
     in_place_layouts: tuple[InPlaceLayout | None, ...] = ()
     """The place of each unit in the model's own files; see `Partitions.in_place_nbytes`."""
+    in_turns: bool = False
+    """True if the micro-batches of a step take turns at a block; see `gradient_dtypes`."""
     speculate: bool = False
     """True if updates may begin under the backward, where their old states can be kept."""
 
@@ -257,12 +288,14 @@ def place_states(request: MemoryRequest) -> MemoryPlan:
     """
     config, accumulation = request.config, request.accumulation
     mode = mode_of(config, request.optimizer)
-    dtype = gradient_dtype(config, mode, accumulation, request.layouts)
+    # Several ranks add up their micro-batches where the gradients wait.
+    in_turns = request.in_turns and request.world_size * request.replicas == 1
+    gradients = gradient_dtypes(config, mode, accumulation, request.layouts, in_turns)
     in_place_nbytes = [None if layout is None else layout.nbytes for layout in request.in_place_layouts]
     parts = partitions(
         request.layouts,
         mode,
-        dtype,
+        gradients,
         request.rank,
         request.world_size,
         in_place_nbytes,

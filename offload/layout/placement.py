@@ -252,9 +252,11 @@ _GRADIENT_SHARE = 0.75
 def beside_arenas(parts: Partitions, gradients: int = 2) -> int:
     """Returns the bytes of host memory that a backward on the CPU takes in addition to both arenas and the activations.
 
-    torch allocates a copy of a unit's weights in the layout that its products use, and the gradients of a unit.
+    torch allocates a copy of a unit's weights in the layout that its products use, and the gradients of a unit. If
+    gradients wait in fewer bytes than their sums have, the sums of a unit are there too.
     """
-    return gradients * parts.largest_gradient + parts.largest_unit + LIBRARIES
+    sums = max(map(parts.sum_nbytes, range(len(parts.nbytes))), default=0) if parts.gradients.complete_first else 0
+    return gradients * parts.largest_gradient + sums + parts.largest_unit + LIBRARIES
 
 
 def divide_device(

@@ -233,6 +233,32 @@ def check_room(node: NodeShards, least: int, free: int) -> None:
 # -- tiers ---------------------------------------------------------------------------------------------
 
 
+class GradientDtypes(NamedTuple):
+    """The dtypes of the gradients of a step's micro-batches.
+
+    If `values` is narrower than `sums`, a sum is rounded once, when it is complete. The norm, the update and the user
+    see the rounded sum, wherever it waits.
+    """
+
+    sums: torch.dtype
+    """Dtype in which micro-batches are added."""
+    values: torch.dtype
+    """Dtype of a complete sum."""
+    stored: torch.dtype
+    """Dtype of the memory where a gradient waits for its update: that of `values` if sums are complete before they are
+    stored there, otherwise that of `sums`."""
+
+    @property
+    def rounds(self) -> bool:
+        """True if complete sums are rounded."""
+        return self.values.itemsize < self.sums.itemsize
+
+    @property
+    def complete_first(self) -> bool:
+        """True if sums are complete and rounded before they are stored."""
+        return self.rounds and self.stored is self.values
+
+
 TierMap = tuple[Mapping[State, Tier], ...]
 """For each unit the tier of each state that this rank holds; for GRAD, the tier where it waits for its update."""
 
@@ -249,7 +275,7 @@ class Partitions:
     """Bytes of each unit on the device: the weights of all ranks, and the values of those stored as blocks."""
     largest_gradient: int
     """Bytes of the gradients of the largest unit as a backward produces them, over all ranks."""
-    gradient_dtype: torch.dtype
+    gradients: GradientDtypes
     alone: bool
     """True if this is the only rank."""
     whole: WholeSizes = NO_WHOLE_SIZES
@@ -264,7 +290,7 @@ class Partitions:
     unit_gradients: tuple[int, ...] = ()
     """Elements of each unit's gradients over all ranks (`Reduction.numels`), if several ranks reduce them."""
     whole_gradients: tuple[int, ...] = ()
-    """Bytes of each unit's gradients over all ranks, in `gradient_dtype`, if this rank adds up a step's micro-batches
+    """Bytes of each unit's gradients over all ranks, in the dtype of sums, if this rank adds up a step's micro-batches
     before they are reduced. Empty if each micro-batch is reduced."""
     coded: CodedGathers = NO_CODES
     """Weights that ranks gather as codes."""
@@ -272,6 +298,15 @@ class Partitions:
     """The node shards that this rank keeps for gathers within its node."""
     in_fp32: tuple[bool, ...] = ()
     """True for each unit whose weights stay in fp32."""
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Dtype of the memory where gradients wait for their update."""
+        return self.gradients.stored
+
+    def sum_nbytes(self, unit: int) -> int:
+        """Bytes of the sum of a unit's gradients on the device, before it is stored."""
+        return self.trainable_numel[unit] * self.gradients.sums.itemsize
 
     @property
     def reduction_nbytes(self) -> int:
@@ -366,7 +401,7 @@ def inputs_nbytes(request: PlacementRequest, budget: int, left: int) -> int:
 def partitions(
     layouts: Sequence[UnitLayout],
     mode: Mode,
-    gradient_dtype: torch.dtype,
+    gradients: GradientDtypes,
     rank: int,
     world_size: int,
     in_place_nbytes: Sequence[int | None] = (),
@@ -394,7 +429,7 @@ def partitions(
             row |= {state: len(layout.rest(rank, world_size)) * mode.states[state].itemsize for state in mode.partial}
             # States may be empty: an optimizer of torch may keep nothing for a unit's parameters on this rank.
             row = {state: nbytes for state, nbytes in row.items() if nbytes}
-            row[State.GRAD] = numel * gradient_dtype.itemsize
+            row[State.GRAD] = numel * gradients.stored.itemsize
         rows.append(row)
     rows = [
         row if nbytes is None else {State.WEIGHT: nbytes}
@@ -407,7 +442,7 @@ def partitions(
         trainable_numel=tuple(trainable),
         unit_nbytes=tuple(layout.device_numel * itemsize for layout, itemsize in zip(layouts, itemsizes, strict=True)),
         largest_gradient=max(map(operator.mul, wholes, itemsizes), default=0),
-        gradient_dtype=gradient_dtype,
+        gradients=gradients,
         alone=world_size * replicas == 1,
         whole=whole_sizes(layouts, mode, rank, world_size),
         frozen=tuple(
@@ -418,7 +453,7 @@ def partitions(
         coded=coded,
         node=node,
         unit_gradients=() if reduction is None else tuple(reduction.numels(layouts)),
-        whole_gradients=tuple(numel * gradient_dtype.itemsize for numel in wholes)
+        whole_gradients=tuple(numel * gradients.sums.itemsize for numel in wholes)
         if reduction is not None and reduction.whole
         else (),
         in_fp32=tuple(layout.in_fp32 for layout in layouts),
@@ -473,7 +508,7 @@ def to_add_up(parts: Partitions, tiers: TierMap) -> tuple[tuple[int, int], ...]:
     units = [unit for unit, row in enumerate(tiers) if row.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE]
     # The sort is stable: within both groups units keep the model's order.
     units.sort(key=lambda unit: tiers[unit][State.GRAD] is not Tier.DISK)
-    return tuple((unit, align_up(parts.nbytes[unit][State.GRAD])) for unit in units)
+    return tuple((unit, align_up(parts.sum_nbytes(unit))) for unit in units)
 
 
 def that_fit(totals: Iterable[tuple[int, int]], room: int) -> tuple[tuple[int, int], ...]:

@@ -15,9 +15,11 @@ nothing else of the model: computations between blocks run with the preceding bl
 border runs next. So a micro-batch that leaves out a block waits for the other micro-batches, and each block receives
 its micro-batches in order.
 
-In the first step the micro-batches pass one after the other while the modules are watched: a model that keeps values
-on its modules between blocks (`ModuleState`) stays with that order. So does one with forward hooks of the user, unless
-the config asks for turns by name.
+In the first step the modules are watched during the first micro-batch's forward, for which all others wait. A model
+that keeps values on its modules between blocks (`ModuleState`) must not let micro-batches take turns. If the first
+forward leaves values, it may have made them for good, as a cache: then all micro-batches of this step pass one after
+the other, and the second one's forward decides. A model with forward hooks of the user also stays with that order,
+unless the config asks for turns by name.
 
 Threads. A micro-batch's forward and backward run on its thread: `EngineCore.run_backward` asks torch for that, since
 torch would run all backwards of a GPU on one thread. All code except the hooks belongs to the thread that runs the
@@ -350,6 +352,7 @@ class LayerMajor(PassSchedule):
         self._micro_batch = 0
         self._watched = False
         """True once the first step has shown whether the model keeps values between blocks."""
+        self._one_by_one = False
         self._shared_value: str | None = None
         """Name of such a value."""
         self._removers: list[Callable[[], None]] = []
@@ -397,6 +400,11 @@ class LayerMajor(PassSchedule):
         return not self._waiting or self._micro_batch == len(self._waiting) - 1
 
     @property
+    def one_by_one(self) -> bool:
+        """True in a first step whose micro-batches run one after the other."""
+        return self._one_by_one
+
+    @property
     def on_this_thread(self) -> bool:
         """True on the thread of a micro-batch."""
         return self._local.micro_batch is not None
@@ -417,7 +425,7 @@ class LayerMajor(PassSchedule):
             ]
             try:
                 if not self._watched:
-                    self._run_one_by_one(generators)
+                    self._watch(generators)
                     self._mind_hooks()
                 while running := [entry for entry in enumerate(waiting) if not entry[1].ended]:
                     number, micro_batch = min(running, key=lambda entry: (entry[1].border, entry[0]))
@@ -441,24 +449,35 @@ class LayerMajor(PassSchedule):
                 '"schedule" to "layer_major"'
             )
 
-    def _run_one_by_one(self, generators: MicroBatchGenerators) -> None:
-        """Runs the micro-batches one after the other, and watches the modules during the second one's forward."""
-        state = ModuleState(self._modules)
-        for number, micro_batch in enumerate(list(self._waiting)):
-            with state.watching() if number == 1 else contextlib.nullcontext():
-                while not micro_batch.ended and not micro_batch.border.backward:
+    def _watch(self, generators: MicroBatchGenerators) -> None:
+        """Finds out whether the model keeps values between blocks: runs a forward, or all micro-batches one by one."""
+        waiting = list(self._waiting)
+        if self._kept_in_forward(0, waiting[0], generators) is not None:
+            self._one_by_one = True
+            for number, micro_batch in enumerate(waiting):
+                if number == 1:
+                    self._shared_value = self._kept_in_forward(number, micro_batch, generators)
+                while not micro_batch.ended:
                     self._resume(number, micro_batch, generators)
-                    forward = not micro_batch.ended and not micro_batch.border.backward
-                    if number == 1 and forward and self._shared_value is None:
-                        self._shared_value = state.changed()
-            while not micro_batch.ended:
-                self._resume(number, micro_batch, generators)
         self._watched = True
         if self._shared_value is not None:
             announce(
                 f"micro-batches pass through the model one after the other: it keeps {self._shared_value} on a module "
                 "between two blocks, where another micro-batch would find it"
             )
+
+    def _kept_in_forward(
+        self, number: int, micro_batch: MicroBatch[Any], generators: MicroBatchGenerators
+    ) -> str | None:
+        """Runs the forward of a micro-batch; returns the name of a value that is new on a module at a border of it."""
+        state, kept = ModuleState(self._modules), None
+        with state.watching():
+            while not micro_batch.ended and not micro_batch.border.backward:
+                self._resume(number, micro_batch, generators)
+                forward = not micro_batch.ended and not micro_batch.border.backward
+                if forward and kept is None:
+                    kept = state.changed()
+        return kept
 
     @uninterrupted
     def _resume(self, number: int, micro_batch: MicroBatch[_T], generators: MicroBatchGenerators) -> None:
@@ -476,7 +495,7 @@ class LayerMajor(PassSchedule):
         while self._waiting:
             self._waiting[-1].abandon()
             self._waiting.pop()
-        self._micro_batch = 0
+        self._micro_batch, self._one_by_one = 0, False
 
     def abandon(self) -> None:
         """Ends micro-batches that wait while the thread that runs them enters the engine, in a signal's handler."""

@@ -291,8 +291,9 @@ def gradients_in_flight(memory: Memory, layer_major: bool) -> int:
     """
     # Gradients whose tier is DEVICE stay in the arena, which is counted already.
     copies_out = any(tiers.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE for tiers in memory.placement.tiers)
-    sums = 2 * max((nbytes.get(State.GRAD, 0) for nbytes in memory.parts.nbytes), default=0) if layer_major else 0
-    return memory.parts.largest_gradient + sums if copies_out else 0
+    parts = memory.parts
+    sums = 2 * max(map(parts.sum_nbytes, range(len(parts.nbytes))), default=0) if layer_major else 0
+    return parts.largest_gradient + sums if copies_out else 0
 
 
 def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int:

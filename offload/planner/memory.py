@@ -133,10 +133,12 @@ def settle(
     world_size: int = 1,
     matrices: Collection[str] = (),
     speculate: bool | None = None,
+    in_turns: bool = False,
 ) -> Memory:
     """Returns the memory of a run on the first rank, by the same decisions as `initialize`.
 
-    `speculate` says whether updates may begin under the backward; None for the config's answer.
+    `speculate` says whether updates may begin under the backward; None for the config's answer. `in_turns` is True if
+    the micro-batches of a step take turns at a block.
     """
     config = load_config(content)
     # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
@@ -165,6 +167,7 @@ def settle(
             machine=machine,
             world_size=world_size,
             speculate=early,
+            in_turns=in_turns,
         )
     )
     # The steps below are those of `initialize`, in the same order.

@@ -18,7 +18,7 @@ import torch
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import UnitLayout
-from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, ScheduleChoice
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, ScheduleChoice, may_take_turns
 from offload.layout.placement import growth, usable_host
 from offload.planner import activations
 from offload.planner.activations import (
@@ -36,7 +36,7 @@ from offload.planner.activations import Room as ActivationRoom
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import Shape
-from offload.planner.step_time import Timing, choice_of, lower_bound, predict
+from offload.planner.step_time import Timing, chain, choice_of, lower_bound, predict
 from offload.sizes import PAGE, format_size
 from offload.states import State
 from offload.swapper.memory.device import DeviceRoom
@@ -105,7 +105,14 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
     `load` contains recomputation by the model itself. The config sets the tiers of the blocks' inputs, and the tiles.
     The schedule "auto" chooses the shorter step.
     """
-    memory = settled(shape, hardware, load, content)
+    in_turns = may_take_turns(load.schedule, load.accumulation, chain(shape))
+    try:
+        memory = settled(shape, hardware, load, content, in_turns)
+    except BudgetError:
+        if not in_turns or load.schedule == LAYER_MAJOR:
+            raise
+        # As in `initialize`: the error names a budget that works in either order.
+        memory = settled(shape, hardware, load, content)
     wish = wish_of(memory.config)
     room = room_of(hardware, memory, wish, shape, load)
     if wish.tier == "nvme" and not room.drives:
@@ -114,10 +121,18 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
             'in the block "offload" of a config'
         )
     choice = choice_of(shape, hardware, load, memory, wish)
+    if in_turns and choice.schedule == MICRO_BATCH_MAJOR:
+        # Gradients wait in fp32, which may change the placement, and so the choice.
+        memory = settled(shape, hardware, load, content)
+        choice = choice_of(shape, hardware, load, memory, wish)
     planned = _timed(shape, hardware, load, content, memory, choice)
     if load.schedule != "auto" or choice.schedule == MICRO_BATCH_MAJOR:
         return planned
     other = ScheduleChoice(MICRO_BATCH_MAJOR, "a layer-major step is not faster")
+    try:
+        memory = settled(shape, hardware, load, content)
+    except BudgetError:  # sums in fp32 do not fit
+        return planned
     return _timed(shape, hardware, load, content, memory, other, planned)
 
 
@@ -154,10 +169,10 @@ def _timed(
     return Planned(shape, hardware, chosen, content, memory, timing, load, choice)
 
 
-def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Memory:
-    """Returns the memory of a config on a machine, as it is before the first step."""
+def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any], in_turns: bool = False) -> Memory:
+    """Returns the memory of a config on a machine, as it is before the first step; `in_turns` as for `settle`."""
     key = _Content(repr(content), content)
-    memory = _settled(shape.layouts, key, _room(hardware), load.accumulation, shape.matrices, load.speculate)
+    memory = _settled(shape.layouts, key, _room(hardware), load.accumulation, shape.matrices, load.speculate, in_turns)
     if not hardware.drives and (memory.slots or memory.spilled):
         raise ConfigError("this machine has no drive, and the config needs one; give --drive or --nvme-path")
     return memory
@@ -180,8 +195,17 @@ def _settled(
     accumulation: int,
     matrices: frozenset[str],
     speculate: bool,
+    in_turns: bool,
 ) -> Memory:
-    return settle(layouts, config.content, room, accumulation, matrices=matrices, speculate=speculate)
+    return settle(
+        layouts,
+        config.content,
+        room,
+        accumulation,
+        matrices=matrices,
+        speculate=speculate,
+        in_turns=in_turns,
+    )
 
 
 def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memory:

@@ -285,6 +285,8 @@ class Sums(NamedTuple):
     """Bytes of each total, by unit. Gradients of other units leave the device in every micro-batch."""
     leave: bool = True
     """True if the totals are copied to the host in this micro-batch, the last one."""
+    itemsize: int = 4
+    """Bytes of an element of the copy."""
 
 
 NO_SUMS = Sums()
@@ -316,7 +318,7 @@ def backward_seconds(
     seconds += (2 * nbytes + hardware.itemsize * numel) / hardware.elementwise
     if not sums.leave:
         return seconds
-    return seconds + stored if hardware.on_cpu else max(seconds, nbytes / hardware.download)
+    return seconds + stored if hardware.on_cpu else max(seconds, numel * sums.itemsize / hardware.download)
 
 
 def completing(first: Sequence[Pass]) -> dict[int, int]:
@@ -352,7 +354,14 @@ def step_of(
     for number, first in enumerate(firsts, 1):
         key = (id(first), last := number == len(firsts))
         if key not in made:  # micro-batches without experts are one object
-            back = backward(first, numels, hardware, load.recompute, Sums(totals, leave=last), completes=last)
+            back = backward(
+                first,
+                numels,
+                hardware,
+                load.recompute,
+                Sums(totals, last, memory.parts.gradients.values.itemsize),
+                completes=last,
+            )
             made[key] = [_forward(each) for each in first], back
         found += made[key]
     return _with_the_rest(*found)
@@ -412,13 +421,16 @@ def _layer_major(
 ) -> tuple[list[Use], ...]:
     *body, tail = segments(shape)
     numels, ends = memory.parts.trainable_numel, [completing(first) for first in firsts]
-    totals = {unit: nbytes.get(State.GRAD, 0) for unit, nbytes in enumerate(memory.parts.nbytes)}
+    totals = {unit: memory.parts.sum_nbytes(unit) for unit in range(len(memory.parts.nbytes))}
     count = load.accumulation
 
     def back(into: list[Use], positions: Iterable[int], number: int) -> None:
         first, last = firsts[number], number == count - 1
         for position in positions:
-            each, sums = first[position], Sums(totals if count > 1 else {}, leave=last)
+            each, sums = (
+                first[position],
+                Sums(totals if count > 1 else {}, last, memory.parts.gradients.values.itemsize),
+            )
             ended = ends[number][each.unit] == position
             seconds = backward_seconds(each, ended, numels, hardware, load.recompute, sums)
             _append(into, each, seconds, (each.unit,) if last and ended else ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,47 @@ def test_the_backward_asks_in_the_expected_order(tmp_path: Path, monkeypatch: py
     for step in range(JOB.steps):
         asked.clear()
         accumulated_step(engine, JOB, step)
-        if step:  # in the first step the micro-batches pass one after the other
+        if step:  # in the first step one forward runs alone, which makes reads ahead come in another order
             assert len(asked) == 9 and asked == sorted(asked)
     engine.destroy(remove=True)
+
+
+class Noted(nn.Linear):
+    """A block that notes which micro-batch passes it, and keeps what its first forward makes if it `caches`."""
+
+    passed: tuple[list[tuple[int, int]]] = ([],)
+
+    def __init__(self, number: int, caches: bool) -> None:
+        super().__init__(8, 8)
+        self.number, self.caches, self.scale = number, caches, {}
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        micro = int(threading.current_thread().name.removeprefix("offload-micro-batch-"))
+        self.passed[0].append((micro, self.number))
+        if self.caches and not self.scale:
+            self.scale = {"made": 1.0}
+        return super().forward(hidden)
+
+
+@pytest.mark.parametrize("caches", [False, True])
+def test_one_forward_shows_that_micro_batches_may_take_turns(caches: bool, tmp_path: Path) -> None:
+    """Unless it leaves something on a module, which may be there for good: then the second micro-batch shows it."""
+    job = Job(
+        lambda: nn.Sequential(*(Noted(number, caches) for number in range(2))),
+        lambda model, step, micro: model(torch.ones(2, 8)).sum(),
+        accumulation=3,
+    )
+    engine = start(job, ("cpu", "cpu"), tmp_path, schedule="layer_major")
+    orders = []
+    for step in range(2):
+        Noted.passed[0].clear()
+        accumulated_step(engine, job, step)
+        orders.append(list(Noted.passed[0]))
+    engine.destroy(remove=True)
+    turns = [(micro, block) for block in range(2) for micro in range(3)]
+    behind_one = [(0, 0), (0, 1), *((micro, block) for block in range(2) for micro in (1, 2))]
+    one_by_one = [(micro, block) for micro in range(3) for block in range(2)]
+    assert orders == [one_by_one if caches else behind_one, turns]
 
 
 def loss_from_the_second_step_on(model: nn.Module, step: int, micro: int) -> torch.Tensor:

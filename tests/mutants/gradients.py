@@ -8,8 +8,8 @@ MUTANTS = (
     Mutant(
         "add a gradient that is set to the one of before",
         "offload.engine.gradients",
-        "            self._accumulate(unit, segment, first, values, new=True)\n",
-        "            self._accumulate(unit, segment, first, values, new=False)\n",
+        "            self._accumulate(unit, segment, first, values, new=True, complete=True)\n",
+        "            self._accumulate(unit, segment, first, values, new=False, complete=True)\n",
         "tests/deepspeed/test_safe_get_set.py",
     ),
     Mutant(
@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant(
         "add to a window of gradients that has moved on",
         "offload.engine.gradients",
-        "if unit not in self._spill:",
+        "if unit not in self._spill and unit not in self._wide:",
         "if True:",
         "tests/gradients/test_gradient_spill.py",
     ),
@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "decide on a step before its gradients are here",
         "offload.engine.gradients",
-        "        self.downloads.drain()\n        pending",
-        "        pending",
+        "        self._send_totals()\n        self.downloads.drain()\n",
+        "        self._send_totals()\n",
         "tests/accelerators/test_device_streams.py",
     ),
     Mutant(
@@ -113,7 +113,7 @@ MUTANTS = (
     Mutant(
         "lose totals of gradients with the memory that is given back",
         "offload.engine.gradients",
-        "            self._send_totals(unit)\n",
+        "            self._send_totals(unit, complete=False)\n",
         "            self.totals.forget(unit)\n",
         "tests/accelerators/test_device_memory.py",
     ),
@@ -179,5 +179,19 @@ MUTANTS = (
         "            self._callbacks.gradients_changed(unit)\n",
         "            pass\n",
         "tests/updates/test_update_under_backward.py",
+    ),
+    Mutant(
+        "round the sum of gradients with each micro-batch",
+        "offload.engine.gradients",
+        "                if rounds and complete:\n",
+        "                if rounds:\n",
+        "tests/gradients/test_rounded_sums.py",
+    ),
+    Mutant(
+        "store a part of a sum of gradients in 16 bits",
+        "offload.engine.gradients",
+        "        if not complete and not self._host.is_wide(unit):\n",
+        "        if False:\n",
+        "tests/gradients/test_rounded_sums.py",
     ),
 )

@@ -190,7 +190,7 @@ def tight(load: Load) -> recommend.Planned:
     """Returns a plan in which neither host nor device keep weights, apart from those in use."""
     shape, on = from_count(2_000_000_000, 60, 64), replace(machine_schedules("1GB/s"), gpu_memory=3 * GIB)
     content = memory.settings(accumulation=load.accumulation)
-    parts = recommend.settled(shape, on, load, content).parts
+    parts = recommend.settled(shape, on, load, content, in_turns=load.schedule == LAYER_MAJOR).parts
     gradients = sum(nbytes[State.GRAD] for nbytes in parts.nbytes)
     device = 3 * parts.largest_unit
     return planned_schedules(load, on, shape, host_memory=gradients + 700 * MIB, device_memory=device)

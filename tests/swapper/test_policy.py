@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from offload.errors import BudgetError
 from offload.layout.modes import MODES
 from offload.layout.placement import MachineMemory, Placement, place, usable_host
-from offload.layout.tiers import Partitions, PlacementRequest, TierMap, configured, differences
+from offload.layout.tiers import GradientDtypes, Partitions, PlacementRequest, TierMap, configured, differences
 from offload.notices import Remark
 from offload.sizes import GIB, MIB, align_up
 from offload.states import State, Tier
@@ -145,7 +145,7 @@ def parts_of(numels: list[int]) -> Partitions:
         trainable_numel=tuple(numels),
         unit_nbytes=sizes,
         largest_gradient=max(sizes),
-        gradient_dtype=torch.bfloat16,
+        gradients=GradientDtypes(torch.bfloat16, torch.bfloat16, torch.bfloat16),
         alone=True,
     )
 
