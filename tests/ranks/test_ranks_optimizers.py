@@ -14,7 +14,10 @@ from torch import nn
 import offload
 from offload import testing
 from offload.errors import IoError, OffloadError
+from offload.layout.update_lanes import Lane
+from tests.planner.test_simulate_engine import PromptQueue
 from tests.support import models, rounding_bounds
+from tests.support.drives.fault_injection import LateQueue
 from tests.support.models import token_loss, tokens
 from tests.support.modules.matrix_models import MUON, SINKGD, words_loss
 from tests.support.oracle import (
@@ -22,9 +25,11 @@ from tests.support.oracle import (
     Result,
     assert_same,
     assert_same_tensors,
+    config,
     least_host_memory,
     small_pieces,
     train_step,
+    trained,
     weights_of,
 )
 from tests.support.ranks.rank_jobs import JOBS, my_rows
@@ -222,6 +227,33 @@ def test_a_rank_without_a_part_takes_part(optimizer: str, tmp_path: Path) -> Non
     for each in results:
         assert_same(results[0], each, "ranks")
         assert torch.equal(each.weights["other.weight"], before)
+
+
+def half_in_memory(job: Job, folder: Path) -> Result:
+    """Trains with the states of the first units in memory. Reads of the others end at once, or late on the second rank.
+
+    By its drives alone the first rank would step matrices on its drive first, the second those in memory.
+    """
+    rank, _ = rank_and_size()
+    with pytest.MonkeyPatch.context() as patch:
+        testing.replace(patch, "io.queue", lambda *_, **__: LateQueue(0, 0.02) if rank else PromptQueue())
+        torch.manual_seed(job.seed)
+        given = config(job, ("none", "nvme"), folder, durability="none")
+        given["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
+        engine = offload.initialize(model=job.model(), config=given)[0]
+        inspected = testing.inspect(engine)
+        assert {inspected.update_lane(unit) for unit in range(len(inspected.trainable))} == {*Lane}
+        try:
+            return trained(engine, job)
+        finally:
+            engine.destroy(remove=True)
+
+
+def test_ranks_whose_drives_differ_step_matrices_in_one_order(ranks: RankPool, tmp_path: Path) -> None:
+    job = MATRIX_JOBS["Muon"]
+    in_memory, _ = ranks.run(train, job, ("none", "none"), tmp_path / "memory")
+    for result in ranks.run(half_in_memory, job, tmp_path / "half"):
+        assert_same_tensors(in_memory.weights, result.weights)
 
 
 # -- states --------------------------------------------------------------------------------------------
