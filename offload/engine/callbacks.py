@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload.states import State, Tier
+from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.memory.host_arena import HostArena
 
 
@@ -44,6 +45,9 @@ class EngineCallbacks(Protocol):
 
     def gradients_changed(self, unit: int) -> None:
         """Notes that a gradient has changed although its unit was complete. Called on an autograd thread."""
+
+    def device_room(self) -> DeviceRoom:
+        """Returns the device's memory that is not in use, or that the device budget could give back between calls."""
 
     def await_updates(self) -> None:
         """Waits until every scheduled update has read its gradient. May be called on an autograd thread."""

@@ -93,6 +93,9 @@ class PassSchedule(Extension):
         """
         return [generators.run(number, work) for number, work in enumerate(works)]
 
+    def ran_by_itself(self) -> None:
+        """Receives that the user's loop has run one of several micro-batches of a step by itself."""
+
     def check_backward(self) -> None:
         """Raises `UsageError` if this schedule runs the backwards, so that the user must not."""
 

@@ -17,7 +17,8 @@ its micro-batches in order.
 
 In the first step the micro-batches pass one after the other while the modules are watched: a model that keeps values
 on its modules between blocks (`ModuleState`) stays with that order. So does one with forward hooks of the user, unless
-the config asks for turns by name.
+the config asks for turns by name. Where no weight can leave the device to make room, the step also shows whether the
+activations of all micro-batches fit.
 
 Threads. A micro-batch's forward and backward run on its thread: `EngineCore.run_backward` asks torch for that, since
 torch would run all backwards of a GPU on one thread. All code except the hooks belongs to the thread that runs the
@@ -40,10 +41,10 @@ from torch import nn
 from offload.engine.micro_batches import MicroBatchGenerators, PassSchedule, Turns
 from offload.errors import UsageError
 from offload.interrupts import let_deferred_in, uninterrupted
-from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Schedule
-from offload.notices import announce
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Schedule, choose_schedule
+from offload.notices import Remark, announce
 from offload.provenance import foreign_hooks
-from offload.swapper.memory.device import Device
+from offload.swapper.memory.device import Device, DeviceRoom
 from offload.torch_internals import (
     inside_backward,
     outside_of_compiled_code,
@@ -334,13 +335,25 @@ class _ThreadPosition(threading.local):
 class LayerMajor(PassSchedule):
     """The borders of one model's blocks, and the micro-batches that wait there."""
 
-    def __init__(self, blocks: Sequence[str], device: Device, wanted: bool) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[str],
+        device: Device,
+        wanted: bool,
+        room: Callable[[], DeviceRoom] | None = None,
+        line: str | None = None,
+    ) -> None:
         """Makes a schedule without borders; see `install`.
 
-        `blocks` names the repeated blocks, in the order of the model; `wanted` is True if the user asks for turns by
-        name.
+        Args:
+            blocks: names of the repeated blocks, in the order of the model.
+            device: the device that the model computes on.
+            wanted: True if the user asks for turns by name.
+            room: returns the device's room, if the first step must show that all activations fit.
+            line: line for the user whose loop runs each micro-batch by itself.
         """
         self._blocks, self._device, self._wanted = blocks, device, wanted
+        self._room, self._line = room, line
         self._modules: Mapping[str, nn.Module] = {}
         self._local = _ThreadPosition()
         self._owner: threading.Thread | None = None
@@ -352,6 +365,10 @@ class LayerMajor(PassSchedule):
         """True once the first step has shown whether the model keeps values between blocks."""
         self._shared_value: str | None = None
         """Name of such a value."""
+        self._one_by_one = False
+        """True while the first step runs one micro-batch after the other."""
+        self._full = False
+        """True once the first step has shown that the activations of all micro-batches do not fit."""
         self._removers: list[Callable[[], None]] = []
 
     def install(self, modules: Mapping[str, nn.Module]) -> None:
@@ -365,7 +382,7 @@ class LayerMajor(PassSchedule):
     @property
     def name(self) -> Schedule:
         """The order of the next step."""
-        return LAYER_MAJOR if self._shared_value is None else MICRO_BATCH_MAJOR
+        return MICRO_BATCH_MAJOR if self._full or self._shared_value is not None else LAYER_MAJOR
 
     @property
     def possible(self) -> bool:
@@ -393,8 +410,11 @@ class LayerMajor(PassSchedule):
 
     @property
     def leaves_block(self) -> bool:
-        """True if the last micro-batch runs, or none takes turns."""
-        return not self._waiting or self._micro_batch == len(self._waiting) - 1
+        """True if the last micro-batch runs, or none takes turns, as in the first step.
+
+        Otherwise the sums of all gradients of the model would be on the device until the last micro-batch.
+        """
+        return not self._waiting or self._one_by_one or self._micro_batch == len(self._waiting) - 1
 
     @property
     def on_this_thread(self) -> bool:
@@ -419,6 +439,7 @@ class LayerMajor(PassSchedule):
                 if not self._watched:
                     self._run_one_by_one(generators)
                     self._mind_hooks()
+                    self._mind_room(len(works))
                 while running := [entry for entry in enumerate(waiting) if not entry[1].ended]:
                     number, micro_batch = min(running, key=lambda entry: (entry[1].border, entry[0]))
                     self._resume(number, micro_batch, generators)
@@ -441,9 +462,35 @@ class LayerMajor(PassSchedule):
                 '"schedule" to "layer_major"'
             )
 
+    def _mind_room(self, micro_batches: int) -> None:
+        """Keeps the order of one after the other if the activations of all micro-batches do not fit."""
+        if self._room is None or self.name != LAYER_MAJOR:
+            return
+        room = self._room()
+        # At a border a micro-batch holds no more than it held at most in a whole pass.
+        choice = choose_schedule(
+            asked="auto",
+            micro_batches=micro_batches,
+            blocks=len(self._blocks),
+            moves=False,
+            sends=True,
+            checkpointed=False,
+            activation_nbytes=micro_batches * room.kept,
+            free_nbytes=room.free + room.kept,
+        )
+        if choice.schedule != LAYER_MAJOR:
+            self._full = True
+            announce(Remark(f"micro-batches pass through the model one after the other: {choice.reason}"))
+
+    def ran_by_itself(self) -> None:
+        """Tells the user once of `accumulate` and `train_batch`, if nothing has called them yet."""
+        if self._line is not None and self.possible and not self._watched:
+            announce(self._line)
+            self._line = None
+
     def _run_one_by_one(self, generators: MicroBatchGenerators) -> None:
         """Runs the micro-batches one after the other, and watches the modules during the second one's forward."""
-        state = ModuleState(self._modules)
+        state, self._one_by_one = ModuleState(self._modules), True
         for number, micro_batch in enumerate(list(self._waiting)):
             with state.watching() if number == 1 else contextlib.nullcontext():
                 while not micro_batch.ended and not micro_batch.border.backward:
@@ -476,7 +523,7 @@ class LayerMajor(PassSchedule):
         while self._waiting:
             self._waiting[-1].abandon()
             self._waiting.pop()
-        self._micro_batch = 0
+        self._micro_batch, self._one_by_one = 0, False
 
     def abandon(self) -> None:
         """Ends micro-batches that wait while the thread that runs them enters the engine, in a signal's handler."""
