@@ -330,8 +330,6 @@ def _differs(now: torch.Tensor | None, before: torch.Tensor) -> bool:
 
 STAGED_INPUTS = 4
 """Host buffers through which inputs go to DISK: two are written or read, one is copied, one is ahead."""
-FREE_SHARE = 0.8
-"""Fraction of the free host memory that inputs may take where no budget is configured."""
 _HEADROOM = 2
 """Free host buffers that writes to DISK keep ahead of the forward."""
 

@@ -37,12 +37,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.activations import checkpoints
-from offload.activations.checkpoints import FREE_SHARE, STAGED_INPUTS, UnitCheckpoints
+from offload.activations.checkpoints import STAGED_INPUTS, UnitCheckpoints
 from offload.aio.protocols import Future, Queue
 from offload.config import Config
 from offload.engine.micro_batches import PassSchedule
 from offload.errors import BudgetError, IoError, StoreError, UsageError
 from offload.interrupts import uninterrupted
+from offload.layout.placement import usable_host
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import Tier
 from offload.swapper.memory.device import DONE, Device, Event
@@ -217,9 +218,15 @@ class HostBlocks:
 
     def room(self, nbytes: int) -> int:
         """Returns the bytes that blocks of `nbytes` may take together, those of today included."""
-        if self._room is None:
-            return self.nbytes + int(FREE_SHARE * free_host_memory())
-        return max(self._room, STAGED_INPUTS * align_up(nbytes))
+        room = self._room
+        if self._budget is None:
+            # Without a budget nobody keeps the memory free that was free at the start.
+            free = self.nbytes + usable_host(free_host_memory(), own_device_memory=False)
+            if room is None:
+                return free
+            room = min(room, free)
+        assert room is not None, "with a budget, a room is set aside"
+        return max(room, STAGED_INPUTS * align_up(nbytes))
 
     def take(self, nbytes: int) -> InputBlock | None:
         """Returns a block of at least `nbytes`; None if the budget has no room for one more."""

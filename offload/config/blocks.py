@@ -944,7 +944,8 @@ class OffloadBlock(Block):
     )
     host_memory: Memory | None = Field(
         None,
-        description="host budget of the process, as '16GiB'; default: as needed, at most 80 % of the free memory",
+        description="host budget of the process, as '16GiB'; default: as needed, at most the free memory but 6 GiB or "
+        "5 % of it beside a GPU, and at most 80 % where the CPU computes",
     )
     device_memory: Memory | None = Field(
         None, description="device budget for weights; default: states in the tier none, and three of the largest unit"
@@ -976,8 +977,9 @@ class OffloadBlock(Block):
     )
     activation_memory: Memory | None = Field(
         None,
-        description="host memory for these inputs, part of host_memory; default: half of what host_memory leaves, or "
-        "80 % of what is free",
+        description="host memory for these inputs, part of host_memory; default: 2 GiB or a sixteenth of the budget, "
+        "at most half of what it leaves, and what weights and states do not use; on a CPU without host_memory, 80 % of "
+        "what is free",
     )
     experts: Literal["each", "visited", "whole"] = Field(
         "each",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import threading
 import uuid
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from offload import kernels
-from offload.activations.checkpoints import FREE_SHARE, UnitCheckpoints, blocks_of
+from offload.activations.checkpoints import UnitCheckpoints, blocks_of
 from offload.activations.kept_inputs import DiskSlots, HostBlocks, KeptInputs, Staging
 from offload.activations.tiles import TiledMlps
 from offload.aio import IoQueue
@@ -67,7 +66,7 @@ from offload.layout.flat_layout import ParameterSegment
 from offload.layout.frozen import expander
 from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.pass_order import LAYER_MAJOR, makes_early_updates
-from offload.layout.placement import STAGING_BUFFERS, WINDOWS
+from offload.layout.placement import STAGING_BUFFERS, WINDOWS, usable_host
 from offload.layout.tiers import copied_memory
 from offload.metrics.meter import ComputeSpans, Listener, Meter, Relay, StepMeter, compute_spans
 from offload.metrics.writers import check_monitor, make_reporter
@@ -836,7 +835,7 @@ def _activations(
             return 0
         if not on_cpu:
             return now + device.free_bytes() - reserve
-        return room if room is not None else math.floor(now + FREE_SHARE * free_host_memory())
+        return room if room is not None else now + usable_host(free_host_memory(), own_device_memory=False)
 
     return KeptInputs(
         blocks,

@@ -58,6 +58,7 @@ from offload.layout.pass_order import (
     ScheduleChoice,
     Transfers,
     choose_schedule,
+    makes_early_updates,
     transfers,
 )
 from offload.layout.placement import MachineMemory, Placement, device_fixed
@@ -202,6 +203,7 @@ def decide(
         drives=bool(config.drives) and not in_place_layouts,
         other_engines=process_memory().needed_bytes,
         device_kernels=device_kernels,
+        unified=device.unified,
     )
     placed = place_states(
         MemoryRequest(
@@ -214,6 +216,7 @@ def decide(
             world_size=mesh.shards,
             replicas=mesh.replicas,
             in_place_layouts=in_place_layouts,
+            speculate=makes_early_updates(config.offload.speculate, device.host_addressable) and everyone.size == 1,
         )
     )
 
@@ -399,7 +402,7 @@ def _transfers(plan: Plan, order: Schedule) -> Transfers:
         # A rank keeps units whole, of which it uploads its own part.
         kept=room * weights // max(whole, 1),
         on_disk=sum(nbytes[unit] for unit in moving if placement.tiers[unit][State.WEIGHT] is Tier.DISK),
-        cached=placement.classes.cache,
+        cached=placement.classes.cache - parts.pages_nbytes(placement.promoted),
         gradient=sum(parts.trainable_numel[unit] for unit in sent) * plan.mode.weight_dtype.itemsize,
         total=sum(parts.nbytes[unit][State.GRAD] for unit in sent),
         added=sum(each for _, each in placement.added),

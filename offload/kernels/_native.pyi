@@ -19,6 +19,7 @@ def update(
     grad: tuple[int, int],
     numel: int,
     segments: Sequence[tuple[int, int, Sequence[float], tuple[int, int]]],
+    writes: int,
     /,
 ) -> None: ...
 def lamb_moments(

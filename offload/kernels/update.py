@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -162,6 +163,33 @@ class LambStep(NamedTuple):
 
 # The rules that need one pass over the elements. LAMB needs two: see `kernels.lamb`.
 Step: TypeAlias = AdamWStep | AdagradStep | LionStep | SGDStep | PlainSGDStep
+
+
+class Writes(enum.IntEnum):
+    """The states that an update writes; `Writes` of native/update.h has the same numbers."""
+
+    ALL = 0
+    WEIGHTS = 1
+    """The weight, and its residual or master."""
+    MOMENTS = 2
+    """The moments, with their scales."""
+
+
+def has_two_passes(step: Step | LambStep) -> bool:
+    """Returns True if `update` may write the weights of a step first, and its moments in a second pass.
+
+    The second pass has the old moments and the gradient, but no longer the old weights. So a decay that is added to the
+    gradient needs both at once.
+    """
+    match step:
+        case AdamWStep():
+            return step.decoupled or not step.weight_decay
+        case LionStep():
+            return True
+        case AdagradStep() | SGDStep():
+            return not step.weight_decay
+    return False  # no moments, or a trust ratio between two passes of its own
+
 
 RULES: dict[type, tuple[str, int]] = {
     AdamWStep: ("adamw", 2),
@@ -342,20 +370,24 @@ class Partition(NamedTuple):
     scales: torch.Tensor | None = None  # (blocks, moments) fp32
 
 
-def update(partition: Partition, segments: Sequence[Segment]) -> None:
+def update(partition: Partition, segments: Sequence[Segment], writes: Writes = Writes.ALL) -> None:
     """Performs the step of each segment in one pass, in place: unscale, decay, moments, weight.
 
     Elements outside of the segments are left alone. Results do not depend on how elements are divided into segments.
     With moments in 8 bits a segment begins at the first element of a block, and shares no block with another one.
 
+    A call that writes the weights, and a second one that writes the moments, give the bits of one that writes all. The
+    first moves 18 of the 26 bytes of a bf16 parameter with fp32 moments, the second 18 too.
+
     Args:
         partition: CPU tensors of one length.
         segments: ordered and disjoint, all of one rule.
+        writes: the tensors to write; the others are only read. For less than all, `has_two_passes` of every step.
 
     Raises:
         TypeError: mixed or unknown rules, or a tensor of a wrong dtype.
-        ValueError: segments out of order or within a block, a tensor of a wrong shape, stride or device, or moments in
-            16 or 8 bits, or masters in bf24, without noise.
+        ValueError: segments out of order or within a block, a tensor of a wrong shape, stride or device, moments in 16
+            or 8 bits, or masters in bf24, without noise, or moments apart from weights that they depend on.
     """
     numel = length("weight", partition.weight)
     if not segments:
@@ -363,7 +395,13 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
     rule, moments = check_segments(segments, numel)
     check_noise(partition, segments)
     check_blocks(partition, segments)
-    run(rule, moments, partition, [(segment.start, segment.stop, segment.step, segment.noise) for segment in segments])
+    if writes is not Writes.ALL and not all(has_two_passes(segment.step) for segment in segments):
+        raise ValueError(
+            f"writes: expected all of them, since the moments of {rule} depend on the weight or there are none, got "
+            f"{writes.name}"
+        )
+    native = [(segment.start, segment.stop, segment.step, segment.noise) for segment in segments]
+    run(rule, moments, partition, native, writes)
 
 
 def probe(partition: Partition) -> None:
@@ -421,11 +459,13 @@ def native_segment(segment: NativeSegment) -> tuple[int, int, list[float], tuple
     return start, stop, [float(value) for value in settings], noise or (0, 0)
 
 
-def run(rule: str, moments: int, partition: Partition, segments: Sequence[NativeSegment]) -> None:
+def run(
+    rule: str, moments: int, partition: Partition, segments: Sequence[NativeSegment], writes: Writes = Writes.ALL
+) -> None:
     """Runs a native rule of native/module.cpp, which has `moments` moments, over segments."""
     arrays = addresses(rule, moments, partition)
     if arrays.numel:
-        _native.update(rule, *arrays, [native_segment(segment) for segment in segments])
+        _native.update(rule, *arrays, [native_segment(segment) for segment in segments], int(writes))
 
 
 def adamw(

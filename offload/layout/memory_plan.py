@@ -50,8 +50,11 @@ from offload.swapper.table import UnitSize, pieces_of
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
-def placement_request(config: Config, accumulation: int = 1) -> PlacementRequest:
-    """Returns the placement that the config asks for: tiers, memory budgets and limits."""
+def placement_request(config: Config, accumulation: int = 1, early: bool = False) -> PlacementRequest:
+    """Returns the placement that the config asks for: tiers, memory budgets and limits.
+
+    `early` as in `PlacementRequest`.
+    """
     zero, offload = config.zero_optimization, config.offload
     param, optimizer = zero.offload_param, zero.offload_optimizer
     return PlacementRequest(
@@ -65,6 +68,7 @@ def placement_request(config: Config, accumulation: int = 1) -> PlacementRequest
         live=zero.stage3_max_live_parameters,
         tile=zero.sub_group_size,
         accumulation=accumulation,
+        early=early,
         # Inputs that never leave the device need no host memory.
         inputs=offload.activation_memory if config.activation_tier not in (None, "device") else 0,
     )
@@ -221,6 +225,8 @@ class MemoryRequest:
     """Number of replicas, each divided into shards."""
     in_place_layouts: tuple[InPlaceLayout | None, ...] = ()
     """The place of each unit in the model's own files; see `Partitions.in_place_nbytes`."""
+    speculate: bool = False
+    """True if updates may begin under the backward, where their old states can be kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,6 +236,7 @@ class MemoryPlan:
     request: MemoryRequest
     mode: Mode
     parts: Partitions
+    asked: PlacementRequest
     placement: Placement
     slots: int = 0
     """Slots of each partition in the store: 2 durable, 1 written in place, 0 if there is no store."""
@@ -264,8 +271,12 @@ def place_states(request: MemoryRequest) -> MemoryPlan:
         coded=coded_gathers(config, () if in_place_nbytes else request.layouts, mode.weight_dtype, request.world_size),
         node=node_shards_of(config, request.layouts, mode, request.world_size),
     )
-    placement = place(parts, mode, placement_request(config, accumulation), request.machine)
-    return MemoryPlan(request=request, mode=mode, parts=parts, placement=placement)
+    # Old states are kept only in the slot of the last commit, which an update of the next step does not write.
+    keeps_old = config.offload.durability != "none" and config.offload.commit_every == 1
+    early = request.speculate and keeps_old and config.offload.debug.overlap and parts.alone and mode.one_pass
+    asked = placement_request(config, accumulation, early)
+    placement = place(parts, mode, asked, request.machine)
+    return MemoryPlan(request=request, mode=mode, parts=parts, asked=asked, placement=placement)
 
 
 def wanted_slots(placed: MemoryPlan, *, on_disk: bool, resume: bool = False) -> tuple[int, bool]:

@@ -21,6 +21,7 @@ from offload.layout.tiers import (
     configured,
     demotions,
     differences,
+    first_states,
     gradients_on_device,
     inputs_nbytes,
     that_fit,
@@ -30,7 +31,7 @@ from offload.layout.tiers import (
     with_tier,
 )
 from offload.notices import Remark
-from offload.sizes import MIB, PAGE, align_up, format_size
+from offload.sizes import GIB, MIB, PAGE, align_up, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.memory.device_arena import check_budget
@@ -214,10 +215,17 @@ class MachineMemory:
     """True if the host can compute on the device's memory."""
     drives: bool
     """True if the run has a disk for partitions that are moved."""
+    unified: bool = False
+    """True if the device's memory is the host's, although the host cannot compute on it."""
     other_engines: int = 0
     """Bytes of the host budget that other engines of this process take already."""
     device_kernels: bool = False
     """True if the device has its own kernels for AdamW and for sums of squares."""
+
+    @property
+    def own_device_memory(self) -> bool:
+        """True if the device has memory of its own, so that its arena and activations take no host memory."""
+        return not self.host_addressable and not self.unified
 
 
 # -- device --------------------------------------------------------------------------------------------
@@ -424,9 +432,13 @@ def _spills(parts: Partitions, tiers: TierMap) -> bool:
 # Host memory of a run: the need of each class of buffers, the default budget and its division, from sizes alone.
 
 
-HOST_SHARE = 0.8
-"""Fraction of the free host memory that the default budget takes at most. If the device computes in host memory, it is
-the fraction of the bytes that the device's arena and `beside_arenas` leave."""
+_HOST_SHARE = 0.8
+"""Fraction of the free host memory that a run takes at most. The rest is for activations if the device computes there,
+and for the system."""
+_HOST_RESERVE = 6 * GIB
+_HOST_RESERVE_SHARE = 0.05
+"""Bytes, or fraction if that is more, of the free host memory that a run beside a device with memory of its own leaves:
+Python, torch, the loader and the cache of files need them. A small machine keeps `_HOST_SHARE`."""
 _ACTIVATIONS = 512 * MIB
 """Bytes that the default budget leaves to activations at least, where the device computes in host memory."""
 _STREAM_NBYTES = 16 * MIB
@@ -435,10 +447,18 @@ _WINDOW_NBYTES = 32 * MIB
 """Bytes of the largest host buffer of a gradient that spills."""
 
 
+def usable_host(free: int, *, own_device_memory: bool) -> int:
+    """Returns how many of the `free` bytes of host memory a run takes at most, unless the config names a budget."""
+    share = int(_HOST_SHARE * free)
+    if not own_device_memory:
+        return share
+    return max(share, free - max(_HOST_RESERVE, int(_HOST_RESERVE_SHARE * free)))
+
+
 def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory) -> HostBudget:
     """Returns the smallest classes of host buffers that work: after any demotions, with large units read in chunks."""
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
-    ways = demotions(configured_tiers) if machine.drives else iter((configured_tiers,))
+    ways = demotions(configured_tiers, request.early) if machine.drives else iter((configured_tiers,))
     return min((host_needs(parts, mode, request, machine, tiers)[0] for tiers in ways), key=sum)
 
 
@@ -446,14 +466,14 @@ def default_budget(
     parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, configured_tiers: TierMap
 ) -> int:
     """Returns the bytes of host memory that a run takes at most if the config names no budget."""
-    most = int(HOST_SHARE * machine.free_host)
+    most = usable_host(machine.free_host, own_device_memory=machine.own_device_memory)
     if not machine.host_addressable:
         return most
     # In a small container both arenas would leave no room for gradients and activations, and the kernel would end the
     # run. Whether weights are tied is not known here.
     arena, _ = divide_device(parts, mode, request, machine, configured_tiers)
     rest = machine.free_host - arena - beside_arenas(parts)
-    rest = min(int(HOST_SHARE * rest), rest - _ACTIVATIONS)
+    rest = min(usable_host(rest, own_device_memory=False), rest - _ACTIVATIONS)
     # At least the bytes that suffice after all moves to DISK, if the run has a drive.
     ways = [configured_tiers]
     if machine.drives:
@@ -525,6 +545,8 @@ def _disk_weights(parts: Partitions, tiers: TierMap) -> list[tuple[int, int]]:
 # -- placement -----------------------------------------------------------------------------------------
 
 
+_FIRST_SHARE = 1 / 16
+"""Fraction of the free host memory that the states of the first unit may take although they are configured for DISK."""
 _FEW = 1 << 16
 """Elements of a tile whose fixed work takes as long as the work on the elements, as measured on two cores."""
 
@@ -547,7 +569,7 @@ class Placement:
     scratch_nbytes: int
     """For an optimizer of torch, bytes of the class of tiles for the largest parameter's fp32 gradient and master."""
     inputs_nbytes: int | None
-    """Bytes of host memory, in addition to `classes`, for inputs of recomputed blocks; None for all free memory."""
+    """Bytes of host memory, in addition to `classes`, for inputs of recomputed blocks; None for what is free then."""
     window_numel: int
     """Elements of a spilling gradient that are in HOST at a time; 0 if no gradient spills."""
     notices: tuple[str, ...]
@@ -592,7 +614,7 @@ class Placement:
 
     def settled(self, parts: Partitions) -> Placement:
         """Returns the placement for a store of the states on DISK alone: promoted states never leave HOST again."""
-        nbytes = sum(align_up(parts.nbytes[unit][state]) for unit, state in self.promoted)
+        nbytes = parts.pages_nbytes(self.promoted)
         classes = self.classes._replace(resident=self.classes.resident + nbytes, cache=self.classes.cache - nbytes)
         return replace(self, classes=classes, promoted=())
 
@@ -636,9 +658,11 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
             f'"host_memory" leaves {format_size(budget)} for this engine, but only {format_size(machine.free_host)} is '
             f"free on this machine; lower it, or leave it out for a budget of the bytes needed"
         )
-    inputs = request.inputs
-    if request.host_memory is not None and inputs != 0:
-        inputs = inputs_nbytes(request, budget - sum(least_host(parts, mode, request, machine)))
+    whole, inputs = budget, request.inputs
+    # With a default budget, inputs beside the host arena take what is free when they need it, except on a device with
+    # memory of its own, where the arena may leave little.
+    if inputs != 0 and (request.host_memory is not None or machine.own_device_memory):
+        inputs = inputs_nbytes(request, budget, budget - sum(least_host(parts, mode, request, machine)))
         budget -= inputs
     # The device has a kernel for AdamW only; any other optimizer needs the gradients on the host.
     if machine.device_kernels and mode.rule.on_device:
@@ -655,17 +679,22 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
         notices.append(
             f"host memory of {format_size(budget)} has no room for all states configured for it; moved: {moved}"
         )
-    classes = divide_host(parts, mode, request, machine, tiers, budget)
-    promoted: tuple[tuple[int, State], ...] = ()
+    beside = budget - sum(host_needs(parts, mode, request, machine, tiers)[1])
+    promoted = first_states(tiers, parts, min(beside, int(_FIRST_SHARE * machine.free_host)))
+    left = budget - parts.pages_nbytes(promoted)
+    classes = divide_host(parts, mode, request, machine, tiers, left)
+    why = "the layer that a step uses first and completes last keeps its states in host memory"
     if request.host_memory is not None:
-        # Without an explicit budget a run takes only the memory that it needs, so nothing is promoted.
-        promoted = to_promote(tiers, parts, budget - sum(classes))
-        higher = with_tier(tiers, promoted, Tier.HOST)
-        if moved := differences(parts, tiers, higher):
-            notices.append(Remark(f"host memory of {format_size(budget)} has room for more states; moved: {moved}"))
-        tiers = higher
-        more = sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted)
-        classes = classes._replace(cache=classes.cache + more)
+        # Without an explicit budget a run takes only the memory that it needs, so nothing else is promoted.
+        promoted += to_promote(with_tier(tiers, promoted, Tier.HOST), parts, left - sum(classes))
+        why = f"host memory of {format_size(budget)} has room for more states"
+    higher = with_tier(tiers, promoted, Tier.HOST)
+    if moved := differences(parts, tiers, higher):
+        notices.append(Remark(f"{why}; moved: {moved}"))
+    tiers = higher
+    classes = classes._replace(cache=classes.cache + parts.pages_nbytes(promoted))
+    if request.inputs is None and inputs is not None:
+        inputs = (whole - sum(classes)) // PAGE * PAGE  # and what weights and states do not use
     device_nbytes, device_need = divide_device(parts, mode, request, machine, tiers)
     # Both arenas are in the same host memory: each may fit alone although the two together do not.
     if machine.host_addressable and sum(classes) + device_nbytes > machine.free_host:
@@ -710,7 +739,7 @@ def _fitting_tiers(
     Raises `BudgetError` if no tier map fits.
     """
     tried: list[tuple[TierMap, HostBudget]] = []
-    for tiers in demotions(configured_tiers) if machine.drives else (configured_tiers,):
+    for tiers in demotions(configured_tiers, request.early) if machine.drives else (configured_tiers,):
         least, most = host_needs(parts, mode, request, machine, tiers)
         if sum(least._replace(weights=most.weights)) <= budget:
             return tiers
@@ -738,7 +767,8 @@ def _budget_error(
     if request.host_memory is None:
         return BudgetError(
             f"this model needs at least {format_size(sum(least))} of host memory, {format_size(machine.free_host)} is "
-            f'free, of which at most 80 % is used by default: {needs}; {more}set a larger "host_memory" in "offload"'
+            f"free, of which at most {format_size(budget)} is used by default: {needs}; {more}set a larger "
+            '"host_memory" in "offload"'
         )
     taken = ""
     if machine.other_engines:

@@ -23,7 +23,7 @@ from offload.kernels.blocks import BLOCK_FORMATS, BlockFormat
 from offload.layout.flat_layout import WORD, UnitLayout
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import NO_WHOLE_SIZES, WholeSizes, whole_sizes
-from offload.sizes import PAGE, align_up, count_of, format_size
+from offload.sizes import GIB, MIB, PAGE, align_up, count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import PinnedRegions
 
@@ -296,6 +296,10 @@ class Partitions:
         """Bytes of the largest unit on the device."""
         return max(self.unit_nbytes, default=0)
 
+    def pages_nbytes(self, partitions: Iterable[tuple[int, State]]) -> int:
+        """Returns the bytes of some partitions, each rounded up to whole pages."""
+        return sum(align_up(self.nbytes[unit][state]) for unit, state in partitions)
+
     def device_resident(self, unit: int, tiers: Mapping[State, Tier]) -> bool:
         """Returns True if a unit with these tiers never leaves the device, where its partition is all of it."""
         return (
@@ -325,21 +329,35 @@ class PlacementRequest:
     """Largest number of elements of a tile (`sub_group_size`)."""
     accumulation: int = 1
     """Micro-batches of an optimizer step."""
+    early: bool = False
+    """True if units that are on DISK alone can be updated under the backward."""
     inputs: int | None = 0
-    """Bytes of an explicit `host_memory` for inputs of recomputed blocks; None for half of the bytes that are left."""
+    """Bytes of host memory for inputs of recomputed blocks (`activation_memory`); None for a share by default."""
 
 
-def inputs_nbytes(request: PlacementRequest, left: int) -> int:
-    """Returns the bytes of an explicit host budget for inputs of blocks that are computed again.
+_LEAST_INPUTS = 2 * GIB
+_INPUTS_SHARE = 1 / 16
+"""Bytes, or fraction of the host budget if that is more, that are set aside for inputs by default."""
 
-    `left` are the bytes that remain after the least that weights and states need. Raises `BudgetError` if the
-    configured bytes are not left.
+
+def inputs_nbytes(request: PlacementRequest, budget: int, left: int) -> int:
+    """Returns the bytes of a host `budget` that are set aside for inputs of blocks that are computed again.
+
+    `left` are the bytes of the budget that remain after the least that weights and states need. Raises `BudgetError` if
+    they are fewer than the configured bytes, and the budget is explicit.
     """
-    # Their size is known only when the model runs: by default they share with the caches of weights and states.
-    nbytes = max(left, 0) // 2 // PAGE * PAGE if request.inputs is None else align_up(request.inputs)
-    if nbytes > max(left, 0):
+    left = max(left, 0)
+    if request.inputs is None:
+        # Their size is known only when the model runs, and a byte too much costs as much as a byte too few: either a
+        # state or an input is then written to a drive and read again. So they take a small share. Whoever knows the
+        # tokens of a step, as the planner does, names their bytes in the config.
+        return min(left // 2, max(_LEAST_INPUTS, int(_INPUTS_SHARE * budget))) // PAGE * PAGE
+    nbytes = align_up(request.inputs)
+    if request.host_memory is None:
+        return min(nbytes, left // PAGE * PAGE)
+    if nbytes > left:
         raise BudgetError(
-            f'"activation_memory" is {format_size(nbytes)}, but only {format_size(max(left, 0))} of "host_memory" are '
+            f'"activation_memory" is {format_size(nbytes)}, but only {format_size(left)} of "host_memory" are '
             'left beside the least that weights and states need: lower the former or raise the latter in "offload"'
         )
     return nbytes
@@ -481,24 +499,51 @@ _DOWN = (
     State.MASTER,
     State.WEIGHT,
 )
-"""States in the order in which they leave HOST, least used first: weights are read twice a step or more."""
+"""States in the order in which they leave HOST, least used first: weights are read twice a step or more. The gradient
+comes first."""
 
 
-def demotions(tiers: TierMap) -> Iterator[TierMap]:
+def demotions(tiers: TierMap, early: bool) -> Iterator[TierMap]:
     """Yields `tiers`, then tier maps with one more partition moved from HOST to DISK each time, the last unit's first.
 
-    A second series starts again and keeps gradients in HOST: the windows of gradients that spill may take more
-    memory than the spill saves.
+    With `early`, a unit that is on DISK alone can be updated under the backward. So units move one after the other, and
+    gradients last: `to_promote` keeps the same units in HOST. Otherwise the drive has nothing to do under the backward
+    but to write gradients, so these move first, and then one state of all units after the other.
     """
     yield tiers
-    for order in (_DOWN, _DOWN[1:]):
-        # The second series starts from the configured tiers, not from the end of the first.
+    units = range(len(tiers) - 1, -1, -1)
+    states = [(unit, state) for state in _DOWN[1:] for unit in units]
+    gradients = [(unit, State.GRAD) for unit in units]
+    if early:
+        # Python's sort is stable, so the states of a unit keep their order.
+        orders = [[*sorted(states, key=lambda partition: -partition[0]), *gradients]]
+    else:
+        # The second series starts again and keeps gradients in HOST: the windows of gradients that spill may take more
+        # memory than the spill saves.
+        orders = [[*gradients, *states], states]
+    for order in orders:
         rows = [dict(row) for row in tiers]
-        for state in order:
-            for row in reversed(rows):
-                if row.get(state) is Tier.HOST:
-                    row[state] = Tier.DISK
-                    yield tuple(dict(unit_tiers) for unit_tiers in rows)
+        for unit, state in order:
+            if rows[unit].get(state) is Tier.HOST:
+                rows[unit][state] = Tier.DISK
+                yield tuple(dict(row) for row in rows)
+
+
+_LEAST_FIRST = 64 * MIB
+"""Bytes of the smallest states of the first unit that are kept in HOST: a drive moves fewer in no time."""
+
+
+def first_states(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
+    """Returns the states on DISK of the first unit that trains, to keep in HOST; none if `room` bytes are too few.
+
+    A step uses this unit first, and its gradient is complete last. So its update hides under no backward, and the next
+    forward waits for all of it.
+    """
+    first = next((unit for unit, numel in enumerate(parts.trainable_numel) if numel), None)
+    if first is None:
+        return ()
+    moved = _states_on_disk(tiers[first], parts.nbytes[first])
+    return tuple((first, state) for state in moved) if _LEAST_FIRST <= sum(moved.values()) <= room else ()
 
 
 def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
@@ -510,12 +555,7 @@ def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int,
     promoted: list[tuple[int, State]] = []
     divided = False
     for unit, (row, nbytes) in enumerate(zip(tiers, parts.nbytes, strict=True)):
-        # The pager's cache serves weights, and gradients do not outlive a step: only optimizer states are promoted.
-        moved = {
-            state: align_up(nbytes[state])
-            for state in nbytes
-            if state not in (State.WEIGHT, State.GRAD) and row[state] is Tier.DISK
-        }
+        moved = _states_on_disk(row, nbytes)
         whole = sum(moved.values()) <= room
         if not whole and divided:
             continue
@@ -525,6 +565,16 @@ def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int,
                 promoted.append((unit, state))
                 room -= size
     return tuple(promoted)
+
+
+def _states_on_disk(row: Mapping[State, Tier], nbytes: Mapping[State, int]) -> dict[State, int]:
+    """Returns the optimizer states of a unit that are on DISK, with the bytes that each takes in HOST."""
+    # The pager's cache serves weights, and gradients do not outlive a step.
+    return {
+        state: align_up(nbytes[state])
+        for state in nbytes
+        if state not in (State.WEIGHT, State.GRAD) and row[state] is Tier.DISK
+    }
 
 
 def with_tier(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tier) -> TierMap:
@@ -551,7 +601,7 @@ def copied_memory(
     )
     return PinnedRegions(
         resident=resident,
-        promoted=sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted),
+        promoted=parts.pages_nbytes(promoted),
         tiles=any(
             tier is Tier.DEVICE or (early and state is State.WEIGHT and tier is Tier.DISK)
             for row_tiers in tiers

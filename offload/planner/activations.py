@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from offload.config import Config, load_config
 from offload.errors import BudgetError
 from offload.layout.pass_order import LAYER_MAJOR
-from offload.layout.placement import LIBRARIES, beside_arenas
+from offload.layout.placement import LIBRARIES, beside_arenas, usable_host
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.model_shape import RepeatedBlock, Shape, Use
@@ -365,8 +365,6 @@ class Wish(NamedTuple):
 
     tier: str | None = None
     """ "device", "cpu", "nvme" or "auto"; None if no block is computed again by the engine."""
-    host: int | None = None
-    """Bytes of host memory for inputs; None for the default."""
     tiles: int | None = 0
     """Tiles of an MLP; 0 for none, None for tiles of as many tokens as the engine takes by itself."""
     first: int = 0
@@ -377,14 +375,14 @@ def wish_of(config: Config) -> Wish:
     """Returns the wish of a config."""
     own, first = config.offload, config.activation_checkpointing.number_checkpoints or 0
     tiles = None if own.tile_mlp == "auto" else int(own.tile_mlp)
-    return Wish(config.activation_tier, own.activation_memory, tiles, first)
+    return Wish(config.activation_tier, tiles, first)
 
 
 def with_host_memory(content: Mapping[str, Any], host: int, inputs: int) -> dict[str, Any]:
     """Returns the config with a host budget of `host` bytes, and `inputs` more if inputs of blocks leave the device."""
     found = copy.deepcopy(dict(content))
     block = found.setdefault("offload", {})
-    # The least is a page: without the key, the engine would reserve half of the remaining memory for inputs.
+    # The least is a page: without the key, the engine would set aside a share of the budget for inputs.
     uses = load_config(found).activation_tier not in (None, "device")
     inputs = align_up(max(inputs, PAGE)) if uses else 0
     block["host_memory"] = host + inputs
@@ -441,8 +439,6 @@ def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool, most_
 # Memory that a run's budgets leave to activations, and the longest sequence and largest micro-batch that fit into it.
 
 
-HOST_SHARE = 0.8
-"""Fraction of the host memory outside the host arena that inputs may take, if no budget is set."""
 _RESERVE = 4
 """Divisor of an accelerator's room: "auto" leaves a quarter to everything but inputs, as the engine does."""
 _UNKNOWN = 1 << 62
@@ -484,10 +480,11 @@ def room_of(
         device = rest - memory.device - beside_activations(memory, shape, load)
     else:
         device = for_device(hardware, memory) - memory.device - gradients_in_flight(memory, layer_major)
-    if memory.config.offload.host_memory is not None and memory.placement.inputs_nbytes is not None:
-        host = memory.placement.inputs_nbytes
-    else:
-        host = max(int(HOST_SHARE * rest), 0) if wish.host is None else min(wish.host, rest)
+    host = memory.placement.inputs_nbytes
+    if host is None:
+        host = max(usable_host(rest, own_device_memory=False), 0)
+    elif memory.config.offload.host_memory is None:
+        host = min(host, rest)
     # Files of inputs are in the folders that the config names.
     drives = hardware.drives if memory.config.drives else ()
     unknown = any(drive.free is None for drive in drives)

@@ -18,15 +18,15 @@ from offload.layout.memory_plan import (
     MemoryRequest,
     mode_of,
     place_states,
-    placement_request,
     plan_memory,
     rule_name,
     wanted_slots,
 )
 from offload.layout.modes import ADAM, TORCH, Mode
 from offload.layout.optimizer_states import for_rule, with_states_of_torch
+from offload.layout.pass_order import makes_early_updates
 from offload.layout.placement import MachineMemory, Placement, least_host
-from offload.layout.tiers import Partitions, tier_nbytes
+from offload.layout.tiers import Partitions, PlacementRequest, tier_nbytes
 from offload.sizes import align_up
 from offload.states import State, Tier
 
@@ -43,6 +43,8 @@ class Room(NamedTuple):
     disk: int | None
     """None if unknown."""
     drives: int = 1
+    unified: bool = False
+    """True if device memory is host memory, although a GPU computes."""
 
 
 class MemoryRow(NamedTuple):
@@ -62,6 +64,7 @@ class Memory:
     mode: Mode
     layouts: tuple[UnitLayout, ...]
     parts: Partitions
+    asked: PlacementRequest
     placement: Placement
     slots: int
     notices: tuple[str, ...]
@@ -70,7 +73,7 @@ class Memory:
     @property
     def least_host(self) -> int:
         """Returns the bytes of the smallest host budget that works."""
-        return sum(least_host(self.parts, self.mode, placement_request(self.config), self.machine))
+        return sum(least_host(self.parts, self.mode, self.asked, self.machine))
 
     @property
     def rows(self) -> tuple[MemoryRow, ...]:
@@ -129,8 +132,12 @@ def settle(
     accumulation: int = 1,
     world_size: int = 1,
     matrices: Collection[str] = (),
+    speculate: bool | None = None,
 ) -> Memory:
-    """Returns the memory of a run on the first rank, by the same decisions as `initialize`."""
+    """Returns the memory of a run on the first rank, by the same decisions as `initialize`.
+
+    `speculate` says whether updates may begin under the backward; None for the config's answer.
+    """
     config = load_config(content)
     # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
     rule = ADAM if config.optimizer is None else rule_name(config.optimizer)
@@ -146,7 +153,9 @@ def settle(
         host_addressable=room.device == 0,
         drives=bool(config.drives),
         device_kernels=room.device > 0,
+        unified=room.unified,
     )
+    early = makes_early_updates(config.offload.speculate, room.device == 0) if speculate is None else speculate
     placed = place_states(
         MemoryRequest(
             config=config,
@@ -155,6 +164,7 @@ def settle(
             accumulation=accumulation,
             machine=machine,
             world_size=world_size,
+            speculate=early,
         )
     )
     # The steps below are those of `initialize`, in the same order.
@@ -165,6 +175,7 @@ def settle(
         mode=plan.mode,
         layouts=layouts,
         parts=plan.parts,
+        asked=plan.asked,
         placement=plan.placement,
         slots=plan.slots,
         notices=plan.notices,
@@ -261,7 +272,7 @@ def _states(memory: Memory) -> list[MemoryRow]:
 
 def _working(memory: Memory) -> list[MemoryRow]:
     classes, placement, parts = memory.placement.classes, memory.placement, memory.parts
-    promoted = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.promoted)
+    promoted = parts.pages_nbytes(placement.promoted)
     rows = [
         MemoryRow("tiles of the optimizer", host=classes.tiles),
         MemoryRow("weights on their way", host=classes.weights),

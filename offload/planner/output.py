@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
-from offload.layout.placement import HOST_SHARE
+from offload.layout.placement import usable_host
 from offload.planner.activations import is_tiled, recomputed, tile_tokens
 from offload.planner.gpus import ORIGINS, sentences
 from offload.planner.hardware import Hardware
@@ -192,9 +192,11 @@ def _of_spare_ram(planned: Planned) -> list[str]:
     if not memory.spilled or spare <= 0:
         return []
     if memory.config.offload.host_memory is None:
+        ram, machine = planned.hardware.ram, memory.machine
+        most = usable_host(ram, own_device_memory=machine.own_device_memory)
         why = (
-            f'without "host_memory" a budget is at most {HOST_SHARE:.0%} of the free RAM, which leaves the rest to '
-            f"Python, torch, the loader and the cache of files"
+            f'without "host_memory" a budget is at most {format_size(most)} of {format_size(ram)} of free RAM, which '
+            f"leaves the rest to Python, torch, the loader and the cache of files"
         )
     else:
         why = f'"host_memory" of the config is {format_size(memory.host)}'

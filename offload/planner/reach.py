@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
-from offload.planner.activations import HOST_SHARE, Load, largest_batch, longest_sequence, room_of, wish_of
+from offload.layout.placement import usable_host
+from offload.planner.activations import Load, largest_batch, longest_sequence, room_of, wish_of
 from offload.planner.hardware import Hardware
 from offload.planner.memory import PATH, Memory
 from offload.planner.model_shape import Shape
@@ -130,7 +131,8 @@ def _budgets(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str,
     memory = settled(shape, hardware, load, content)
     yield content
     if memory.config.offload.host_memory is None and memory.placement.on_disk:
-        rest = int(HOST_SHARE * (hardware.ram - memory.least_host)) // PAGE * PAGE
+        left = hardware.ram - memory.least_host
+        rest = usable_host(left, own_device_memory=memory.machine.own_device_memory) // PAGE * PAGE
         both = {"host_memory": memory.least_host + rest, "activation_memory": rest}
         yield {**content, "offload": {**content.get("offload", {}), **both}}
 

@@ -19,7 +19,7 @@ from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, ScheduleChoice
-from offload.layout.placement import growth
+from offload.layout.placement import growth, usable_host
 from offload.planner import activations
 from offload.planner.activations import (
     Load,
@@ -47,8 +47,6 @@ from offload.swapper.memory.device import DeviceRoom
 PLACEMENTS = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"))
 """Devices of weights and of optimizer states; the fastest first, if all fit."""
 
-_HOST_SHARE = 0.8
-"""Fraction of the RAM beside the process's own needs that a recommended host budget may take."""
 _WORTH = 1.03
 """Speed-up that a larger host budget must bring over a smaller one."""
 _WEAR = 1.1
@@ -158,9 +156,8 @@ def _timed(
 
 def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Memory:
     """Returns the memory of a config on a machine, as it is before the first step."""
-    memory = _settled(
-        shape.layouts, _Content(repr(content), content), _room(hardware), load.accumulation, shape.matrices
-    )
+    key = _Content(repr(content), content)
+    memory = _settled(shape.layouts, key, _room(hardware), load.accumulation, shape.matrices, load.speculate)
     if not hardware.drives and (memory.slots or memory.spilled):
         raise ConfigError("this machine has no drive, and the config needs one; give --drive or --nvme-path")
     return memory
@@ -177,9 +174,14 @@ class _Content:
 # Advice, reach and orders settle the plan's own config again, and each of their configs more than once.
 @functools.lru_cache(maxsize=64)
 def _settled(
-    layouts: tuple[UnitLayout, ...], config: _Content, room: Room, accumulation: int, matrices: frozenset[str]
+    layouts: tuple[UnitLayout, ...],
+    config: _Content,
+    room: Room,
+    accumulation: int,
+    matrices: frozenset[str],
+    speculate: bool,
 ) -> Memory:
-    return settle(layouts, config.content, room, accumulation, matrices=matrices)
+    return settle(layouts, config.content, room, accumulation, matrices=matrices, speculate=speculate)
 
 
 def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memory:
@@ -195,7 +197,7 @@ def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memo
 def _room(hardware: Hardware) -> Room:
     """Returns the machine's room for a run; disk space is unknown if it is unknown for one drive."""
     disk = None if any(drive.free is None for drive in hardware.drives) else sum(d.free or 0 for d in hardware.drives)
-    return Room(hardware.ram, hardware.gpu_memory, disk, max(len(hardware.drives), 1))
+    return Room(hardware.ram, hardware.gpu_memory, disk, max(len(hardware.drives), 1), hardware.unified)
 
 
 def with_host_budget(planned: Planned) -> Planned:
@@ -218,7 +220,9 @@ def _budgets(planned: Planned) -> Iterator[int]:
     Budgets beyond the RAM are left out; if there are any, the largest budget that the RAM allows comes last.
     """
     memory, hardware = planned.memory, planned.hardware
-    most = int(_HOST_SHARE * (hardware.ram - (planned.host_peak - memory.host)))
+    most = usable_host(
+        hardware.ram - (planned.host_peak - memory.host), own_device_memory=memory.machine.own_device_memory
+    )
     weights = memory.nbytes_on_disk(State.WEIGHT)
     states = memory.nbytes_on_disk(*(state for state in memory.mode.states if state is not State.WEIGHT))
     for more in dict.fromkeys((weights, weights + states // 2, weights + states)):

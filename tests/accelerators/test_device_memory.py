@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from offload import testing
 from offload.errors import BudgetError, UsageError
 from offload.layout.placement import ArenaHistory, DeviceNeed, growth, next_growth
 from offload.sizes import GIB, MIB, PAGE, format_size
-from offload.swapper.memory.device import DONE, AcceleratorDevice, CudaHostSide, DeviceRoom, Shortages
+from offload.swapper.memory.device import DONE, AcceleratorDevice, CudaHostSide, Device, DeviceRoom, Shortages
 from offload.swapper.memory.device_arena import DeviceArena
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
@@ -236,6 +237,16 @@ def test_what_is_free_is_what_this_process_may_allocate(
     device = AcceleratorDevice(torch.device("cuda", 0), CudaHostSide(torch.device("cuda", 0)))
     assert device.room() == pytest.approx([each * GIB for each in expected], abs=1)
     assert device.free_bytes() == sum(device.room())
+
+
+@pytest.mark.parametrize("integrated", [0, 1])
+def test_a_gpu_says_whether_its_memory_is_the_hosts(integrated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run then leaves a fifth of the memory to it."""
+    about = SimpleNamespace(is_integrated=integrated)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
+    monkeypatch.setattr(torch, "Stream", lambda _: None)
+    device = AcceleratorDevice(torch.device("cuda", 0), CudaHostSide(torch.device("cuda", 0)))
+    assert device.unified == bool(integrated) and not Device(torch.device("cpu")).unified
 
 
 NEED = DeviceNeed(least=GIB, most=10 * GIB, unit=GIB, weights=10 * GIB)

@@ -25,6 +25,7 @@ from offload.errors import BudgetError, IoError
 from offload.sizes import MIB, PAGE
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import HostMemory, process_memory
+from offload.swapper.memory.limits import free_host_memory
 from tests import device
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.modules.checkpointed import (
@@ -275,6 +276,13 @@ def test_host_memory_of_ever_new_lengths_is_that_of_the_longest(shorter: bool) -
         assert blocks.nbytes <= 16 * max(pages) * PAGE, "slabs double, so twelve blocks have at most sixteen"
         assert len(blocks._slabs) == 1, "sizes of which no block is left are forgotten"
     blocks.close()
+
+
+def test_without_a_budget_blocks_take_no_more_than_is_free_now() -> None:
+    """What was free at the start may be in use by another process when inputs come."""
+    blocks = HostBlocks(Device(torch.device("cpu")), HostMemory(), None, 1 << 60)
+    assert blocks.room(PAGE) < free_host_memory()
+    assert HostBlocks(Device(torch.device("cpu")), HostMemory(), None, 64 * PAGE).room(PAGE) == 64 * PAGE
 
 
 def test_inputs_that_graphs_have_dropped_leave_few_entries_behind() -> None:

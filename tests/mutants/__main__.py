@@ -50,7 +50,6 @@ def _run(mutant: Mutant | None, tests: str) -> tuple[bool, str]:
             "-m",
             "pytest",
             "-x",
-            "--whole",
             "-p",
             "no:cacheprovider",
             f"--basetemp={folder}/t",

@@ -9,18 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
+from offload.layout import placement
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.planner import memory, recommend, request, step_time
 from offload.planner.activations import Load, beside_weights, wish_of
 from offload.planner.gpus import GPUS, ORIGINS, Gpu, Rate, find_gpu
 from offload.planner.hardware import Hardware, described, parse_drive
-from offload.planner.model_shape import Shape, from_count
+from offload.planner.model_shape import Shape, from_count, from_name
 from offload.planner.output import in_short
 from offload.planner.simulation.simulate import update_costs
 from offload.planner.step_time import least_moved
@@ -47,6 +49,32 @@ def test_a_step_on_drives_follows_the_formula(billions: int, layers: int, specul
     planned = plan(shape, machine, Load(1, 1, True, speculate=speculate))
     assert planned.timing.limit == "NVMe"
     assert planned.timing.seconds == pytest.approx(planned.timing.formula_seconds, rel=near)
+
+
+def test_states_that_overflow_the_host_budget_cost_what_states_configured_for_drives_do(shape: Shape) -> None:
+    """Whole layers move, the last first, so their updates begin under the backward."""
+    machine, load = described("RTX 4090", 128 * GIB, [parse_drive("7GB/s,5GB/s")], 75e9), Load(4, 4, chunked_loss=True)
+    seconds = {}
+    for tier, budget in (("cpu", None), ("nvme", machine.ram - 6 * GIB)):
+        content = memory.settings(tier, tier, activations="device", durability="step", host_memory=budget)
+        content |= {"data_types": {"grad_accum_dtype": "bf16"}}
+        content["offload"]["nvme_path"] = ["/mnt/nvme"]
+        planned = recommend.plan(shape, machine, load, content)
+        assert planned.memory.placement.on_disk and not planned.memory.spilled
+        seconds[tier] = planned.timing.seconds
+    assert seconds["cpu"] <= 48 and seconds["cpu"] <= 1.1 * seconds["nvme"]
+
+
+def test_the_states_that_a_step_needs_first_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = from_name("llama-1b", 1024, torch.bfloat16)
+    machine = described("RTX 4090", 64 * GIB, [parse_drive("2GB/s")])
+    first = plan(shape, machine, Load(1, 1, True))
+    monkeypatch.setattr(placement, "_FIRST_SHARE", 0.0)
+    without = plan(shape, machine, Load(1, 1, True), paths=("/mnt/other",))
+    nbytes = first.memory.parts.pages_nbytes(first.memory.placement.promoted)
+    assert nbytes == 10 * shape.layouts[0].numel
+    assert without.timing.moved.read - first.timing.moved.read == pytest.approx(nbytes, rel=0.05)
+    assert without.timing.seconds - first.timing.seconds > 0.5 * nbytes / 2e9
 
 
 def test_faster_components_never_make_a_step_slower(shape: Shape) -> None:

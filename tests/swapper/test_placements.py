@@ -67,6 +67,36 @@ def test_durability_changes_nothing(tmp_path: Path) -> None:
         assert_same(first, run(job, placement, tmp_path / "c", durability="step"), f"{placement} written through")
 
 
+class Words(torch.nn.Module):
+    """A tied embedding of 67 MB of moments, which a step uses first and completes last, and two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(1 << 16, 128)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(128, 128) for _ in range(2))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(words)
+        for layer in self.layers:
+            hidden = layer(hidden).relu()
+        return hidden @ self.embedding.weight[:64].T
+
+
+def word_loss(model: torch.nn.Module, step: int, micro: int) -> torch.Tensor:
+    words = torch.randint(64, (4,), generator=torch.Generator().manual_seed(100 * step + micro))
+    return torch.nn.functional.cross_entropy(model(words), words)
+
+
+def test_the_first_units_states_stay_in_memory_by_default(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The start says so, and no bit changes, with commits or without."""
+    job = Job(Words, word_loss, steps=2)
+    memory = run(job, ("none", "none"), tmp_path / "memory")
+    for durability in ("none", "step"):
+        capfd.readouterr()
+        assert_same(memory, run(job, ("nvme", "nvme"), tmp_path / durability, durability=durability))
+        assert "states on host and disk" in capfd.readouterr().err
+
+
 def test_overlap_changes_nothing(tmp_path: Path) -> None:
     job = models.DROPOUT._replace(dtype="bf16")
     overlapped = run(job, ("nvme", "nvme"), tmp_path)

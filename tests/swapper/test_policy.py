@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 from offload.errors import BudgetError
 from offload.layout.modes import MODES
-from offload.layout.placement import MachineMemory, Placement, place
-from offload.layout.tiers import Partitions, PlacementRequest, TierMap
+from offload.layout.placement import MachineMemory, Placement, place, usable_host
+from offload.layout.tiers import Partitions, PlacementRequest, TierMap, configured, differences
+from offload.notices import Remark
 from offload.sizes import GIB, MIB, align_up
 from offload.states import State, Tier
 from offload.swapper.memory.allocator import Allocator
@@ -165,6 +167,8 @@ def tiers(tiers: TierMap, state: State) -> list[Tier]:
 
 MEGA = 1 << 20
 BLOCKS = [8 * MEGA] * 10
+FIRST = 80 * MIB
+"""Bytes of the first unit's states, which stay in host memory where there is room."""
 DISK = PlacementRequest(weights=Tier.DISK, states=Tier.DISK)
 HOST = PlacementRequest(weights=Tier.HOST, states=Tier.HOST)
 
@@ -194,9 +198,25 @@ def test_gradients_leave_the_host_first_then_moments_then_the_rest() -> None:
     assert seen == sorted(seen) and seen[0] == (0, 0, 0, 0, 0) and seen[-1] == (10, 10, 10, 10, 10)
 
 
+def test_where_updates_run_under_the_backward_whole_units_leave_the_host_and_gradients_last() -> None:
+    """The last units leave first, and a budget for states on DISK keeps the same ones in HOST."""
+    asks, seen = replace(HOST, early=True), set()
+    for budget in range(sum(placed(BLOCKS, asks).classes), 0, -16 * MIB):
+        try:
+            found = placed(BLOCKS, replace(asks, host_memory=budget))
+        except BudgetError:
+            break
+        assert sum(found.classes) <= budget
+        counts = [sum(row[state] is Tier.DISK for state in (*STATES, State.WEIGHT)) for row in found.tiers]
+        assert counts == sorted(counts) and sum(0 < count < 4 for count in counts) <= 1, "one unit at most in part"
+        assert not found.spilled or counts == [4] * len(BLOCKS), "gradients move when all states have"
+        seen.add(sum(count == 4 for count in counts))
+    assert seen == set(range(len(BLOCKS) + 1)) and len(found.spilled) == len(BLOCKS)
+
+
 def test_moved_states_are_reported() -> None:
     ample = sum(placed(BLOCKS, DISK).classes)
-    (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample - 140 * MIB)).notices
+    (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample - FIRST - 140 * MIB)).notices
     assert "gradient of " in notice and "to disk" in notice
     (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample + 400 * MIB)).notices
     assert "low bits of masters of " in notice and "second moment of " in notice and "to host" in notice
@@ -206,13 +226,28 @@ def test_room_that_is_left_is_for_the_cache_of_weights_first_then_for_states() -
     ample = placed(BLOCKS, DISK)
     weights = 2 * sum(BLOCKS)
     more = placed(BLOCKS, replace(DISK, host_memory=sum(ample.classes) + weights - ample.classes.weights))
-    assert more.classes.weights + more.classes.cache == weights and more.tiers == ample.tiers
+    assert more.classes.weights + more.classes.cache == weights + FIRST and more.tiers == ample.tiers
     most = placed(BLOCKS, replace(DISK, host_memory=2 * GIB))
     assert set(tiers(most.tiers, State.EXP_AVG_SQ)) == {Tier.HOST} and len(most.promoted) == 3 * len(BLOCKS)
     assert most.classes.weights + most.classes.cache == weights + sum(BLOCKS) * 10
     half = placed(BLOCKS, replace(DISK, host_memory=sum(more.classes) + 5 * 80 * MIB))
     moved = [all(row[state] is Tier.HOST for state in STATES) for row in half.tiers]
-    assert moved == [True] * 5 + [False] * 5, "a fixed share, unit by unit"
+    assert moved == [True] * 6 + [False] * 4, "a fixed share, unit by unit, and the first in any case"
+
+
+def test_the_first_unit_keeps_its_states_in_host_memory() -> None:
+    """It is complete last and used first, so nothing hides its update. Small states, and a small memory, are left."""
+    numels, states = [16 * MEGA, *BLOCKS], [(0, state) for state in STATES]
+    ample = placed(numels, DISK)
+    assert list(ample.promoted) == states and ample.on_disk
+    (notice,) = ample.notices
+    assert isinstance(notice, Remark) and "moved: low bits of masters of 1 of 11 units (32.0 MiB) to host" in notice
+    assert not placed([6 * MEGA, *BLOCKS], DISK).promoted, "60 MiB are read in no time"
+    assert placed(numels, DISK, free=160 * MIB * 16).promoted and not placed(numels, DISK, free=159 * MIB * 16).promoted
+    exact = sum(ample.classes)
+    assert list(placed(numels, replace(DISK, host_memory=exact)).promoted) == states, "before any weight is cached"
+    assert not placed(numels, replace(DISK, host_memory=exact - 100 * MIB)).promoted[3:]
+    assert placed(numels, HOST).promoted == ()
 
 
 def test_one_unit_at_most_is_in_memory_in_part() -> None:
@@ -252,8 +287,47 @@ def test_the_default_budget_is_what_is_needed_at_most_80_percent_of_what_is_free
     assert placed(BLOCKS, HOST, free=sum(ample.classes) * 2).classes == ample.classes
     tight = placed(BLOCKS, HOST, free=sum(ample.classes))
     assert sum(tight.classes) <= 0.8 * sum(ample.classes) and tight.spilled
-    with pytest.raises(BudgetError, match="80 %"):
+    with pytest.raises(BudgetError, match=r"64\.0 MiB is free, of which at most .* by default"):
         placed(BLOCKS, HOST, free=64 * MIB)
+
+
+def test_beside_a_gpu_the_default_budget_is_all_free_memory_but_a_reserve() -> None:
+    """6 GiB, or 5 % of a large memory, are left. A memory that GPU and CPU share leaves a fifth, a small one too."""
+    usable = partial(usable_host, own_device_memory=True)
+    assert usable(100 * GIB) == 94 * GIB and usable(1000 * GIB) == 950 * GIB
+    assert usable(20 * GIB) == 16 * GIB and usable_host(100 * GIB, own_device_memory=False) == 80 * GIB
+    states = [800 * MEGA] * 9  # 9.4 GiB a unit with its gradient
+
+    def spills(**machine: bool) -> bool:
+        facts = MachineMemory(
+            free_host=106 * GIB, free_device=8 * GIB, host_addressable=False, drives=True, unified=machine["unified"]
+        )
+        found = place(parts_of(states), MODE, HOST, facts)
+        return bool(differences(parts_of(states), configured(parts_of(states), HOST, 2), found.tiers))
+
+    assert not spills(unified=False) and spills(unified=True)
+
+
+def test_inputs_take_a_small_share_of_a_budget_and_all_that_states_leave() -> None:
+    """Half of what the least leaves would push states to the drive, for bytes that no input may take."""
+    asks = replace(HOST, inputs=None)
+    every = 1000 * MEGA * 14
+    tight = placed([100 * MEGA] * 10, replace(asks, host_memory=every + 3 * GIB))
+    assert tight.inputs_nbytes is not None and 2 * GIB <= tight.inputs_nbytes <= 3 * GIB
+    assert not any(tier is Tier.DISK for row in tight.tiers for tier in row.values())
+    ample = placed([100 * MEGA] * 10, replace(asks, host_memory=2 * every))
+    assert ample.inputs_nbytes == (2 * every - sum(ample.classes)) // PAGE * PAGE
+    little = placed(BLOCKS, replace(asks, host_memory=400 * MIB))
+    assert little.inputs_nbytes is not None and little.inputs_nbytes <= 200 * MIB, "states need the other half"
+
+
+def test_without_a_budget_inputs_beside_a_gpu_take_what_the_arena_leaves_of_the_default() -> None:
+    facts = MachineMemory(free_host=100 * GIB, free_device=8 * GIB, host_addressable=False, drives=True)
+    parts = parts_of([800 * MEGA] * 12)
+    for inputs, least in ((None, 94 * GIB // 16), (3 * GIB, 3 * GIB), (1 << 50, 93 * GIB)):
+        found = place(parts, MODE, replace(HOST, inputs=inputs), facts)
+        assert found.inputs_nbytes is not None and found.inputs_nbytes >= least
+        assert found.inputs_nbytes + sum(found.classes) <= 94 * GIB
 
 
 def test_on_a_cpu_the_default_arena_leaves_most_of_a_small_memory_to_others() -> None:
@@ -382,8 +456,9 @@ def test_deepspeeds_numbers_are_inputs() -> None:
     assert placed(BLOCKS, replace(DISK, live=10**9)).device_nbytes == 3 * block
     assert placed(BLOCKS, replace(DISK, tile=100_000)).tile_numel <= 102_400
     assert placed(BLOCKS, replace(DISK, tile=10**9)).tile_numel == placed(BLOCKS, DISK).tile_numel
-    assert placed(BLOCKS, replace(DISK, cached_weights=4 * BLOCKS[0])).classes.cache == 2 * block
-    assert placed(BLOCKS, replace(DISK, cached_weights=10**9)).classes.cache == 8 * block, "no more than there are"
+    assert placed(BLOCKS, replace(DISK, cached_weights=4 * BLOCKS[0])).classes.cache == FIRST + 2 * block
+    whole = placed(BLOCKS, replace(DISK, cached_weights=10**9)).classes.cache
+    assert whole == FIRST + 8 * block, "no more than there are"
 
 
 numels = st.lists(st.integers(1, 40).map(lambda n: n * 2048 * 97), min_size=1, max_size=12)

@@ -17,6 +17,7 @@ from torch import nn
 import offload
 from offload import testing
 from offload.errors import NumericsError
+from offload.sizes import MIB
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, die, die_after_writes, use_queue
 from tests.support.early_updates import (
@@ -34,6 +35,7 @@ from tests.support.oracle import (
     config,
     dies,
     kill_and_resume,
+    least_host_memory,
     run,
     start,
     weights_of,
@@ -103,6 +105,24 @@ def test_other_models_are_confirmed_or_made_again(tmp_path: Path, name: str) -> 
             job = job._replace(loss=models.translation_loss)
     seen = in_both_ways(job._replace(steps=3, clip=0.0), tmp_path)
     assert sum(hits for hits, _ in seen) > 0
+
+
+def test_units_that_a_small_host_budget_moves_to_the_drive_are_updated_early(tmp_path: Path) -> None:
+    """They move as a whole, the last first. A resume places the states anew, whatever was in memory or on the drive."""
+    memory = trained(JOB, MEMORY, tmp_path / "memory")
+    least = least_host_memory(JOB, tmp_path / "least", ("cpu", "cpu"), speculate=True)
+    hits, losses = [], []
+    for speculate, more, steps in ((True, MIB // 2, (0, 1, 2)), (False, MIB, (3,)), (True, 64 * MIB, (4,))):
+        options = {"speculate": speculate, "host_memory": least + more, "durability": "step", "resume": "auto"}
+        engine = start(JOB, ("cpu", "cpu"), tmp_path / "run", **options)
+        losses += [train_step(engine, JOB, step, None, 0) for step in steps]
+        hits.append(counts(engine).hits if speculate else 0)
+        weights = weights_of(engine)
+        engine.destroy()
+    units = 6
+    assert 0 < hits[0] < (units - 1) * 2 and hits[1:] == [0, 0], "the first units stay in memory"
+    assert losses == memory.losses
+    assert_same_tensors(weights, memory.weights)
 
 
 def test_a_schedule_of_the_learning_rate_misses_nothing(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from offload.finetune.model import make_ready
 from offload.kernels import cuda
 from offload.layout.flat_layout import layouts_of
 from offload.layout.pass_order import MICRO_BATCH_MAJOR
+from offload.layout.placement import usable_host
 from offload.layout.units import find_units
 from offload.planner.activations import Load, need
 from offload.planner.memory import Memory, Room, settings, settle
@@ -395,8 +396,6 @@ def times(work: Work, seconds: Sequence[float], parameters: int) -> dict[str, An
 # A model too large for the GPU, with as many layers as fit; the planner places its states on host and disk.
 
 
-_HOST_SHARE = 0.8
-"""Fraction of the free RAM that the run may take. Libraries and the loop itself need the rest."""
 _DISK_SHARE = 0.95
 """Fraction of the free disk that the run may take."""
 _PLACEMENTS = (("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
@@ -469,7 +468,9 @@ def room_of(work: Work) -> Room:
     """Returns the free memory and disk of this machine that a run may take."""
     device = open_device(work.device)
     disk = int(_DISK_SHARE * shutil.disk_usage(work.folder).free)
-    return Room(int(_HOST_SHARE * free_host_memory()), device.free_bytes(), disk)
+    own = not device.host_addressable and not device.unified
+    host = usable_host(free_host_memory(), own_device_memory=own)
+    return Room(host, device.free_bytes(), disk, unified=device.unified)
 
 
 def _settled(work: Work, room: Room) -> Memory | None:

@@ -216,7 +216,7 @@ class TrainOptions:
         ),
     ] = None
     host_memory: Annotated[
-        str | None, option("Host budget, as 16GiB. [default: what is needed, at most 80 % of free]")
+        str | None, option("Host budget, as 16GiB. [default: what is needed, within the free RAM]")
     ] = None
     device: Annotated[
         str | None, option("Where to compute: auto, cpu, cuda, or another accelerator of torch. [default: auto]")

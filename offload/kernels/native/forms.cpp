@@ -155,7 +155,9 @@ PartialTile::PartialTile(const Buffers& at, std::size_t numel) : tile_(at) {
 }
 
 void PartialTile::copy_back() const {
-    for (std::size_t i = 0; i < kWritten; ++i) {
+    const std::size_t begin = tile_.writes == Writes::kMoments ? kOfWeights : 0;
+    const std::size_t end = tile_.writes == Writes::kWeights ? kOfWeights : kWritten;
+    for (std::size_t i = begin; i < end; ++i) {
         if (arrays_[i].bytes > 0) std::memcpy(arrays_[i].there, room_[i], arrays_[i].bytes);
     }
 }

@@ -57,11 +57,12 @@ class PartialTile {
 
     // Its scales are the partition's own.
     [[nodiscard]] const Buffers& buffers() const { return tile_; }
+    // Copies the arrays that the step writes.
     void copy_back() const;
 
   private:
-    static constexpr std::size_t kWritten =
-        4;  // arrays; behind them there is room for the gradient
+    static constexpr std::size_t kOfWeights = 2;  // arrays; those of moments follow
+    static constexpr std::size_t kWritten = 4;    // behind them there is room for the gradient
 
     struct Array {
         void* there;

@@ -225,8 +225,9 @@ struct FirstPass {
 
     void directions_of_codes(const Buffers& at, const Tile& tile, std::size_t numel,
                              float* directions) const {
-        with_codes<Move>(codes, at, tile, numel,
-                         [&](const Tile& each) { version_for<NewValues>(isa)(scalars, each); });
+        with_codes<Move, Writes::kAll>(codes, at, tile, numel, [&](const Tile& each) {
+            version_for<NewValues>(isa)(scalars, each);
+        });
         alignas(64) float stored[2][kTile];
         for (std::size_t i = 0; i < 2; ++i) {
             codes.decode[Move::kRoots[i]](static_cast<const Code*>(at.moments[i]), at.scales[i],
@@ -248,7 +249,7 @@ void lamb_moments(const Buffers& b, const Segment& segment, double* sums) {
 }
 
 void lamb_move(const Buffers& buffers, const std::vector<Segment>& segments) {
-    run_update<Move>(buffers, segments);
+    run_update<Move, Writes::kAll>(buffers, segments);
 }
 
 }  // namespace offload

@@ -81,9 +81,10 @@ Buffers buffers(std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
 void update(const std::string& name, std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
             const std::vector<std::uintptr_t>& moments, int moment_type, std::uintptr_t scales,
             std::pair<std::uintptr_t, int> grad, std::size_t numel,
-            const std::vector<Settings>& given) {
+            const std::vector<Settings>& given, int writes) {
     const Rule run = rule(name);
-    const Buffers arrays = buffers(weight, beside, moments, moment_type, scales, grad, numel);
+    Buffers arrays = buffers(weight, beside, moments, moment_type, scales, grad, numel);
+    arrays.writes = static_cast<offload::Writes>(writes);
     std::vector<Segment> segments;
     segments.reserve(given.size());
     for (const auto& each : given) segments.push_back(segment(each));

@@ -156,7 +156,7 @@ void sgd(const Buffers& buffers, const std::vector<Segment>& segments) {
 }
 
 void plain_sgd(const Buffers& buffers, const std::vector<Segment>& segments) {
-    run_update<PlainSgd>(buffers, segments);
+    run_update<PlainSgd, Writes::kAll>(buffers, segments);
 }
 
 }  // namespace offload

@@ -10,6 +10,10 @@ namespace offload {
 
 enum class Element { kFloat, kBf16, kFp16, kCode, kBf24 };
 
+// Which arrays a step writes. A step that writes the weights, and then one that writes the moments,
+// give the bits of one that writes all, if the moments do not depend on the weight.
+enum class Writes { kAll, kWeights, kMoments };
+
 // Arrays of `numel` elements, which must not overlap. `beside` depends on the dtype of the weight:
 //     fp32   none: the weight is its own master
 //     bf16   `beside` is the residual, int16: see [Note: split master]
@@ -25,6 +29,7 @@ struct Buffers {
     const void* grad;
     Element grad_type;
     std::size_t numel;
+    Writes writes = Writes::kAll;  // all, for a rule without moments and for both passes of LAMB
 };
 
 inline constexpr std::size_t kSettings = 8;

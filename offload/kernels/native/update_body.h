@@ -41,17 +41,32 @@ OFFLOAD_INLINE float grad_of(const Tile& tile, std::size_t i) {
     }
 }
 
+// Moments that are written alone do not depend on the weight, and their step has none.
+template <Writes kWrites>
+OFFLOAD_INLINE float weight_of(const Tile& tile, std::size_t i) {
+    if constexpr (kWrites == Writes::kMoments) {
+        return 0.0f;
+    } else {
+        return tile.weights[i];
+    }
+}
+
+template <Writes kWrites>
+OFFLOAD_INLINE void put_weight(const Tile& tile, std::size_t i, float weight) {
+    if constexpr (kWrites != Writes::kMoments) tile.weights[i] = weight;
+}
+
 template <class R, std::size_t kNumel, class Moment>
 OFFLOAD_INLINE void prefetch_moments(const Moment* first, const Moment* second) {
     if constexpr (R::kMoments > 0) prefetch_next<kNumel>(first);
     if constexpr (R::kMoments > 1) prefetch_next<kNumel>(second);
 }
 
-template <class R, class Moment>
+template <class R, class Moment, Writes kWrites>
 struct StepTile;
 
-template <class R>
-struct StepTile<R, float> {
+template <class R, Writes kWrites>
+struct StepTile<R, float, kWrites> {
     OFFLOAD_INLINE static void run(const typename R::Scalars& scalars, const Tile& given) {
         const typename R::Scalars k = scalars;
         const Tile tile = given;
@@ -60,14 +75,18 @@ struct StepTile<R, float> {
         for (std::size_t start = 0; start < kTile; start += kAtOnce) {
             prefetch_moments<R, kAtOnce>(first + start, second + start);
             // Where these are fp32, they are in the partition.
-            prefetch_next<kAtOnce>(tile.weights + start);
+            if constexpr (kWrites != Writes::kMoments) {
+                prefetch_next<kAtOnce>(tile.weights + start);
+            }
             if constexpr (kTakesGrad<R>) prefetch_next<kAtOnce>(tile.grads + start);
 #pragma GCC ivdep
             for (std::size_t j = 0; j < kAtOnce; ++j) {
                 const std::size_t i = start + j;
                 float m = R::kMoments > 0 ? first[i] : 0.0f;
                 float v = R::kMoments > 1 ? second[i] : 0.0f;
-                tile.weights[i] = R::step(k, tile.weights[i], grad_of<R>(tile, i), m, v);
+                put_weight<kWrites>(
+                    tile, i, R::step(k, weight_of<kWrites>(tile, i), grad_of<R>(tile, i), m, v));
+                if constexpr (kWrites == Writes::kWeights) continue;
                 if constexpr (R::kMoments > 0) first[i] = m;
                 if constexpr (R::kMoments > 1) second[i] = v;
             }
@@ -76,8 +95,8 @@ struct StepTile<R, float> {
 };
 
 // In pairs: see [Note: pairs].
-template <class R>
-struct StepTile<R, Bf16> {
+template <class R, Writes kWrites>
+struct StepTile<R, Bf16, kWrites> {
     OFFLOAD_INLINE static void run(const typename R::Scalars& scalars, const Tile& given) {
         const typename R::Scalars k = scalars;
         const Tile tile = given;
@@ -95,9 +114,13 @@ struct StepTile<R, Bf16> {
                 float m[2] = {first_of(Bf16{}, firsts), second_of(Bf16{}, firsts)};
                 float v[2] = {first_of(Bf16{}, seconds), second_of(Bf16{}, seconds)};
                 const std::size_t other = kHalf + i;
-                tile.weights[i] = R::step(k, tile.weights[i], grad_of<R>(tile, i), m[0], v[0]);
-                tile.weights[other] =
-                    R::step(k, tile.weights[other], grad_of<R>(tile, other), m[1], v[1]);
+                put_weight<kWrites>(
+                    tile, i,
+                    R::step(k, weight_of<kWrites>(tile, i), grad_of<R>(tile, i), m[0], v[0]));
+                put_weight<kWrites>(tile, other,
+                                    R::step(k, weight_of<kWrites>(tile, other),
+                                            grad_of<R>(tile, other), m[1], v[1]));
+                if constexpr (kWrites == Writes::kWeights) continue;
                 const std::uint32_t random[2] = {random_bits(tile.noise, number),
                                                  random_bits(tile.noise, number + 1)};
                 store_pair(first + 2 * i, pair_of_uppers(rounded_bits(m[0], random[0]),
@@ -120,8 +143,8 @@ OFFLOAD_INLINE void store_chances(const Tile& tile, std::size_t i, std::uint32_t
 }
 
 // In pairs, beside the bits that round what `step` returns.
-template <class R>
-struct StepTile<R, Code> {
+template <class R, Writes kWrites>
+struct StepTile<R, Code, kWrites> {
     OFFLOAD_INLINE static void run(const typename R::Scalars& scalars, const Tile& given) {
         const typename R::Scalars k = scalars;
         const Tile tile = given;
@@ -134,7 +157,9 @@ struct StepTile<R, Code> {
                 const std::size_t i = half * kHalf + j;
                 float m = first[i];
                 float v = R::kMoments > 1 ? second[i] : 0.0f;
-                tile.weights[i] = R::step(k, tile.weights[i], grad_of<R>(tile, i), m, v);
+                put_weight<kWrites>(
+                    tile, i, R::step(k, weight_of<kWrites>(tile, i), grad_of<R>(tile, i), m, v));
+                if constexpr (kWrites == Writes::kWeights) continue;
                 first[i] = value_of<R::kRoots[0]>(m);
                 if constexpr (R::kMoments > 1) second[i] = value_of<R::kRoots[1]>(v);
                 store_chances<R::kMoments>(tile, i, number);
@@ -143,18 +168,18 @@ struct StepTile<R, Code> {
     }
 };
 
-template <class R>
+template <class R, Writes kWrites>
 [[nodiscard]] auto step_for(Element moment_type, Isa isa) {
     if constexpr (R::kMoments > 0) {
-        if (moment_type == Element::kBf16) return version_for<StepTile<R, Bf16>>(isa);
-        if (moment_type == Element::kCode) return version_for<StepTile<R, Code>>(isa);
+        if (moment_type == Element::kBf16) return version_for<StepTile<R, Bf16, kWrites>>(isa);
+        if (moment_type == Element::kCode) return version_for<StepTile<R, Code, kWrites>>(isa);
     }
-    return version_for<StepTile<R, float>>(isa);
+    return version_for<StepTile<R, float, kWrites>>(isa);
 }
 
-// Decodes a tile's moments, calls `step` with them in fp32, and encodes them again. The first
-// `numel` elements come from a partition.
-template <class R, class Step>
+// Decodes a tile's moments, calls `step` with them in fp32, and encodes them again if they are
+// written. The first `numel` elements come from a partition.
+template <class R, Writes kWrites, class Step>
 void with_codes(const CodeForms& codes, const Buffers& at, Tile tile, std::size_t numel,
                 Step step) {
     alignas(64) float values[2][kTile];
@@ -166,6 +191,7 @@ void with_codes(const CodeForms& codes, const Buffers& at, Tile tile, std::size_
         tile.chances[i] = chances[i];
     }
     step(tile);
+    if constexpr (kWrites == Writes::kWeights) return;
     for (int i = 0; i < R::kMoments; ++i) {
         // Only the partition's elements determine a scale.
         for (std::size_t j = numel; j < kTile; ++j) values[i][j / 2 + j % 2 * kHalf] = 0.0f;
@@ -175,7 +201,7 @@ void with_codes(const CodeForms& codes, const Buffers& at, Tile tile, std::size_
 }
 
 // A step of a rule on a partition.
-template <class R>
+template <class R, Writes kWrites>
 struct Update {
     // Elements with one set of scalars and one key of their noise.
     struct Part {
@@ -214,31 +240,30 @@ struct Update {
         alignas(64) float weights[kTile];
         alignas(64) float grads[kTile];
         const std::uint32_t element = part.noise.shift + static_cast<std::uint32_t>(begin);
-        Tile tile{forms.load_weights(at, weights),
-                  nullptr,
-                  {at.moments[0], at.moments[1]},
-                  {},
-                  part.noise,
-                  element};
+        Tile tile{nullptr, nullptr, {at.moments[0], at.moments[1]}, {}, part.noise, element};
+        if constexpr (kWrites != Writes::kMoments) tile.weights = forms.load_weights(at, weights);
         if constexpr (kTakesGrad<R>) tile.grads = forms.load_grads(at, grads);
         const auto on = [&](const Tile& each) { step(part.scalars, each); };
         if (at.moment_type == Element::kCode) {
-            with_codes<R>(codes, at, tile, numel, on);
+            with_codes<R, kWrites>(codes, at, tile, numel, on);
         } else {
             on(tile);
         }
-        forms.store_weights(at, tile.weights, part.of_masters, element);
+        if constexpr (kWrites != Writes::kMoments) {
+            forms.store_weights(at, tile.weights, part.of_masters, element);
+        }
     }
 };
 
-template <class R>
+template <class R, Writes kWrites>
 void run_update(const Buffers& b, const std::vector<Segment>& segments) {
     const Isa isa = active_isa();
-    Update<R> update{b,
-                     forms_of(b, R::kMoments > 0 ? order_of(b.moment_type) : Order::kLinear, isa),
-                     code_forms(isa),
-                     step_for<R>(b.moment_type, isa),
-                     {}};
+    Update<R, kWrites> update{
+        b,
+        forms_of(b, R::kMoments > 0 ? order_of(b.moment_type) : Order::kLinear, isa),
+        code_forms(isa),
+        step_for<R, kWrites>(b.moment_type, isa),
+        {}};
     update.parts.reserve(segments.size());
     for (const Segment& each : segments) {
         const typename R::Scalars scalars(each.settings);
@@ -258,6 +283,19 @@ void run_update(const Buffers& b, const std::vector<Segment>& segments) {
             update.run(begin, end);
         },
         b.weight);
+}
+
+// An update that writes what `b` says.
+template <class R>
+void run_update(const Buffers& b, const std::vector<Segment>& segments) {
+    switch (b.writes) {
+        case Writes::kAll:
+            return run_update<R, Writes::kAll>(b, segments);
+        case Writes::kWeights:
+            return run_update<R, Writes::kWeights>(b, segments);
+        case Writes::kMoments:
+            return run_update<R, Writes::kMoments>(b, segments);
+    }
 }
 
 }  // namespace offload

@@ -36,7 +36,6 @@ from offload.planner.simulation.machine import (
 )
 from offload.planner.simulation.pager import SimulatedPager
 from offload.planner.simulation.updater import SimulatedUpdater, UpdateCost
-from offload.sizes import align_up
 from offload.states import State, Tier
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import Limits
@@ -406,7 +405,7 @@ def _update_cost(
 
 def buffer_budgets(parts: Partitions, placement: Placement) -> Budgets:
     """Returns the bytes for host buffers of weights, and for units that move to the device and are evicted."""
-    promoted = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.promoted)
+    promoted = parts.pages_nbytes(placement.promoted)
     return Budgets(
         placement.classes.weights + placement.classes.cache - promoted,
         placement.moving_nbytes - tier_nbytes(parts, placement.tiers, Tier.DEVICE),

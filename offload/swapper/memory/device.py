@@ -179,6 +179,11 @@ class Device:
         self.host_addressable = True
         self._thread = _Thread()
 
+    @property
+    def unified(self) -> bool:
+        """True if the host cannot compute on the device's memory, although it is the host's own."""
+        return False
+
     def free_bytes(self) -> int:
         """Returns the bytes of device memory that this process may still allocate, including torch's cached bytes."""
         return sum(self.room())
@@ -384,6 +389,12 @@ class AcceleratorDevice(Device):
         """The pinned pieces, (first, last) address, of each registered part, by the address of the part."""
         self._borders: tuple[int, ...] = ()
         """Addresses at which a pinned piece begins or ends, ascending."""
+
+    @property
+    def unified(self) -> bool:
+        # A module of torch that does not tell is taken for that of a card with memory of its own.
+        properties = getattr(self._module, "get_device_properties", lambda _: None)(self.torch)
+        return bool(getattr(properties, "is_integrated", False))
 
     def room(self) -> DeviceRoom:
         free, total = self._module.mem_get_info(self.torch)
