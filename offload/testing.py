@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from offload.layout.flat_layout import UnitLayout
     from offload.layout.modes import Mode
     from offload.layout.placement import DeviceNeed
+    from offload.layout.update_lanes import Lane
     from offload.swapper.memory.device import Device
     from offload.swapper.memory.device_arena import DeviceArena
     from offload.swapper.memory.host_arena import HostArena
@@ -210,6 +211,11 @@ class Inspection:
     def takes_turns(self) -> bool:
         return isinstance(self._parts.schedule, LayerMajor) and self._parts.schedule.possible
 
+    def update_lane(self, unit: int) -> Lane:
+        """Returns the lane of the updates of a unit that trains."""
+        assert isinstance(self._parts.update_worker, UpdateWorker)
+        return self._parts.update_worker._lane_of(unit)
+
     @property
     def tile_numel(self) -> int:
         """Largest number of elements that an update reads, computes and writes at a time; 0 if nothing trains."""
@@ -337,8 +343,8 @@ def settle_early_updates(engine: Engine) -> None:
         pager.check()
         with pager.lock:
             offers, pipeline = worker.offers, worker._pipeline
-            waits = offers._promised or offers._offered or offers.unsettled or worker._job is not None
-            if not waits and not pipeline.reading and not pipeline.writing:
+            waits = offers._promised or offers._offered or offers.unsettled or worker._jobs
+            if not waits and not pipeline.in_flight:
                 return
         time.sleep(0.0005)
 

@@ -3,9 +3,14 @@
 A few tile buffers form the pipeline. While one tile is computed, the next ones are read and earlier ones are written,
 across the borders of units. `step()` schedules updates; a thread that needs a unit's weights waits in the pager.
 
-    schedule ─► queue ─► reading ─► compute ─► writing ─► flushed ─► (last one) commit
-                  ▲ awaited unit first        │
-                                              └ last tile of a unit: publish_weights, its weights may be used
+    schedule ─┬► queue ─► reading ─┬► compute ─► writing ─► flushed ─► (last one) commit
+     STREAMED │    ▲ awaited first │      │
+              └► queue ─► begun  ──┘      └ last tile of a unit: publish_weights, its weights may be used
+     MEMORY        ▲ awaited first
+
+Updates go in two lanes (`layout.update_lanes`), so that no drive is idle while states in memory are updated, and no
+core while others are read. Tiles in memory are computed until the next streamed tile has been read. In each lane units
+keep the order of their next use, and the tiles of a unit their own order.
 
 Under the backward the worker takes *offers*: updates of units whose gradients are complete, before their step is
 decided. They are written to the slot that no commit names, and become the newest states if the step confirms them. The
@@ -23,7 +28,7 @@ also makes the written slot the unit's newest one. So no read sees bytes that ar
 
 Threads. The caller's thread fills the queue, the blob and the flags; the worker empties them. The pager's lock guards
 every change that the other side must see at once. Three accesses need no lock: the worker's removal of an update from
-the queue, since no other thread removes any, the reads of `wants_blob`, and those of `Offers.draining`, a tuple that is
+its queue, since no other thread removes any, the reads of `wants_blob`, and those of `Offers.draining`, a tuple that is
 replaced as a whole. Jobs and tiles belong to the worker alone.
 """
 
@@ -31,6 +36,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +49,7 @@ from offload.aio.protocols import Future, wait_for_all
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.shards import LocalShards
 from offload.engine.update_strategy import EditSteps, TileContent, UnitSteps, UnitUpdate, UpdateStrategy
+from offload.layout.update_lanes import Lane, next_lane
 from offload.sizes import align_up
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
@@ -73,10 +80,12 @@ class UnitJob:
         steps: UnitSteps,
         host_buffer: HostBuffer | None,
         delivered: bool,
+        lane: Lane,
         tile_numel: int,
         status: UpdateStatus = UpdateStatus.CONFIRMED,
     ) -> None:
         self.unit, self.update, self.steps, self.status = update.unit, update, steps, status
+        self.lane = lane
         self.speculative = status is UpdateStatus.SPECULATIVE
         """True for an update that began under the backward, also once it is confirmed."""
         self.host_buffer = host_buffer
@@ -85,6 +94,8 @@ class UnitJob:
         """True if the weights may be used once computed, before they are written."""
         self.computed = self.written = False
         """True once all tiles of the last pass are computed, or all their writes have ended."""
+        self.needs_buffer = False
+        """True if each tile takes a tile buffer, for reads or copies."""
         self.writes: dict[State, list[tuple[int, Future]]] = {}
         """Start and future of each write that has ended, tile after tile."""
         self._next = self._passed = self._unwritten = 0
@@ -130,7 +141,8 @@ class UnitJob:
 #
 #     free buffers ─► reading ─► kernel ─► writing ─► free buffers
 #
-# Tiles keep their order, across the borders of units. Threads. Everything here belongs to the update worker.
+# The tiles of a lane keep their order, across the borders of units. Threads. Everything here belongs to the update
+# worker.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,35 +199,35 @@ class TilePipeline:
         self._weights = shards.pager.weight_updates
         self.free = list(buffers)
         """Buffers that no tile uses."""
-        self.reading, self.writing = deque[UpdateTile](), deque[UpdateTile]()
-        """Tiles that are read or wait for the kernel, and tiles that are written."""
-        self._begun: tuple[UnitJob | None, bool] = None, False
-        """The job of the last tile, and whether its tiles need a buffer."""
+        self.reading: Mapping[Lane, deque[UpdateTile]] = {lane: deque() for lane in Lane}
+        """Tiles that are read or wait for the kernel, oldest first."""
+        self.writing = deque[UpdateTile]()
+        """Tiles that are written, of both lanes, oldest first: the I/O queue serves writes in this order."""
 
-    def holds(self, job: UnitJob) -> bool:
-        """Returns True if a tile of `job` is in flight."""
-        return any(tile.job is job for tile in (*self.reading, *self.writing))
+    @property
+    def in_flight(self) -> tuple[UpdateTile, ...]:
+        return (*itertools.chain.from_iterable(self.reading.values()), *self.writing)
 
     def has_room(self, job: UnitJob) -> bool:
         """Returns True if the next tile of `job` can begin now."""
-        # A tile without a buffer gains nothing by an early start: it would only delay the unit for which a thread
-        # waits. A second one is allowed, so that reads of the next unit start early.
-        return bool(self.free) if self.needs_buffer(job) else len(self.reading) < 2
+        begun = len(self.reading[job.lane])
+        # update thread: nothing of a tile in memory is read, so an early start would only delay an awaited unit.
+        if job.lane is Lane.MEMORY and begun:
+            return False
+        # A second tile without a buffer is allowed, so that its reads start early.
+        return bool(self.free) if job.needs_buffer else begun < 2
 
     def needs_buffer(self, job: UnitJob) -> bool:
-        """Returns True if a tile of `job` needs a buffer. The answer is kept for the job: tiny tiles make it costly."""
-        if self._begun[0] is not job:
-            unit = job.unit
-            gradient = job.update.segments and not (self._gradients.stays(unit) or self._gradients.is_on_host(unit))
-            needed = bool(gradient) or any(self._takes_room(job, state) for state in self._shards.states(unit))
-            self._begun = job, needed
-        return self._begun[1]
+        """Returns True if a tile of `job` needs a buffer."""
+        unit = job.unit
+        gradient = job.update.segments and not (self._gradients.stays(unit) or self._gradients.is_on_host(unit))
+        return bool(gradient) or any(self._takes_room(job, state) for state in self._shards.states(unit))
 
     # -- begin --------------------------------------------------------------------------------------
 
     def begin(self, job: UnitJob) -> None:
         """Starts the reads of the next tile of `job`. The caller has checked that there is room."""
-        buffer = self.free.pop() if self.needs_buffer(job) else None
+        buffer = self.free.pop() if job.needs_buffer else None
         elements, passed = job.begin_tile()
         last = passed == job.steps.passes - 1
         states: dict[State, StateTile] = {}
@@ -238,7 +250,7 @@ class TilePipeline:
         except BaseException:
             wait_for_all(reads)  # without a tile `drain` cannot find them
             raise
-        self.reading.append(
+        self.reading[job.lane].append(
             UpdateTile(
                 job=job,
                 elements=elements,
@@ -339,13 +351,19 @@ class TilePipeline:
 
     # -- compute and write --------------------------------------------------------------------------
 
-    def compute(self) -> UnitJob | None:
-        """Waits for the reads of the oldest tile, runs the arithmetic and starts the writes.
+    def reads_ended(self, lane: Lane) -> bool:
+        """Returns True if the oldest tile of a lane, if there is one, waits for the kernel alone."""
+        tiles = self.reading[lane]
+        return not tiles or all(read.done() for read in tiles[0].reads)
+
+    def compute(self, lane: Lane) -> UnitJob | None:
+        """Waits for the reads of the oldest tile of a lane, runs the arithmetic and starts the writes.
 
         Returns:
             The job, if the tile was the last of its unit.
         """
-        tile = self.reading[0]
+        reading = self.reading[lane]
+        tile = reading[0]
         job, title = tile.job, self._shards.sizes[tile.job.unit].title
         with self._timeline.span(Row.WORKER, f"waits for reads of {title}"):
             for read in tile.reads:
@@ -362,7 +380,7 @@ class TilePipeline:
         # An optimizer may pass over a unit several times. Only the last pass writes its tiles; the buffers of tiles of
         # earlier passes are free at once.
         if job.status is UpdateStatus.DISCARDED or not tile.last:
-            self.reading.popleft()
+            reading.popleft()
             self._take_back(tile)
             return None
         store = self._shards.store
@@ -375,7 +393,7 @@ class TilePipeline:
         # update thread: appended before it is removed. A tile is in a queue at any time, so that `drain` finds its
         # requests after an error in between.
         self.writing.append(tile)
-        self.reading.popleft()
+        reading.popleft()
         return job if tile.elements.stop == job.update.numel else None
 
     def retire(self, wait: bool) -> list[UnitJob]:
@@ -404,7 +422,7 @@ class TilePipeline:
     def drain(self) -> None:
         """Waits for every request after an error, so that no buffer is freed while a request uses it."""
         # update thread: its end frees the buffers, but requests in the I/O queue still use them.
-        for tile in [*self.reading, *self.writing]:
+        for tile in self.in_flight:
             wait_for_all([*tile.reads, *(write for _, write in tile.writes.values())])
 
     def _take_back(self, tile: UpdateTile) -> None:
@@ -551,7 +569,7 @@ class Offers:
 
 
 _IN_MEMORY = 1 << 26
-"""Elements of a tile that needs no buffer and writes nothing to the store.
+"""Elements of a tile that needs no buffer and writes nothing to the store, while no update is streamed.
 
 A small tile saves nothing: between two tiles Python takes a tenth of a millisecond and more, and sixteen cores compute
 half a million elements in that time. The worker sees an error of another thread after one such tile.
@@ -634,9 +652,11 @@ class UpdateWorker(Updates):
         self._shards, self._pager, self._store = shards, shards.pager, shards.store
         self._gradients, self._strategy, self._commit_every = gradients, strategy, commit_every
         self._weights, self._timeline = shards.pager.weight_updates, timeline
-        self._queue: deque[UnitUpdate] = deque()
-        self._job: UnitJob | None = None
-        """The job whose next tile begins, until all its tiles have begun."""
+        self._queues: Mapping[Lane, deque[UnitUpdate]] = {lane: deque() for lane in Lane}
+        self._jobs: dict[Lane, UnitJob] = {}
+        """The job of each lane whose next tile begins, until all its tiles have begun."""
+        self._last: Lane | None = None
+        """The lane of the tile that was computed last."""
         self._commit_step: int | None = None
         self._blob: Mapping[str, torch.Tensor] | None = None
         self._busy, self._closing, self._flushing = False, False, 0
@@ -646,6 +666,8 @@ class UpdateWorker(Updates):
         """Updates that may be made before their step is decided."""
         self.tile_numel = tile_numel
         """Largest number of elements of a tile."""
+        self._beside_reads = tile_numel * max(1, tile_buffers // 2)
+        """Elements of a tile in memory beside streamed ones; the drives fill half of the buffers meanwhile."""
         host_buffers = [arena.tiles.take(tile_nbytes) for _ in range(tile_buffers)]
         buffers = [host_buffer for host_buffer in host_buffers if host_buffer is not None]
         assert len(buffers) == tile_buffers > 0 and tile_numel > 0
@@ -673,10 +695,14 @@ class UpdateWorker(Updates):
         # units follow as they are updated.
         self._pager.prefetch()
         with self._pager.lock:
-            assert not self._queue and self._commit_step is None, "one step in flight at most"
+            assert not self._queued and self._commit_step is None, "one step in flight at most"
             # calling thread: verdicts and queue change under one lock. Otherwise the worker could begin the update of a
             # unit before it learns that the speculative one, which writes the same slot, is discarded.
-            self._queue.extend(self.offers.settle(changing))
+            # Where ranks step a parameter together, their workers meet in each such unit: the order of units must not
+            # depend on the drives of a rank.
+            together = any(update.shared for update in changing)
+            for update in self.offers.settle(changing):
+                self._queues[Lane.STREAMED if together else self._lane_of(update.unit)].append(update)
             due = step is not None and self._commit_every and step % self._commit_every == 0
             self._commit_step = step if due else None
             self._blob = None
@@ -766,17 +792,13 @@ class UpdateWorker(Updates):
         # Tiles first: a discarded update ends with its last tile, and nothing reports it to this thread later.
         self._retire(wait=False)
         self._carry_out_verdicts()
-        # All free buffers are put to use before anything is computed, so that the drives stay busy during the kernel.
-        while True:
-            if self._job is None and self._pipeline.free:
-                self._job = self._next_job()
-            if self._job is None or not self._pipeline.has_room(self._job):
-                break
-            self._pipeline.begin(self._job)
-            if self._job.all_begun:
-                self._job = None
-        if self._pipeline.reading:
-            computed = self._pipeline.compute()
+        for each in Lane:
+            self._begin_tiles(each)
+        begun = [each for each, tiles in self._pipeline.reading.items() if tiles]
+        lane = next_lane(begun, self._pipeline.reads_ended(Lane.STREAMED), self._awaited_lane(), self._last)
+        if lane is not None:
+            self._last = lane
+            computed = self._pipeline.compute(lane)
             if computed is not None:
                 computed.computed = True
                 if computed.status is UpdateStatus.CONFIRMED:
@@ -785,10 +807,10 @@ class UpdateWorker(Updates):
         if self._pipeline.writing:
             self._retire(wait=True)
             return True
-        if self._job is None and self._commit():
+        if not self._jobs and self._commit():
             return True
         with self._pager.lock:
-            idle = self._job is None and not self._queue and not self.offers.unsettled
+            idle = not self._jobs and not self._queued and not self.offers.unsettled
             if self._busy and idle:
                 self._busy = False
                 self._pager.notify()
@@ -800,6 +822,21 @@ class UpdateWorker(Updates):
                 # in vain.
                 (self._work_arrived if idle else self._pager.changed).wait()
         return True
+
+    def _begin_tiles(self, lane: Lane) -> None:
+        """Puts all free buffers to use before anything is computed, so that the drives stay busy during the kernel."""
+        while True:
+            # update thread: an update that is streamed begins only with a buffer for its first tile. Until then another
+            # unit may become the awaited one.
+            if lane not in self._jobs and (self._pipeline.free or lane is Lane.MEMORY):
+                job = self._next_job(lane)
+                if job is not None:
+                    self._jobs[lane] = job
+            if lane not in self._jobs or not self._pipeline.has_room(self._jobs[lane]):
+                return
+            self._pipeline.begin(self._jobs[lane])
+            if self._jobs[lane].all_begun:
+                del self._jobs[lane]
 
     def _retire(self, wait: bool) -> None:
         """Takes back the buffers of written tiles; with `wait`, of at least one. Publishes units that are written."""
@@ -820,12 +857,12 @@ class UpdateWorker(Updates):
                     self._publish_computed(job)
                 if job.written:
                     self._publish_written(job)
-            elif self._job is job:
-                self._job = None
+            elif self._jobs.get(job.lane) is job:
+                del self._jobs[job.lane]
         for job in self.offers.draining:
             # update thread: a job whose verdict came after the loop above is not DISCARDED yet. Tiles in flight still
             # write to the memory that a discarded update frees.
-            if job.status is UpdateStatus.DISCARDED and not self._pipeline.holds(job):
+            if job.status is UpdateStatus.DISCARDED and all(tile.job is not job for tile in self._pipeline.in_flight):
                 self._timeline.end(Row.UPDATES, self._early_title(job.unit))
                 self._weights.speculative.drop(job.unit)
                 self.offers.drained(job)
@@ -865,31 +902,48 @@ class UpdateWorker(Updates):
 
     # -- the next update ----------------------------------------------------------------------------
 
-    def _next_job(self) -> UnitJob | None:
-        """Takes the update that a thread waits for, else the first, and returns its job.
+    def _lane_of(self, unit: int) -> Lane:
+        in_memory = self._gradients.stays(unit) or self._gradients.is_on_host(unit)
+        return Lane.MEMORY if in_memory and not self._writes_to_store(unit) else Lane.STREAMED
+
+    @property
+    def _queued(self) -> bool:
+        return any(self._queues.values())
+
+    def _awaited_lane(self) -> Lane | None:
+        """Returns the lane of the unit whose update a thread waits for, if any."""
+        with self._pager.lock:
+            unit = self._weights.awaited_unit()
+        return None if unit is None else self._lane_of(unit)
+
+    def _next_job(self, lane: Lane) -> UnitJob | None:
+        """Takes the update of a lane that a thread waits for, else the first, and returns its job.
 
         Returns None if no update is queued, or if no host buffer is free yet.
         """
+        queue = self._queues[lane]
         with self._pager.lock:
             # update thread: the next update of a unit writes to the same bytes as the unit's discarded update.
             # `schedule` discards the one and queues the other under this same lock.
-            if self.offers.draining:
+            if any(job.lane is lane for job in self.offers.draining):
                 return None
-            if not self._queue:
-                return self._take_offer()
+            if not queue:
+                return self._take_offer() if lane is Lane.STREAMED else None
             wanted = self._weights.awaited_unit()
-            update = next((u for u in self._queue if u.unit == wanted), self._queue[0])
+            update = next((u for u in queue if u.unit == wanted), queue[0])
         host_buffer = None
         if self._weights.delivers(update.unit):
             host_buffer = self._weights.buffer_for(update.unit)
             # update thread: tiles in flight need no further buffer, and may free one when they end. Without such tiles
-            # the worker goes on without a buffer if a thread waits for it: that thread may hold the missing one.
-            if host_buffer is None and (self._pipeline.reading or self._pipeline.writing or not self._is_awaited()):
+            # the worker goes on without a buffer if a thread waits for it: that thread may hold the missing one. Tiles
+            # in memory free none, since their units keep their buffers.
+            in_flight = any(tile.job.lane is lane for tile in self._pipeline.in_flight)
+            if host_buffer is None and (in_flight or not self._is_awaited()):
                 return None
-        self._queue.remove(update)
+        queue.remove(update)
         self._timeline.begin(Row.UPDATES, self._shards.sizes[update.unit].title)
         delivered = host_buffer is not None or self._shards.sizes[update.unit].tier is Tier.DEVICE
-        return self._job_of(update, host_buffer, delivered)
+        return self._job_of(update, host_buffer, delivered, lane)
 
     def _is_awaited(self) -> bool:
         """Returns True if a thread waits for this worker, or for a host buffer."""
@@ -919,7 +973,7 @@ class UpdateWorker(Updates):
             begun = self._weights.speculative.begin(unit) if allowed else None
             if begun is not None:
                 self._timeline.begin(Row.UPDATES, self._early_title(unit))
-                job = self._job_of(update, begun.host_buffer, False, UpdateStatus.SPECULATIVE)
+                job = self._job_of(update, begun.host_buffer, False, Lane.STREAMED, UpdateStatus.SPECULATIVE)
                 self.offers.begin(job)
                 return job
         return None
@@ -929,6 +983,7 @@ class UpdateWorker(Updates):
         update: UnitUpdate,
         host_buffer: HostBuffer | None,
         delivered: bool,
+        lane: Lane,
         status: UpdateStatus = UpdateStatus.CONFIRMED,
     ) -> UnitJob:
         """Returns the job of an update that begins. `host_buffer` receives the fresh weights; None if there is none."""
@@ -942,19 +997,27 @@ class UpdateWorker(Updates):
             steps=steps,
             host_buffer=host_buffer,
             delivered=delivered,
+            lane=lane,
             tile_numel=self.tile_numel,
             status=status,
         )
-        if not self._writes_to_store(update.unit) and not self._pipeline.needs_buffer(job):
-            job.cut(_IN_MEMORY)
+        job.needs_buffer = self._pipeline.needs_buffer(job)
+        if not self._writes_to_store(update.unit) and not job.needs_buffer:
+            job.cut(self._beside_reads if self._streams else _IN_MEMORY)
         return job
+
+    @property
+    def _streams(self) -> bool:
+        """True if a unit is streamed, or waits for its turn."""
+        lane = Lane.STREAMED
+        return bool(self._queues[lane] or self._pipeline.reading[lane] or lane in self._jobs)
 
     def _commit(self) -> bool:
         """Commits the scheduled step if its updates are written and its blob is there; returns True after a commit."""
         with self._pager.lock:
             # update thread: reads all three under one lock. Since it last saw an empty queue, `schedule` may have
             # filled the queue, and the blob may belong to that step, whose updates have not begun.
-            if self._queue or self.offers.unsettled or self._commit_step is None or self._blob is None:
+            if self._queued or self.offers.unsettled or self._commit_step is None or self._blob is None:
                 return False
             step, blob = self._commit_step, self._blob
         # update thread: commits outside the lock. A commit waits for the drives, and threads that only read weights

@@ -71,7 +71,7 @@ MUTANTS = (
     Mutant(
         "commit a step whose updates have not begun",
         "offload.engine.update",
-        "if self._queue or self.offers.unsettled or self._commit_step is None",
+        "if self._queued or self.offers.unsettled or self._commit_step is None",
         "if self.offers.unsettled or self._commit_step is None",
         "tests/store/test_commits.py",
     ),
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         "begin an update while the dropped one of its unit is in flight",
         "offload.engine.update",
-        "            if self.offers.draining:\n                return None\n",
+        "            if any(job.lane is lane for job in self.offers.draining):\n                return None\n",
         "",
         "tests/updates/test_update_under_backward.py",
     ),
@@ -116,5 +116,19 @@ MUTANTS = (
         " and writes_other_slot",
         "",
         "tests/updates/test_update_under_backward.py",
+    ),
+    Mutant(
+        "wait for reads while states in memory could be updated",
+        "offload.layout.update_lanes",
+        "if Lane.STREAMED not in begun or not reads_ended:",
+        "if Lane.STREAMED not in begun:",
+        "tests/updates/test_lanes.py",
+    ),
+    Mutant(
+        "read states only in their turn behind those in memory",
+        "offload.engine.update",
+        "return Lane.MEMORY if in_memory and not self._writes_to_store(unit) else Lane.STREAMED",
+        "return Lane.STREAMED",
+        "tests/updates/test_lanes.py::test_states_in_memory_are_updated_while_others_are_read",
     ),
 )

@@ -1,4 +1,4 @@
-"""The simulated update worker: a few tiles are read, computed and written at a time, as in the real worker.
+"""The simulated update worker: a few tiles are read, computed and written at a time, in two lanes, as in the real one.
 
 With speculation, the worker also updates units before `step()`, during the rest of the backward. Before such an update,
 the unit's gradients must be complete, and the previous step's updates must be written. Every such update is kept:
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload.aio import Priority
+from offload.layout.update_lanes import Lane, next_lane
 from offload.planner.simulation.machine import Acting, SimulatedMachine, Work
 from offload.planner.simulation.pager import SimulatedPager
 from offload.states import Tier
@@ -38,6 +39,10 @@ class UpdateCost(NamedTuple):
     if_used: bool = False
     """True if a step that does not use the unit does not update it either."""
 
+    @property
+    def lane(self) -> Lane:
+        return Lane.STREAMED if self.written_nbytes or self.gradient_nbytes else Lane.MEMORY
+
 
 class _Update:
     """A unit's update in progress."""
@@ -46,6 +51,7 @@ class _Update:
         self, unit: int, tier: Tier, cost: UpdateCost, has_buffer: bool, delivered: bool, priority: Priority
     ) -> None:
         self.unit, self.cost, self.has_buffer, self.delivered = unit, cost, has_buffer, delivered
+        self.lane = cost.lane
         read = cost.state_nbytes or cost.gradient_nbytes or (tier is Tier.DISK and not has_buffer)
         self.buffered = bool(read or (tier is Tier.DEVICE and cost.written_nbytes))
         """True if the update's tiles take a buffer, for a read or a copy."""
@@ -92,9 +98,11 @@ class SimulatedUpdater:
         """Units whose update of the present step has begun before step()."""
         self._gradients: dict[int, Work] = {}
         """Writes of spilled gradients, by unit."""
-        self._queue: deque[int] = deque()
-        self._job: _Update | None = None
-        self._reading: deque[_Tile] = deque()
+        self._queues: dict[Lane, deque[int]] = {lane: deque() for lane in Lane}
+        self._jobs: dict[Lane, _Update] = {}
+        self._reading: dict[Lane, deque[_Tile]] = {lane: deque() for lane in Lane}
+        self._last: Lane | None = None
+        """The lane of the tile that was computed last."""
         self._writing: deque[_Tile] = deque()
         self._free = TILE_BUFFERS if tile_buffers is None else tile_buffers
         self._busy = False
@@ -123,7 +131,8 @@ class SimulatedUpdater:
         self._complete.clear()
         self._begun.clear()
         self._pager.begin_updates(units)
-        self._queue.extend(units)
+        for unit in units:
+            self._queues[self._lane_of(unit)].append(unit)
         self._busy = True
         self._pager.notify()
 
@@ -144,14 +153,22 @@ class SimulatedUpdater:
             seen = self._pager.version
             yield from self._retire()
             # Reads of the next tiles start before the kernel of this one, as many as there are buffers.
-            while (tile := (yield from self._next_tile())) is not None:
-                self._reading.append(tile)
-            if self._reading:
-                yield from self._compute_tile(self._reading.popleft())
+            for each in Lane:
+                while (tile := (yield from self._next_tile(each))) is not None:
+                    self._reading[each].append(tile)
+            wanted = self._pager.wanted_update()
+            awaited = None if wanted is None else self._lane_of(wanted)
+            begun = [each for each, tiles in self._reading.items() if tiles]
+            streamed = self._reading[Lane.STREAMED]
+            reads_ended = not streamed or all(read.done for read in streamed[0].reads)
+            lane = next_lane(begun, reads_ended, awaited, self._last)
+            if lane is not None:
+                self._last = lane
+                yield from self._compute_tile(self._reading[lane].popleft())
             elif self._writing:
                 for write in self._writing[0].writes:
                     yield from self._machine.spent("writes", write)
-            elif self._busy and self._job is None and not self._queue:
+            elif self._busy and not self._jobs and not any(self._queues.values()):
                 self._busy = False
                 self._pager.notify()
             else:
@@ -172,14 +189,21 @@ class SimulatedUpdater:
                 self._pager.written(job.unit)
                 yield from self._pager.advance()
 
-    def _next_tile(self) -> Acting[_Tile | None]:
+    def _lane_of(self, unit: int) -> Lane:
+        cost = self._costs[unit]
+        assert cost is not None
+        return cost.lane
+
+    def _next_tile(self, lane: Lane) -> Acting[_Tile | None]:
         """Starts the reads of the next tile and returns the tile; None if there is no room, or no update can start."""
-        if self._job is None and self._free:
-            self._job = yield from self._next_job()
-        job = self._job
-        if job is None:
+        if lane not in self._jobs and (self._free or lane is Lane.MEMORY):
+            new = yield from self._next_job(lane)
+            if new is not None:
+                self._jobs[lane] = new
+        job, begun = self._jobs.get(lane), len(self._reading[lane])
+        if job is None or (lane is Lane.MEMORY and begun):
             return None
-        if not self._free if job.buffered else len(self._reading) >= TILE_BUFFERS:
+        if not self._free if job.buffered else begun >= 2:
             return None
         start, stop = job.next_start, job.cost.numel
         if job.cost.stops:
@@ -189,30 +213,32 @@ class SimulatedUpdater:
         job.next_start = stop
         job.unwritten_tiles += 1
         if stop == job.cost.numel:
-            self._job = None
+            del self._jobs[lane]
         self._free -= job.buffered
         reads = yield from self._read_tile(job, start, stop)
         return _Tile(job, start, stop, reads, [])
 
-    def _next_job(self) -> Acting[_Update | None]:
-        """Starts the next update: the one for which the model's thread waits, else the first in the queue.
+    def _next_job(self, lane: Lane) -> Acting[_Update | None]:
+        """Starts the next update of a lane: the one for which the model's thread waits, else the first in the queue.
 
         Returns None if the update should wait for a host buffer: without one, the new weights go to DISK only and are
-        read again. If no tile is in flight and the model's thread waits for updates or for a buffer, the update starts
-        without a buffer: otherwise both could wait forever.
+        read again. If no tile of the lane is in flight and the model's thread waits for updates or for a buffer, the
+        update starts without a buffer: otherwise both could wait forever.
         """
-        if not self._queue:
-            return (yield from self._next_speculative_job())
+        queue = self._queues[lane]
+        if not queue:
+            return (yield from self._next_speculative_job()) if lane is Lane.STREAMED else None
         # The model's thread waits for this unit's update, so it comes first.
         wanted = self._pager.wanted_update()
-        unit = wanted if wanted is not None and wanted in self._queue else self._queue[0]
+        unit = wanted if wanted is not None and wanted in queue else queue[0]
         has_buffer = False
         if self._pager.delivers(unit):
             has_buffer = yield from self._pager.buffer_for_update(self._pager.entries[unit])
             must_start = self._flushing or self._pager.waiting_for_buffer or self._pager.wanted_update() is not None
-            if not has_buffer and (self._reading or self._writing or not must_start):
+            in_flight = self._reading[lane] or any(tile.job.lane is lane for tile in self._writing)
+            if not has_buffer and (in_flight or not must_start):
                 return None
-        self._queue.remove(unit)
+        queue.remove(unit)
         return self._job_of(unit, has_buffer, Priority.NORMAL)
 
     def _next_speculative_job(self) -> Acting[_Update | None]:
