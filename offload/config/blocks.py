@@ -1026,7 +1026,7 @@ class OffloadBlock(Block):
         "auto",
         description="order of several micro-batches: layer_major: all of them pass through a block before the next "
         "block is fetched; micro_batch_major: one after the other; auto: layer_major where blocks are computed again "
-        "and weights come and go",
+        "and weights come and go, and beside weights that stay on a GPU if the activations of all fit",
     )
     tile_mlp: Tiles = Field(
         False,

@@ -47,6 +47,7 @@ from offload.engine.plan import (
     Plan,
     check_fits,
     check_replaced,
+    line_for_a_loop_of_calls,
     summary,
 )
 from offload.engine.shards import LocalShards
@@ -257,7 +258,7 @@ def _components(
         _move_buffers(model, plan)
 
         # Gradients, and what stands on the model.
-        schedule = _schedule(plan, model)
+        schedule = _schedule(plan, model, callbacks)
         gradients = _gradients(plan, files, host, arena, pager, agreement, schedule, callbacks, compute)
         undo.callback(gradients.close)
         handles = _handles(plan, model, forms)
@@ -797,13 +798,18 @@ def _spill(plan: Plan, files: RunFiles, queue: SharedQueue, host: HostArena, pag
     )
 
 
-def _schedule(plan: Plan, model: nn.Module) -> PassSchedule:
+def _schedule(plan: Plan, model: nn.Module, callbacks: EngineCallbacks) -> PassSchedule:
     if isinstance(model, PipelineStages):
         return StageRun(model)
     if plan.schedule.schedule != LAYER_MAJOR:
         return PassSchedule()
-    wanted = plan.config.offload.schedule == LAYER_MAJOR
-    return LayerMajor(blocks_of(model, plan.config.units), plan.device, wanted)
+    return LayerMajor(
+        blocks_of(model, plan.config.units),
+        plan.device,
+        wanted=plan.config.offload.schedule == LAYER_MAJOR,
+        room=callbacks.device_room if plan.schedule.after_a_step else None,
+        line=line_for_a_loop_of_calls(plan) if plan.world.everyone.rank == 0 else None,
+    )
 
 
 _RESERVE = 4

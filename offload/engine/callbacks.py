@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload.states import State, Tier
+from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.memory.host_arena import HostArena
 
 
@@ -47,6 +48,9 @@ class EngineCallbacks(Protocol):
 
     def await_gradient(self, unit: int) -> None:
         """Waits until the update of `unit` has read its gradient. May be called on an autograd thread."""
+
+    def device_room(self) -> DeviceRoom:
+        """Returns the device's memory that is not in use, or that the device budget could give back between calls."""
 
     def read_stored(self, parameter: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a parameter's weights as ranks store them, on the compute device. All ranks call this."""

@@ -2,6 +2,8 @@
 
     first step     ─► torch's allocator shows the memory that activations took ─► the arena grows into the memory that
                       they left free, for all units, and beyond that for gradients that accumulate on the device
+    first turns    ─► several micro-batches have activations at once, which no step has shown: grown memory goes back,
+                      and the arena grows anew after the step
     out of memory  ─► units in grown memory are dropped, totals of gradients there are copied to the host ─► torch has
                       the memory again
 
@@ -34,7 +36,7 @@ from offload.interrupts import uninterrupted
 from offload.layout.placement import ArenaHistory, DeviceNeed, next_growth
 from offload.sizes import count_of, format_size
 from offload.states import State, Tier
-from offload.swapper.memory.device import Device, empty_cache, memory_stats, shortages
+from offload.swapper.memory.device import Device, DeviceRoom, empty_cache, memory_stats, shortages
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory
 from offload.swapper.memory.limits import free_host_memory
@@ -69,6 +71,7 @@ class _Reason(NamedTuple):
 
 
 _ASKED = _Reason("as asked", short=False)
+_TURNS = _Reason("several micro-batches keep their activations at once from now on", short=False)
 _FAILED = _Reason("the device was out of memory", short=True)
 _RETRIED = _Reason("the last step was short of device memory", short=True)
 _REPEATED = _Reason("the device was out of memory in a forward, which runs once more", short=True)
@@ -91,6 +94,8 @@ class DeviceBudget:
         """
         self._seen = shortages(device.torch)
         """Counts of shortages at the arena's last growth. Only later shortages were caused by its present size."""
+        self._at_once = 1
+        """Most micro-batches so far whose activations were in memory at once."""
         self._owed: _Reason | None = None
         """The reason to give memory back as soon as no weights in it are in use; None if there is none."""
 
@@ -113,6 +118,23 @@ class DeviceBudget:
             self._give_back(self._owed)
         elif self._history.grown and shortages(self._device.torch).errors != self._seen.errors:
             self._give_back(_FAILED)
+
+    def make_room(self, micro_batches: int) -> None:
+        """Gives grown memory back before more micro-batches take turns than ever before.
+
+        The arena may grow again after this step, which shows the memory that their activations take together.
+        """
+        if micro_batches <= self._at_once:
+            return
+        self._at_once = micro_batches
+        self._give_back(_TURNS)
+        if not self._history.grown:
+            self._history = ArenaHistory(peak=self._history.peak)
+
+    def room(self) -> DeviceRoom:
+        """Returns the device's room, with the grown memory as free."""
+        room = self._device.room()
+        return room._replace(free=room.free + self._history.grown)
 
     def release(self) -> int:
         """Gives back the grown memory and all that torch caches; returns the bytes of the grown memory."""

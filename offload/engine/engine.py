@@ -58,6 +58,7 @@ from offload.model_io.save import PretrainedWriter, SaveOptions
 from offload.notices import Headline, announce
 from offload.schedules import set_values
 from offload.sizes import count_of, format_size
+from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.prefetch import PrefetchStats
 from offload.swapper.store import DriveWrites
 from offload.timeline import Row
@@ -256,6 +257,8 @@ class EngineCore(EngineCallbacks):
 
         @contextlib.contextmanager
         def turns(micro_batches: int) -> Iterator[None]:
+            if trains and not self.components.schedule.trial:
+                self.device_budget.make_room(micro_batches)
             try:
                 with self.components.hooks.passes.turns(micro_batches, trains):
                     yield
@@ -339,6 +342,9 @@ class EngineCore(EngineCallbacks):
 
     def await_gradient(self, unit: int) -> None:
         self.components.update_worker.await_gradient(unit)
+
+    def device_room(self) -> DeviceRoom:
+        return self.device_budget.room()
 
     @uninterrupted
     def apply_edits(self, unit: int, edits: Sequence[Edit]) -> None:
@@ -690,6 +696,8 @@ class Engine(ModelEngine):
         self._core.accumulation.end(self._settings.accumulation)
         if not self._core.accumulation.ends_step(self._settings.accumulation):
             self._core.optimizer_step.pass_micro_batch()
+            if self._core.accumulation.by_count:
+                self._core.components.schedule.ran_by_itself()
             return
         # The count shows below whether the optimizer step itself went through: only then are weights ahead of the
         # schedule.

@@ -662,7 +662,7 @@ class GradientAccumulator:
         # Memory of 16 bits on the device holds complete sums alone.
         if self.totals.takes(unit) or unit in self._on_device:
             return False
-        return self._schedule.leaves_block or self._schedule.one_by_one
+        return self._schedule.leaves_block
 
     def _send_total(self, unit: int, segment: int, first: int, complete: bool) -> None:
         self._store(unit, segment, first, self.totals.values(unit, (segment, first)), True, complete)

@@ -77,11 +77,6 @@ class PassSchedule(Extension):
         return True
 
     @property
-    def one_by_one(self) -> bool:
-        """True while micro-batches that interleave later run one after the other, to find out whether they may."""
-        return False
-
-    @property
     def on_this_thread(self) -> bool:
         """True on the thread of a micro-batch that takes turns with others."""
         return False
@@ -97,6 +92,9 @@ class PassSchedule(Extension):
         A schedule that lets micro-batches take turns enters `turns`.
         """
         return [generators.run(number, work) for number, work in enumerate(works)]
+
+    def ran_by_itself(self) -> None:
+        """Receives that the user's loop has run one of several micro-batches of a step by itself."""
 
     def check_backward(self) -> None:
         """Raises `UsageError` if this schedule runs the backwards, so that the user must not."""

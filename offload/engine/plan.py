@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,6 +34,7 @@ from offload.engine.shared_memory import check_shared_memory
 from offload.engine.snapshot import Snapshot, persistent_buffers
 from offload.engine.state import Differences
 from offload.errors import BudgetError, ConfigError, StoreError, UsageError
+from offload.hardware import probe
 from offload.hardware.system import check_folders, folder_notices
 from offload.kernels import cuda
 from offload.layout.experts import rows_of
@@ -53,20 +55,23 @@ from offload.layout.modes import Mode, dtype_name
 from offload.layout.pass_order import (
     LAYER_MAJOR,
     MICRO_BATCH_MAJOR,
+    Schedule,
     ScheduleChoice,
+    Transfers,
     choose_schedule,
     makes_early_updates,
     may_take_turns,
+    transfers,
 )
-from offload.layout.placement import MachineMemory, Placement
+from offload.layout.placement import MachineMemory, Placement, device_fixed
 from offload.layout.tiers import Partitions, check_node
 from offload.layout.units import Units, tied_numel
 from offload.model_io.deferred import is_deferred, origin_of
 from offload.notices import Headline, Remark, shell_command
 from offload.parallel.sharded_params import FoundShards, Site, is_dtensor
 from offload.quantized.tensors import is_under_engine
-from offload.sizes import count_of, format_size
-from offload.states import State
+from offload.sizes import count_of, format_size, format_time
+from offload.states import State, Tier
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import process_memory
 from offload.swapper.memory.limits import free_host_memory
@@ -271,7 +276,8 @@ def _placed_in_order(
         with contextlib.suppress(*(() if request.config.offload.schedule == LAYER_MAJOR else (BudgetError,))):
             placed = place_states(request)
             choice = choose(placed)
-            if choice[0].schedule == LAYER_MAJOR:
+            # A first step that must show whether all activations fit adds up in host memory, in fp32.
+            if choice[0].schedule == LAYER_MAJOR and not choice[0].after_a_step:
                 return placed, choice
     placed = place_states(dataclasses.replace(request, in_turns=False))
     return placed, choose(placed)
@@ -285,8 +291,10 @@ def _schedule(
     # This attribute is True on a block of transformers that checkpoints itself.
     by_itself = all(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in blocks)
     checkpointed = config.activation_tier is not None or by_itself
-    moves = not all(placed.parts.device_resident(unit, row) for unit, row in enumerate(placed.placement.tiers))
-    free = None if machine.host_addressable else machine.free_device - placed.placement.device_nbytes
+    placement = placed.placement
+    moves = not all(placed.parts.device_resident(unit, row) for unit, row in enumerate(placement.tiers))
+    sends = not machine.host_addressable and placement.sends_gradients
+    free = None if machine.host_addressable else machine.free_device - placement.device_nbytes
     if free is not None:
         # All ranks use the same order, so the device with the least free memory decides.
         free = min(ranks.share(free))
@@ -297,23 +305,29 @@ def _schedule(
         micro_batches=max(batch.accumulation, 2 if asked == LAYER_MAJOR else 1),
         blocks=len(blocks),
         moves=moves,
-        checkpointed=checkpointed,
+        sends=sends,
+        # Beside weights that all stay, only inputs of blocks that leave the device when it is full surely fit.
+        checkpointed=checkpointed if moves else config.activation_tier not in (None, "device"),
         activation_nbytes=None,
         free_nbytes=free,
         # Every order needs one tied gradient. Only those of the other micro-batches take extra memory, so one is
         # subtracted.
         tied_nbytes=(batch.accumulation - 1) * tied_numel(model) * placed.mode.weight_dtype.itemsize,
+        # Every rank would learn of its own device alone, and all ranks need one order.
+        learns=not machine.host_addressable and ranks.size == 1,
     )
     if asked == LAYER_MAJOR and choice.schedule != LAYER_MAJOR:
         return choice, (f'"schedule": "layer_major" has no effect: {choice.reason}',)
-    if batch.accumulation < 2 or not moves or asked == MICRO_BATCH_MAJOR:
+    if batch.accumulation < 2 or not (moves or sends) or asked == MICRO_BATCH_MAJOR:
         return choice, ()
     if choice.schedule == MICRO_BATCH_MAJOR:
         return choice, (Remark(f"micro-batches pass through the model one after the other: {choice.reason}"),)
     content = "their blocks' inputs" if checkpointed else "their activations"
+    so = "each weight is fetched twice a step" if moves else "gradients leave the device once a step"
+    provided = ", if the first step shows that all fit" if choice.after_a_step else ""
     line = (
         f"train_batch and accumulate take all {batch.accumulation} micro-batches of a step through a block before the "
-        f"next, so each weight is fetched twice a step; {content} are kept at once"
+        f"next, so {so}; {content} are kept at once{provided}"
     )
     return choice, (Remark(line),)
 
@@ -365,6 +379,72 @@ def summary(plan: Plan) -> str:
         f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
         f"{format_size(stored)}{durable}{clipped}"
     )
+
+
+# -- loops ---------------------------------------------------------------------------------------------
+#
+# What a loop loses that calls engine, backward and step for each micro-batch, while the plan lets them take turns.
+
+
+def line_for_a_loop_of_calls(plan: Plan) -> str | None:
+    """Returns the line for a loop that runs each micro-batch by itself; None if it loses nothing by that.
+
+    It has the bytes that a step moves in either order, and their seconds by the rates of `offload probe`, if these are
+    kept. Several ranks send bytes to each other too, which the line leaves out.
+    """
+    if plan.schedule.schedule != LAYER_MAJOR or plan.batch.accumulation < 2:
+        return None
+    one_by_one, in_turns = (_transfers(plan, order) for order in (MICRO_BATCH_MAJOR, LAYER_MAJOR))
+    if sum(one_by_one) <= sum(in_turns):
+        return None
+    moved = [
+        format_size(sum(each)) + ("" if seconds is None else f" in {format_time(seconds)} or more")
+        for each, seconds in zip((one_by_one, in_turns), _seconds_of(plan, one_by_one, in_turns), strict=True)
+    ]
+    fits = ", where their activations fit" if plan.schedule.after_a_step else ""
+    return Headline(
+        f"this loop runs one micro-batch after the other, and a step copies and reads {moved[0]}; "
+        f"engine.train_batch(iterator), or engine.accumulate(micro_batches) and one engine.step(), takes all "
+        f"{plan.batch.accumulation} through a block before the next: {moved[1]}{fits}"
+    )
+
+
+def _transfers(plan: Plan, order: Schedule) -> Transfers:
+    """Returns the bytes of this rank that a step moves in an order; on a CPU those of the drives alone."""
+    parts, placement = plan.parts, plan.placement
+    rows = list(enumerate(placement.tiers))
+    moving = [unit for unit, row in rows if not parts.device_resident(unit, row)]
+    nbytes = {unit: parts.nbytes[unit][State.WEIGHT] for unit in moving}
+    weights, whole = sum(nbytes.values()), sum(parts.unit_nbytes[unit] for unit in moving)
+    sent = [unit for unit, row in rows if row.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE]
+    room = max(placement.moving_nbytes - device_fixed(parts, placement.tiers), 0)
+    found = transfers(
+        order,
+        plan.batch.accumulation,
+        weights=weights,
+        # A rank keeps units whole, of which it uploads its own part.
+        kept=room * weights // max(whole, 1),
+        on_disk=sum(nbytes[unit] for unit in moving if placement.tiers[unit][State.WEIGHT] is Tier.DISK),
+        cached=placement.classes.cache - parts.pages_nbytes(placement.promoted),
+        gradient=sum(parts.trainable_numel[unit] for unit in sent) * plan.mode.weight_dtype.itemsize,
+        total=sum(parts.nbytes[unit][State.GRAD] for unit in sent),
+        added=sum(each for _, each in placement.added),
+    )
+    return found._replace(uploaded=0, downloaded=0) if plan.device.host_addressable else found
+
+
+def _seconds_of(plan: Plan, *found: Transfers) -> list[float | None]:
+    """Returns the least seconds of transfers by the kept rates of this machine; None for each without rates."""
+    rates = probe.kept()
+    # A probe of another device says nothing about these copies, nor does one without a drive of the run.
+    if rates is None or (rates.machine["gpu"] is None) != plan.device.host_addressable:
+        return [None] * len(found)
+    folders = plan.config.drives if any(each.read for each in found) else ()
+    drives = [probe.drive_under(rates, folder) for folder in folders]
+    if None in drives:
+        return [None] * len(found)
+    read = sum(each.read for each in drives if each is not None) if drives else math.inf
+    return [each.seconds(rates.rates.upload, rates.rates.download, read) for each in found]
 
 
 # -- checks --------------------------------------------------------------------------------------------

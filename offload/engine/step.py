@@ -75,6 +75,11 @@ class GradientAccumulation:
         """Backwards since the last optimizer step."""
         return self._backwards - self._before
 
+    @property
+    def by_count(self) -> bool:
+        """True if the number of micro-batches decides where a step ends, and not the user."""
+        return self._declared is None and not self._no_sync
+
     def is_boundary(self, accumulation: int) -> bool:
         """Returns True if the current micro-batch ends an optimizer step of `accumulation` micro-batches.
 

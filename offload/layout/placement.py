@@ -605,6 +605,11 @@ class Placement:
         return tuple(unit for unit, row in enumerate(self.tiers) if row.get(State.GRAD) is Tier.DISK)
 
     @property
+    def sends_gradients(self) -> bool:
+        """True if the gradients of any unit have another tier than DEVICE."""
+        return any(row.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE for row in self.tiers)
+
+    @property
     def moving_nbytes(self) -> int:
         """Bytes of the device arena, without the gradients that accumulate there (`added`)."""
         return self.device_nbytes - sum(nbytes for _, nbytes in self.added)

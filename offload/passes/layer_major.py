@@ -19,7 +19,9 @@ In the first step the modules are watched during the first micro-batch's forward
 that keeps values on its modules between blocks (`ModuleState`) must not let micro-batches take turns. If the first
 forward leaves values, it may have made them for good, as a cache: then all micro-batches of this step pass one after
 the other, and the second one's forward decides. A model with forward hooks of the user also stays with that order,
-unless the config asks for turns by name.
+unless the config asks for turns by name. Where no weight
+can leave the device to make room, all micro-batches of this step pass one after the other too: it shows whether the
+activations of all of them fit.
 
 Threads. A micro-batch's forward and backward run on its thread: `EngineCore.run_backward` asks torch for that, since
 torch would run all backwards of a GPU on one thread. All code except the hooks belongs to the thread that runs the
@@ -42,10 +44,10 @@ from torch import nn
 from offload.engine.micro_batches import MicroBatchGenerators, PassSchedule, Turns
 from offload.errors import UsageError
 from offload.interrupts import let_deferred_in, uninterrupted
-from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Schedule
-from offload.notices import announce
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Schedule, choose_schedule
+from offload.notices import Remark, announce
 from offload.provenance import foreign_hooks
-from offload.swapper.memory.device import Device
+from offload.swapper.memory.device import Device, DeviceRoom
 from offload.torch_internals import (
     inside_backward,
     outside_of_compiled_code,
@@ -336,13 +338,25 @@ class _ThreadPosition(threading.local):
 class LayerMajor(PassSchedule):
     """The borders of one model's blocks, and the micro-batches that wait there."""
 
-    def __init__(self, blocks: Sequence[str], device: Device, wanted: bool) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[str],
+        device: Device,
+        wanted: bool,
+        room: Callable[[], DeviceRoom] | None = None,
+        line: str | None = None,
+    ) -> None:
         """Makes a schedule without borders; see `install`.
 
-        `blocks` names the repeated blocks, in the order of the model; `wanted` is True if the user asks for turns by
-        name.
+        Args:
+            blocks: names of the repeated blocks, in the order of the model.
+            device: the device that the model computes on.
+            wanted: True if the user asks for turns by name.
+            room: returns the device's room, if the first step must show that all activations fit.
+            line: line for the user whose loop runs each micro-batch by itself.
         """
         self._blocks, self._device, self._wanted = blocks, device, wanted
+        self._room, self._line = room, line
         self._modules: Mapping[str, nn.Module] = {}
         self._local = _ThreadPosition()
         self._owner: threading.Thread | None = None
@@ -352,9 +366,12 @@ class LayerMajor(PassSchedule):
         self._micro_batch = 0
         self._watched = False
         """True once the first step has shown whether the model keeps values between blocks."""
-        self._one_by_one = False
         self._shared_value: str | None = None
         """Name of such a value."""
+        self._one_by_one = False
+        """True while the first step runs one micro-batch after the other."""
+        self._full = False
+        """True once the first step has shown that the activations of all micro-batches do not fit."""
         self._removers: list[Callable[[], None]] = []
 
     def install(self, modules: Mapping[str, nn.Module]) -> None:
@@ -368,7 +385,7 @@ class LayerMajor(PassSchedule):
     @property
     def name(self) -> Schedule:
         """The order of the next step."""
-        return LAYER_MAJOR if self._shared_value is None else MICRO_BATCH_MAJOR
+        return MICRO_BATCH_MAJOR if self._full or self._shared_value is not None else LAYER_MAJOR
 
     @property
     def possible(self) -> bool:
@@ -396,13 +413,11 @@ class LayerMajor(PassSchedule):
 
     @property
     def leaves_block(self) -> bool:
-        """True if the last micro-batch runs, or none takes turns."""
-        return not self._waiting or self._micro_batch == len(self._waiting) - 1
+        """True if the last micro-batch runs, or none takes turns, as in the first step.
 
-    @property
-    def one_by_one(self) -> bool:
-        """True in a first step whose micro-batches run one after the other."""
-        return self._one_by_one
+        Otherwise the sums of all gradients of the model would be on the device until the last micro-batch.
+        """
+        return not self._waiting or self._one_by_one or self._micro_batch == len(self._waiting) - 1
 
     @property
     def on_this_thread(self) -> bool:
@@ -427,6 +442,7 @@ class LayerMajor(PassSchedule):
                 if not self._watched:
                     self._watch(generators)
                     self._mind_hooks()
+                    self._mind_room(len(works))
                 while running := [entry for entry in enumerate(waiting) if not entry[1].ended]:
                     number, micro_batch = min(running, key=lambda entry: (entry[1].border, entry[0]))
                     self._resume(number, micro_batch, generators)
@@ -449,10 +465,36 @@ class LayerMajor(PassSchedule):
                 '"schedule" to "layer_major"'
             )
 
+    def _mind_room(self, micro_batches: int) -> None:
+        """Keeps the order of one after the other if the activations of all micro-batches do not fit."""
+        if self._room is None or self.name != LAYER_MAJOR:
+            return
+        room = self._room()
+        # At a border a micro-batch holds no more than it held at most in a whole pass.
+        choice = choose_schedule(
+            asked="auto",
+            micro_batches=micro_batches,
+            blocks=len(self._blocks),
+            moves=False,
+            sends=True,
+            checkpointed=False,
+            activation_nbytes=micro_batches * room.kept,
+            free_nbytes=room.free + room.kept,
+        )
+        if choice.schedule != LAYER_MAJOR:
+            self._full = True
+            announce(Remark(f"micro-batches pass through the model one after the other: {choice.reason}"))
+
+    def ran_by_itself(self) -> None:
+        """Tells the user once of `accumulate` and `train_batch`, if nothing has called them yet."""
+        if self._line is not None and self.possible and not self._watched:
+            announce(self._line)
+            self._line = None
+
     def _watch(self, generators: MicroBatchGenerators) -> None:
         """Finds out whether the model keeps values between blocks: runs a forward, or all micro-batches one by one."""
         waiting = list(self._waiting)
-        if self._kept_in_forward(0, waiting[0], generators) is not None:
+        if self._kept_in_forward(0, waiting[0], generators) is not None or self._room is not None:
             self._one_by_one = True
             for number, micro_batch in enumerate(waiting):
                 if number == 1:

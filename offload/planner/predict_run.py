@@ -44,8 +44,10 @@ def predict(
     division = division_of(config)
     shape = from_training(model, sequence, DTYPES[config.dtype], division, always, config.offload.frozen)
     schedule = config.offload.schedule
-    # Without recomputation, the engine takes "auto" for micro-batch-major.
-    if schedule == "auto" and config.activation_tier is None and not recompute:
+    # Without recomputation, the engine takes "auto" for micro-batch-major. Where all weights stay on the device it
+    # learns in the first step whether all activations fit, which the plan knows now.
+    moves = config.zero_optimization.offload_param.device != "none"
+    if schedule == "auto" and config.activation_tier is None and not recompute and moves:
         schedule = MICRO_BATCH_MAJOR
     load = Load(
         batch.micro,

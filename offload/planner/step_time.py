@@ -808,6 +808,7 @@ def choice_of(shape: Shape, hardware: Hardware, load: Load, memory: Memory, wish
         micro_batches=load.accumulation,
         blocks=chain(shape),
         moves=any(tiers[State.WEIGHT] is not Tier.DEVICE for tiers in memory.placement.tiers),
+        sends=not hardware.on_cpu and memory.placement.sends_gradients,
         checkpointed=tried.recompute,
         activation_nbytes=scarcest[0],
         free_nbytes=scarcest[1],

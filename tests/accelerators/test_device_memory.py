@@ -26,7 +26,18 @@ from offload.swapper.memory.device import DONE, AcceleratorDevice, CudaHostSide,
 from offload.swapper.memory.device_arena import DeviceArena
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
-from tests.support.oracle import Job, assert_same, assert_same_tensors, run, start, train_step, trained, weights_of
+from tests.support.oracle import (
+    Job,
+    accumulated_step,
+    assert_same,
+    assert_same_tensors,
+    room_for,
+    run,
+    start,
+    train_step,
+    trained,
+    weights_of,
+)
 
 
 class SmallDevice(LateDevice):
@@ -77,9 +88,9 @@ class SmallDevice(LateDevice):
         self._kept = 0
 
 
-def use_small_device(monkeypatch: pytest.MonkeyPatch, device: SmallDevice) -> None:
-    """Engines made from now on use this device and its counters."""
-    use_device(monkeypatch, device)
+def use_small_device(monkeypatch: pytest.MonkeyPatch, device: SmallDevice, always: bool = True) -> None:
+    """Engines made from now on use this device and its counters; `always` as in `use_device`."""
+    use_device(monkeypatch, device, always)
     testing.replace(monkeypatch, "device.shortages", lambda _: device.counted)
     testing.replace(monkeypatch, "device.empty_cache", lambda _: device.empty_cache())
 
@@ -113,11 +124,16 @@ Made = tuple[offload.Engine, SmallDevice, Hungry]
 
 
 def small(
-    patch: pytest.MonkeyPatch, folder: Path, job: Job = JOB, placement: tuple[str, str] = ("cpu", "cpu"), **options: Any
+    patch: pytest.MonkeyPatch,
+    folder: Path,
+    job: Job = JOB,
+    placement: tuple[str, str] = ("cpu", "cpu"),
+    always: bool = True,
+    **options: Any,
 ) -> Made:
     """Returns an engine on a small device, with a module that is hungry in the middle of the model."""
     device = SmallDevice(TOTAL)
-    use_small_device(patch, device)
+    use_small_device(patch, device, always)
     engine = start(job, placement, folder, **options)
     module = next(child for name, child in engine.module.named_modules() if name.endswith("h.1") or name == "body")
     return engine, device, Hungry(device, module)
@@ -568,6 +584,56 @@ def test_totals_on_the_device_survive_memory_that_is_given_back_in_the_middle_of
             losses.append(float(total))
             norms.append(engine.get_global_grad_norm())
     assert losses == expected.losses and norms == expected.norms and device.broken == []
+    assert_same_tensors(expected.weights, weights_of(engine))
+    engine.destroy(remove=True)
+
+
+TURNS = JOB._replace(accumulation=3, steps=4)
+
+
+def test_micro_batches_that_take_turns_have_the_memory_that_a_grown_arena_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps before show one micro-batch's activations alone: a loop of calls, and the schedule's own trial."""
+    expected = run(TURNS, ("none", "none"), tmp_path / "plain")
+    made = engine, _, hungry = small(monkeypatch, tmp_path, TURNS, always=False, schedule="layer_major")
+    losses = grown(made, TURNS)
+    losses.append(accumulated_step(engine, TURNS, 1))
+    assert engine.device_memory > (at_first := testing.inspect(engine).device_arena.blocks[0][1].numel())
+    hungry.forward = too_much(made)
+    losses.append(accumulated_step(engine, TURNS, 2))
+    assert engine.device_memory == at_first and engine.schedule == "layer_major"
+    losses.append(accumulated_step(engine, TURNS, 3))
+    assert losses == expected.losses
+    assert_same_tensors(expected.weights, weights_of(engine))
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_beside_weights_that_stay_the_first_step_shows_whether_micro_batches_may_take_turns(
+    fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = run(TURNS, ("none", "none"), tmp_path / "plain")
+    device = SmallDevice(TOTAL)
+    use_small_device(monkeypatch, device, always=False)
+
+    def loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+        device.need(device.total // (4 if fits else 2))
+        return TURNS.loss(model, step, micro)
+
+    # No byte beyond the weights, so that no total of gradients has room there.
+    engine = start(TURNS, ("none", "cpu"), tmp_path, device_memory=room_for(TURNS, 99))
+    assert engine.schedule == "layer_major"
+    losses, sent = [], []
+    with caplog.at_level("INFO", "offload"):
+        for step in range(TURNS.steps):
+            before = device.downloaded
+            losses.append(accumulated_step(engine, TURNS._replace(loss=loss), step))
+            sent.append(device.downloaded - before)
+    assert engine.schedule == ("layer_major" if fits else "micro_batch_major")
+    assert sent[2] == sent[3] and (sent[0] > 2.9 * sent[2]) is fits, "three micro-batches send each gradient once"
+    assert ("one after the other: activations of 3 micro-batches take 450.0 MiB" in caplog.text) is not fits
+    assert losses == expected.losses
     assert_same_tensors(expected.weights, weights_of(engine))
     engine.destroy(remove=True)
 

@@ -19,7 +19,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.layout import placement
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.planner import memory, recommend, request, step_time
-from offload.planner.activations import Load, beside_weights
+from offload.planner.activations import Load, beside_weights, wish_of
 from offload.planner.gpus import GPUS, ORIGINS, Gpu, Rate, find_gpu
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count, from_name
@@ -298,6 +298,25 @@ def test_auto_takes_the_order_of_the_shorter_step() -> None:
     assert found.timing.seconds < 0.7 * other.timing.seconds
     more = recommend.choose(shape, on, Load(8, 16), None)  # where compute takes twice as long as the drive
     assert more.timing.seconds <= 1.1 * more.timing.formula_seconds
+
+
+@pytest.mark.parametrize(
+    ("states", "gpu_memory", "on_cpu", "schedule", "reason"),
+    [
+        ("cpu", 16 * GIB, False, LAYER_MAJOR, "gradients leave the device once a step"),
+        ("none", 16 * GIB, False, MICRO_BATCH_MAJOR, "all weights and gradients stay on the device"),
+        ("cpu", 0, True, MICRO_BATCH_MAJOR, "all weights and gradients stay on the device"),
+        ("cpu", 300 * MIB, False, MICRO_BATCH_MAJOR, "activations of 4 micro-batches take"),
+    ],
+)
+def test_beside_weights_that_stay_a_plan_knows_whether_micro_batches_may_take_turns(
+    states: str, gpu_memory: int, on_cpu: bool, schedule: str, reason: str
+) -> None:
+    shape, load = small_schedules(), Load(4, 4)
+    on = replace(machine_schedules(on_cpu=on_cpu), gpu_memory=gpu_memory)
+    settled = recommend.settled(shape, on, load, memory.settings("none", states, batch=4, accumulation=4))
+    found = step_time.choice_of(shape, on, load, settled, wish_of(settled.config))
+    assert found.schedule == schedule and found.reason.startswith(reason) and not found.after_a_step
 
 
 # -- the command --------------------------------------------------------------------------------------
