@@ -952,8 +952,8 @@ class OffloadBlock(Block):
     )
     durability: Literal["auto", "step", "none"] | Every = Field(
         "auto",
-        description='step: every step survives a kill; {"every": 10}: every tenth; none: half the disk, no resume; '
-        "auto: step where it fits",
+        description='step: every step survives a kill; {"every": 10}: every tenth; none: no resume, and fewer bytes on '
+        "disk: half, where updates wait for the step (see speculate); auto: step where it fits",
     )
     resume: Literal["never", "auto", "must", "restart"] = Field(
         "never",
@@ -994,8 +994,8 @@ class OffloadBlock(Block):
         "auto",
         description="update a unit under the backward, as soon as its gradients are complete, before the norm is "
         "known; a step that clips makes the update again, with the same result. auto: on a GPU, until a step clips, "
-        "and again after 8 steps that did not; true: on a CPU too. Needs two slots and states on nvme; see "
-        "concepts/updates-and-commits.md",
+        "and again after 8 steps that did not; true: on a CPU too. Needs all states of a unit on nvme, with one slot "
+        "more on disk where not every step is durable, if there is room; see concepts/updates-and-commits.md",
     )
     moments: Literal["fp32", "bf16", "int8"] | None = Field(
         None,

@@ -33,7 +33,6 @@ from offload.distributed.reshard import NewRanks, finish, reshard
 from offload.engine.callbacks import ActivationPolicy, EngineCallbacks, Extension
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import Loader
-from offload.engine.early_updates import run_may_speculate
 from offload.engine.edits import WeightEdits
 from offload.engine.engine import EngineCore
 from offload.engine.fill import Codes, Values, fill_tiers, make_resident_shards
@@ -65,7 +64,7 @@ from offload.layout.fingerprint import describe
 from offload.layout.flat_layout import ParameterSegment
 from offload.layout.frozen import expander
 from offload.layout.memory_plan import limits, unit_sizes
-from offload.layout.pass_order import LAYER_MAJOR, makes_early_updates
+from offload.layout.pass_order import LAYER_MAJOR
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS, usable_host
 from offload.layout.second_passes import SecondPasses
 from offload.layout.tiers import copied_memory
@@ -159,7 +158,7 @@ def assemble(
         notices = (
             *plan.notices,
             *_io_notices(files.queue, config.aio),
-            summary(plan),
+            summary(plan, store.spec),
             *store.notices,
             *timeline.notices,
             *core.components.activations.notices,
@@ -203,8 +202,7 @@ def _components(
         # Each component that owns memory or a thread is closed by an error, in reverse order.
         copied = None
         if not device.host_addressable:
-            early = makes_early_updates(config.offload.speculate, on_cpu=False)
-            copied = copied_memory(parts, placement.tiers, placement.promoted, early)
+            copied = copied_memory(parts, placement.tiers, placement.promoted, plan.updates_early)
         budget = config.offload.host_memory
         host = HostArena(placement.classes, device, process_memory(), budget, callbacks.give_cache, copied)
         undo.callback(host.close)
@@ -397,7 +395,8 @@ class RunFiles:
         layout = describe(plan.layouts, plan.mode, world.ranks.mesh.shards, world.ranks.mesh.replicas)
         # Only a grid has a description of itself; the layout of any other store lacks the key.
         layout |= world.description
-        spec = plan.placement.store(plan.parts, plan.slots, layout, about_saved(model, world.divides_model))
+        about = about_saved(model, world.divides_model)
+        spec = plan.placement.store(plan.parts, plan.slots, plan.shadowed, layout, about)
         if config.offload.resume == "never":
             run = Path(config.drives[0]) / config.offload.run
             job = job_of(model, _settings(plan), optimizer, self._lr_scheduler)
@@ -737,19 +736,7 @@ def _gradients(
         }
         accumulator: GradientAccumulator
         if plan.parts.reduction is None:
-            # Updates may be made under the backward.
-            speculates = run_may_speculate(
-                wanted=makes_early_updates(plan.config.offload.speculate, plan.device.host_addressable)
-                and plan.config.offload.debug.overlap,
-                ranks=plan.world.everyone.size,
-                one_pass=plan.mode.one_pass,
-                commits=plan.slots == 2 and plan.commit_every > 0,
-                on_disk=any(
-                    part and all(tier is Tier.DISK for state, tier in row.items() if state is not State.GRAD)
-                    for part, row in zip(trainable, plan.placement.tiers, strict=True)
-                ),
-            )
-            completion = UnitCompletion(callbacks) if speculates else NoCompletion()
+            completion = UnitCompletion(callbacks) if plan.updates_early else NoCompletion()
             accumulator = GradientAccumulator(**common, completion=completion)
         else:
             assert isinstance(agreement, Rounds), "only several ranks reduce"

@@ -4,8 +4,8 @@
     step()                       ─► equal updates are confirmed, all others dropped, and `auto` learns from it
 
 An update under the backward is a guess. It is right if no further gradient of its unit arrives, the norm clips nothing,
-and no number of the optimizer changes before `step()`. The update writes the slot that the last commit does not name.
-So a wrong guess costs time and bytes, but changes no bit of the result.
+and no number of the optimizer changes before `step()`. The update writes a slot that is not the newest, and that the
+last commit does not name. So a wrong guess costs time and bytes, but changes no bit of the result.
 
 Threads. `complete` and `changed` run on an autograd thread. All other methods run on the thread that calls `step()`.
 One backward runs at a time, and no backward runs during `step()`.
@@ -39,18 +39,6 @@ A miss reads and writes the states of a unit once more. So the expected extra tr
 traffic. A smaller number would guess within bursts of large gradients, which bring clipped steps. A larger number would
 give up more right guesses than it saves wrong ones.
 """
-
-
-def run_may_speculate(*, wanted: bool, ranks: int, one_pass: bool, commits: bool, on_disk: bool) -> bool:
-    """Returns True if the run may make updates under the backward.
-
-    `wanted` is True if the config asks for such updates. `one_pass` is True if the update rule is ours and passes once
-    over a unit. `commits` is True if the store has two slots and commits. `on_disk` is True if some unit has all its
-    states on DISK.
-    """
-    # Several ranks would have to agree on every guess. A rule of two passes first needs norms. A tile of torch's
-    # optimizers is an entire unit, and there is no room for a copy of its old states.
-    return wanted and ranks == 1 and one_pass and commits and on_disk
 
 
 def reason_to_clip(norm: float, clip: float, scale: float, loss_scale: float) -> str | None:

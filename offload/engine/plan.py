@@ -50,6 +50,7 @@ from offload.layout.memory_plan import (
     place_states,
     plan_memory,
     wanted_slots,
+    with_shadows,
 )
 from offload.layout.modes import Mode, dtype_name
 from offload.layout.pass_order import (
@@ -110,7 +111,11 @@ class Plan:
     parts: Partitions
     placement: Placement
     slots: int
-    """Slots of each partition in the store: 2 if durable, 1 if written in place, 0 without a store."""
+    """Slots of each partition in the store: 2 if durable, 1 if not, 0 without a store."""
+    shadowed: frozenset[int]
+    """Units with one slot more than `slots`."""
+    updates_early: bool
+    """True if updates may begin under the backward."""
     buffer_dtype: torch.dtype | None
     """Dtype of floating-point buffers; None leaves them unchanged."""
     commit_every: int
@@ -234,6 +239,11 @@ def decide(
     # The room on the drives is measured only if it can change the number of slots.
     slots, may_fall_back = wanted_slots(placed, on_disk=on_disk, resume=resume)
     memory = plan_memory(placed, slots, _no_room(placed, everyone) if may_fall_back else None)
+    # Files of a run that is resumed keep the slots that they have. Only a run of one rank has units to shadow, so no
+    # other rank needs to know.
+    if memory.to_shadow and not resume:
+        short = find_shortage(config.drives, memory.shadows_need)
+        memory = with_shadows(memory, None if short is None else short.free)
 
     notices = (*config.notices, *memory.notices, *why_not)
     if everyone.rank == 0:  # every rank finds the same run, and one notice is enough
@@ -252,6 +262,8 @@ def decide(
         parts=memory.parts,
         placement=memory.placement,
         slots=memory.slots,
+        shadowed=memory.shadowed,
+        updates_early=memory.updates_early,
         buffer_dtype=buffers,
         commit_every=memory.commit_every,
         resume=resume,
@@ -357,15 +369,23 @@ def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
     return False, (f"{slower}: {why_not}",)
 
 
-def summary(plan: Plan) -> str:
-    """Returns one line about tiers and sizes: weights, and also states and gradients if anything trains."""
+def summary(plan: Plan, store: StoreSpec) -> str:
+    """Returns one line about tiers and sizes: weights, and also states and gradients if anything trains.
+
+    `store` are the contents of the swap files.
+    """
     placement = plan.placement
-    durable = ""
+    details: list[str] = []
     if plan.commit_every:
         often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
         without = placement.store(plan.parts, 1).nbytes
-        durable = f" (durable {often}; {format_size(without)} with durability none)"
-    stored = placement.store(plan.parts, plan.slots).nbytes
+        details += [f"durable {often}", f"{format_size(without)} with durability none"]
+    if store.shadowed:
+        without = placement.store(plan.parts, plan.slots).nbytes
+        details += [f"{format_size(without)} without a slot for updates under the backward"]
+    elif plan.resume and plan.updates_early and plan.commit_every > 1:
+        details += ["no third slot, so updates begin under the backward in the step after a commit alone"]
+    durable = f" ({'; '.join(details)})" if details else ""
     states, clipped = "", ""
     if any(plan.parts.trainable_numel):
         clip = plan.config.gradient_clipping
@@ -377,7 +397,7 @@ def summary(plan: Plan) -> str:
     return Headline(
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
         f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
-        f"{format_size(stored)}{durable}{clipped}"
+        f"{format_size(store.nbytes)}{durable}{clipped}"
     )
 
 

@@ -13,9 +13,9 @@ core while others are read. Tiles in memory are computed until the next streamed
 keep the order of their next use, and the tiles of a unit their own order.
 
 Under the backward the worker takes *offers*: updates of units whose gradients are complete, before their step is
-decided. They are written to the slot that no commit names, and become the newest states if the step confirms them. The
-backward never waits for offers. Offers wait for the updates and the commit of the step before. What may follow from an
-update depends on its status:
+decided. They are written to a slot that is not the newest and that no commit names, and become the newest states if the
+step confirms them. The backward never waits for offers. Offers wait for the updates and the commit of the step before.
+What may follow from an update depends on its status:
 
                     all tiles computed                                all writes ended
     CONFIRMED   ─►  gradient is free; weights in memory are ready ─►  the slot is the newest; all weights are ready
@@ -1087,7 +1087,7 @@ class UpdateWorker(Updates):
             on_disk = shards.sizes[unit].tier is Tier.DISK and all(
                 shards.stored(unit, state) and (unit, state) not in shards.residents for state in shards.states(unit)
             )
-            # The newest slot is the one to write if nothing was committed, or if the unit changed since the commit.
+            # The newest slot is the one to write if the unit has no other slot that no commit names.
             writes_other_slot = store.newest[unit] != store.target(unit)
             # A gradient that spills to DISK would first have to be written out and read back.
             allowed = on_disk and writes_other_slot and self._gradients.is_on_host(unit)

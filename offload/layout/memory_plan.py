@@ -1,6 +1,7 @@
 """The memory plan: mode, partitions, placement and slots of the store, decided from plain values.
 
     MemoryRequest ─► place_states ─► a plan without slots ─► (the caller looks at disks and runs) ─► plan_memory
+                 ─► a plan without shadow slots ─► (the caller looks at disks once more) ─► with_shadows
 
 Both a run (`plan.decide`) and the planner (`planner.memory`) call these functions, and no other code decides. The
 planner therefore predicts the bytes of a run exactly. No function of this module reads a file, queries the machine or
@@ -36,8 +37,10 @@ from offload.layout.tiers import (
     partitions,
 )
 from offload.layout.units import Stack, Units, find_units, parameters_in_fp32
+from offload.sizes import align_up, format_size
 from offload.states import State, Tier
 from offload.swapper.policy import Limits
+from offload.swapper.store.format import MAX_UNITS_OF_THREE_SLOTS
 from offload.swapper.store.model_files import InPlaceLayout
 from offload.swapper.table import UnitSize, pieces_of
 
@@ -262,7 +265,7 @@ class MemoryRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """Plan of one rank's memory and store. The last three fields have values after `plan_memory`."""
+    """Plan of one rank's memory and store. The last four fields have values after `plan_memory` and `with_shadows`."""
 
     request: MemoryRequest
     mode: Mode
@@ -273,12 +276,49 @@ class MemoryPlan:
     """Slots of each partition in the store: 2 durable, 1 written in place, 0 if there is no store."""
     commit_every: int = 0
     """Steps between commits; 0 if nothing is committed."""
+    shadowed: frozenset[int] = frozenset()
+    """Units with one slot more in the store than `slots`, which an update under the backward writes."""
     notices: tuple[str, ...] = ()
 
     @property
     def two_slots_nbytes(self) -> int:
         """Bytes that a durable store of this rank takes on all drives together."""
         return self.placement.store(self.parts, 2).nbytes
+
+    @property
+    def early_units(self) -> frozenset[int]:
+        """Units that each step may update under the backward: the store keeps their old states until `step()`."""
+        return self._revocable if self.commit_every == 1 else self.shadowed
+
+    @property
+    def updates_early(self) -> bool:
+        """True if any step may update a unit under the backward."""
+        # In the step after a commit, the newest slot is the one that the commit names, so the other is free.
+        return bool(self._revocable if self.slots == 2 else self.shadowed)
+
+    @property
+    def to_shadow(self) -> frozenset[int]:
+        """Units that would be in `early_units` if they had one slot more."""
+        few = len(self.parts.nbytes) <= MAX_UNITS_OF_THREE_SLOTS
+        return self._revocable if few and self.slots and self.commit_every != 1 else frozenset()
+
+    @property
+    def shadows_need(self) -> int:
+        """Bytes that the files of this rank take on all drives together if all units of `to_shadow` have a shadow."""
+        spilled = sum(align_up(self.parts.nbytes[unit][State.GRAD]) for unit in self.placement.spilled)
+        return self.placement.store(self.parts, self.slots, self.to_shadow).nbytes + spilled
+
+    @property
+    def _revocable(self) -> frozenset[int]:
+        """Units whose update may write other bytes than it reads, and so may be dropped."""
+        if not self.asked.early:
+            return frozenset()
+        # States above DISK are changed in place. A gradient on DISK would first be written out and read back.
+        return frozenset(
+            unit
+            for unit, (numel, tiers) in enumerate(zip(self.parts.trainable_numel, self.placement.tiers, strict=True))
+            if numel and all((tier is Tier.DISK) is (state is not State.GRAD) for state, tier in tiers.items())
+        )
 
 
 def place_states(request: MemoryRequest) -> MemoryPlan:
@@ -304,9 +344,9 @@ def place_states(request: MemoryRequest) -> MemoryPlan:
         coded=coded_gathers(config, () if in_place_nbytes else request.layouts, mode.weight_dtype, request.world_size),
         node=node_shards_of(config, request.layouts, mode, request.world_size),
     )
-    # Old states are kept only in the slot of the last commit, which an update of the next step does not write.
-    keeps_old = config.offload.durability != "none" and config.offload.commit_every == 1
-    early = request.speculate and keeps_old and config.offload.debug.overlap and parts.alone and mode.one_pass
+    # Several ranks would have to agree on every guess. A rule of two passes first needs norms. A tile of torch's
+    # optimizers is an entire unit, and there is no room for a copy of its old states.
+    early = request.speculate and config.offload.debug.overlap and parts.alone and mode.one_pass
     asked = placement_request(config, accumulation, early)
     placement = place(parts, mode, asked, request.machine)
     return MemoryPlan(request=request, mode=mode, parts=parts, asked=asked, placement=placement)
@@ -353,6 +393,24 @@ def plan_memory(placed: MemoryPlan, slots: int, no_room: str | None = None) -> M
         commit_every=placed.request.config.offload.commit_every if slots == 2 else 0,
         notices=notices,
     )
+
+
+def with_shadows(plan: MemoryPlan, free: int | None) -> MemoryPlan:
+    """Returns the plan with a shadow slot of each unit in `to_shadow`, as the last decision about the store.
+
+    `free` is None, or the bytes that the drives have free if these are fewer than `shadows_need`. Then no unit has a
+    shadow, and a notice says what this costs.
+    """
+    if not plan.to_shadow or free is None:
+        return replace(plan, shadowed=plan.to_shadow)
+    when, which = "in no step", "second"
+    if plan.slots == 2:
+        when, which = "in the step after a commit alone", "third"
+    line = (
+        f"updates begin under the backward {when}, so steps take longer: a {which} slot of the states on disk would "
+        f"need {format_size(plan.shadows_need)} in all, {format_size(free)} are free"
+    )
+    return replace(plan, notices=(*plan.notices, line))
 
 
 # -- inputs of the pager, and of `simulate`, which replays the pager --------------------------------------

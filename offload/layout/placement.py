@@ -648,10 +648,15 @@ class Placement:
         )
 
     def store(
-        self, parts: Partitions, slots: int, fingerprint: Mapping[str, Any] = {}, about: Mapping[str, Any] = {}
+        self,
+        parts: Partitions,
+        slots: int,
+        shadowed: frozenset[int] = frozenset(),
+        fingerprint: Mapping[str, Any] = {},
+        about: Mapping[str, Any] = {},
     ) -> StoreSpec:
         """Returns the specification of a store; `slots` as in `stored`, the other arguments as in `StoreSpec`."""
-        return StoreSpec(self.stored(parts, slots), slots, fingerprint, about, parts.frozen if slots else ())
+        return StoreSpec(self.stored(parts, slots), slots, fingerprint, about, parts.frozen if slots else (), shadowed)
 
 
 def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory) -> Placement:

@@ -21,6 +21,7 @@ from offload.layout.memory_plan import (
     plan_memory,
     rule_name,
     wanted_slots,
+    with_shadows,
 )
 from offload.layout.modes import ADAM, TORCH, Mode
 from offload.layout.optimizer_states import for_rule, with_states_of_torch
@@ -67,6 +68,10 @@ class Memory:
     asked: PlacementRequest
     placement: Placement
     slots: int
+    shadowed: frozenset[int]
+    """Units with one slot more than `slots`."""
+    early_units: frozenset[int]
+    """Units whose update may begin under the backward."""
     notices: tuple[str, ...]
     machine: MachineMemory
 
@@ -108,7 +113,7 @@ class Memory:
     @property
     def stored(self) -> int:
         """Returns the bytes of the states file, on all drives together."""
-        return self.placement.store(self.parts, self.slots).nbytes
+        return self.placement.store(self.parts, self.slots, self.shadowed).nbytes
 
     @property
     def spilled(self) -> int:
@@ -173,6 +178,8 @@ def settle(
     # The steps below are those of `initialize`, in the same order.
     slots, may_fall_back = wanted_slots(placed, on_disk=placed.placement.on_disk)
     plan = plan_memory(placed, slots, _no_room(placed, room, may_fall_back) if slots == 2 else None)
+    short = room.disk is not None and room.disk < plan.shadows_need
+    plan = with_shadows(plan, room.disk if short else None)
     return Memory(
         config=config,
         mode=plan.mode,
@@ -181,6 +188,8 @@ def settle(
         asked=plan.asked,
         placement=plan.placement,
         slots=plan.slots,
+        shadowed=plan.shadowed,
+        early_units=plan.early_units,
         notices=plan.notices,
         machine=machine,
     )
@@ -256,7 +265,7 @@ def settings(
 
 def _states(memory: Memory) -> list[MemoryRow]:
     parts, placement = memory.parts, memory.placement
-    store = placement.store(parts, memory.slots)
+    store = placement.store(parts, memory.slots, memory.shadowed)
     rows = []
     for state in State:
         at = dict.fromkeys(Tier, 0)

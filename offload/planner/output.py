@@ -12,6 +12,7 @@ from offload.layout.placement import usable_host
 from offload.planner.activations import is_tiled, recomputed, tile_tokens
 from offload.planner.gpus import ORIGINS, sentences
 from offload.planner.hardware import Hardware
+from offload.planner.memory import Memory
 from offload.planner.reach import Longest, Reach
 from offload.planner.recommend import Advice, Ordered, Planned
 from offload.planner.step_time import Timing, hiding_tokens
@@ -165,8 +166,6 @@ def _of_rates(hardware: Hardware) -> list[str]:
 
 def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     memory = planned.memory
-    # Two slots alternate between commits, so the last commit survives a kill at any time.
-    slots = {0: "no swap files", 1: "one slot, no resume after a kill", 2: "two slots, every step durable"}
     least = format_size(planned.least_host)
     saved = "the saved adapters take" if planned.shape.adapted else "an export takes"
     rows = [
@@ -175,7 +174,7 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
         *_of_spare_ram(planned),
         f"activations {format_size(planned.activations)} beside {format_size(memory.device)} of device arena"
         f"{_describe_inputs(planned)}",
-        f"disk {format_size(memory.stored + memory.spilled)} ({slots[memory.slots]}); "
+        f"disk {format_size(memory.stored + memory.spilled)} ({_describe_slots(memory)}); "
         f"{saved} {format_size(planned.export)} more",
     ]
     free = [drive.free for drive in planned.hardware.drives]
@@ -183,6 +182,18 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
         # Free space is shown only if known for all drives, since files are spread over them.
         rows[-1] += f", {format_size(sum(nbytes or 0 for nbytes in free))} are free"
     return rows
+
+
+def _describe_slots(memory: Memory) -> str:
+    """Returns the slots of the store in words, and what becomes of a run that is killed."""
+    early = " where updates begin under the backward"
+    if memory.slots == 2:
+        # Two slots alternate between commits, so the last commit survives a kill at any time.
+        steps = memory.config.offload.commit_every
+        often = "every step" if steps == 1 else f"every {steps} steps"
+        return f"two slots{f', three{early}' if memory.shadowed else ''}, {often} durable"
+    slots = f"two slots{early}" if memory.shadowed else "one slot"
+    return f"{slots}, no resume after a kill" if memory.slots else "no swap files"
 
 
 def _of_spare_ram(planned: Planned) -> list[str]:

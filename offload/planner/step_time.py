@@ -582,7 +582,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
         )
     shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
     rates = rates_of(memory, hardware)
-    early = speculates(memory, load)
+    early = bool(memory.early_units)
     number = _SPECULATIVE_STEPS if early else _STEPS
     # Only the choice of experts differs from step to step.
     each = [_passes(memory, shape, hardware, load, step) for step in range(number if shape.experts else 1)]
@@ -609,7 +609,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
     costs = _of_step(costs, passes)
     compute = sum(use.seconds for one in passes for use in one)
     # If both add up the same seconds, rounding may make the bound the larger one.
-    bound = min(_least(passes, memory, costs, rates, load), found.seconds)
+    bound = min(_least(passes, memory, costs, rates), found.seconds)
     limit, limit_seconds = _limit(found, compute, hardware.on_cpu)
     return Timing(
         seconds=found.seconds,
@@ -640,12 +640,6 @@ def _of_step(costs: Sequence[UpdateCost | None], passes: Sequence[Sequence[Use]]
     """Returns the costs of the updates that a step of these uses makes; None for all other units."""
     used = {use.unit for one in passes for use in one}
     return [None if cost is None or (cost.if_used and unit not in used) else cost for unit, cost in enumerate(costs)]
-
-
-def speculates(memory: Memory, load: Load) -> bool:
-    """Returns True if some unit may be updated before `step()`: its rule needs one pass, and nothing else waits."""
-    alone, overlap = memory.parts.alone, memory.config.offload.debug.overlap
-    return load.speculate and alone and memory.mode.one_pass and overlap
 
 
 def _miss_seconds(found: Simulation, costs: Sequence[UpdateCost | None], rates: SimulatedRates) -> float:
@@ -695,7 +689,7 @@ def _limit(found: Simulation, compute: float, on_cpu: bool) -> tuple[str, float]
 
 
 def _costs(memory: Memory, shape: Shape) -> list[UpdateCost | None]:
-    costs = update_costs(memory.parts, memory.placement, memory.slots)
+    costs = update_costs(memory.parts, memory.placement, memory.slots, memory.early_units)
     if memory.config.offload.experts == "visited":
         for unit in (unit for each in shape.experts for unit in each.units):
             cost = costs[unit]
@@ -749,16 +743,15 @@ def _least(
     memory: Memory,
     costs: Sequence[UpdateCost | None],
     rates: SimulatedRates,
-    load: Load,
 ) -> float:
     opening, *others = passes
-    return least(opening, others, memory, costs, rates, _tile_numel(memory), speculates(memory, load))
+    return least(opening, others, memory, costs, rates, _tile_numel(memory), bool(memory.early_units))
 
 
 def lower_bound(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> float:
     """Returns the lower bound of a step's seconds; arguments as in `predict`."""
     passes = _passes(memory, shape, hardware, load)
-    return _least(passes, memory, _of_step(_costs(memory, shape), passes), rates_of(memory, hardware), load)
+    return _least(passes, memory, _of_step(_costs(memory, shape), passes), rates_of(memory, hardware))
 
 
 def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int | None:
@@ -773,7 +766,7 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
         costs = _of_step(every, passes)
         compute = sum(use.seconds for one in passes for use in one)
         # The bound makes most simulations unnecessary.
-        least = _least(passes, memory, costs, rates, load)
+        least = _least(passes, memory, costs, rates)
         return least <= _NEAR * compute and predict(memory, shape, hardware, load._replace(batch=batch)).hidden
 
     # Double until I/O hides, then bisect.

@@ -29,8 +29,8 @@ MUTANTS = (
     Mutant(
         "give frozen weights two slots, of which one is written",
         "offload.swapper.store.format",
-        "return self.frozen if self.frozen and self.slots == 2 else",
-        "return",
+        "if self.slots_of(unit) > 1 else 0",
+        "if False else 0",
         "tests/store/test_store_checksums.py",
     ),
     Mutant(
@@ -64,9 +64,23 @@ MUTANTS = (
     Mutant(
         "swap the slots A and B",
         "offload.swapper.store.store",
-        "return 0 if self.durable is None else 1 - self.durable.slots[unit]",
-        "return 0 if self.durable is None else self.durable.slots[unit]",
+        "if slot not in (named, newest))",
+        "if slot == named)",
         "tests/checkpoints/test_resume.py",
+    ),
+    Mutant(
+        "write over the newest states where a third slot is free",
+        "offload.swapper.store.store",
+        "if slot not in (named, newest))",
+        "if slot != named)",
+        "tests/store/test_store.py",
+    ),
+    Mutant(
+        "resume with the slots that this start would plan",
+        "offload.swapper.store.store",
+        "        self._places = self.spec.places()\n        if not",
+        "        if not",
+        "tests/store/test_store.py",
     ),
     Mutant(
         "forget to make the names of blobs durable",

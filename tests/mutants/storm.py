@@ -17,8 +17,8 @@ MUTANTS = (
     _mutant(
         "write over the slot of the last commit",
         _STORE,
-        "return 0 if self.durable is None else 1 - self.durable.slots[unit]",
-        "return 1 - self.newest[unit]",
+        "if slot not in (named, newest))",
+        "if slot != newest)",
     ),
     _mutant(
         "commit data that is not synced",

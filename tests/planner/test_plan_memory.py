@@ -81,7 +81,7 @@ def cases(draw: st.DrawFn) -> Case:
         durability=draw(st.sampled_from(("auto", "none", "step"))),
         accumulation=draw(st.integers(1, 2)),
     )
-    content["offload"]["device"] = "cpu"
+    content["offload"] |= {"device": "cpu", "speculate": draw(st.booleans())}
     content["optimizer"]["type"] = draw(st.sampled_from(("AdamW", "SGD", "Lion")))
     return Case(widths, frozen, content, draw(st.sampled_from((None, 0.0, 0.1, 0.6, 3.0))))
 
@@ -114,6 +114,7 @@ def test_bytes_add_up_and_are_those_of_the_run(case: Case) -> None:
             assert engine.host_memory == memory.host and engine.device_memory == memory.device
             assert (parts.store.spec.nbytes if parts.store else 0) == memory.stored
             assert (parts.store.spec.slots if parts.store else 0) == memory.slots
+            assert parts.makes_early_updates is bool(memory.early_units)
             spill = parts.gradients.spill
             files = spill.scratch._files if spill._windows else []  # a run without a spill has no windows
             assert sum(Path(f"/proc/self/fd/{_number(each)}").stat().st_size for each in files) == memory.spilled
@@ -142,7 +143,9 @@ def blocks(count: int, numel: int) -> Any:
 def test_a_drive_without_room_for_two_slots_takes_one() -> None:
     layouts, count = blocks(8, 1 << 20), 8 << 20
     memory = settle(layouts, planning.settings(), Room(GIB, GIB, 20 * count))
-    assert memory.slots == 1 and memory.stored == 12 * count and "durability none" in memory.notices[-1]
+    assert memory.slots == 1 and memory.stored == 12 * count and not memory.early_units
+    assert "durability none" in memory.notices[-2]
+    assert "a second slot of the states on disk would need 192.0 MiB in all, 160.0 MiB are free" in memory.notices[-1]
 
 
 def test_what_a_run_refuses_is_refused_by_the_plan() -> None:

@@ -23,7 +23,7 @@ from offload.planner.activations import Load, beside_weights, wish_of
 from offload.planner.gpus import GPUS, ORIGINS, Gpu, Rate, find_gpu
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count, from_name
-from offload.planner.output import in_short
+from offload.planner.output import Asked, in_short, lines
 from offload.planner.simulation.simulate import update_costs
 from offload.planner.step_time import least_moved
 from offload.sizes import GIB, MIB
@@ -272,8 +272,40 @@ def test_updates_under_the_backward_cost_at_most_one_update(
 def test_an_update_that_cannot_be_undone_waits_for_step(options: dict[str, Any], overlap: bool) -> None:
     content = memory.settings(**options)
     content["offload"]["debug"] = {"overlap": overlap}
-    found = recommend.plan(small_schedules(), machine_schedules("5GB/s"), Load(64), content)
+    shape, on = small_schedules(), machine_schedules("5GB/s")
+    one_slot = recommend.plan(shape, on, Load(64, speculate=False), content).memory.stored
+    full = replace(on, drives=tuple(drive._replace(free=one_slot) for drive in on.drives))
+    found = recommend.plan(shape, full if "durability" in options else on, Load(64), content)
     assert found.timing.simulation.speculated == () and found.timing.miss_seconds == 0
+
+
+@pytest.mark.parametrize(("model", "ram", "most"), [("llama-13b", 128, 47), ("llama-7b", 64, 26)], ids=["13B", "7B"])
+def test_a_step_without_durability_is_no_slower_than_a_durable_one(model: str, ram: int, most: float) -> None:
+    """Each layer on the drive has two slots either way; without commits, states in RAM are not written too."""
+    shape, load = from_name(model, 2048, torch.bfloat16), Load(4, 4, chunked_loss=True)
+    on = described("RTX 4090", ram * GIB, [parse_drive("7GB/s,5GB/s")])
+    without, durable = (recommend.choose(shape, on, load, None, durability=each) for each in ("none", "step"))
+    assert without.timing.seconds <= min(most, durable.timing.seconds)
+    assert without.memory.slots == 1 and without.memory.stored < durable.memory.stored
+    seldom = recommend.choose(shape, on, load, None, durability={"every": 10})
+    assert seldom.timing.seconds == durable.timing.seconds and seldom.memory.stored > durable.memory.stored
+    late = recommend.plan(shape, on, without.given._replace(speculate=False), without.content)
+    assert late.timing.seconds > 1.3 * without.timing.seconds and late.memory.stored < without.memory.stored
+
+
+@pytest.mark.parametrize(
+    ("durability", "slots"),
+    [
+        ("step", "two slots, every step durable"),
+        ({"every": 10}, "two slots, three where updates begin under the backward, every 10 steps durable"),
+        ("none", "two slots where updates begin under the backward, no resume after a kill"),
+    ],
+    ids=str,
+)
+def test_a_plan_says_what_slots_are_for(durability: Any, slots: str) -> None:
+    found = planned_schedules(Load(1), durability=durability)
+    rows = lines(found, recommend.Advice((), found.memory.host), Asked())
+    assert any(f"({slots})" in row for row in rows)
 
 
 # -- memory -------------------------------------------------------------------------------------------

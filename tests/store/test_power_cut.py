@@ -18,9 +18,18 @@ import pytest
 from offload import testing
 from offload.aio import IoQueue
 from offload.errors import OffloadError
-from offload.swapper.store import run_status
+from offload.swapper.store import StoreSpec, run_status
 from offload.swapper.store.folder import sync_names
-from tests.store.test_store import PAGE, TRAINABLE, Contents, Run, everything_that_runs_do, label_of
+from tests.store.test_store import (
+    PAGE,
+    SPEC,
+    TRAINABLE,
+    Contents,
+    Run,
+    everything_that_runs_do,
+    label_of,
+    several_updates_between_commits,
+)
 from tests.support.drives.power_cut import (
     Disk,
     Event,
@@ -75,6 +84,7 @@ def recorded(
     commits: dict[str, Contents] | None = None,
     begins: Allowed = (None,),
     just_made: bool = False,
+    spec: StoreSpec = SPEC,
 ) -> Log:
     """What was done under `root`, where at first one of the commits `begins` is, and what the commits hold.
 
@@ -86,7 +96,7 @@ def recorded(
     with recorder.recording():
         for drive in range(drives if just_made else 0):
             (root / "drives" / str(drive)).mkdir(parents=True)
-        run = Run(root, drives, RecordingQueue(queue, recorder), commits, seed, recorder.note)
+        run = Run(root, drives, RecordingQueue(queue, recorder), commits, seed, recorder.note, spec)
         work(run)
         run.store.close()
     recorder.check()
@@ -190,6 +200,13 @@ def expect_none(log: Log, drives: int, room: Path, random_cuts: int, seed: int =
 def test_a_power_cut_at_any_moment(drives: int, tmp_path: Path, room: Path, queue: IoQueue) -> None:
     log = recorded(tmp_path, drives, queue, everything_that_runs_do)
     assert expect_none(log, drives, room, 0) > 300
+
+
+@pytest.mark.sample(1)
+def test_a_power_cut_between_commits_of_units_with_three_slots(tmp_path: Path, room: Path, queue: IoQueue) -> None:
+    spec = SPEC._replace(shadowed=frozenset({0, 1}))
+    log = recorded(tmp_path, 1, queue, several_updates_between_commits, spec=spec)
+    assert expect_none(log, 1, room, 0) > 100
 
 
 def edits_on_a_grid(run: Run) -> None:

@@ -28,7 +28,7 @@ from offload.runs.inspection import inspect
 from offload.sizes import PAGE as STORE_PAGE
 from offload.states import State
 from offload.swapper.store import DriveByteCounter, Rating, Store, StoreSpec, remove_run, run_status
-from offload.swapper.store.format import MAX_UNITS, CommitRecord
+from offload.swapper.store.format import MAX_UNITS, MAX_UNITS_OF_THREE_SLOTS, CommitRecord
 from offload.swapper.store.spill_file import SpillFile
 from tests import ROOT
 from tests.support import models
@@ -73,7 +73,9 @@ class Run:
         commits: dict[str, Contents],
         seed: int = 0,
         note: Callable[..., None] = lambda *_: None,
+        spec: StoreSpec = SPEC,
     ) -> None:
+        self._spec = spec
         self.chance, self.commits, self._note, self._queue = random.Random(seed), commits, note, queue
         self.paths = [root / "drives" / str(drive) for drive in range(drives)]
         self.store = self._store()
@@ -83,7 +85,7 @@ class Run:
         """The commit before, where it can still be gone back to."""
 
     def _store(self) -> Store:
-        return Store(self.paths, "run", 0, SPEC, self._queue)
+        return Store(self.paths, "run", 0, self._spec, self._queue)
 
     def create(self, over: bool = False) -> None:
         self._note(self.last, None)
@@ -226,6 +228,18 @@ def everything_that_runs_do(run: Run) -> None:
     run.commit()
 
 
+def several_updates_between_commits(run: Run) -> None:
+    run.create()
+    run.commit()
+    for count in (3, 2, 4):
+        for _ in range(count):
+            run.update(0)
+        run.update(1)
+        run.commit()
+        run.update(0)
+        run.resume()
+
+
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
 STORE_SPEC = StoreSpec((SIZES, SIZES, {State.WEIGHT: 4096}), 2, {"model": "test"}, frozen=(0, 0, 4096))
 
@@ -276,7 +290,7 @@ def weight(store: Store, unit: int) -> int:
     return buffer[0]
 
 
-@given(st.integers(1, 2**60), st.lists(st.integers(0, 1), max_size=300), st.integers(0, 1), st.integers(0, 2**40))
+@given(st.integers(1, 2**60), st.lists(st.integers(0, 2), max_size=300), st.integers(0, 1), st.integers(0, 2**40))
 def test_a_record_comes_back_as_it_went(epoch: int, slots: list[int], blob: int, nbytes: int) -> None:
     record = CommitRecord(epoch + 3, epoch, tuple(slots), blob, nbytes, 12345, 678)
     page = record.pack()
@@ -288,6 +302,64 @@ def test_any_flipped_bit_is_noticed(bit: int) -> None:
     page = bytearray(CommitRecord(9, 7, (0, 1, 1), 1, 100, 5).pack())
     page[bit // 8] ^= 1 << (bit % 8)
     assert CommitRecord.unpack(bytes(page), 1) is None
+
+
+def test_a_record_of_two_slots_may_name_twice_as_many_units_as_one_of_three() -> None:
+    """A record without a third slot is that of earlier versions: zeros follow the only bitmap."""
+    for units, slots in ((MAX_UNITS, (0, 1)), (MAX_UNITS_OF_THREE_SLOTS, (0, 1, 2))):
+        record = CommitRecord(1, 0, tuple(slots[unit % len(slots)] for unit in range(units)), 0, 100, 5)
+        assert CommitRecord.unpack(record.pack(), 0) == record
+    spec = StoreSpec(({},) * (MAX_UNITS_OF_THREE_SLOTS + 1), 2, {}, shadowed=frozenset({0}))
+    with pytest.raises(StoreError, match=f"a store holds at most {MAX_UNITS_OF_THREE_SLOTS}"):
+        Store([], "run", 0, spec, None)  # type: ignore[arg-type]
+
+
+def test_between_two_commits_an_update_writes_neither_the_newest_slot_nor_the_committed_one(
+    tmp_path: Path, queue: IoQueue
+) -> None:
+    """A unit with a shadow has three slots; one without alternates at the first update alone."""
+    store = created(tmp_path, queue, STORE_SPEC._replace(shadowed=frozenset({1})))
+    store.commit(0, blob("zero"))
+    for value in range(4):
+        for unit in (0, 1):
+            writes = store.target(unit)
+            assert store.durable is not None and writes != store.durable.slots[unit]
+            assert (writes != store.newest[unit]) is (unit == 1 or value == 0)
+            update(store, unit, 10 + value)
+    store.commit(1, blob("one"))
+    assert store.durable.slots == (1, 2, 0)
+    store.close()
+    # A start that would plan no third slot finds it in the files.
+    store, text = opened(tmp_path, queue)
+    assert (text, weight(store, 0), weight(store, 1)) == ("one", 13, 13) and store.spec.shadowed == {1}
+    assert inspect(tmp_path / "run")["ranks"][0]["damaged"] == []
+    store.close()
+
+
+def test_a_record_that_names_a_slot_that_a_unit_lacks_is_refused(tmp_path: Path, queue: IoQueue) -> None:
+    store = created(tmp_path, queue)
+    store.commit(0, blob("zero"))
+    assert store.durable is not None
+    other = store.durable._replace(slots=(0, 2, 0))
+    store.close()
+    path = tmp_path / "run" / "rank0" / "commit"
+    path.write_bytes(other.pack() + path.read_bytes()[PAGE:])
+    with pytest.raises(StoreError, match="names slots that its files do not have, at step 0"):
+        opened(tmp_path, queue)
+    (found,) = inspect(tmp_path / "run")["ranks"][0]["commits"]
+    assert found["blob"] == "damaged"
+
+
+def test_without_commits_a_unit_with_a_shadow_has_two_slots(tmp_path: Path, queue: IoQueue) -> None:
+    spec = STORE_SPEC._replace(slots=1, shadowed=frozenset({1}))
+    store = created(tmp_path, queue, spec)
+    for value in range(3):
+        for unit in (0, 1):
+            assert (store.target(unit) != store.newest[unit]) is (unit == 1)
+            update(store, unit, 10 + value)
+            assert weight(store, unit) == 10 + value
+    assert spec.nbytes == STORE_SPEC._replace(slots=1).nbytes + sum(SIZES.values())
+    store.close()
 
 
 def test_a_commit_is_what_open_finds(tmp_path: Path, queue: IoQueue) -> None:

@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from torch import nn
 import offload
 from offload import testing
 from offload.errors import NumericsError
-from offload.sizes import MIB
+from offload.sizes import MIB, format_size
+from offload.swapper.store import Shortage
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, die, die_after_writes, use_queue
 from tests.support.early_updates import (
@@ -413,7 +415,8 @@ def test_destroy_between_backward_and_step_keeps_the_last_step(tmp_path: Path) -
     [
         (MEMORY, {}, "AdamW"),
         (("cpu", "nvme"), {}, "AdamW"),
-        (DISK, {"durability": "none"}, "AdamW"),
+        (("nvme", "cpu"), {"durability": "none"}, "AdamW"),
+        (DISK, {"speculate": False, "durability": "none"}, "AdamW"),
         (DISK, {"speculate": False}, "AdamW"),
         (DISK, {"debug": {"overlap": False}}, "AdamW"),
         (DISK, {}, "Lamb"),
@@ -442,9 +445,69 @@ def test_nothing_is_updated_early_where_the_old_states_would_be_lost_or_norms_ar
     assert set(seen) == {(0, 0)}
 
 
-def test_between_two_commits_both_slots_are_needed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_without_commits_a_second_slot_keeps_the_old_states(tmp_path: Path, optimizer: str) -> None:
+    """Steps that clip read the slot from before their early updates, and the next ones that which the step wrote."""
+    without = JOB._replace(optimizer=optimizer, steps=8)
+    clip = sorted(trained(without, MEMORY, tmp_path / "free").norms)[4]
+    seen = in_both_ways(without._replace(clip=clip), tmp_path, durability="none")
+    assert any(hits and not misses for hits, misses in seen) and any(misses and not hits for hits, misses in seen)
+
+
+def test_units_on_the_drive_alone_take_a_second_slot_where_the_drive_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Frozen weights have one copy, in both slots; a run that waits for `step()` has one slot of everything."""
+    sizes, lines, kept_twice = [], [], 0
+    for name, options in (("one", {"speculate": False}), ("two", {"speculate": True}), ("full", {"speculate": True})):
+        if name == "full":  # as much as both slots, less a byte
+            usage = shutil.disk_usage(tmp_path)._replace(free=sizes[1] - 1)
+            monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="offload"):
+            engine = start(models.LORA, DISK, tmp_path / name, durability="none", **options)
+        parts = testing.inspect(engine)
+        spec = parts.store.spec
+        sizes.append(spec.nbytes)
+        kept_twice += sum(sum(spec.partitions[unit].values()) - spec.frozen[unit] for unit in spec.shadowed)
+        assert parts.makes_early_updates is bool(spec.shadowed) is (name == "two")
+        lines.append([record.message for record in caplog.records])
+        engine.destroy(remove=True)
+    assert sizes == [sizes[0], sizes[0] + kept_twice, sizes[0]]
+    assert any("updates begin under the backward in no step" in line for line in lines[2])
+    assert not any("under the backward" in line for line in lines[0])
+    assert any(f"({format_size(sizes[0])} without a slot for updates under" in line for line in lines[1])
+
+
+def test_a_load_into_one_of_two_slots_keeps_what_is_not_loaded(tmp_path: Path) -> None:
+    """Weights alone are loaded: the moments go with them to the other slot."""
+    results = []
+    for placement, options in ((MEMORY, {}), (DISK, {"durability": "none", "speculate": True})):
+        name = "-".join(placement)
+        engine = start(JOB, placement, tmp_path / name, **options)
+        train_step(engine, JOB, 0)
+        engine.save_checkpoint(str(tmp_path / f"saved-{name}"))
+        train_step(engine, JOB, 1)
+        engine.load_checkpoint(str(tmp_path / f"saved-{name}"), load_optimizer_states=False)
+        losses = [train_step(engine, JOB, step) for step in range(2, 5)]
+        results.append((losses, weights_of(engine)))
+        engine.destroy(remove=True)
+    assert results[0][0] == results[1][0]
+    assert_same_tensors(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_between_two_commits_a_third_slot_keeps_the_old_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """On a drive without room for it both slots are needed, but in the step after a commit."""
+    if not room:
+        testing.replace(
+            monkeypatch, "disk.shortage_of_slots", lambda paths, need: Shortage(str(paths[0]), need, need - 1)
+        )
     seen = in_both_ways(JOB._replace(steps=7), tmp_path, durability={"every": 3})
-    assert [hits > 0 for hits, _ in seen] == [step and step % 3 == 0 for step in range(7)]
+    assert [hits > 0 for hits, _ in seen] == [step > 0 and (room or step % 3 == 0) for step in range(7)]
+    assert not any(misses for _, misses in seen)
 
 
 def test_auto_stops_at_a_miss_and_begins_again_after_eight_steps(
@@ -522,10 +585,13 @@ KILLED = 2
 """The step whose backward is killed."""
 
 
-def killed_under_a_backward(job: Job, folder: Path, writes: int, decided: bool) -> None:
-    """Trains in a process that dies under a backward, before or after so many writes; with `decided` after `step()`."""
+def killed_under_a_backward(job: Job, folder: Path, writes: int, decided: bool, every: int = 1) -> None:
+    """Trains in a process that dies under a backward, before or after so many writes; with `decided` after `step()`.
+
+    Each step of number `every` is durable.
+    """
     logging.disable(logging.CRITICAL)
-    engine = start(job, KILLED_DISK, folder, speculate=True)
+    engine = start(job, KILLED_DISK, folder, speculate=True, durability={"every": every})
     losses = []
     for step in range(KILLED):
         losses.append((train_step(engine, job, step), engine.get_global_grad_norm()))
@@ -544,12 +610,13 @@ def killed_under_a_backward(job: Job, folder: Path, writes: int, decided: bool) 
     die()
 
 
-def resumed(job: Job, folder: Path) -> Result:
+def resumed(job: Job, folder: Path, every: int = 1) -> Result:
     """Goes on with a run that was killed."""
-    engine = start(job, KILLED_DISK, folder, resume="must", speculate=True)
-    assert engine.global_steps == KILLED
-    found = json.loads((folder / "losses.json").read_text())
-    for step in range(KILLED, job.steps):
+    engine = start(job, KILLED_DISK, folder, resume="must", speculate=True, durability={"every": every})
+    at = engine.global_steps
+    assert at == KILLED // every * every
+    found = json.loads((folder / "losses.json").read_text())[:at]
+    for step in range(at, job.steps):
         found.append((train_step(engine, job, step), engine.get_global_grad_norm()))
     result = Result([loss for loss, _ in found], [norm for _, norm in found], weights_of(engine))
     engine.destroy(remove=True)
@@ -563,6 +630,17 @@ def test_a_kill_under_the_backward_resumes_at_the_step_before(tmp_path: Path, wr
     dies(killed_under_a_backward, KILLED_JOB, tmp_path / "run", writes, False)
     assert_same(
         run(KILLED_JOB, KILLED_DISK, tmp_path / "whole", speculate=False), resumed(KILLED_JOB, tmp_path / "run")
+    )
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("writes", [4, 1000])
+def test_a_kill_between_two_commits_resumes_at_the_last_one(tmp_path: Path, writes: int, every: int) -> None:
+    """The killed backward writes over the slots of the steps since, or of the commit before, and not of the last."""
+    dies(killed_under_a_backward, KILLED_JOB, tmp_path / "run", writes, False, every)
+    assert_same(
+        run(KILLED_JOB, KILLED_DISK, tmp_path / "whole", speculate=False), resumed(KILLED_JOB, tmp_path / "run", every)
     )
 
 

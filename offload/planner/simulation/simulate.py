@@ -372,12 +372,17 @@ class SimulatedInputs:
 # Arguments of a simulation, derived from a placement.
 
 
-def update_costs(parts: Partitions, placement: Placement, slots: int) -> list[UpdateCost | None]:
-    """Returns the cost of each unit's update; None for units without trainable parameters."""
+def update_costs(
+    parts: Partitions, placement: Placement, slots: int, early_units: Collection[int] = ()
+) -> list[UpdateCost | None]:
+    """Returns the cost of each unit's update; None for units without trainable parameters.
+
+    `early_units` are those whose update may begin under the backward.
+    """
     stored = placement.stored(parts, slots) or ({},) * len(parts.nbytes)
     frozen = parts.frozen or (0,) * len(parts.nbytes)
     rows = zip(parts.nbytes, placement.tiers, stored, frozen, parts.trainable_numel, strict=True)
-    return [_update_cost(*row, slots) if row[-1] else None for row in rows]
+    return [_update_cost(*row, unit in early_units) if row[-1] else None for unit, row in enumerate(rows)]
 
 
 def _update_cost(
@@ -386,10 +391,9 @@ def _update_cost(
     stored: Mapping[State, int],
     frozen: int,
     numel: int,
-    slots: int,
+    early: bool,
 ) -> UpdateCost:
-    """Returns the cost of one unit's update. `stored` contains the states that a commit writes."""
-    on_disk = all(tier is Tier.DISK for state, tier in tiers.items() if state is not State.GRAD)
+    """Returns the cost of one unit's update. `stored` contains the states that the store keeps."""
     weight = nbytes[State.WEIGHT] - frozen if State.WEIGHT in stored else 0
     beside = {state: each for state, each in stored.items() if state is not State.WEIGHT}
     return UpdateCost(
@@ -398,9 +402,7 @@ def _update_cost(
         sum(each for state, each in beside.items() if tiers[state] is Tier.DISK),
         weight + sum(beside.values()),
         nbytes[State.GRAD] if tiers[State.GRAD] is Tier.DISK else 0,
-        # States in memory, or in a store with one slot, are updated in place. A gradient on DISK would have to be
-        # written and read first.
-        revocable=on_disk and slots == 2 and tiers[State.GRAD] is not Tier.DISK,
+        revocable=early,
     )
 
 

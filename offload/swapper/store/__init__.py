@@ -8,9 +8,11 @@
     <first drive>/<run>/closed.json     after a `destroy()` without `remove=False`: a start may replace it
 
 Each unit has two slots, A and B, for all its states. An update reads the slot of the newest copy and writes the slot
-that the last durable record does not name. Frozen weights belong to both slots and are stored once: updates write only
-the bytes before them. A commit makes the data durable. Then it writes a blob with everything else that belongs to the
-step, such as the checksums of the data. Last it writes the record. Blobs and records alternate between two places:
+that the last durable record does not name. If not every step commits, units that may be updated under the backward have
+a third slot, C: they write a slot that is not the newest either. Frozen weights belong to all slots and are stored
+once: updates write only the bytes before them. A commit makes the data durable. Then it writes a blob with everything
+else that belongs to the step, such as the checksums of the data. Last it writes the record. Blobs and records alternate
+between two places:
 
     writes ► fdatasync of every drive ► blob ► fsync ► record ► fsync
 

@@ -52,6 +52,10 @@ _HEAD = struct.Struct("<8sIIQQQQII")  # magic, version, which blob, serial, step
 _CRC = struct.Struct("<I")
 MAX_UNITS = (PAGE - _HEAD.size - _CRC.size) * 8
 """Largest number of units. The record's bitmap has one bit for each unit."""
+MAX_UNITS_OF_THREE_SLOTS = MAX_UNITS // 2
+"""Largest number of units of a store with three slots of some: such a record has a second bitmap."""
+SLOTS = "ABC"
+"""Names of the slots in messages."""
 
 
 class CommitRecord(NamedTuple):
@@ -61,7 +65,7 @@ class CommitRecord(NamedTuple):
     """Number of the commit, from 1. An edit of weights commits the same step again, with a higher serial."""
     step: int
     slots: tuple[int, ...]
-    """The newest slot of each unit: 0 or 1."""
+    """The newest slot of each unit: 0, 1 or 2."""
     blob: int
     """Index of the blob, and of the page of the commit file that holds the record: 0 or 1."""
     blob_nbytes: int
@@ -71,10 +75,13 @@ class CommitRecord(NamedTuple):
 
     def pack(self) -> bytes:
         """Returns the record's page of the commit file, 4096 bytes."""
-        # The bitmap has one bit for each unit. The first unit has the lowest bit of the first byte.
-        bitmap = bytearray((len(self.slots) + 7) // 8)
+        # A bitmap has one bit for each unit. The first unit has the lowest bit of the first byte. A second bitmap with
+        # the upper bits follows the first, which has the lower ones. It is all zeros if no unit is in its third slot.
+        lower, upper = (bytearray((len(self.slots) + 7) // 8) for _ in range(2))
         for unit, slot in enumerate(self.slots):
-            bitmap[unit // 8] |= slot << (unit % 8)
+            lower[unit // 8] |= (slot & 1) << (unit % 8)
+            upper[unit // 8] |= (slot >> 1) << (unit % 8)
+        bitmaps = bytes(lower + upper) if any(upper) else bytes(lower)
         head = _HEAD.pack(
             _MAGIC,
             FORMAT_VERSION,
@@ -87,7 +94,8 @@ class CommitRecord(NamedTuple):
             len(self.slots),
         )
         # The checksum covers the whole page, so a reader detects a write that was cut short anywhere.
-        body = (head + bytes(bitmap)).ljust(PAGE - _CRC.size, b"\0")
+        body = (head + bitmaps).ljust(PAGE - _CRC.size, b"\0")
+        assert len(body) == PAGE - _CRC.size, "the store has checked the number of its units"
         return body + _CRC.pack(crc32c(body))
 
     @classmethod
@@ -103,8 +111,13 @@ class CommitRecord(NamedTuple):
         # A mismatch here means that the record was copied from the other page, or that no commit wrote it.
         if blob != which or not 0 < serial < 2**63 or step >= 2**63:
             return None
-        bitmap = body[_HEAD.size :]
-        slots = tuple(bitmap[unit // 8] >> (unit % 8) & 1 for unit in range(units))
+        nbytes_of_units = (units + 7) // 8
+        lower = body[_HEAD.size :]
+        # A record of more units than fit twice has one bitmap, and zeros behind it.
+        upper = lower[nbytes_of_units:].ljust(nbytes_of_units, b"\0")
+        slots = tuple(
+            (lower[unit // 8] >> (unit % 8) & 1) | (upper[unit // 8] >> (unit % 8) & 1) << 1 for unit in range(units)
+        )
         return cls(serial, step, slots, blob, nbytes, blob_crc, time_ns)
 
 
@@ -226,7 +239,7 @@ def own_nbytes(slots: Sequence[Extents]) -> int:
 
 
 class StoreSpec(NamedTuple):
-    """Planned contents of a store. Two specs fit one run if all their fields except `about` are equal.
+    """Planned contents of a store. Two specs fit one run if all fields but `about` and `shadowed` are equal.
 
     Attributes:
         partitions: for each unit, the number of bytes of each state on disk. All are multiples of 4096.
@@ -235,6 +248,7 @@ class StoreSpec(NamedTuple):
         about: JSON that is only displayed.
         frozen: for each unit, the number of bytes at the end of its WEIGHT that no update writes. All are multiples of
             4096. The tuple is empty if no unit has frozen bytes.
+        shadowed: units with one slot more, so that an update under the backward keeps the newest states until `step()`.
     """
 
     partitions: tuple[Mapping[State, int], ...]
@@ -242,14 +256,24 @@ class StoreSpec(NamedTuple):
     fingerprint: Mapping[str, Any]
     about: Mapping[str, Any] = {}
     frozen: tuple[int, ...] = ()
+    shadowed: frozenset[int] = frozenset()
+
+    def slots_of(self, unit: int) -> int:
+        """Returns the number of slots of a unit."""
+        return self.slots + (unit in self.shadowed)
+
+    def has(self, slots: Sequence[int]) -> bool:
+        """Returns True if a commit record may name these slots, one of each unit."""
+        return len(slots) == len(self.partitions) and all(slot < self.slots_of(unit) for unit, slot in enumerate(slots))
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """Returns for each unit the number of bytes at the end of WEIGHT that both slots share.
+        """Returns for each unit the number of bytes at the end of WEIGHT that all slots of the unit share.
 
-        These bytes are stored once. The numbers are 0 in a store with one slot.
+        These bytes are stored once. The number is 0 for a unit with one slot.
         """
-        return self.frozen if self.frozen and self.slots == 2 else (0,) * len(self.partitions)
+        frozen = self.frozen or (0,) * len(self.partitions)
+        return tuple(nbytes if self.slots_of(unit) > 1 else 0 for unit, nbytes in enumerate(frozen))
 
     @property
     def ranks(self) -> int:
@@ -263,24 +287,30 @@ class StoreSpec(NamedTuple):
 
     def nbytes_of(self, state: State) -> int:
         """Returns the number of bytes that all slots of one state take, over all units."""
-        rows = [row.get(state, 0) * self.slots for row in self.partitions]
-        return sum(rows) - (sum(self.shared) if state is State.WEIGHT else 0)
+        shared = self.shared if state is State.WEIGHT else (0,) * len(self.partitions)
+        # All slots of a unit share the same bytes, which count once.
+        return sum(
+            (row[state] - shared[unit]) * self.slots_of(unit) + shared[unit]
+            for unit, row in enumerate(self.partitions)
+            if state in row
+        )
 
     def places(self) -> list[dict[State, tuple[Extents, ...]]]:
         """Returns for each unit and state the extents of its slots.
 
-        The slots of a state follow each other. The shared bytes come after the second slot.
+        The slots of a state follow each other. The shared bytes come after the last slot.
         """
         end = 0
         table: list[dict[State, tuple[Extents, ...]]] = []
-        for states, frozen in zip(self.partitions, self.shared, strict=True):
+        for unit, (states, frozen) in enumerate(zip(self.partitions, self.shared, strict=True)):
             row: dict[State, tuple[Extents, ...]] = {}
+            count = self.slots_of(unit)
             for state, nbytes in states.items():
                 shared = frozen if state is State.WEIGHT else 0
                 own = nbytes - shared
                 # The frozen bytes follow the last slot. They are the second extent of every slot.
-                behind = Extent(end + self.slots * own, shared)
-                slots = [(Extent(end + slot * own, own), behind) for slot in range(self.slots)]
+                behind = Extent(end + count * own, shared)
+                slots = [(Extent(end + slot * own, own), behind) for slot in range(count)]
                 # Empty extents are left out. Most states have no frozen bytes, and frozen units have no other bytes.
                 row[state] = tuple(Extents(tuple(extent for extent in slot if extent.nbytes)) for slot in slots)
                 end = behind.offset + behind.nbytes
@@ -363,13 +393,18 @@ class StoreManifest:
                 {State(name): sum(nbytes for _, nbytes in slots[0]) for name, slots in row.items()}
                 for row in content["extents"]
             )
-            # An extent in both slots holds the frozen bytes. A store with one slot does not mark its frozen bytes.
+            # An extent in both slots holds the frozen bytes. A unit with one slot does not mark its frozen bytes.
             weights = [row.get(State.WEIGHT.value, ()) for row in content["extents"]]
             frozen = tuple(
-                sum(extent[1] for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
+                sum(extent[1] for extent in slots[0] if extent in slots[1]) if len(slots) > 1 else 0
                 for slots in weights
             )
-            spec = StoreSpec(partitions, content["slots"], content["layout"], content["about"], frozen)
+            shadowed = frozenset(
+                unit
+                for unit, row in enumerate(content["extents"])
+                if any(len(slots) > content["slots"] for slots in row.values())
+            )
+            spec = StoreSpec(partitions, content["slots"], content["layout"], content["about"], frozen, shadowed)
             stripes = content["stripes"]
             manifest = cls(
                 id=content["id"],
@@ -470,7 +505,7 @@ _MANIFEST = fields(
         "layout": check_layout,
         "about": ABOUT,
         # These limits keep the size of each state, and of all states together, below the largest file size.
-        "extents": rows(table(rows(rows(rows(whole(0, 1 << 56), 2, 2), 0, 2), 1, 2)), 0, 1 << 16),
+        "extents": rows(table(rows(rows(rows(whole(0, 1 << 56), 2, 2), 0, 2), 1, 3)), 0, 1 << 16),
     },
     {"run_id": text("[^\0]*", "the id of a run"), "drive": whole(0, 1023)},
 )

@@ -196,9 +196,9 @@ def _look(folder: Path) -> RankFiles:
                 units = f"{len(commit.record.slots)} and {len(manifest.spec.partitions)}"
                 raise StoreError(f"cannot read {folder}: record and manifest of a commit are of {units} units")
     if manifest is not None:
-        # A record with another number of units names no slots of these files. No run writes such a record.
-        units_here = len(manifest.spec.partitions)
-        commits = tuple(c if len(c.record.slots) == units_here else c._replace(blob=None) for c in commits)
+        # A record with another number of units, or with slots that a unit lacks, is of other files. No run writes it.
+        spec = manifest.spec
+        commits = tuple(c if spec.has(c.record.slots) else c._replace(blob=None) for c in commits)
     with contextlib.suppress(StoreError):  # reported below, with the manifests of the other drives
         file = read_manifest(folder / "manifest.json")
         # A resume writes the present folders of the drives into the file. Only the next commit's blob contains them

@@ -30,6 +30,7 @@ from offload.sizes import MIB, PAGE, count_of
 from offload.states import State
 from offload.swapper.store.folder import RESHARDED, cut_short, is_there, read_finished, unlink, writing_in_place
 from offload.swapper.store.format import (
+    SLOTS,
     Blob,
     ChecksumRange,
     CommitRecord,
@@ -244,7 +245,7 @@ class Damage(NamedTuple):
     state: str
     unit: str
     slot: str
-    """A or B."""
+    """A, B or C."""
     path: str
     offset: int
     """Byte offset in the states file over all drives."""
@@ -280,7 +281,7 @@ def damages_of_commit(
     def damage(key: Key, start: int, nbytes: int, reason: str) -> Damage:
         unit, state = key
         offset = place_of(key).offset(start)
-        return Damage(state.value, spec.title(unit), "AB"[record.slots[unit]], file.path, offset, nbytes, reason)
+        return Damage(state.value, spec.title(unit), SLOTS[record.slots[unit]], file.path, offset, nbytes, reason)
 
     # A slot is reported if its checksums cover too few bytes or too many. With too many nothing is compared.
     compared: dict[Key, Slot] = {}

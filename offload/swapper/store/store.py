@@ -51,6 +51,8 @@ from offload.swapper.store.folder import (
 )
 from offload.swapper.store.format import (
     MAX_UNITS,
+    MAX_UNITS_OF_THREE_SLOTS,
+    SLOTS,
     ChecksumTable,
     CommitRecord,
     Key,
@@ -103,6 +105,11 @@ class SwapFiles:
         """The manifest of the files that `create` made or `open` opened."""
         assert self._manifest is not None
         return self._manifest
+
+    @property
+    def spec(self) -> StoreSpec:
+        """The contents of the files; those that the constructor received until `open`."""
+        return self._spec
 
     @property
     def states(self) -> StripedFile:
@@ -171,6 +178,8 @@ class SwapFiles:
         or cut short.
         """
         compare(self._spec, copy.spec, self.folders[0])
+        # The files keep the third slots that they began with, whatever this start would plan.
+        self._spec = self._spec._replace(shadowed=copy.spec.shadowed)
         # Partitions of all ranks look alike, and those of another one would be taken for this one's.
         check_rank(copy, self._rank, self.folders[0])
         lost, there = check_drives(self.folders, copy, step)
@@ -295,8 +304,9 @@ class Store:
         number, for folders beside those of a run with other ranks; None for all others. Raises `StoreError` if the
         model has too many units, or a folder cannot be made or is in use.
         """
-        if len(spec.partitions) > MAX_UNITS:
-            raise StoreError(f"the model has {len(spec.partitions)} units, a store holds at most {MAX_UNITS}")
+        most = MAX_UNITS_OF_THREE_SLOTS if spec.slots == 2 and spec.shadowed else MAX_UNITS
+        if len(spec.partitions) > most:
+            raise StoreError(f"the model has {len(spec.partitions)} units, a store holds at most {most}")
         self.spec = spec
         self.run = run
         self.newest = [0] * len(spec.partitions)
@@ -413,6 +423,13 @@ class Store:
     def _open_files(self, record: CommitRecord, blob: format.Blob) -> None:
         copy = StoreManifest.unpack(blob.manifest, f"{self.folders[0]}/blob.{record.blob}")
         self.notices += self._files.open(copy, record.step)
+        self.spec = self._files.spec
+        self._places = self.spec.places()
+        if not self.spec.has(record.slots):
+            raise StoreError(
+                f"{self._commit_path} names slots that its files do not have, at step {record.step}: the folder has "
+                "files of two runs; go back to a checkpoint"
+            )
 
     # -- data ---------------------------------------------------------------------------------------
 
@@ -430,13 +447,16 @@ class Store:
         return state in self._places[unit]
 
     def target(self, unit: int) -> int:
-        """Returns the slot that an update may write: the one that the last durable record does not name.
+        """Returns the slot that an update may write: never one that the last durable record names.
 
-        Frozen weights are stored once, for both slots. A write of them overwrites bytes that the record names.
+        The slot is not the newest one either, if the unit has such a slot. Then the states from before the update stay
+        readable until `wrote`. Frozen weights are stored once, for all slots. A write of them overwrites bytes that
+        the record names.
         """
-        if self.spec.slots == 1:
-            return 0
-        return 0 if self.durable is None else 1 - self.durable.slots[unit]
+        newest = self.newest[unit]
+        named = newest if self.durable is None else self.durable.slots[unit]
+        free = (slot for slot in range(self.spec.slots_of(unit)) if slot not in (named, newest))
+        return next(free, newest)
 
     def read(
         self,
@@ -489,7 +509,7 @@ class Store:
         place = self._places[unit][state][slot]
         file, offset = bytes_of(self._files.states, place, damage.start, len(damage))
         first = file.pieces(offset, len(damage))[0]
-        operation = f"use {state.value} of {self.spec.title(unit)}, slot {'AB'[slot]},"
+        operation = f"use {state.value} of {self.spec.title(unit)}, slot {SLOTS[slot]},"
         return IoError(first.owner.path, first.offset, first.nbytes, errno.EBADMSG, operation)
 
     def _scrub(self) -> None:
