@@ -31,7 +31,6 @@ from offload.errors import EngineFailed
 from offload.interrupts import defer_signals
 from offload.swapper.memory.lock import InterruptibleLock
 from offload.swapper.pager import Pager
-from tests import ROOT
 from tests.failures import linear_engine
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.oracle import Job, room_for, start, train_step
@@ -502,15 +501,7 @@ def interrupted(process: warm_process.Process | subprocess.Popen[str]) -> str:
 
 
 def test_the_first_ends_after_the_last_complete_step_and_keeps_the_run(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINING)
-    process = subprocess.Popen(  # the real command, from its start
-        [sys.executable, "-m", "offload", "run", "train.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = begin(tmp_path, TRAINING)
     wait_for(process, "2")
     errors = interrupted(process)
     first, last = errors.strip().splitlines()[-2:]

@@ -6,8 +6,6 @@ import functools
 import json
 import logging
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +28,7 @@ from offload.report.figures import figures
 from offload.report.log import read_log
 from tests.support import models, rounding_bounds
 from tests.support.oracle import assert_same_tensors
+from tests.support.processes import warm_process
 from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size
 from tests.support.trainer_runs import (
     CHECKPOINTING,
@@ -530,8 +529,8 @@ def test_no_folder_to_resume_from(tmp_path: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["accelerate", "transformers"])
 def test_without_the_extra(name: str) -> None:
-    code = f"import sys; sys.modules[{name!r}] = None; import offload.hf"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    forget = "for each in [each for each in sys.modules if each.startswith('offload.hf')]: del sys.modules[each]"
+    done = warm_process.python(f"import sys\n{forget}\nsys.modules[{name!r}] = None\nimport offload.hf")
     assert f"ImportError: offload.hf needs {name}: pip install 'offload[hf]'" in done.stderr
 
 

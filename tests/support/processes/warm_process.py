@@ -8,7 +8,7 @@ offload are *imported* (OMP_NUM_THREADS, OFFLOAD_ISA) is the server's: a test of
 
 A client connects to the server of `warm_server.py` for each process, and sends what to run with the three streams; the
 server forks, and the child runs it as `__main__`. The connection answers with the process's number, and with its exit
-status once it has ended.
+status once it has ended. A process whose client ends before is killed.
 
 A program by `-c` ends as any Python does. A command or a script waits for its threads, runs its exit functions, writes
 what it has printed, and ends then: to take torch and transformers apart copies most of what the child shares with the
@@ -194,7 +194,7 @@ def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
 def commands(folder: Path, server: str | None = None) -> Path:
     """Makes `offload` and `python` in a folder to put on a shell's PATH: what they run is forked, in their own streams.
 
-    SIGTERM to them is one to what they run; who kills a command in a script otherwise needs the real one.
+    SIGTERM and SIGKILL to them are one to what they run.
     """
     folder.mkdir()
     server = server or _server()

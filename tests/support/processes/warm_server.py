@@ -97,7 +97,12 @@ def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def _reap(child: int, connection: socket.socket) -> None:
-    """Waits for a child and tell its status."""
+    """Waits for a child and tells its status; kills a child whose client has gone, as by a kill of its own."""
+    ended = os.pidfd_open(child)
+    # The client sends nothing more, so what could be read from it is its end.
+    if ended not in select.select([ended, connection.fileno()], [], [])[0]:
+        os.kill(child, signal.SIGKILL)
+    os.close(ended)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
         send(connection, {"returncode": status})
