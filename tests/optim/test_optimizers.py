@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import offload
-from offload import testing
+from offload import kernels, testing
 from offload.engine.optimizer import Optimizer, Rule
 from offload.engine.update_strategy import TileContent, UnitSteps, UnitUpdate, UpdateSetting
 from offload.errors import ConfigError, StoreError
