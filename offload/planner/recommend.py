@@ -121,8 +121,8 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
             'in the block "offload" of a config'
         )
     choice = choice_of(shape, hardware, load, memory, wish)
-    if in_turns and choice.schedule == MICRO_BATCH_MAJOR:
-        # Gradients wait in fp32, which may change the placement, and so the choice.
+    if in_turns and (choice.schedule == MICRO_BATCH_MAJOR or choice.after_a_step):
+        # Sums wait in fp32, which may change the placement, and so the choice.
         memory = settled(shape, hardware, load, content)
         choice = choice_of(shape, hardware, load, memory, wish)
     planned = _timed(shape, hardware, load, content, memory, choice)

@@ -69,7 +69,7 @@ def test_bf16_follows_the_loop_with_fp32_masters(tmp_path: Path) -> None:
 def test_a_step_in_bf16_has_the_masters_and_moments_of_fp32(tmp_path: Path) -> None:
     """From the same state gradients are the same: a step is off by fp32's roundings, and those of bf16 hide nothing."""
     job = GPT2._replace(dtype="bf16", accumulation=2, clip=0.5)
-    engine, plain = start(job, DISK, tmp_path), PlainEngine(job)
+    engine, plain = start(job, DISK, tmp_path, gradients="fp32"), PlainEngine(job)
     for step in range(3):
         train_step(engine, job, step)
         train_step(plain, job, step)

@@ -433,7 +433,7 @@ def test_where_micro_batches_accumulate_a_gpu_adds_up_what_it_has_room_for_beyon
     assert added(replace(placement_request, device_memory=whole + 3 * block + 4096)) == [0, 1, 2]
     assert added(replace(DISK, device_memory=100 * block)) == []
     least = sum(on_gpu(BLOCKS, replace(placement_request, states=Tier.HOST), 100 * GIB).classes)
-    some = replace(placement_request, states=Tier.HOST, device_memory=whole + 6 * block, host_memory=least - 100 * MIB)
+    some = replace(placement_request, states=Tier.HOST, device_memory=whole + 6 * block, host_memory=least - 160 * MIB)
     spilled = on_gpu(BLOCKS, some, 100 * GIB).spilled
     assert 0 < len(spilled) < 6 and set(spilled) == set(range(10 - len(spilled), 10))
     assert added(some) == [*spilled, *range(6 - len(spilled))]

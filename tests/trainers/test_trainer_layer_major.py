@@ -185,13 +185,14 @@ def told_model() -> Any:
     return ToldModel(models.gpt2().config)
 
 
-def test_a_model_without_dropout_takes_turns_after_two_steps_that_were_watched(tmp_path: Path) -> None:
-    """The Trainer watches the first for random numbers, the engine the second for values between blocks."""
+def test_a_model_without_dropout_takes_turns_after_a_step_and_a_forward_that_were_watched(tmp_path: Path) -> None:
+    """The Trainer watches the first for random numbers, the engine a forward of the second for values between blocks."""
     Told.notes.clear()
     more: dict[str, Any] = {CHECKPOINTING: True, "remove_unused_columns": False}
     with ended(trainer(tmp_path, "auto", told_model, max_steps=3, **more)) as mine:
         mine.train()
-    assert Told.notes == ["begin", "end"] * 8 + ["begin"] * 2 + ["end"] * 2
+    turns = [note for step in (3, 2) for note in (*["begin"] * step, *["end"] * step)]
+    assert Told.notes == ["begin", "end"] * 5 + turns
 
 
 def test_a_loss_of_the_users_takes_turns_only_where_the_config_says_so(
