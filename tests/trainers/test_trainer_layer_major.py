@@ -186,7 +186,7 @@ def told_model() -> Any:
 
 
 def test_a_model_without_dropout_takes_turns_after_a_step_and_a_forward_that_were_watched(tmp_path: Path) -> None:
-    """The Trainer watches the first for random numbers, the engine a forward of the second for values between blocks."""
+    """The Trainer watches the first for random numbers, the engine one forward for values between blocks."""
     Told.notes.clear()
     more: dict[str, Any] = {CHECKPOINTING: True, "remove_unused_columns": False}
     with ended(trainer(tmp_path, "auto", told_model, max_steps=3, **more)) as mine:
