@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -33,7 +32,7 @@ from offload.engine.saved_state import ModuleEntries
 from offload.engine.shared_memory import check_shared_memory
 from offload.engine.snapshot import Snapshot, persistent_buffers
 from offload.engine.state import Differences
-from offload.errors import BudgetError, ConfigError, StoreError, UsageError
+from offload.errors import ConfigError, StoreError, UsageError
 from offload.hardware import probe
 from offload.hardware.system import check_folders, folder_notices
 from offload.kernels import cuda
@@ -61,7 +60,7 @@ from offload.layout.pass_order import (
     Transfers,
     choose_schedule,
     makes_early_updates,
-    may_take_turns,
+    takes_turns,
     transfers,
 )
 from offload.layout.placement import MachineMemory, Placement, device_fixed
@@ -212,23 +211,23 @@ def decide(
         device_kernels=device_kernels,
         unified=device.unified,
     )
-    request = MemoryRequest(
-        config=config,
-        layouts=layouts,
-        optimizer=rule.name,
-        accumulation=batch.accumulation,
-        machine=machine,
-        rank=world.ranks.shard,
-        world_size=mesh.shards,
-        replicas=mesh.replicas,
-        in_place_layouts=in_place_layouts,
-        speculate=makes_early_updates(config.offload.speculate, device.host_addressable) and everyone.size == 1,
-        in_turns=everyone.size == 1
-        and may_take_turns(config.offload.schedule, batch.accumulation, len(blocks_of(model, config.units))),
+    blocks = blocks_of(model, config.units)
+    placed = place_states(
+        MemoryRequest(
+            config=config,
+            layouts=layouts,
+            optimizer=rule.name,
+            accumulation=batch.accumulation,
+            machine=machine,
+            rank=world.ranks.shard,
+            world_size=mesh.shards,
+            replicas=mesh.replicas,
+            in_place_layouts=in_place_layouts,
+            speculate=makes_early_updates(config.offload.speculate, device.host_addressable) and everyone.size == 1,
+            in_turns=everyone.size == 1 and takes_turns(config.offload.schedule, batch.accumulation, len(blocks)),
+        )
     )
-    placed, (schedule, schedule_notices) = _placed_in_order(
-        request, lambda placed: _schedule(config, batch, model, placed, machine, everyone)
-    )
+    schedule, schedule_notices = _schedule(config, batch, model, placed, machine, everyone)
 
     # The run on the drives. Ranks with different free memory may have different tiers, but either all ranks have a
     # store or none has. A kill during the first start may leave one rank's drive empty. `assemble` then decides by the
@@ -274,25 +273,6 @@ def decide(
         notices=(*notices, *frozen, *experts, *tiles, *schedule_notices),
         in_place_layouts=in_place_layouts,
     )
-
-
-def _placed_in_order(
-    request: MemoryRequest, choose: Callable[[MemoryPlan], tuple[ScheduleChoice, tuple[str, ...]]]
-) -> tuple[MemoryPlan, tuple[ScheduleChoice, tuple[str, ...]]]:
-    """Returns a placement, and the order of micro-batches that `choose` returns for it.
-
-    The order decides how many bytes gradients take, and the placement decides the order.
-    """
-    if request.in_turns:
-        # If the order is open, the error of the other placement names a budget that works in either order.
-        with contextlib.suppress(*(() if request.config.offload.schedule == LAYER_MAJOR else (BudgetError,))):
-            placed = place_states(request)
-            choice = choose(placed)
-            # A first step that must show whether all activations fit adds up in host memory, in fp32.
-            if choice[0].schedule == LAYER_MAJOR and not choice[0].after_a_step:
-                return placed, choice
-    placed = place_states(dataclasses.replace(request, in_turns=False))
-    return placed, choose(placed)
 
 
 def _schedule(

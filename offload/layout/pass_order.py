@@ -46,12 +46,13 @@ def makes_early_updates(speculate: object, on_cpu: bool) -> bool:
     return speculate is True or (speculate == "auto" and not on_cpu)
 
 
-def may_take_turns(asked: str, micro_batches: int, blocks: int) -> bool:
-    """Returns True if micro-batches may pass through the model in layer-major order, as far as memory allows it.
+def takes_turns(asked: str, micro_batches: int, blocks: int) -> bool:
+    """Returns True if the user asks by name for the layer-major order, and the model has one.
 
-    The arguments are those of `choose_schedule`.
+    Such a run completes the sums of gradients on the device. "auto" may run in either order: the user's loop, or the
+    first step, decides. The arguments are those of `choose_schedule`.
     """
-    return asked != MICRO_BATCH_MAJOR and micro_batches > 1 and blocks >= _LEAST_BLOCKS
+    return asked == LAYER_MAJOR and micro_batches > 1 and blocks >= _LEAST_BLOCKS
 
 
 def choose_schedule(

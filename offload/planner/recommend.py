@@ -18,7 +18,7 @@ import torch
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import UnitLayout
-from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, ScheduleChoice, may_take_turns
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, ScheduleChoice, takes_turns
 from offload.layout.placement import growth, usable_host
 from offload.planner import activations
 from offload.planner.activations import (
@@ -105,14 +105,8 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
     `load` contains recomputation by the model itself. The config sets the tiers of the blocks' inputs, and the tiles.
     The schedule "auto" chooses the shorter step.
     """
-    in_turns = may_take_turns(load.schedule, load.accumulation, chain(shape))
-    try:
-        memory = settled(shape, hardware, load, content, in_turns)
-    except BudgetError:
-        if not in_turns or load.schedule == LAYER_MAJOR:
-            raise
-        # As in `initialize`: the error names a budget that works in either order.
-        memory = settled(shape, hardware, load, content)
+    in_turns = takes_turns(load.schedule, load.accumulation, chain(shape))
+    memory = settled(shape, hardware, load, content, in_turns)
     wish = wish_of(memory.config)
     room = room_of(hardware, memory, wish, shape, load)
     if wish.tier == "nvme" and not room.drives:
@@ -121,18 +115,10 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
             'in the block "offload" of a config'
         )
     choice = choice_of(shape, hardware, load, memory, wish)
-    if in_turns and (choice.schedule == MICRO_BATCH_MAJOR or choice.after_a_step):
-        # Sums wait in fp32, which may change the placement, and so the choice.
-        memory = settled(shape, hardware, load, content)
-        choice = choice_of(shape, hardware, load, memory, wish)
     planned = _timed(shape, hardware, load, content, memory, choice)
     if load.schedule != "auto" or choice.schedule == MICRO_BATCH_MAJOR:
         return planned
     other = ScheduleChoice(MICRO_BATCH_MAJOR, "a layer-major step is not faster")
-    try:
-        memory = settled(shape, hardware, load, content)
-    except BudgetError:  # sums in fp32 do not fit
-        return planned
     return _timed(shape, hardware, load, content, memory, other, planned)
 
 
@@ -449,6 +435,9 @@ def _ideas(planned: Planned) -> Iterator[tuple[str, str, Callable[[], Planned]]]
         yield words, f"--batch-size {more.batch}", changed(load=more)
     many = load._replace(accumulation=load.accumulation * 4)
     yield f"{many.accumulation} micro-batches a step", f"--accumulation {many.accumulation}", changed(load=many)
+    if load.schedule == "auto" and planned.choice.schedule == LAYER_MAJOR:
+        named = changed(load=load._replace(schedule=LAYER_MAJOR))
+        yield "the order by name, with which gradients wait in fewer bytes", f"--schedule {LAYER_MAJOR}", named
     if planned.load.recompute:
         block = {**planned.content.get("offload", {}), "activations": None}
         kept = {**planned.content, "offload": block, "activation_checkpointing": {}}

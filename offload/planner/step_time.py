@@ -796,17 +796,13 @@ def choice_of(shape: Shape, hardware: Hardware, load: Load, memory: Memory, wish
     tiers = ((on_device, room.device), (needed.host, room.host), (needed.disk, room.disk))
     # The tier that lacks most decides; the device if none lacks any.
     scarcest = max(tiers, key=lambda tier: max(tier[0] - tier[1], 0))
-    moves = any(tiers[State.WEIGHT] is not Tier.DEVICE for tiers in memory.placement.tiers)
-    choice = choose_schedule(
+    return choose_schedule(
         asked=load.schedule,
         micro_batches=load.accumulation,
         blocks=chain(shape),
-        moves=moves,
+        moves=any(tiers[State.WEIGHT] is not Tier.DEVICE for tiers in memory.placement.tiers),
         sends=not hardware.on_cpu and memory.placement.sends_gradients,
         checkpointed=tried.recompute,
         activation_nbytes=scarcest[0],
         free_nbytes=scarcest[1],
     )
-    # A run does not know these bytes before its first step.
-    learned = choice.schedule == LAYER_MAJOR != load.schedule and not moves and wish.tier in (None, "device")
-    return choice._replace(after_a_step=learned)
