@@ -19,9 +19,10 @@ In the first step the modules are watched during the first micro-batch's forward
 that keeps values on its modules between blocks (`ModuleState`) must not let micro-batches take turns. If the first
 forward leaves values, it may have made them for good, as a cache: then all micro-batches of this step pass one after
 the other, and the second one's forward decides. A model with forward hooks of the user also stays with that order,
-unless the config asks for turns by name. Where no weight
-can leave the device to make room, all micro-batches of this step pass one after the other too: it shows whether the
-activations of all of them fit.
+unless the config asks for turns by name.
+
+Where no weight can leave the device to make room, all micro-batches of the first step pass one after the other too: the
+step shows whether the activations of all of them fit.
 
 Threads. A micro-batch's forward and backward run on its thread: `EngineCore.run_backward` asks torch for that, since
 torch would run all backwards of a GPU on one thread. All code except the hooks belongs to the thread that runs the
