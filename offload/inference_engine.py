@@ -26,7 +26,7 @@ from offload.distributed.world import World
 from offload.engine import build_optimizer
 from offload.engine.assembly import STARTING, assemble
 from offload.engine.engine import EngineCore, ModelEngine
-from offload.engine.plan import Plan, decide
+from offload.engine.plan import Plan, check_model, decide
 from offload.errors import ConfigError, UsageError
 from offload.fileio.cache_file import Stamp
 from offload.layout.flat_layout import ParameterSegment, UnitLayout
@@ -384,6 +384,7 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
             parameter.requires_grad_(False)
         with STARTING, with_adopted_buffers(model):
             optimizer = build_optimizer.choose(None, model, None, None)
+            check_model(model)
             places = TensorPlaces(model, loaded.zero_optimization.stage3_param_persistence_threshold)
             find_in_place_layouts = places.in_place_layouts if in_place else None
             plan = decide(
