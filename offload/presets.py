@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,8 +175,8 @@ def check_folder(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file() and (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"{folder} contains adapters and no model; merge them with their model first, in RAM: "
-            f"{_merging(str(folder))}, then give {folder}-merged"
+            f"{folder} contains adapters and no model; merge them with their model first: "
+            f"{shell_command('merge', folder, f'{folder}-merged')}, then give {folder}-merged"
         )
     if not path.is_file() and (folder / "rank0").is_dir():
         raise ConfigError(
@@ -202,21 +201,6 @@ def check_folder(folder: Path) -> dict[str, Any]:
             f"run: pip install -U transformers. Code in the folder itself is never run"
         )
     return content
-
-
-def _merging(folder: str) -> str:
-    """Returns the shell command that merges a folder's adapters into their model.
-
-    The command writes the model and the tokenizer to `<folder>-merged`.
-    """
-    merged = f"{folder.rstrip(os.sep)}-merged"
-    steps = (
-        "from peft import AutoPeftModelForCausalLM as Model",
-        "from transformers import AutoTokenizer as Words",
-        f"Model.from_pretrained({folder!r}).merge_and_unload().save_pretrained({merged!r})",
-        f"Words.from_pretrained({folder!r}).save_pretrained({merged!r})",
-    )
-    return shlex.join(["python", "-c", "; ".join(steps)])
 
 
 def quantized_bits(config: Any) -> int | None:

@@ -225,6 +225,40 @@ def _tokenizer_writer(client_state: Mapping[str, Any]) -> Callable[[Path], None]
     return save
 
 
+def merge(
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Folder of an adapter of peft.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder of the model.")],
+    base: Annotated[
+        Path | None, typer.Option(help="Folder of the base model. [default: the one that the adapter names]")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Write the model that a LoRA adapter and its base model make together.
+
+    The base model's files are read and written a piece at a time, so that the model may be larger than the RAM.
+    Example: offload merge ./adapter ./my-llama
+    """
+    console = make_console(stderr=json_output, highlight=False, soft_wrap=True)
+    with errors(FAILED), _refusals(), signals():
+        from offload.offline.merge import MergePlan
+        from offload.runs.export import check_target
+
+        _check_folder(adapter)
+        check_target(out.absolute())
+        plan = MergePlan.of(adapter, base)
+        with _bar(console, plan.nbytes) as progress:
+            notices = plan.write(out, progress)
+    for notice in notices:
+        echo(notice, err=True)
+    if json_output:
+        print(
+            json.dumps({"changed": len(plan.changes), "nbytes": plan.nbytes, "base": str(plan.base), "path": str(out)})
+        )
+    else:
+        changed = count_of(len(plan.changes), "weight")
+        console.print(f"{changed} of {plan.base} changed, {format_size(plan.nbytes)} in {out}", markup=False)
+
+
 def convert(
     path: Run,
     moments: Annotated[
