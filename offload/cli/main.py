@@ -106,6 +106,7 @@ app.command()(store.rm)
 app.command(**_OPTIONS)(train.train)
 app.command(**_OPTIONS)(offline.score)
 app.command(**_OPTIONS)(offline.generate)
+app.command(**_OPTIONS)(offline.chat)
 # Options after the script belong to the script.
 app.command(context_settings={"allow_interspersed_args": False})(launch.run)
 app.command(cls=launch.Launch, context_settings={**UNDERSCORES, "allow_interspersed_args": False})(launch.launch)

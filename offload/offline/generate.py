@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,3 +121,48 @@ def completions(
             new = row[: next((at for at, token in enumerate(row) if token in ends), len(row) - 1) + 1]
             text = tokenizer.decode(new, skip_special_tokens=True)
             yield Completed(place=prompt.place, text=text, tokens=len(new))
+
+
+# -- conversation --------------------------------------------------------------------------------------
+
+
+def check_chat_template(tokenizer: Any, config: Any) -> None:
+    """Raises `ConfigError` if the tokenizer has no chat template."""
+    encode_prompt(Chat("the conversation", [{"role": "user", "content": "Hello"}]), tokenizer)
+
+
+class Conversation:
+    """Messages of a user and the model's answers, by the tokenizer's chat template."""
+
+    def __init__(self, model: OpenModel, system: str | None, *, max_new_tokens: int, **sampling: Any) -> None:
+        """Begins with a system message, if one is given. `sampling` are keywords of the model's `generate`."""
+        self._model, self._sampling = model, {"max_new_tokens": max_new_tokens, **sampling}
+        self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        self.tokens = 0
+        """Tokens that the model has generated."""
+
+    def answer(self, message: str, show: Callable[[str], None] | None = None) -> str:
+        """Returns the model's answer to a message; `show` receives the words of the answer as they come.
+
+        Raises:
+            ConfigError: The conversation has become longer than the model's positions.
+            NumericsError: Logits are inf or NaN.
+        """
+        self._messages.append({"role": "user", "content": message})
+        streamer = {} if show is None else {"streamer": _streamer(self._model.tokenizer, show)}
+        chat = Chat("the conversation", self._messages)
+        (done,) = completions(self._model, [chat], batch_size=1, **self._sampling, **streamer)
+        self._messages.append({"role": "assistant", "content": done.text})
+        self.tokens += done.tokens
+        return done.text
+
+
+def _streamer(tokenizer: Any, show: Callable[[str], None]) -> Any:
+    """Returns a streamer of transformers that calls `show` with each piece of text that is complete."""
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):  # type: ignore[misc]
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            show(text)
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

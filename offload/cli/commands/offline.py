@@ -1,4 +1,4 @@
-"""The commands `offload score` and `offload generate`: a folder's model over the records of files, without training."""
+"""The commands `offload score`, `offload generate` and `offload chat`: a folder's model, without training."""
 
 from __future__ import annotations
 
@@ -151,6 +151,23 @@ class GenerateOptions(_Placed, _Generated):
     """Options of `offload generate`; the help lists the fields of the last base first."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Talked:
+    """Options of `offload chat` about the conversation and the sampling."""
+
+    model: Model
+    system: Annotated[str | None, option("A system message before the first of yours.", group="Data")] = None
+    max_new_tokens: Annotated[int, option("Most tokens of an answer.", group="Sampling")] = 512
+    do_sample: Annotated[bool, option("Draw tokens by their probabilities; else the most probable one.")] = False
+    temperature: Annotated[float | None, option("With --do-sample: below 1 sharper, above 1 flatter.")] = None
+    seed: Annotated[int, option("Seed of --do-sample.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(_Placed, _Talked):
+    """Options of `offload chat`; the help lists the fields of the last base first."""
+
+
 @takes_options(ScoreOptions)
 def score(typed: ScoreOptions) -> None:
     """Score records by a model larger than the RAM: log-likelihood and perplexity, or the reward of a classifier.
@@ -227,6 +244,8 @@ def generate(typed: GenerateOptions) -> None:
                 import torch
 
                 measured = _Measured(model)
+                if typed.prompt is not None and getattr(model.tokenizer, "chat_template", None) is not None:
+                    _say("the prompt is continued as it is; offload chat applies the model's chat template")
                 torch.manual_seed(typed.seed)
                 sampling = {} if typed.temperature is None else {"temperature": typed.temperature}
                 count = tokens = 0
@@ -251,20 +270,73 @@ def generate(typed: GenerateOptions) -> None:
             _print_json({"prompts": count, "tokens": tokens, **facts, "completions": kept})
 
 
+@takes_options(ChatOptions)
+def chat(typed: ChatOptions) -> None:
+    """Talk to a model larger than the RAM, by its chat template.
+
+    Example: offload chat ./my-llama --system "Answer briefly."
+
+    Each line of stdin is a message; Ctrl-D ends. The answer appears token by token, and each token is a pass over the
+    weights in the folder's own files. All else goes to stderr.
+    """
+    with errors(FAILED), signals():
+        _check_numbers(max_new_tokens=typed.max_new_tokens)
+        _check_sampling(typed)
+        from offload.offline.generate import Conversation, check_chat_template
+
+        model = _opened(typed.model, typed.placement(), scores=False, check=check_chat_template)
+        with model.engine:
+            import torch
+
+            measured = _Measured(model)
+            torch.manual_seed(typed.seed)
+            sampling = {} if typed.temperature is None else {"temperature": typed.temperature}
+            conversation = Conversation(
+                model, typed.system, max_new_tokens=typed.max_new_tokens, do_sample=typed.do_sample, **sampling
+            )
+            answers: list[str] = []
+            for message in _messages():
+                # A model may generate characters that control the terminal.
+                show = (lambda text: print(printable(text), end="", flush=True)) if not typed.json_output else None
+                answers.append(conversation.answer(message, show))
+                if show is not None:
+                    print(flush=True)
+            tokens = conversation.tokens
+            facts = measured.report(f"{count_of(len(answers), 'answer')}, {count_of(tokens, 'new token')}", tokens)
+        if typed.json_output:
+            _print_json({"answers": answers, "tokens": tokens, **facts})
+
+
+def _messages() -> Iterator[str]:
+    """Yields the lines of stdin that are not empty. In a terminal a sign shows that a line is expected."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _check_sampling(typed: GenerateOptions | ChatOptions) -> None:
+    if not 0 <= typed.seed < 2**63:
+        raise ConfigError(f"--seed is at least 0 and below 2**63, not {typed.seed}")
+    if typed.temperature is not None and not (typed.do_sample and typed.temperature > 0):
+        raise ConfigError("--temperature is a number above 0, and needs --do-sample")
+
+
 def _check_generation(typed: GenerateOptions) -> None:
     """Raises `ConfigError` for options of `offload generate` that are out of range or contradict each other."""
     _check_numbers(batch_size=typed.batch_size, max_new_tokens=typed.max_new_tokens, static_cache=typed.static_cache)
     if (typed.prompt is None) == (not typed.data):
         raise ConfigError("expected one of --prompt and --data")
-    if not 0 <= typed.seed < 2**63:
-        raise ConfigError(f"--seed is at least 0 and below 2**63, not {typed.seed}")
+    _check_sampling(typed)
     # Python represents arguments that are not UTF-8 by surrogates, which tokenizers reject.
     if typed.prompt is not None and any("\ud800" <= each <= "\udfff" for each in typed.prompt):
         raise ConfigError("--prompt is not UTF-8: give a text in the terminal's encoding, or a file by --data")
     if typed.static_cache_on == "host" and typed.static_cache is None:
         raise ConfigError("--static-cache-on host needs --static-cache TOKENS, the size of the cache")
-    if typed.temperature is not None and not (typed.do_sample and typed.temperature > 0):
-        raise ConfigError("--temperature is a number above 0, and needs --do-sample")
 
 
 def _opened(folder: str, placement: ModelOptions, *, scores: bool, check: Any = None) -> OpenModel:
