@@ -94,10 +94,6 @@ PRESETS = {
 }
 
 
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-"""A model on the hub, as owner/name; a relative path of two folders looks alike."""
-
-
 def require_transformers() -> Any:
     """Returns the module `transformers`. Raises `ConfigError` with the command to install it if it is missing."""
     try:
@@ -108,14 +104,7 @@ def require_transformers() -> Any:
 
 
 def check_name(name: str) -> None:
-    """Raises `ConfigError` if no preset is called `name`; the error has the command that fetches a hub name."""
-    if name not in PRESETS and _HUB_NAME.fullmatch(name):
-        folder = name.rpartition("/")[2]
-        raise ConfigError(
-            f"there is no folder {name}, and nothing is downloaded; if it is a model on the hub, fetch it: "
-            f"hf download {name} --local-dir {folder} (for a plan hf download {name} config.json --local-dir {folder} "
-            f"is enough), then give --model ./{folder}"
-        )
+    """Raises `ConfigError` if no preset is called `name`."""
     if name not in PRESETS and (os.sep in name or name.startswith((".", "~"))):
         there = "is a file" if os.path.isfile(name) else "does not exist"
         raise ConfigError(

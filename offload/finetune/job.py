@@ -67,6 +67,7 @@ from offload.finetune.output import (
 )
 from offload.hardware import probe
 from offload.hardware.system import folder_notices
+from offload.hub import local_model
 from offload.launch.environment import rank_number
 from offload.losses.causal_model import ChosenLoss, as_begun, choose_loss, would_be_chunked
 from offload.notices import Remark
@@ -135,6 +136,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     """
     check(options)
     lora = None if options.lora is None else parse_lora(options.lora)
+    options = replace(options, model=local_model(options.model))
     folder = find_folder(options.model, adapters=lora is not None)
     join_launcher()  # no process group exists yet
     rank, world_size = (rank_number(os.environ, *variable) for variable in (("RANK", 0), ("WORLD_SIZE", 1)))

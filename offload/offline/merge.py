@@ -22,6 +22,7 @@ import torch
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.inner_files import read_bounded
 from offload.fileio.safetensors_stream import SafetensorsWriter, unrepeated
+from offload.hub import local_model
 from offload.inference_engine import read_model
 from offload.model_io.deferred import origin_of
 from offload.model_io.folder import CONFIG, GENERATION, INDEX, SINGLE, Stored, stored_tensors
@@ -135,14 +136,14 @@ class MergePlan:
     """Changes of some of them, by their names in the files."""
 
     @classmethod
-    def of(cls, adapter: Path, base: Path | None = None) -> MergePlan:
+    def of(cls, adapter: Path, base: str | None = None) -> MergePlan:
         """Returns the plan for an adapter of peft. Reads headers of files alone.
 
         LoRA, rsLoRA and DoRA are merged, and biases, token rows and modules that the training saved whole.
 
         Args:
             adapter: Folder with `adapter_config.json` and `adapter_model.safetensors`.
-            base: Folder of the base model; None for the one that the adapter names.
+            base: Folder of the base model, or its name on the hub; None for the one that the adapter names.
 
         Raises:
             ConfigError: The adapter computes something that is no sum with a weight, or does not fit the base model.
@@ -150,14 +151,14 @@ class MergePlan:
             IoError: A file cannot be read.
         """
         settings = _read_settings(adapter)
-        base = _base_of(settings, adapter) if base is None else base
-        check_folder(base)
-        tensors = stored_tensors(base)
+        folder = _base_of(settings, adapter) if base is None else Path(local_model(base))
+        check_folder(folder)
+        tensors = stored_tensors(folder)
         unsafe = next((stored.path for stored in tensors.values() if stored.path.suffix != ".safetensors"), None)
         if unsafe is not None:
             raise ConfigError(f"{unsafe} is no safetensors file: load and save the base model by transformers once")
-        changes = _changes(settings, _adapter_tensors(adapter), _places(base), adapter, base)
-        return cls(adapter=adapter, base=base, tensors=tensors, changes=changes)
+        changes = _changes(settings, _adapter_tensors(adapter), _places(folder), adapter, folder)
+        return cls(adapter=adapter, base=folder, tensors=tensors, changes=changes)
 
     @property
     def nbytes(self) -> int:
@@ -267,12 +268,13 @@ def _read_settings(adapter: Path) -> dict[str, Any]:
 
 def _base_of(settings: Mapping[str, Any], adapter: Path) -> Path:
     name = settings.get("base_model_name_or_path")
-    if not isinstance(name, str) or not Path(name).is_dir():
+    base = Path(local_model(name) if isinstance(name, str) else "")
+    if not isinstance(name, str) or not base.is_dir():
         raise ConfigError(
-            f"{adapter / ADAPTER_CONFIG} names the base model {name!r}, which is no folder here; give its folder by "
-            "--base. A model on the hub is fetched first: hf download OWNER/NAME --local-dir NAME"
+            f"{adapter / ADAPTER_CONFIG} names the base model {name!r:.199}, which is no folder here: give its folder "
+            "by --base"
         )
-    return Path(name)
+    return base
 
 
 def _adapter_tensors(adapter: Path) -> dict[str, Stored]:

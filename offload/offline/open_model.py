@@ -195,8 +195,8 @@ def open_model(
     folder = Path(name)
     if not folder.is_dir():
         raise ConfigError(
-            f"there is no folder {folder}; give a model's folder: config.json, tokenizer, safetensors. A model on the "
-            "hub is fetched first: hf download OWNER/NAME --local-dir NAME"
+            f"there is no folder {folder}; give a model's folder: config.json, tokenizer, safetensors, or OWNER/NAME "
+            "of a model on the hub"
         )
     check_folder(folder)
     require_transformers()

@@ -265,7 +265,7 @@ def test_the_static_cache_takes_the_memory_that_was_said() -> None:
     ("arguments", "words"),
     [
         (("score", "{folder}", "--data", "missing"), "there is no data at missing"),
-        (("score", "missing", "--data", "{folder}/config.json"), "hf download OWNER/NAME"),
+        (("score", "missing", "--data", "{folder}/config.json"), "or OWNER/NAME of a model on the hub"),
         (("score", "{folder}", "--data", "{folder}/config.json", "--batch-size", "0"), "--batch-size is at least 1"),
         (("score", "{folder}", "--data", "{folder}/config.json", "--output", "/absent/scores"), "its folder does not"),
         (("generate", "{folder}"), "expected one of --prompt and --data"),

@@ -38,7 +38,7 @@ LAYERS = (
     *CIRCLE,
     *FEATURES,
     *COMPOSITION,
-    *("planner", "losses", "dtype_choice", "inference_engine", "__init__"),
+    *("hub", "planner", "losses", "dtype_choice", "inference_engine", "__init__"),
     *("finetune", "bench", "offline", "hf", "integrations", "runs", "deepspeed"),
     *("cli", "testing", "__main__"),
 )

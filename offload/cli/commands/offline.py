@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from offload.offline.open_model import ModelOptions, OpenModel
 
 Model = Annotated[
-    str, typer.Argument(metavar="FOLDER", help="config.json, tokenizer and safetensors.", rich_help_panel="Data")
+    str,
+    typer.Argument(
+        metavar="FOLDER", help="config.json, tokenizer and safetensors, or a model of the hub.", rich_help_panel="Data"
+    ),
 ]
 Output = Annotated[
     Path | None,
@@ -341,11 +344,12 @@ def _check_generation(typed: GenerateOptions) -> None:
 
 def _opened(folder: str, placement: ModelOptions, *, scores: bool, check: Any = None) -> OpenModel:
     """Returns the model of a folder. Lines on it are reported by `_measured` alone."""
+    from offload.hub import local_model
     from offload.offline.open_model import open_model
 
     # The command prints these lines itself, remarks too, which logging leaves out by default.
     logging.getLogger("offload.notices").setLevel(logging.ERROR)
-    return open_model(folder, placement, scores=scores, check=check)
+    return open_model(local_model(folder), placement, scores=scores, check=check)
 
 
 def _check_numbers(**given: int | None) -> None:

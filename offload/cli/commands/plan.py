@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +40,11 @@ class PlanOptions:
 
     model: Annotated[
         str | None,
-        option("A preset, such as llama-7b, or a folder with a config.json.", "--model-name-or-path", group="Model"),
+        option(
+            "A preset, such as llama-7b, a folder with a config.json, or a model of the hub, as Qwen/Qwen3-8B.",
+            "--model-name-or-path",
+            group="Model",
+        ),
     ] = None
     parameters: Annotated[str | None, option("Instead of a model: number of parameters, as 13B or 350M.")] = None
     layers: Annotated[int | None, option("With --parameters: number of layers.")] = None
@@ -149,6 +154,7 @@ def plan(typed: PlanOptions) -> None:
     from rich.console import Console
 
     with _working("loading torch"):
+        from offload.hub import local_model
         from offload.planner import output
         from offload.planner.reach import reach
         from offload.planner.recommend import advise, compare
@@ -156,6 +162,9 @@ def plan(typed: PlanOptions) -> None:
         from offload.presets import PRESETS
 
     console = Console(stderr=typed.json_output, highlight=False, markup=False)
+    if typed.model is not None:
+        with errors(BAD_INPUT):
+            typed = dataclasses.replace(typed, model=local_model(typed.model, config_only=not typed.measure))
     if typed.longest_sequence:
         _print_longest(typed, console)
         return

@@ -229,7 +229,8 @@ def merge(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Folder of an adapter of peft.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder of the model.")],
     base: Annotated[
-        Path | None, typer.Option(help="Folder of the base model. [default: the one that the adapter names]")
+        str | None,
+        typer.Option(help="Folder or hub name of the base model. [default: the one that the adapter names]"),
     ] = None,
     json_output: Json = False,
 ) -> None:

@@ -25,7 +25,8 @@ class TrainOptions:
         str,
         option(
             "gpt2-tiny or -small, llama-1b, -3b, -7b, -8b, -13b, -70b, from scratch, on bytes; or a folder: "
-            "config.json, tokenizer, and weights if it is to start from them.",
+            "config.json, tokenizer, and weights if it is to start from them; or a model of the hub, such as "
+            "Qwen/Qwen3-8B, which is fetched once.",
             "--model-name-or-path",
             "--base-model",
             group="Model",

@@ -1,0 +1,91 @@
+"""Models on the Hugging Face Hub, by name: fetched once into the hub's own cache, and used there.
+
+A model that the cache contains is used without a question to the network, so that a run resumes with the files that it
+began with. `huggingface_hub` comes with transformers; nothing of a model is run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from offload.errors import ConfigError, OffloadError
+from offload.model_io.folder import CONFIG, stored_tensors
+
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+"""A model on the hub, as owner/name; a relative path of two folders looks alike."""
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_OTHERS = ["*/*", "consolidated*"]
+"""Copies of the weights for other libraries."""
+
+
+def local_model(name: str, config_only: bool = False) -> str:
+    """Returns the folder of a model of the hub, or `name` itself if it is a folder, a preset, or no name of the hub.
+
+    Args:
+        name: A model as a user names it; on the hub OWNER/NAME.
+        config_only: True if the model's config is enough, which takes kilobytes.
+
+    Raises:
+        ConfigError: The hub has no such model, or it cannot be asked.
+    """
+    if not _HUB_NAME.fullmatch(name) or os.path.exists(name):
+        return name
+    return str(_hub_folder(name, config_only))
+
+
+def _hub_folder(name: str, config_only: bool) -> Path:
+    """Returns the folder in the hub's cache. Fetches what the cache lacks, with a progress bar."""
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{name} is no folder; to fetch a model of the hub, run: pip install 'offload[hf]'"
+        ) from error
+    # Read at each call: a script may set it after the import of huggingface_hub.
+    more: dict[str, Any] = {"endpoint": endpoint} if (endpoint := os.environ.get("HF_ENDPOINT")) else {}
+    if not config_only:
+        more |= {"allow_patterns": _FILES, "ignore_patterns": _OTHERS}
+    try:
+        folder = _fetch(huggingface_hub, name, config_only, local_files_only=True, **more)
+        if config_only or _is_whole(folder):
+            return folder
+    except (errors.LocalEntryNotFoundError, errors.EntryNotFoundError):
+        pass
+    try:
+        return _fetch(huggingface_hub, name, config_only, **more)
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"{name} is on the hub, and its owner asks for a consent: accept it on the model's page, then run: "
+            "hf auth login"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"there is no folder {name}, and the hub has no model of that name that you may see: correct the name, or "
+            "run: hf auth login"
+        ) from error
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"there is no folder {name}, and it cannot be fetched from the hub ({type(error).__name__}: "
+            f"{reason:.200}): fetch it where there is a network: hf download {name} --local-dir "
+            f"{name.rpartition('/')[2]}"
+        ) from error
+
+
+def _fetch(huggingface_hub: Any, name: str, config_only: bool, **more: Any) -> Path:
+    if config_only:
+        return Path(huggingface_hub.hf_hub_download(name, CONFIG, **more)).parent
+    return Path(huggingface_hub.snapshot_download(name, **more))
+
+
+def _is_whole(folder: Path) -> bool:
+    """Returns True if a folder of the cache contains a config and all weights."""
+    try:
+        stored_tensors(folder)
+    except OffloadError:
+        return False
+    return (folder / CONFIG).is_file()
