@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from offload.errors import ConfigError
 from offload.finetune.corpus.chats import Example, encode_chat, learned_words, visible_text
 from offload.finetune.corpus.documents import Chat
-from tests.support.model_folders import MARKING_TEMPLATE, tokenizer
+from tests.support.model_folders import MARKING_TEMPLATE, PLAIN_TEMPLATE, tokenizer
 
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -104,6 +104,18 @@ def text_of(messages: list[dict[str, Any]], template: str) -> str:
     """What is shown of a chat: learned tokens between [[ and ]]."""
     by = coder(template, False)
     return str(Example.of(*encode_chat(Chat("", messages), by), by))
+
+
+@pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}])
+def test_a_message_may_be_left_out_of_what_is_learned(key: dict[str, Any]) -> None:
+    messages: list[dict[str, Any]] = [
+        *({"role": "user", "content": "1"}, {"role": "assistant", "content": "one"} | key),
+        *({"role": "user", "content": "2"}, {"role": "assistant", "content": "two"}),
+    ]
+    bare, marks = PLAIN_TEMPLATE, MARKING_TEMPLATE
+    for template in (bare + "{% if add_generation_prompt %}<|assistant|>{% endif %}", marks):
+        shown = text_of(messages, template)
+        assert "[[two" in shown and "one" in shown and "[[one" not in shown
 
 
 def test_a_template_that_shows_a_turn_in_another_way_later_is_an_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -280,6 +281,41 @@ def test_every_kind_of_line(tmp_path: Path) -> None:
     assert completion == Completion(f"{file}:4", "p", "")
 
 
+def test_rows_of_sharegpt_and_alpaca_are_messages(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}]
+    rows = [
+        {"conversations": turns, "system": "s", "id": 7},
+        {"instruction": "add", "input": "1, 2", "output": "3"},
+        {"conversations": [{"role": "user", "content": "a"}]},
+    ]
+    lines, whole = tmp_path / "rows.jsonl", tmp_path / "rows.json"
+    lines.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    whole.write_bytes(b"\xef\xbb\xbf" + json.dumps(rows * 20_000, indent=1).encode())  # more than is read at a time
+    first, second, third = [*read_records([lines])]
+    system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "a"}
+    assert first == Chat(f"{lines}:1", [system, user, {"role": "assistant", "content": "b", "weight": 0}])
+    asked = {"role": "user", "content": "add\n\n1, 2"}
+    assert second == Chat(f"{lines}:2", [asked, {"role": "assistant", "content": "3"}])
+    assert third == Chat(f"{lines}:3", [user])
+    found = [*read_records([whole])]
+    assert len(found) == 60_000 and found[-1] == third._replace(place=f"{whole}: item 60000")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[", "item 1 is not JSON: Expecting value"),
+        ('[{"text": "a"} {"text": "b"}]', "item 2 is not JSON: expected ','"),
+        ('[[{"text": "a"}]]', "item 1 contains a list"),
+        ('[{"text": "a"}, {"te', "item 2 is not JSON"),
+    ],
+)
+def test_a_list_that_is_none_is_named_by_its_item(content: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        [*read_records([tmp_path / "rows.json"])]
+
+
 def test_a_folder_is_searched_in_an_order_that_stays(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     for name in ("z.txt", "b/2.jsonl", "b/1.md", "config.json", "weights.bin"):
@@ -297,7 +333,10 @@ def test_no_data_is_an_error(tmp_path: Path, path: str) -> None:
 
 WRONG = {
     "{": "is not JSON",
-    "[1]": "`jq -c '.[]' FILE` makes lines",
+    "[1]": "a file that is one list is called",
+    '{"conversations": [{"from": "bard", "value": "a"}]}': "message 1 is from 'bard'; expected one of human",
+    '{"instruction": "a", "output": "b", "history": [["c", "d"]]}': "contains a history, which is not read",
+    '{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}': 'expected 0 or 1 as "weight"',
     '"words"': "contains a string",
     "{}": "contains no key; each line must be one of",
     '{"txt": "a"}': "contains txt; each line must be one of",

@@ -225,7 +225,7 @@ def encode_chat(chat: Chat, tokenizer: Any, whole: bool = False) -> tuple[list[i
             chat, tokenizer, chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
             chat_template=marking.template,
         )  # fmt: skip
-        return marked["input_ids"], [bool(bit) for bit in marked["assistant_masks"]]
+        return marked["input_ids"], _without_unlearned(chat, [bool(bit) for bit in marked["assistant_masks"]])
     text = _apply(chat, tokenizer, chat.messages, tokenize=False)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     begins, ends = np.asarray(encoded["offset_mapping"]).reshape(-1, 2).T
@@ -233,6 +233,26 @@ def encode_chat(chat: Chat, tokenizer: Any, whole: bool = False) -> tuple[list[i
     for start, stop in _assistant_spans(chat, tokenizer, text):
         learned |= (begins < stop) & (start < ends)
     return encoded["input_ids"], learned.tolist()
+
+
+def _is_learned(message: dict[str, Any]) -> bool:
+    """Returns False for an assistant's message with "weight": 0, as OpenAI has it, or "train": false, as axolotl."""
+    return bool(message.get("weight", 1)) and bool(message.get("train", True))
+
+
+def _without_unlearned(chat: Chat, mask: list[bool]) -> list[bool]:
+    """Returns the mask of a template without the messages that are not to be learned."""
+    answers = [message for message in chat.messages if message["role"] == "assistant"]
+    if all(map(_is_learned, answers)):
+        return mask
+    runs = [[learned, len([*group])] for learned, group in itertools.groupby(mask)]
+    if sum(learned for learned, _ in runs) != len(answers):
+        raise ConfigError(
+            f'{chat.place}: some messages have "weight": 0 or "train": false, and the chat template does not mark each '
+            f"message of the assistant apart; {_CURE}"
+        )
+    numbered = iter(answers)
+    return [bit for learned, count in runs for bit in [bool(learned) and _is_learned(next(numbered))] * count]
 
 
 def learned_words(tokenizer: Any, whole: bool = False) -> str:
@@ -273,7 +293,7 @@ def _apply(chat: Chat, tokenizer: Any, messages: list[dict[str, Any]], **how: An
 
 def _assistant_spans(chat: Chat, tokenizer: Any, text: str) -> Iterator[tuple[int, int]]:
     for at, message in enumerate(chat.messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or not _is_learned(message):
             continue
         through = text
         if at + 1 < len(chat.messages):

@@ -1,18 +1,23 @@
 """Readers of the document files that `--data` names. Records are read and checked one by one, without tokenizing.
 
 *.jsonl, *.ndjson, *.json   one object a line: {"text": …}, {"messages": […]} or {"prompt": …, "completion": …}
+*.json                      also one list of such objects
 *.parquet, *.csv            one document a row, in columns of these names
 any other file              one document, plain text
+
+ShareGPT's {"conversations": [{"from": "human", "value": …}, …]} and Alpaca's {"instruction": …, "output": …} are read
+as messages.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from offload.errors import ConfigError
 from offload.fileio.inner_files import open_data
@@ -22,9 +27,9 @@ from offload.fileio.inner_files import open_data
 # Readers of CSV and Parquet files. Each row is a mapping of columns to values, as of parsed JSON.
 
 
-COLUMNS = ("text", "messages", "prompt", "completion")
+COLUMNS = ("text", "messages", "prompt", "completion", "conversations", "instruction")
 """Columns of documents; a table needs one of them."""
-_READ = (*COLUMNS, "tools")
+_READ = (*COLUMNS, "tools", "system", "input", "output", "history")
 """Columns that are read; all others are ignored."""
 _ROWS_AT_ONCE = 256
 
@@ -117,6 +122,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 _T = TypeVar("_T")
+_AT_ONCE = 1 << 20
+"""Bytes of a list that are read at a time."""
 _LINES = (".jsonl", ".ndjson", ".json")
 _IN_FOLDERS = (".jsonl", ".ndjson", ".parquet", ".csv", ".txt", ".md", ".py")
 _SHAPES = '{"text": "…"}, {"messages": [{"role": "user", "content": "…"}, …]} or {"prompt": "…", "completion": "…"}'
@@ -212,11 +219,58 @@ def _read(files: Iterable[Path], make: Callable[[Any, str], _T]) -> Iterator[_T 
 
 def _lines(file: Path) -> Iterator[tuple[Any, str]]:
     with open_data(file) as content:
+        if file.suffix == ".json" and _begins_list(content):
+            yield from _items(file, content)
+            return
         for number, line in enumerate(content, 1):
             place = f"{file}:{number}"
             text = _decode(line, place).strip()
             if text:
                 yield _parse(text, place), place
+
+
+def _begins_list(content: BinaryIO) -> bool:
+    """Returns True if the first line begins a list, and not an object; the position stays."""
+    if not content.seekable():
+        return False
+    first = content.read(_AT_ONCE).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    content.seek(0)
+    return first == b"["
+
+
+def _items(file: Path, content: BinaryIO) -> Iterator[tuple[Any, str]]:
+    """Yields the items of a file that is one list, each with its place, counted from 1. One item is in memory."""
+    decoder, utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
+    text, at, number, ended = "", 0, 0, False
+    due = "["  # the character before the next item
+    while True:
+        place = f"{file}: item {number + 1}"
+        while at < len(text) and text[at].isspace():
+            at += 1
+        sign = text[at : at + 1]
+        if sign and sign == due:
+            due, at = "", at + 1
+            continue
+        if sign == "]" and due != "[":
+            return
+        try:
+            if due:
+                raise ValueError(f"expected {due!r} or the end of the list, got {sign!r}")
+            item, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            if ended or isinstance(error, RecursionError) or (due and sign):
+                raise ConfigError(f"{place} is not JSON: {error}; each item must be one of {_SHAPES}") from error
+            # The item may go on: read as much as there is of it already, so that a long one is not parsed too often.
+            data = content.read(max(_AT_ONCE, len(text) - at))
+            ended = not data
+            try:
+                text, at = text[at:] + utf8.decode(data, ended), 0
+            except UnicodeDecodeError as wrong:
+                raise ConfigError(f"{place} is not UTF-8: {wrong.reason}; convert the file") from wrong
+            continue
+        number, due = number + 1, ","
+        _check_surrogates(item, place)
+        yield item, place
 
 
 def _csv(file: Path) -> Iterator[tuple[Any, str]]:
@@ -246,6 +300,11 @@ def _parse(line: str, place: str) -> Any:
         parsed = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is not JSON: {error}; each line must be one of {_SHAPES}") from error
+    _check_surrogates(parsed, place)
+    return parsed
+
+
+def _check_surrogates(parsed: Any, place: str) -> None:
     # JSON may escape a single surrogate, "\ud83d", which Python reads but no tokenizer can encode.
     try:
         json.dumps(parsed, ensure_ascii=False).encode()
@@ -253,10 +312,10 @@ def _parse(line: str, place: str) -> Any:
         raise ConfigError(
             f"{place} contains half of a surrogate pair, {error.object[error.start]!a}; fix the line"
         ) from error
-    return parsed
 
 
 def _record(found: Any, place: str) -> Record:
+    found = _with_messages(found, place)
     kind = _kind_of(found, place)
     if kind == "text":
         return Text(place, _string(found, "text", place))
@@ -266,16 +325,59 @@ def _record(found: Any, place: str) -> Record:
 
 
 def _prompt(found: Any, place: str) -> Prompt | Chat:
+    found = _with_messages(found, place)
     kind = _kind_of(found, place)
     if kind == "messages":
         return _chat(found, place)
     return Prompt(place, _string(found, kind, place))
 
 
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Roles of ShareGPT's speakers."""
+
+
+def _with_messages(found: Any, place: str) -> Any:
+    """Returns a line in the form of ShareGPT or of Alpaca with its messages, and any other line as it is."""
+    if not isinstance(found, dict) or any(key in found for key in ("text", "messages", "prompt")):
+        return found
+    if isinstance(found.get("conversations"), list):
+        turns = [_turn(turn, f"{place}: message {number}") for number, turn in enumerate(found["conversations"], 1)]
+    elif "instruction" in found and "output" in found:
+        asked = _string(found, "instruction", place)
+        if found.get("input"):
+            asked += f"\n\n{_string(found, 'input', place)}"
+        turns = [{"role": "user", "content": asked}]
+        turns += [{"role": "assistant", "content": _string(found, "output", place)}]
+        if found.get("history"):
+            raise ConfigError(f"{place} contains a history, which is not read; write the turns as messages")
+    else:
+        return found
+    system = [{"role": "system", "content": _string(found, "system", place)}] if found.get("system") else []
+    return {"messages": [*system, *turns], "tools": found.get("tools")}
+
+
+def _turn(turn: Any, where: str) -> Any:
+    if not isinstance(turn, dict) or "from" not in turn:
+        return turn  # some files have messages there
+    speaker = _string(turn, "from", where)
+    if speaker not in _SPEAKERS:
+        raise ConfigError(f"{where} is from {speaker!r:.99}; expected one of {', '.join(_SPEAKERS)}")
+    kept = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return {**kept, "role": _SPEAKERS[speaker], "content": _string(turn, "value", where)}
+
+
 def _kind_of(found: Any, place: str) -> str:
     """Returns the key that determines the kind of a line or row."""
     if not isinstance(found, dict):
-        cure = "; `jq -c '.[]' FILE` makes lines of a file that is one list" if isinstance(found, list) else ""
+        cure = "; a file that is one list is called *.json" if isinstance(found, list) else ""
         raise ConfigError(f"{place} contains {_kind(found)}, and each line must be one of {_SHAPES}{cure}")
     kinds = [key for key in ("text", "messages", "prompt") if key in found]
     if len(kinds) != 1:
@@ -313,6 +415,8 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
         # A message with tool calls may have null content in the OpenAI format.
         if not message.get("tool_calls"):
             _string(message, "content", where)
+        if message.get("weight", 1) not in (0, 1) or message.get("train", True) not in (True, False):
+            raise ConfigError(f'{where}: expected 0 or 1 as "weight", and true or false as "train"')
     return value
 
 
