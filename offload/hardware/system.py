@@ -268,14 +268,21 @@ def mount_of(path: str | Path) -> Mount:
 
 
 def check_folders(folders: Iterable[str]) -> None:
-    """Raises an error if a swap folder would be created on the drive of / together with its parent folder.
+    """Raises an error if a swap folder would be created on the drive of / in a place for drives, or with its parent.
 
-    If neither exists, the path is usually mistyped, or its drive is not mounted. Any folder may be created on another
-    drive, and in the folder for temporary files.
+    The path is then usually mistyped, or its drive is not mounted. Any folder may be created on another drive, and in
+    the folder for temporary files.
     """
     for name in folders:
         path = Path(os.path.realpath(name))
         there = next(parent for parent in path.parents if parent.exists())
+        for_drives = not path.exists() and any(path.is_relative_to(place) for place in _FOR_DRIVES)
+        if for_drives and _is_with_root(there):
+            missing = there / path.relative_to(there).parts[0]
+            raise ConfigError(
+                f"nvme_path {name}: there is no {missing}, and no drive is mounted at {there}: mount the drive; or, if "
+                f"swap files shall go to the drive of /, make the folder: mkdir -p {path}"
+            )
         if there == path.parent or not _is_with_root(there) or path.is_relative_to(os.path.realpath(gettempdir())):
             continue
         raise ConfigError(
@@ -296,15 +303,12 @@ def folder_notices(folders: Iterable[str]) -> Iterator[str]:
         there = next(each for each in (path, *path.parents) if os.path.exists(each))
         mount = mount_of(there)
         on = f"the drive of {mount.point} ({mount.device}, {format_size(shutil.disk_usage(there).free)} free)"
-        # The parts of the path that the start of a run will create.
-        missing = list(path.relative_to(there).parts)
         if _is_with_root(there) and any(path.is_relative_to(each) for each in _FOR_DRIVES):
-            why = f"{there / missing[0]} does not exist" if missing else "no drive is mounted there"
-            cure = f", and delete {there / missing[0]}" if missing else ""
             yield (
-                f"swap files go to {path} on {on}: {why}; if the path is mistyped or its drive not mounted, stop{cure}"
+                f"swap files go to {path} on {on}: no drive is mounted there; if the path is mistyped or its drive not "
+                "mounted, stop"
             )
-        elif missing:
+        elif there != path:
             yield Remark(f"{path} is made for swap files, on {on}")
 
 

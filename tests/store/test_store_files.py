@@ -677,13 +677,11 @@ def test_a_place_for_drives_without_one_is_a_warning(on_root: Path, monkeypatch:
     testing.replace(monkeypatch, "machine.drive_folders", (str(on_root / "mnt"),))
     (on_root / "mnt" / "nvme").mkdir(parents=True)
     (line,) = folder_notices([str(on_root / "mnt" / "nvme")])
-    assert not isinstance(line, Remark) and "no drive is mounted there" in line and "delete" not in line
-    (line,) = folder_notices([str(on_root / "mnt" / "nmve")])
-    assert not isinstance(line, Remark)
-    assert line.endswith(
-        f"{on_root / 'mnt' / 'nmve'} does not exist; if the path is mistyped or its drive not mounted, stop, and "
-        f"delete {on_root / 'mnt' / 'nmve'}"
-    )
+    assert not isinstance(line, Remark) and "no drive is mounted there" in line
+    missing = on_root / "mnt" / "nmve"
+    with pytest.raises(ConfigError, match=f"there is no {missing}, and no drive is mounted at .*mkdir -p {missing}"):
+        offload.initialize(model=nn.Linear(8, 8), config=config_of(path=str(missing)))
+    assert not missing.exists(), "nothing was made"
 
 
 def test_the_mount_of_a_folder_is_the_innermost_one(tmp_path: Path) -> None:
@@ -696,7 +694,7 @@ def test_the_start_of_train_names_the_drive_and_ends_in_warnings(
     on_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     testing.replace(monkeypatch, "machine.drive_folders", (str(on_root / "mnt"),))
-    (on_root / "mnt").mkdir()
+    (on_root / "mnt" / "nvme").mkdir(parents=True)
     Path("ds.json").write_text(json.dumps({"offload": {"nvme_path": "mnt/nvme", "durability": "step"}}))
     lines = call("--config", "ds.json", "--steps", "1", "--nvme-path", "drive").stdout.splitlines()
     assert any(line.startswith(f"{on_root / 'drive'} is made for swap files, on the drive of /") for line in lines)
