@@ -97,6 +97,7 @@ class Options:
     no_output: bool = False
     save_every: int | None = None
     log: Path | None = None
+    report_to: tuple[str, ...] = ()
     log_every: int | None = None
     trace: str | None = None
 
@@ -164,6 +165,10 @@ def merge(
         _set(merged, ("bf16", "enabled"), "auto")
     _merge_paths(merged, list(options.nvme_path), lines)
     _merge_batch(merged, options, world_size, lines)
+    for name in options.report_to:
+        if name not in _MONITORS:
+            raise ConfigError(f"--report-to is one of {', '.join(_MONITORS)}, not {name!r:.99}")
+        _set(merged, (_MONITORS[name], "enabled"), True)
     zero = merged.setdefault("zero_optimization", {})
     if isinstance(zero, dict):
         # A value that is not a block is left for `load_config` to refuse.
@@ -173,6 +178,8 @@ def merge(
     return merged, tuple(lines)
 
 
+_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv": "csv_monitor"}
+"""Block of the config for each name of --report-to."""
 _PATHS = (
     ("zero_optimization", "offload_optimizer", "nvme_path"),
     ("zero_optimization", "offload_param", "nvme_path"),

@@ -30,6 +30,15 @@ FILE: dict[str, Any] = {
 }
 
 
+def test_monitors_are_enabled_beside_the_settings_of_the_file() -> None:
+    file = {**FILE, "csv_monitor": {"enabled": False, "output_path": "numbers"}}
+    merged, lines = merge(file, Options(report_to=("csv", "wandb")))
+    assert merged["csv_monitor"] == {"enabled": True, "output_path": "numbers"}
+    assert merged["wandb"] == {"enabled": True} and "tensorboard" not in merged and lines == merge(file, Options())[1]
+    with pytest.raises(ConfigError, match="--report-to is one of tensorboard, wandb, csv, not 'mlflow'"):
+        merge(file, Options(report_to=("mlflow",)))
+
+
 def test_the_job_has_the_options_of_the_command_and_their_defaults() -> None:
     typed = {each.name: each.default for each in dataclasses.fields(TrainOptions) if each.name != "json_output"}
     asked = {each.name: each.default for each in dataclasses.fields(Options)}

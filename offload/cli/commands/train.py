@@ -246,6 +246,10 @@ class TrainOptions:
             group="Logging",
         ),
     ] = None
+    report_to: Annotated[
+        list[str] | None,
+        option("Write the numbers of each step to tensorboard, wandb or csv too; may repeat.", metavar="NAME"),
+    ] = None
     log_every: Annotated[
         int | None,
         option(
@@ -286,7 +290,7 @@ def _job_options(typed: TrainOptions, rank: int) -> Options:
     values: dict[str, Any] = dict(vars(typed))
     # `Options` has no such field: the form of the output is decided by this command, not by the job.
     del values["json_output"]
-    for name in ("text", "data", "eval_data", "nvme_path"):
+    for name in ("text", "data", "eval_data", "nvme_path", "report_to"):
         values[name] = tuple(values[name] or ())
     values["trace"] = None if typed.trace is None else str(typed.trace)
     # All ranks run this command; only one may write the log.
