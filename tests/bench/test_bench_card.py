@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload.bench import card
+from offload.bench import card, card_page
 from offload.bench.gpu.training import Profile
 from offload.cli.main import app
 from offload.errors import ConfigError
@@ -77,11 +77,13 @@ def test_parts_without_time_are_named_and_failed_ones_are_an_exit_code(
     monkeypatch.setattr(card, "run_child", lambda *_, **__: ended.pop(0))
     report = card.measure(card.check(tmp_path, None, 0.001, ["text", "peers", "gpt2-tiny"]))
     assert report["left_out"].keys() == {"text", "peers", "gpt2-tiny"} and card.judge(report) == 0
-    page = card.page(report)
+    page = card_page.page(report)
     assert "s predicted)" in page and page.count("left out for time: it takes about") == 3
     ended += [{"state": "failed", "figures": None, "exit_code": 1, "last_lines": ["RuntimeError: no"]}]
     report = card.measure(card.check(tmp_path, None, 1, []))
-    assert card.judge(report) == 1 and "probe FAILED: ended with exit code 1: RuntimeError: no" in card.page(report)
+    assert card.judge(report) == 1 and "probe FAILED: ended with exit code 1: RuntimeError: no" in card_page.page(
+        report
+    )
 
 
 def test_a_steps_time_adds_up_and_kernels_of_a_gpu_come_first() -> None:
@@ -101,7 +103,7 @@ def test_a_steps_time_adds_up_and_kernels_of_a_gpu_come_first() -> None:
     on_gpu = card.divide(10, 20, card.layers(Profile(10, 20, [(9, 11), (12.5, 14)], [(13, 16.5)]), spans))
     expected = {"kernels": 2.5, card.UPDATES: 0.5, card.READS: 1.0, "copies": 1.5, "receiver": 0.5, card.OTHER: 4.0}
     assert on_gpu == pytest.approx(expected) and sum(on_gpu.values()) == pytest.approx(10)
-    assert card.bar(on_gpu, 20) == "#####urrccccg........"[:0] + "#" * 5 + "u" + "rr" + "ccc" + "g" + "." * 8
+    assert card_page.bar(on_gpu, 20) == "#" * 5 + "u" + "rr" + "ccc" + "g" + "." * 8
 
 
 def gpu() -> Hardware:
@@ -113,7 +115,7 @@ def test_the_page_of_a_gpu(tmp_path: Path) -> None:
     """Planned for a GPU, with figures as its processes write them; none of it was measured."""
     plan = card.CardPlan(tmp_path, torch.device("cuda"), 24 * GIB, 12.0, ())
     planned = card.about(card.planned_row(plan, gpu(), "llama-3b", tmp_path))
-    assert (planned["batch_size"], planned["accumulation"], planned["tiers"]) == (4, 4, "cpu/cpu")
+    assert (planned["batch_size"], planned["accumulation"], planned["tiers"]) == (4, 4, "none/cpu")
     ways = {
         f"{way}_bytes_per_parameter": nbytes
         for way, nbytes in zip(("read", "written", "uploaded", "downloaded"), (0.0, 0.0, 4.0, 2.0), strict=True)
@@ -142,7 +144,7 @@ def test_the_page_of_a_gpu(tmp_path: Path) -> None:
     facts = {"gpu": "A card", "gpu_memory": 80 * GIB, "processor": "a processor", "cores": 16, "memory": 128 * GIB}
     row = {"model": "llama-3b", "planned": planned, "figures": figures}
     report: dict[str, Any] = {
-        "machine": facts | {"torch": "2.13"},
+        "machine": facts | {"torch": "2.13", "offload": "0.1"},
         "given": {"gpu_memory": 24 * GIB},
         "rows": [
             row | {"resources": needed, "bound_seconds": card.bound(needed)},
@@ -152,12 +154,12 @@ def test_the_page_of_a_gpu(tmp_path: Path) -> None:
         "left_out": {},
         "failed": {},
     }
-    page = card.page(report)
+    page = card_page.page(report)
     for words in (
-        "A card, 80 GiB, held to 24 GiB",
+        "A card, 80.0 GiB, held to 24.0 GiB",
         "75%",
         "copies down s",
-        "9 GiB",
+        "9.0 GiB",
         "#" * 38 + "u" * 6,
         "not installed",
         "does not fit",
@@ -182,6 +184,7 @@ def test_a_planned_step_runs_on_a_device_with_memory_of_its_own(
     settings = ready(planned)
     settings["zero_optimization"] |= {name: {"device": "cpu"} for name in ("offload_param", "offload_optimizer")}
     settings["offload"] |= {"device": "test", "run": "bench-card"}
+    settings["offload"].pop("host_memory", None)  # of the plan, which has everything on the device
     seen: list[dict[str, Any]] = []
     about = card.about(planned)
     job = {name: about[name] for name in card._OF_WORK if name in about} | {"model": "gpt2-tiny", "limit": None}

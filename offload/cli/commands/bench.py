@@ -484,7 +484,7 @@ def bench_card(typed: CardOptions) -> None:
         if typed.output is not None and not typed.output.absolute().parent.is_dir():
             raise ConfigError(f"there is no folder {typed.output.absolute().parent}")
         limit = _size(typed.gpu_memory)
-        from offload.bench import card
+        from offload.bench import card, card_page
 
         plan = card.check(typed.folder, limit, typed.minutes, typed.only or ())
     with errors(FAILED), signals():
@@ -493,5 +493,5 @@ def bench_card(typed: CardOptions) -> None:
     if typed.json_output:
         print(json.dumps(report), flush=True)
     else:
-        echo(card.page(report))
+        echo(card_page.page(report))
     raise typer.Exit(card.judge(report))
