@@ -405,7 +405,7 @@ class _Card:
     def __init__(self, plan: CardPlan, folder: Path, tell: Tell, save: Save) -> None:
         self._plan, self._folder, self._tell, self._save = plan, folder, tell, save
         self._end = time.monotonic() + 60 * plan.minutes
-        device = torch.device(plan.device)
+        device = plan.device
         self.report: dict[str, Any] = {
             "benchmark": "card",
             "format": FORMAT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from offload.bench import card, card_page
 from offload.bench.gpu.training import Profile
+from offload.bench.measure import limit_device_memory
 from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.hardware.probe import DriveRates, DtypeRates, Probed, Rates, as_json
@@ -198,3 +200,17 @@ def test_an_installation_without_transformers_is_told_what_to_install(
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="transformers is not installed"):
         card.check(tmp_path, None, 1.0, ())
+
+
+def test_the_limit_of_a_gpu_that_is_named_without_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses such a device here alone."""
+    limits: list[tuple[float, int]] = []
+    for name, value in {
+        "current_device": lambda: 1,
+        "get_device_properties": lambda index: SimpleNamespace(total_memory=48 * GIB),
+        "set_per_process_memory_fraction": lambda *given: limits.append(given),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    limit_device_memory(torch.device("cuda"), 24 * GIB)
+    limit_device_memory(torch.device("cuda", 2), 96 * GIB)
+    assert limits == [(0.5, 1), (1.0, 2)]
