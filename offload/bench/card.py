@@ -82,6 +82,7 @@ class Kind(NamedTuple):
     peers: str
     """Model of the comparison with other packages."""
     text: str
+    """Model of the runs on text."""
     text_shape: tuple[int, int]
     """Sequences and tokens of a step on text."""
     built: float
@@ -91,34 +92,35 @@ class Kind(NamedTuple):
 
 
 GPU = Kind(
-    ("llama-1b", "llama-3b", "llama-8b", "llama-13b"),
-    2048,
-    (4, 2, 1),
-    16,
-    "llama-3b",
-    "gpt2-small",
-    (4, 256),
-    2.5e8,
-    {TEXT: 100.0, PEERS: 240.0},
+    models=("llama-1b", "llama-3b", "llama-8b", "llama-13b"),
+    sequence=2048,
+    batches=(4, 2, 1),
+    sequences=16,
+    peers="llama-3b",
+    text="gpt2-small",
+    text_shape=(4, 256),
+    built=2.5e8,
+    seconds={TEXT: 100.0, PEERS: 240.0},
 )
 CPU = Kind(
-    ("gpt2-tiny", "gpt2-small", "llama-1b"),
-    256,
-    (1,),
-    4,
-    "gpt2-small",
-    "gpt2-tiny",
-    (2, 128),
-    1e8,
-    {TEXT: 45.0, PEERS: 90.0},
+    models=("gpt2-tiny", "gpt2-small", "llama-1b"),
+    sequence=256,
+    batches=(1,),
+    sequences=4,
+    peers="gpt2-small",
+    text="gpt2-tiny",
+    text_shape=(2, 128),
+    built=1e8,
+    seconds={TEXT: 45.0, PEERS: 90.0},
 )
 STEPS, KILLED_AFTER = 60, 30
 """Steps on text, and the step after which the process kills itself."""
 _TIMED = 3
-"""Steps that are timed; four more come before and after them."""
+"""Steps of a row that are timed; three come before them, and one after them is divided."""
 _STARTS = 15.0
 """Seconds from the start of a process to its first work."""
 _PROBE_SECONDS = 20.0
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _LEAVING = 5.0
 """Seconds that a process needs to end after its last step."""
 
@@ -175,7 +177,7 @@ def _probe(job: Mapping[str, Any], save: Save) -> None:
 
 def row(job: Mapping[str, Any], save: Save) -> None:
     """Times the steps of a planned model, then divides the time of one further step."""
-    device = torch.device(job["device"])
+    device, seconds = torch.device(job["device"]), job["until"] - time.monotonic()
     folder, settings, seen, last = Path(job["folder"]), job["settings"], list[Profile](), dict[str, Any]()
     settings["offload"]["trace"] = str(folder / "trace.json")
 
@@ -187,12 +189,13 @@ def row(job: Mapping[str, Any], save: Save) -> None:
         seen.append(profile)
         last["disk_bytes"] = sum(each.stat().st_blocks * 512 for each in folder.rglob("*") if each.is_file())
 
-    measure_steps(Work(device, folder, steps=_TIMED, **{name: job[name] for name in _OF_WORK}), settings, keep, watch)
+    of_job = {name: job[name] for name in _OF_WORK}
+    measure_steps(Work(device, folder, steps=_TIMED, seconds=seconds, **of_job), settings, keep, watch)
     window = read_window(folder / "trace.json", (1e6 * seen[0].start, 1e6 * seen[0].end))
     save(last | {"divided": divide(seen[0].start, seen[0].end, layers(seen[0], window.spans))})
 
 
-_OF_WORK = ("model", "batch_size", "seq_len", "accumulation", "recompute", "chunked_loss", "limit", "seconds")
+_OF_WORK = ("model", "batch_size", "seq_len", "accumulation", "recompute", "chunked_loss", "limit")
 """Fields of `Work` that a job has."""
 
 
@@ -371,7 +374,7 @@ def planned_row(plan: CardPlan, on: Hardware, model: str, files: Path) -> Planne
     raise AssertionError("a kind has at least one micro-batch")
 
 
-def about(planned: Planned) -> dict[str, Any]:
+def prediction(planned: Planned) -> dict[str, Any]:
     """Returns the numbers of a plan that the page shows or needs."""
     zero, load, timing = planned.memory.config.zero_optimization, planned.load, planned.timing
     products = load.batch * load.accumulation * sum(use.flops for use in planned.shape.uses)
@@ -405,11 +408,10 @@ class _Card:
     def __init__(self, plan: CardPlan, folder: Path, tell: Tell, save: Save) -> None:
         self._plan, self._folder, self._tell, self._save = plan, folder, tell, save
         self._end = time.monotonic() + 60 * plan.minutes
-        device = plan.device
         self.report: dict[str, Any] = {
             "benchmark": "card",
             "format": FORMAT,
-            "machine": machine(device),
+            "machine": machine(plan.device),
             "given": {"gpu_memory": plan.gpu_memory, "minutes": plan.minutes, "only": list(plan.only)},
             "rows": [],
             "left_out": {},
@@ -458,6 +460,10 @@ class _Card:
             json.dumps({"part": part, **job}),
             str(written),
         ]
+        if _ALLOCATOR not in os.environ:
+            environment[_ALLOCATOR] = (
+                "expandable_segments:True"  # an engine's own setting, but a part uses CUDA before it
+            )
         return run_child(command, written, self._left, HF_HUB_OFFLINE="1", **environment)
 
     def _fails(self, name: str, result: Mapping[str, Any]) -> bool:
@@ -485,11 +491,11 @@ class _Card:
         files = self._folder / "swap"
         try:
             planned = planned_row(self._plan, machine_of(self._plan, found, dtype), model, files)
-        except OffloadError as error:
+        except (BudgetError, ConfigError) as error:
             self.report["rows"].append({"model": model, "does_not_fit": str(error)})
             self._tell(f"{model}: does not fit")
             return
-        predicted = about(planned)
+        predicted = prediction(planned)
         needs = _STARTS + planned.shape.parameters / self._plan.kind.built + (_TIMED + 4) * predicted["seconds"]
         row = {"model": model, "planned": predicted}
         self.report["rows"].append(row)
@@ -500,7 +506,7 @@ class _Card:
         settings["offload"] |= {"device": self._plan.device.type, "run": "bench-card"}
         files.mkdir()
         job = {name: predicted[name] for name in _OF_WORK if name in predicted}
-        job |= {"model": model, "limit": self._plan.gpu_memory, "seconds": self._left - _LEAVING}
+        job |= {"model": model, "limit": self._plan.gpu_memory, "until": self._end - _LEAVING}
         job |= {"settings": settings, "folder": str(files), "device": self._plan.device.type}
         try:
             result = self._child("row", job)
@@ -524,20 +530,24 @@ class _Card:
     def _peers(self, dtype: str) -> None:
         plan, kind = self._plan, self._plan.kind
         batch = kind.batches[0]
-        checked = make_plan(
-            self._folder,
-            model=kind.peers,
-            batch_size=batch,
-            seq_len=kind.sequence,
-            micro_batches=kind.sequences // batch,
-            dtype=dtype,
-            rounds=1,
-            steps=2,
-            recompute=kind is GPU,
-            gpu_memory=plan.gpu_memory,
-            only=("offload cpu/cpu", "deepspeed cpu/cpu", "fsdp2"),
-        )
-        result = loops.measure(checked, lambda line: self._tell(f"peers: {line}"), self._end)
+        try:
+            checked = make_plan(
+                self._folder,
+                model=kind.peers,
+                batch_size=batch,
+                seq_len=kind.sequence,
+                micro_batches=kind.sequences // batch,
+                dtype=dtype,
+                rounds=1,
+                steps=2,
+                recompute=kind is GPU,
+                gpu_memory=plan.gpu_memory,
+                only=("offload cpu/cpu", "deepspeed cpu/cpu", "fsdp2"),
+            )
+            result = loops.measure(checked, lambda line: self._tell(f"{PEERS}: {line}"), self._end)
+        except (OffloadError, OSError) as error:  # the rows must not be lost, as where the drive has no room
+            self.report["failed"][PEERS] = str(error)
+            return
         self.report["peers"] = train_figures.as_json({}, checked, result)
         self._save(self.report)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,7 +117,7 @@ def gpu() -> Hardware:
 def test_the_page_of_a_gpu(tmp_path: Path) -> None:
     """Planned for a GPU, with figures as its processes write them; none of it was measured."""
     plan = card.CardPlan(tmp_path, torch.device("cuda"), 24 * GIB, 12.0, ())
-    planned = card.about(card.planned_row(plan, gpu(), "llama-3b", tmp_path))
+    planned = card.prediction(card.planned_row(plan, gpu(), "llama-3b", tmp_path))
     assert (planned["batch_size"], planned["accumulation"], planned["tiers"]) == (4, 4, "none/cpu")
     ways = {
         f"{way}_bytes_per_parameter": nbytes
@@ -188,9 +189,9 @@ def test_a_planned_step_runs_on_a_device_with_memory_of_its_own(
     settings["offload"] |= {"device": "test", "run": "bench-card"}
     settings["offload"].pop("host_memory", None)  # of the plan, which has everything on the device
     seen: list[dict[str, Any]] = []
-    about = card.about(planned)
+    about = card.prediction(planned)
     job = {name: about[name] for name in card._OF_WORK if name in about} | {"model": "gpt2-tiny", "limit": None}
-    card.row(job | {"settings": settings, "folder": str(tmp_path), "device": "test", "seconds": 20.0}, seen.append)
+    card.row(job | {"settings": settings, "folder": str(tmp_path), "device": "test", "until": math.inf}, seen.append)
     assert seen[-1]["uploaded_bytes_per_parameter"] > 0 and seen[-1]["divided"]["compute"] > 0
 
 
