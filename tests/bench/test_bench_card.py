@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from offload.bench import card, card_page
-from offload.bench.gpu.training import Profile
+from offload.bench.gpu.training import Profile, profiled
 from offload.bench.measure import limit_device_memory
 from offload.cli.main import app
 from offload.errors import ConfigError
@@ -107,6 +107,16 @@ def test_a_steps_time_adds_up_and_kernels_of_a_gpu_come_first() -> None:
     expected = {"kernels": 2.5, card.UPDATES: 0.5, card.READS: 1.0, "copies": 1.5, "receiver": 0.5, card.OTHER: 4.0}
     assert on_gpu == pytest.approx(expected) and sum(on_gpu.values()) == pytest.approx(10)
     assert card_page.bar(on_gpu, 20) == "#" * 5 + "u" + "rr" + "ccc" + "g" + "." * 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_profilers_kernels_are_within_the_step() -> None:
+    """Both clocks agree, so that kernels and spans of the timeline may be compared."""
+    some = torch.ones(2048, 2048, device="cuda")
+    found = profiled(some.device, lambda: some @ some)
+    assert found.kernels
+    assert all(found.start <= start < end <= found.end for start, end in found.kernels)
 
 
 def gpu() -> Hardware:
