@@ -99,10 +99,10 @@ def profiled(device: torch.device, step: Callable[[], object]) -> Profile:
         end = time.perf_counter()
     kernels, copies = split(seen.events())
     later = start - min((first for first, _ in kernels), default=start)
-    return Profile(start, end, moved(kernels, later), moved(copies, later))
+    return Profile(start, end, shifted(kernels, later), shifted(copies, later))
 
 
-def moved(intervals: Iterable[Interval], later: float) -> list[Interval]:
+def shifted(intervals: Iterable[Interval], later: float) -> list[Interval]:
     """Returns intervals that start and end `later` seconds later."""
     return [(start + later, end + later) for start, end in intervals]
 
