@@ -56,8 +56,10 @@ def limit_device_memory(device: torch.device, nbytes: int) -> None:
     """Limits this process to `nbytes` of GPU memory from now on, as torch allocates it."""
     import torch
 
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), device)
+    # torch refuses a device without an index here, and takes it for the current one elsewhere.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    total = torch.cuda.get_device_properties(index).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), index)
 
 
 def kernel_bytes() -> tuple[int, int] | None:

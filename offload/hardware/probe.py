@@ -701,15 +701,7 @@ def kept() -> Probed | None:
         content = parse(read_cache(cache_path()))
         if content["version"] != _VERSION:
             return None
-        by_dtype = {name: DtypeRates(**rates) for name, rates in content["rates"]["by_dtype"].items()}
-        found = Probed(
-            content["machine"],
-            Rates(**content["rates"] | {"by_dtype": by_dtype}),
-            tuple(DriveRates(**each) for each in content["drives"]),
-            content["date"],
-            content["seconds"],
-            tuple(content["doubts"]),
-        )
+        found = from_json(content)
     except (OSError, ValueError, KeyError, TypeError):
         return None  # none yet, or damaged: the next probe replaces it
     if unusable(found):
@@ -763,6 +755,19 @@ def as_json(found: Probed) -> dict[str, Any]:
         "seconds": round(found.seconds, 1),
         "doubts": list(found.doubts),
     }
+
+
+def from_json(content: Mapping[str, Any]) -> Probed:
+    """Returns the measurement that `as_json` has written; an error of Python if it is damaged."""
+    by_dtype = {name: DtypeRates(**rates) for name, rates in content["rates"]["by_dtype"].items()}
+    return Probed(
+        content["machine"],
+        Rates(**content["rates"] | {"by_dtype": by_dtype}),
+        tuple(DriveRates(**each) for each in content["drives"]),
+        content["date"],
+        content["seconds"],
+        tuple(content["doubts"]),
+    )
 
 
 def _rounded(values: NamedTuple) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from offload.errors import ConfigError
 from offload.records import parse
 from offload.report.charts import format_number, render, seconds_unit, ticks
-from offload.report.links import BACKWARD, Span, phases, total, union
+from offload.report.links import BACKWARD, Interval, Span, phases, total, union
 from offload.report.log import is_number, open_to_read, plain
 from offload.sizes import MIB, format_size
 
@@ -65,10 +65,11 @@ class Window:
         return {row: total(each) / 1e6 for row, each in covered.items()}
 
 
-def read_window(path: Path) -> Window:
-    """Reads a timeline and returns its step of median time, not counting the first two.
+def read_window(path: Path, within: Interval | None = None) -> Window:
+    """Reads a timeline and returns the window `within`, in microseconds.
 
-    If there is no other, the window has all spans.
+    Without `within`, the window is the step of median time, not counting the first two. If there is no other, it has
+    all spans.
     """
     events = _events(path)
     # A process of the trace is a rank: the drawing shows the lowest one.
@@ -79,7 +80,7 @@ def read_window(path: Path) -> Window:
             f"{path} contains no span: expected the file that `offload train --trace FILE` writes at its end"
         )
     complete = not any(event.get("ph") == "i" for event in events)
-    start, end, title = _step(spans)
+    start, end, title = _step(spans) if within is None else (*within, "a part of the run")
     # A window of zero length could not be scaled.
     end = max(end, start + 1)
     inside = tuple(span for span in spans if span.end > start and span.start < end)

@@ -79,6 +79,7 @@ def test_a_probe_ends_on_a_signal(number: int, at: str, tmp_path: Path) -> None:
     [
         ("bench", "io", ".", "--size", "64MiB", "--rounds", "100000", "--no-fio"),
         ("bench", "swap", ".", "--units", "2", "--unit-size", "1MiB", "--probe-size", "1MiB", "--steps", "100000"),
+        ("bench", "card", "."),
         ("tune", ".", "--size", "256MiB"),
     ],
 )

@@ -253,7 +253,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 HELP = (
     *("info", "probe", "plan", "check-config", "tune", "train", "inspect", "verify", "export", "rm", "report", "run"),
-    *("bench", "bench io", "bench adam", "bench swap"),
+    *("bench", "bench io", "bench adam", "bench swap", "bench card"),
 )
 
 

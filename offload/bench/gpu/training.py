@@ -27,6 +27,7 @@ from offload.layout.flat_layout import layouts_of
 from offload.layout.pass_order import MICRO_BATCH_MAJOR
 from offload.layout.placement import usable_host
 from offload.layout.units import find_units
+from offload.losses.causal_model import choose_loss
 from offload.planner.activations import Load, need
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import from_name
@@ -63,22 +64,47 @@ def exposure(seconds: float, kernels: Iterable[Interval], copies: Iterable[Inter
     return Exposure(seconds, total(computing), total(copying), busy - total(computing), max(seconds - busy, 0.0))
 
 
-def profiled(device: torch.device, step: Callable[[], object]) -> Exposure | None:
-    """Runs one step and returns the division of its time; None without a GPU.
+class Profile(NamedTuple):
+    """A step by torch's profiler, in seconds of `time.perf_counter`."""
+
+    start: float
+    end: float
+    kernels: Sequence[Interval] | None
+    """Kernels of the GPU, which may overlap; None without a GPU."""
+    copies: Sequence[Interval] = ()
+    """Copies between host and GPU."""
+
+    @property
+    def exposure(self) -> Exposure | None:
+        """Returns the division of the step's time; None without a GPU."""
+        return None if self.kernels is None else exposure(self.end - self.start, self.kernels, self.copies)
+
+
+def profiled(device: torch.device, step: Callable[[], object]) -> Profile:
+    """Runs one step under the profiler of the GPU, if `device` is one.
 
     The optimizer's updates may still run when the step ends.
     """
     if device.type != "cuda":
+        start = time.perf_counter()
         step()
-        return None
+        return Profile(start, time.perf_counter(), None)
+    mark = torch.zeros(1, device=device)
     torch.cuda.synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         start = time.perf_counter()
+        mark.fill_(1.0)  # the first kernel, some microseconds after `start`: the profiler has a clock of its own
         step()
         torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start
+        end = time.perf_counter()
     kernels, copies = split(seen.events())
-    return exposure(seconds, kernels, copies)
+    later = start - min((first for first, _ in kernels), default=start)
+    return Profile(start, end, shifted(kernels, later), shifted(copies, later))
+
+
+def shifted(intervals: Iterable[Interval], later: float) -> list[Interval]:
+    """Returns intervals that start and end `later` seconds later."""
+    return [(start + later, end + later) for start, end in intervals]
 
 
 def split(events: Iterable[Any]) -> tuple[list[Interval], list[Interval]]:
@@ -152,6 +178,8 @@ class Work(NamedTuple):
     accumulation: int = 1
     recompute: bool = False
     """True if activations are computed again in the backward."""
+    chunked_loss: bool = False
+    """True if the loss is computed in chunks where the model allows it, as `offload train` does."""
     limit: int | None = None
     """Bytes of GPU memory that may be taken; None for all of it."""
     loops: tuple[str, ...] = (TRAIN_BATCH,)
@@ -180,6 +208,8 @@ class Work(NamedTuple):
         """Returns the model. Inside of `offload.init` it takes no memory."""
         model = build(self.model, self.layers)
         make_ready(model, self.recompute)
+        if self.chunked_loss:
+            choose_loss(model, None, off="")
         return model
 
     def with_forms(self, settings: dict[str, Any]) -> dict[str, Any]:
@@ -226,8 +256,13 @@ class Waits(NamedTuple):
         return cls(*(measured.get(f"wait_for_{name}_seconds", 0.0) for name in ("reads", "updates", "memory")))
 
 
-def measure_steps(work: Work, settings: dict[str, Any], save: Save) -> None:
-    """Trains the model of `work` with a config and times its steps, from one return of `step()` to the next."""
+def measure_steps(
+    work: Work, settings: dict[str, Any], save: Save, watch: Callable[[Profile], None] = lambda _: None
+) -> None:
+    """Trains the model of `work` with a config and times its steps, from one return of `step()` to the next.
+
+    The last step of each loop is profiled, and passed to `watch` while the swap files are still there.
+    """
     end = time.monotonic() + work.seconds
     work.keep_limit()
     if work.device.type == "cuda":
@@ -241,7 +276,7 @@ def measure_steps(work: Work, settings: dict[str, Any], save: Save) -> None:
         engine = offload.initialize(model=model, config=settings)[0]
     torch.manual_seed(0)  # for dropout: losses can be compared between placements
     try:
-        _time_steps(work, engine, ids, end, save)
+        _time_steps(work, engine, ids, end, save, watch)
     finally:
         engine.destroy(remove=True)
 
@@ -268,12 +303,14 @@ def values_repeated() -> Iterator[None]:
         yield
 
 
-def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, end: float, save: Save) -> None:
+def _time_steps(
+    work: Work, engine: offload.Engine, ids: torch.Tensor, end: float, save: Save, watch: Callable[[Profile], None]
+) -> None:
     """Times the steps of each loop. The figures of the first contain those of the others, as `other_loops` by name."""
     first, *others = work.loops
     # Every loop may take an equal part of the time that is left.
     until = time.monotonic() + (end - time.monotonic()) / len(work.loops)
-    found = _time_loop(work, engine, ids, first, until, save)
+    found = _time_loop(work, engine, ids, first, until, save, watch)
     for number, loop in enumerate(others, 1):
         until = time.monotonic() + (end - time.monotonic()) / (len(work.loops) - number)
         mine = found.setdefault("other_loops", {})
@@ -282,11 +319,17 @@ def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, end: floa
             mine[loop] = figures
             save(found)
 
-        _time_loop(work, engine, ids, loop, until, save_beside)
+        _time_loop(work, engine, ids, loop, until, save_beside, watch)
 
 
 def _time_loop(
-    work: Work, engine: offload.Engine, ids: torch.Tensor, loop: str, end: float, save: Save
+    work: Work,
+    engine: offload.Engine,
+    ids: torch.Tensor,
+    loop: str,
+    end: float,
+    save: Save,
+    watch: Callable[[Profile], None],
 ) -> dict[str, Any]:
     """Times the steps of one loop, and returns the figures that it has saved last."""
 
@@ -321,8 +364,10 @@ def _time_loop(
         }
         save(figures)
     seen = profiled(work.device, act)
-    figures |= {"profiled": None if seen is None else seen._asdict()}
+    exposed = seen.exposure
+    figures |= {"profiled": None if exposed is None else exposed._asdict()}
     save(figures)
+    watch(seen)
     return figures
 
 

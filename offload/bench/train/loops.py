@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -393,11 +394,11 @@ class Result(NamedTuple):
     """Contenders that did not train, or failed in a later round, each with the reason."""
 
 
-def measure(plan: TrainPlan, tell: Callable[[str], None] = lambda _: None) -> Result:
+def measure(plan: TrainPlan, tell: Callable[[str], None] = lambda _: None, until: float = math.inf) -> Result:
     """Runs all rounds, then removes the files in the plan's folder.
 
     Each turn is a new process, so that no contender holds memory while another one is measured. A contender that fails
-    takes no further turns.
+    takes no further turns. Turns end at the latest when the clock `time.monotonic` is at `until`.
     """
     rates: list[DriveSpeeds] = []
     turns: dict[str, list[dict[str, Any]]] = {each.name: [] for each in plan.contenders}
@@ -420,7 +421,7 @@ def measure(plan: TrainPlan, tell: Callable[[str], None] = lambda _: None) -> Re
                     if each.name in refused:
                         continue
                     tell(f"round {number + 1} of {plan.rounds}: {each.name}")
-                    figures = _turn(plan, each, folder)
+                    figures = _turn(plan, each, folder, min(_LONGEST, until - time.monotonic()))
                     if "error" in figures:
                         refused[each.name] = figures["error"]
                     else:
@@ -429,8 +430,13 @@ def measure(plan: TrainPlan, tell: Callable[[str], None] = lambda _: None) -> Re
     return Result(median_rates(rates), turns, refused)
 
 
-def _turn(plan: TrainPlan, contender: Contender, folder: Path) -> dict[str, Any]:
-    """Runs one turn in a process of its own and returns its figures; of one that failed the "error"."""
+def _turn(plan: TrainPlan, contender: Contender, folder: Path, longest: float) -> dict[str, Any]:
+    """Runs one turn in a process of its own and returns its figures; of one that failed the "error".
+
+    The turn is ended after `longest` seconds.
+    """
+    if longest <= 0:
+        return {"error": "left out for time"}
     files, written = folder / "swap", folder / "figures.json"
     files.mkdir()
     job = TrainJob(
@@ -443,7 +449,7 @@ def _turn(plan: TrainPlan, contender: Contender, folder: Path) -> dict[str, Any]
     threads = str(plan.threads)
     try:
         result = run_child(
-            command, written, _LONGEST, OMP_NUM_THREADS=threads, OFFLOAD_THREADS=threads, HF_HUB_OFFLINE="1"
+            command, written, longest, OMP_NUM_THREADS=threads, OFFLOAD_THREADS=threads, HF_HUB_OFFLINE="1"
         )
     finally:
         shutil.rmtree(files)
@@ -451,7 +457,7 @@ def _turn(plan: TrainPlan, contender: Contender, folder: Path) -> dict[str, Any]
     figures: dict[str, Any] | None = result["figures"]
     # A process that was stopped, or that the system has killed, has written no error.
     if result["state"] == "stopped":
-        return {"error": f"stopped after {_LONGEST / 60:.0f} minutes"}
+        return {"error": f"stopped after {longest / 60:.3g} minutes"}
     if figures is None:
         last = (result["last_lines"] or ["no words"])[-1]
         return {"error": f"ended with exit code {result['exit_code']}: {last}"}

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from offload.cli.console import BAD_INPUT, FAILED, Json, errors, make_table, parse_count, status_line
+from offload.cli.console import BAD_INPUT, FAILED, Json, echo, errors, make_table, parse_count, status_line
 from offload.cli.options import takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError
@@ -450,3 +450,48 @@ def bench_train(typed: TrainBenchOptions) -> None:
     with errors(FAILED):
         if typed.plot is not None:
             figures.plot(rows, typed.plot)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardOptions:
+    """Options of `offload bench card` as they are typed. None stands for an option that was not given."""
+
+    folder: Annotated[Path, typer.Argument(help="Folder for swap files, on the drive to measure.")]
+    gpu_memory: Annotated[str | None, typer.Option(help="GPU memory that may be taken, as 24GiB. [default: all]")] = (
+        None
+    )
+    minutes: Annotated[float, typer.Option(help="Minutes that the command may take.")] = 12.0
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Only these: models, which are presets, text, peers; may repeat. [default: all]"),
+    ] = None
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all figures to a file, as JSON.")] = None
+    json_output: Json = False
+
+
+@bench.command("card")
+@takes_options(CardOptions)
+def bench_card(typed: CardOptions) -> None:
+    """Write a page about this machine: which models it trains, how fast, what limits them, and what others do.
+
+    A row a model, as the planner places it, beside its prediction and its slowest resource; where a step's time goes;
+    DeepSpeed, FSDP2 and plain PyTorch in turns; losses on text, with a SIGKILL and a resume. Without a GPU the models
+    are smaller. Needs transformers: pip install 'offload[bench]'.
+
+    Example: offload bench card /mnt/nvme --gpu-memory 24GiB
+    """
+    with errors(BAD_INPUT):
+        if typed.output is not None and not typed.output.absolute().parent.is_dir():
+            raise ConfigError(f"there is no folder {typed.output.absolute().parent}")
+        limit = _size(typed.gpu_memory)
+        from offload.bench import card, card_page
+
+        plan = card.check(typed.folder, limit, typed.minutes, typed.only or ())
+    with errors(FAILED), signals():
+        # Signals raise here, so that the running process ends and the swap files are removed.
+        report = card.measure(plan, typed.output, lambda line: echo(line, err=True))
+    if typed.json_output:
+        print(json.dumps(report), flush=True)
+    else:
+        echo(card_page.page(report))
+    raise typer.Exit(card.judge(report))
