@@ -354,7 +354,8 @@ def place_states(request: MemoryRequest) -> MemoryPlan:
     early = request.speculate and config.offload.debug.overlap and parts.alone and mode.one_pass
     asked = placement_request(config, accumulation, early)
     # The gradient of a tied head waits in autograd for that of the embedding.
-    beside = request.beside or beside_budgets(parts, gradients=2 if request.tied else 1)
+    copies = mode.weight_dtype is not torch.float32
+    beside = request.beside or beside_budgets(parts, 2 if request.tied else 1, copies=copies)
     placement = place(parts, mode, asked, request.machine, beside)
     return MemoryPlan(request=request, mode=mode, parts=parts, asked=asked, placement=placement)
 

@@ -34,14 +34,17 @@ class BesideBudgets(NamedTuple):
     libraries: int = LIBRARIES
 
 
-def beside_budgets(parts: Partitions, gradients: int = 2, activations: int = 0) -> BesideBudgets:
+def beside_budgets(
+    parts: Partitions, gradients: int = 2, activations: int = 0, *, copies: bool = True
+) -> BesideBudgets:
     """Returns what a backward on the CPU takes in addition to both budgets.
 
     `gradients` is the number of gradients of the largest unit that are in memory at once: a tied parameter has several.
-    If gradients wait in fewer bytes than their sums have, the sums of a unit are there too.
+    If gradients wait in fewer bytes than their sums have, the sums of a unit are there too. `copies` is False for
+    weights in fp32, whose products read them in the layout that they have.
     """
     sums = max(map(parts.sum_nbytes, range(len(parts.nbytes))), default=0) if parts.gradients.complete_first else 0
-    return BesideBudgets(gradients * parts.largest_gradient, sums, parts.largest_unit, activations)
+    return BesideBudgets(gradients * parts.largest_gradient, sums, parts.largest_unit if copies else 0, activations)
 
 
 class PeakMemory(NamedTuple):

@@ -251,8 +251,11 @@ def _tail(shape: Shape, load: Load, uses: Sequence[Use]) -> int:
 def head_copy(shape: Shape, load: Load) -> int:
     """Returns the bytes by which a copy of the head's weights, in the layout of a product, raises the loss's peak.
 
-    With a chunked loss, the copy is freed after the products, before the gradients are scaled.
+    With a chunked loss, the copy is freed after the products, before the gradients are scaled. Products in fp32 make
+    none.
     """
+    if shape.itemsize == _FP32:
+        return 0
     return _head(shape, load, shape.layouts[shape.uses[-1].unit].numel * shape.itemsize) - _head(shape, load)
 
 
@@ -335,7 +338,7 @@ def beside(memory: Memory, shape: Shape, load: Load) -> BesideBudgets:
         second = max(2 * parts.largest_gradient - sum(_summed(shape, load)), 0) if tied else 0
         return BesideBudgets(second, copy=head_copy(shape, load), activations=activations)
     # torch adds the two gradients of a tied parameter into new memory.
-    return beside_budgets(parts, 3 if tied else 1, activations)
+    return beside_budgets(parts, 3 if tied else 1, activations, copies=shape.itemsize < _FP32)
 
 
 # -- seconds -------------------------------------------------------------------------------------------
