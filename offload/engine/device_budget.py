@@ -366,8 +366,8 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
     activations, gradients in flight, libraries. `device`: allocated = arena + other. `allocator`: figures of torch's
     allocator of the device, which counts the arena as allocated; empty on a CPU. `classes` lists, for each class, its
     budget in the host arena, the bytes in use now, and the peak. `activations` lists the inputs of checkpointed units
-    by tier. `planned` lists what the start has counted in addition to the base: both budgets, and what a step takes beside
-    them. `base` is the result of `base_bytes` when the engine was built.
+    by tier. `planned` lists what the start has counted in addition to the base: both budgets, and what a step takes
+    beside them. `base` is the result of `base_bytes` when the engine was built.
     """
     arena, device_arena = resident_of_arenas(components)
     other_engines = _others(components)

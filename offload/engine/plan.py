@@ -388,10 +388,11 @@ def summary(plan: Plan, store: StoreSpec) -> str:
         # SGD without momentum keeps no state.
         moments = f"states on {tiers}" if tiers else "no states"
         states = f", {moments}{', gradients on disk' if placement.spilled else ''}"
+    more = "" if placement.peak.activations or not plan.device.host_addressable else " and activations"
     return Headline(
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
         f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
-        f"{format_size(store.nbytes)}{durable}{clipped}"
+        f"{format_size(store.nbytes)}{durable}; RAM at most {format_size(sum(placement.peak))} more{more}{clipped}"
     )
 
 
