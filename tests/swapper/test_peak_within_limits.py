@@ -27,7 +27,7 @@ from tests.swapper.test_memory import forked
 HIDDEN, TOKENS = 64, 16
 
 
-def llama(words: int, tied: bool) -> torch.nn.Module:
+def llama(words: int, tied: bool) -> Any:
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=words,
@@ -68,7 +68,7 @@ def measured(folder: str, words: int, dtype: str, tied: bool, chunked: bool) -> 
         model = llama(words, tied)
     step = step_of(model, content, TOKENS, {}, chunked_loss=chunked)
     if chunked:
-        chunk_loss_of(model)  # type: ignore[arg-type]
+        chunk_loss_of(model)
     base = resident()
     engine = start(model=model, config=content, beside=step.beside).engine
     train(engine, words, TOKENS)
