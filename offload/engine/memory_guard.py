@@ -5,7 +5,7 @@ batch that is larger than all before it looks at the free memory:
 
     before the model       ─► far more is free than any activations of this batch take: nothing more to look at
     before a layer         ─► free memory must hold the layer's results, and all that the backward will take
-    after the model        ─► the same, for the first layer of the backward
+    before a chunked loss  ─► the same for the logits of one chunk, and for the head's gradient in fp32
 
 The rest of both budgets, whose pages are not touched yet, counts as taken. A forward that raises changes nothing: its
 activations are freed with the error, and a smaller batch may follow.
@@ -22,7 +22,7 @@ from torch import nn
 from offload.aio import resident_bytes
 from offload.engine.callbacks import Extension
 from offload.errors import BudgetError
-from offload.layout.peak_memory import PeakMemory
+from offload.layout.peak_memory import CHUNK_TOKENS, PeakMemory
 from offload.sizes import format_size
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
@@ -32,8 +32,8 @@ from offload.torch_internals import inside_backward, outside_of_compiled_code, t
 _FP32 = 4
 _OF_LAYER = 2
 """Tensors of the size of a layer's results that exist at once: the results, and a temporary of the next operation."""
-_OF_LOSS = 4
-"""The same for logits: in the model's dtype, in fp32, their logarithms, and the gradient of these."""
+_OF_LOSS = 3
+"""The same for logits in fp32: logits, their logarithms, and the gradient of these; one more for logits in 16 bits."""
 _WIDER = 8
 """Multiple of a layer's features by which its results exceed them, if they are logits."""
 _CERTAIN = 8
@@ -45,6 +45,7 @@ class _Layer(NamedTuple):
 
     features: int
     """Results of the module for one token."""
+    numel: int
     logits: bool
     tied: bool
     """True if another module owns the matrix too."""
@@ -57,10 +58,12 @@ class MemoryGuard(Extension):
         """Installs a hook on the model. `peak` is the sum of the start; `processes` share the machine's memory."""
         self._model, self._peak, self._host, self._arena, self._processes = model, peak, host, arena, processes
         self._layers = _layers(model)
-        self._largest = 0
-        """Most elements of a batch whose forward has ended."""
+        self._largest = {False: 0, True: 0}
+        """Most elements of a batch whose forward has ended, without gradients and with them."""
         self._numel = 0
         """Elements of the batch that is looked at."""
+        self._tokens = 0
+        """Tokens of the last layer of it."""
         self._second = 0
         """Bytes of the gradients of a tied matrix that torch adds up, beyond those of `peak`."""
         self._hook = outside_of_compiled_code(self._before)
@@ -84,12 +87,13 @@ class MemoryGuard(Extension):
         if self._removers or inside_backward():
             return
         numel = _numel(args, kwargs)
-        if numel <= self._largest:
+        gradients = torch.is_grad_enabled()
+        if numel <= max(self._largest[True], self._largest[gradients]):
             return
         self._second = 0
         results = sum(layer.features for layer in self._layers.values()) * numel * _FP32
         if tightest_limit(self._processes).free > self._reserve() + _CERTAIN * results:
-            self._largest = numel
+            self._largest[gradients] = numel
             return
         self._numel = numel
         self._removers = [module.register_forward_pre_hook(self._hook).remove for module in self._layers]
@@ -97,21 +101,29 @@ class MemoryGuard(Extension):
     def _before(self, module: nn.Module, args: Any) -> None:
         layer = self._layers[module]
         values = next((each for each in args if isinstance(each, torch.Tensor)), None)
-        if inside_backward() or values is None or not values.numel():
+        if inside_backward() or values is None or not values.ndim:
             return
-        tokens = values.numel() // values.shape[-1] if values.is_floating_point() else values.numel()
-        if layer.tied and values.is_floating_point() and torch.is_grad_enabled():
+        is_float, summed = values.is_floating_point(), 0
+        tokens = values.numel() // max(values.shape[-1], 1) if is_float else values.numel()
+        in_chunks = layer.logits and not tokens
+        if in_chunks:  # the head computes no token, and the loss of this library one chunk after the other
+            tokens = min(self._tokens, CHUNK_TOKENS)
+            if values.dtype is not torch.float32 and self._tokens > CHUNK_TOKENS:
+                summed = _FP32 * layer.numel
+        elif is_float:
+            self._tokens = tokens
+        if layer.tied and is_float and not in_chunks and torch.is_grad_enabled():
             self._second = self._peak.gradients // 2  # torch adds the two gradients into new memory
-        of_logits = layer.logits and values.is_floating_point()
-        self._check(tokens * layer.features * _FP32 * (_OF_LOSS if of_logits else _OF_LAYER))
+        times = _OF_LAYER
+        if layer.logits:
+            times = _OF_LOSS if values.dtype is torch.float32 else _OF_LOSS + 1
+        self._check(tokens * layer.features * _FP32 * times + summed)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not self._removers or inside_backward():
-            return
-        self.abandon()
-        if output is not None:  # None after an exception
-            self._check(0)
-            self._largest = self._numel
+        if self._removers and not inside_backward():
+            self.abandon()
+            if output is not None:  # None after an exception
+                self._largest[torch.is_grad_enabled()] = self._numel
 
     def _reserve(self) -> int:
         """Returns the bytes that the process will take beside the activations of this forward."""
@@ -144,9 +156,9 @@ def _layers(model: nn.Module) -> dict[nn.Module, _Layer]:
         lookup = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         # A convolution of GPT-2 has its matrix the other way round.
         features = weight.shape[1] if lookup else getattr(module, "nf", weight.shape[0])
-        found[module] = _Layer(
-            features, not lookup and features > _WIDER * weight.numel() // features, owners.count(id(weight)) > 1
-        )
+        numel = weight.numel()
+        is_wide = not lookup and features**2 > _WIDER * numel
+        found[module] = _Layer(features, numel, is_wide, owners.count(id(weight)) > 1)
     return found
 
 

@@ -19,6 +19,9 @@ from offload.sizes import MIB, format_size
 LIBRARIES = 32 * MIB
 """Bytes of libraries that are loaded in the first step, and of threads' stacks."""
 
+CHUNK_TOKENS = 1024
+"""Tokens of a chunk of the loss, as `offload.losses.chunked.CHUNK_TOKENS`."""
+
 
 class BesideBudgets(NamedTuple):
     """Bytes that torch allocates in a step where the CPU computes, in addition to both budgets."""

@@ -275,6 +275,13 @@ def divide_device(
             least,
             least_holds(parts),
         )
+        # Test devices of type cpu do not tell what is free.
+        if not machine.host_addressable and 0 < machine.free_device < request.device_memory:
+            raise BudgetError(
+                f'"device_memory" is {format_size(request.device_memory)}, and {format_size(machine.free_device)} of '
+                "the device is free for this process, for gradients and activations too: lower it, or end what else "
+                f"uses the device; the least that works is {format_size(least)} ({least} bytes)"
+            )
         room = max(0, request.device_memory // PAGE * PAGE - fixed)
         if request.live is not None:
             total_nbytes = sum(nbytes for _, nbytes in that_fit(totals, room - weights))
@@ -480,7 +487,7 @@ def default_budget(
     if not machine.host_addressable:
         return most
     # In a small container both arenas would leave no room for gradients and activations, and the kernel would end the
-    # run. Whether weights are tied is not known here.
+    # run. Two gradients are those of tied weights, or of a loss that scales its sums.
     arena, _ = divide_device(parts, mode, request, machine, configured_tiers)
     rest = machine.free_host - arena - sum(beside_budgets(parts))
     rest = min(usable_host(rest, own_device_memory=False), rest - _ACTIVATIONS)

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from offload.config import Config, load_config
 from offload.errors import BudgetError
 from offload.layout.pass_order import LAYER_MAJOR
-from offload.layout.peak_memory import BesideBudgets, PeakMemory, beside_budgets
+from offload.layout.peak_memory import CHUNK_TOKENS, BesideBudgets, PeakMemory, beside_budgets
 from offload.layout.placement import usable_host
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
@@ -82,8 +82,6 @@ class Load(NamedTuple):
 # -- formulas ------------------------------------------------------------------------------------------
 
 
-CHUNK_TOKENS = 1024
-"""Tokens of a chunk of the loss, as `offload.losses.chunked.CHUNK_TOKENS`."""
 SCALED_NUMEL = 1 << 22
 """Elements of a gradient that the loss scales at a time, in fp32, as `offload.losses.chunked`."""
 IN_FLIGHT = 2
