@@ -14,10 +14,10 @@ from offload.errors import ConfigError
 from offload.hardware.probe import Probed
 from offload.layout.memory_plan import division_of
 from offload.layout.modes import DTYPES
-from offload.layout.pass_order import MICRO_BATCH_MAJOR, makes_early_updates
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, makes_early_updates
 from offload.layout.peak_memory import BesideBudgets
 from offload.planner import recommend
-from offload.planner.activations import Load, beside
+from offload.planner.activations import Load, Need, beside, placed, wish_of
 from offload.planner.hardware import Hardware, probed
 from offload.planner.memory import Room, settle
 from offload.planner.model_shape import Shape, from_training
@@ -49,8 +49,13 @@ class Step(NamedTuple):
         memory = settle(
             self.shape.layouts, self.content, _UNLIMITED, self.load.accumulation, matrices=self.shape.matrices
         )
-        again = self.load.recompute or memory.config.activation_tier is not None
-        return beside(memory, self.shape, self.load._replace(recompute=again))
+        wish, load = wish_of(memory.config), self.load
+        if wish.tier not in (None, "device"):
+            # Inputs of blocks go to files before memory ends.
+            wish = wish._replace(tier="nvme" if memory.config.drives else "device")
+        elif load.schedule == "auto" and load.accumulation > 1:
+            load = load._replace(schedule=LAYER_MAJOR)  # the engine may take it, with the inputs of all micro-batches
+        return beside(memory, self.shape, placed(self.shape, load, wish, Need(0), bool(memory.config.drives)))
 
 
 _UNLIMITED = Room(1 << 50, 0, None)
