@@ -266,17 +266,17 @@ def _head(shape: Shape, load: Load, copy: int = 0) -> int:
     # Logits in fp32, and in the model's dtype if that is another one.
     of_token = head.largest // shape.sequence
     logits = min(CHUNK_TOKENS, tokens) * (of_token + (of_token * size // _FP32 if size < _FP32 else 0))
-    numel, hidden = shape.layouts[head.unit].numel, load.batch * head.boundary
+    hidden = load.batch * head.boundary
     # The head's input stays. Several chunks sum the head's gradients in fp32. The backward later scales a sum of the
     # model's dtype in place, another one into new memory, a piece at a time.
     summed, chunk = _summed(shape, load)
-    scaled = chunk + min(SCALED_NUMEL, numel) * _FP32
+    scaled = chunk + min(SCALED_NUMEL, summed) * _FP32
     return hidden + summed + hidden + max(logits + chunk + copy, scaled)
 
 
 def _summed(shape: Shape, load: Load) -> tuple[int, int]:
     """Returns the bytes of the head's gradient in a chunked loss: the sum's, and those of a second one of 16 bits."""
-    numel, size = shape.layouts[shape.uses[-1].unit].numel, shape.itemsize
+    numel, size = shape.layouts[shape.uses[-1].unit].trainable_stop, shape.itemsize  # a frozen head has no gradient
     in_fp32 = size < _FP32 and load.batch * shape.sequence > CHUNK_TOKENS
     return numel * (_FP32 if in_fp32 else size), numel * size if in_fp32 else 0
 
@@ -331,10 +331,11 @@ def beside(memory: Memory, shape: Shape, load: Load) -> BesideBudgets:
     tied = len(set(units)) < len(units)
     head = memory.layouts[units[-1]].numel if units else 0
     # A chunked loss holds a copy of the head's weights, and then the head's gradient, which the activations count. The
-    # rest of the backward takes no more if the head is the largest unit, except for the second gradient of a tied one.
+    # rest of the backward takes no more if the head is the largest unit, except for the second gradient of a tied one,
+    # and for those of others if the head is frozen.
     if load.chunked_loss and head == max(layout.numel for layout in memory.layouts):
-        second = max(2 * parts.largest_gradient - sum(_summed(shape, load)), 0) if tied else 0
-        return BesideBudgets(second, copy=head_copy(shape, load), activations=activations)
+        more = max((2 if tied else 1) * parts.largest_gradient - sum(_summed(shape, load)), 0)
+        return BesideBudgets(more, copy=head_copy(shape, load), activations=activations)
     # torch adds the two gradients of a tied parameter into new memory.
     return beside_budgets(parts, 3 if tied else 1, activations, copies=shape.itemsize < _FP32)
 
