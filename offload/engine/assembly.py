@@ -39,6 +39,7 @@ from offload.engine.fill import Codes, Values, fill_tiers, make_resident_shards
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill, NoDownloads, NoSpill, windows
 from offload.engine.gradients import GradientAccumulator, NoCompletion, UnitCompletion, borders, parameter_starts
 from offload.engine.hooks import ModuleHooks, SavedTensors
+from offload.engine.memory_guard import MemoryGuard
 from offload.engine.micro_batches import PassSchedule
 from offload.engine.optimizer import Optimizer
 from offload.engine.params import ParamHandle, StorageForm
@@ -295,7 +296,7 @@ def _components(
         )
         undo.callback(weights.remove)
         extensions: list[Extension] = [schedule]
-        for extension in _extensions(plan, model, handles, gradients, pager):
+        for extension in _extensions(plan, model, handles, gradients, pager, host, arena):
             undo.callback(extension.remove)
             extensions.append(extension)
 
@@ -354,6 +355,7 @@ def _components(
         meter=meter,
         shows_dtensors=bool(plan.sites),
         extensions=tuple(extensions),
+        peak=placement.peak,
     )
 
 
@@ -604,6 +606,8 @@ def _extensions(
     handles: Sequence[Sequence[ParamHandle]],
     gradients: GradientAccumulator,
     pager: Pager,
+    host: HostArena,
+    arena: DeviceArena,
 ) -> Iterator[Extension]:
     """Yields the features that are installed on the model; each is built after the one before."""
     quantized = [segment.name for layout in plan.layouts for segment in layout.segments if segment.inner]
@@ -621,6 +625,8 @@ def _extensions(
         yield SequenceForward(model, SequenceParallel(world=plan.world))
     if plan.tiled_mlps:
         yield TiledMlps(model, plan.tiled_mlps, plan.config.offload.tile_mlp)
+    if plan.device.host_addressable:
+        yield MemoryGuard(model, plan.placement.peak, host, arena, plan.world.everyone.here)
 
 
 def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timeline: Timeline) -> Agreement:

@@ -19,6 +19,7 @@ from offload.engine.unit_views import UnitViews
 from offload.engine.update import Updates
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.peak_memory import PeakMemory
 from offload.metrics.meter import Meter
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
@@ -60,6 +61,8 @@ class EngineComponents:
     """True if modules see DTensors in the place of their parameters."""
     extensions: tuple[Extension, ...]
     """Features that are installed on the model, in the order of installation."""
+    peak: PeakMemory
+    """The sum that the start has compared with the limits of host memory."""
 
     @property
     def divides_parameters(self) -> bool:

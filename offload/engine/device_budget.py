@@ -33,6 +33,7 @@ from offload.engine.gradients import GradientAccumulator
 from offload.engine.snapshot import GeneratorStates
 from offload.errors import BudgetError, UsageError
 from offload.interrupts import uninterrupted
+from offload.layout.peak_memory import PeakMemory
 from offload.layout.placement import ArenaHistory, DeviceNeed, next_growth
 from offload.sizes import count_of, format_size
 from offload.states import State, Tier
@@ -314,6 +315,8 @@ class MemoryReport(dict[str, Any]):
             f"device {format_size(device['allocated'])} = {format_size(device['arena'])} of the device budget "
             f"({format_size(device['in_use'])} in use) + {format_size(device['other'])} of everything else"
         )
+        planned = PeakMemory(**self["planned"])
+        lines.append(f"planned beside the {format_size(host['base'])}: {format_size(sum(planned))} = {planned}")
         activations = self["activations"]
         if any(row["peak"] for row in activations.values()):
             lines.append(
@@ -363,7 +366,8 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
     activations, gradients in flight, libraries. `device`: allocated = arena + other. `allocator`: figures of torch's
     allocator of the device, which counts the arena as allocated; empty on a CPU. `classes` lists, for each class, its
     budget in the host arena, the bytes in use now, and the peak. `activations` lists the inputs of checkpointed units
-    by tier. `base` is the result of `base_bytes` when the engine was built.
+    by tier. `planned` lists what the start has counted in addition to the base: both budgets, and what a step takes
+    beside them. `base` is the result of `base_bytes` when the engine was built.
     """
     arena, device_arena = resident_of_arenas(components)
     other_engines = _others(components)
@@ -396,6 +400,7 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
         },
         activations=components.activations.bytes_by_tier(),
         allocator=_allocator(device),
+        planned=components.peak._asdict(),
     )
 
 

@@ -564,7 +564,8 @@ class ModelEngine:
         `["host"]`: rss = base + arena + device_arena + other_engines + other. `base` was resident before the engine;
         `other` came later, such as activations and libraries. `["device"]`: allocated = arena + other. Each class in
         `["classes"]` lists its budget in the host arena, the bytes in use now, and the peak. `["activations"]` lists
-        inputs of blocks that are computed again, by tier, if "activations" of the config moves any.
+        inputs of blocks that are computed again, by tier, if "activations" of the config moves any. `["planned"]` lists
+        the parts of the peak of RAM, above the base, that the start has compared with the limits of the process.
         """
         return memory_report(self._core.components, self._core.base_bytes)
 

@@ -63,6 +63,7 @@ from offload.layout.pass_order import (
     takes_turns,
     transfers,
 )
+from offload.layout.peak_memory import BesideBudgets
 from offload.layout.placement import MachineMemory, Placement, device_fixed
 from offload.layout.tiers import Partitions, check_node
 from offload.layout.units import Units, tied_numel
@@ -74,7 +75,7 @@ from offload.sizes import count_of, format_size, format_time
 from offload.states import State, Tier
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import process_memory
-from offload.swapper.memory.limits import free_host_memory
+from offload.swapper.memory.limits import tightest_limit
 from offload.swapper.store import (
     Shortage,
     StoreSpec,
@@ -169,13 +170,14 @@ def decide(
     kept_states: Mapping[str, tuple[StateField, ...]],
     matrices: Collection[str] | None,
     find_in_place_layouts: Callable[[Sequence[UnitLayout], Mode], tuple[InPlaceLayout | None, ...]] | None = None,
+    beside: BesideBudgets | None = None,
 ) -> Plan:
     """Returns the plan of this rank. Collective. Changes nothing; disks are only inspected.
 
     The model has all its parameters, real or deferred, and has passed `check_model`. `kept_states` contains the states
     of each parameter that a torch optimizer keeps. `matrices` names the parameters that the optimizer steps as
     matrices; None if the optimizer has no rule for matrices. `find_in_place_layouts` returns `Plan.in_place_layouts`;
-    None if all weights are in the config's tier.
+    None if all weights are in the config's tier. `beside` as in `MemoryRequest`.
 
     Raises:
         ConfigError: If model and config do not fit each other.
@@ -201,8 +203,9 @@ def decide(
     # The free memory decides the tiers of the states. The ranks of one machine divide its memory evenly.
     device_kernels, why_not = _device_kernels(device)
     in_place_layouts = () if find_in_place_layouts is None else find_in_place_layouts(layouts, mode)
+    limit = tightest_limit(everyone.here)
     machine = MachineMemory(
-        free_host=free_host_memory() // everyone.here,
+        free_host=limit.free,
         free_device=device.free_bytes(),
         host_addressable=device.host_addressable,
         # An engine that reads the model's own files has no swap files. All other units then stay in host memory.
@@ -210,6 +213,8 @@ def decide(
         other_engines=process_memory().needed_bytes,
         device_kernels=device_kernels,
         unified=device.unified,
+        limit=str(limit),
+        weights_held=_weights_held(model),
     )
     blocks = blocks_of(model, config.units)
     placed = place_states(
@@ -225,6 +230,8 @@ def decide(
             in_place_layouts=in_place_layouts,
             speculate=makes_early_updates(config.offload.speculate, device.host_addressable) and everyone.size == 1,
             in_turns=everyone.size == 1 and takes_turns(config.offload.schedule, batch.accumulation, len(blocks)),
+            tied=bool(tied_numel(model)),
+            beside=beside,
         )
     )
     schedule, schedule_notices = _schedule(config, batch, model, placed, machine, everyone)
@@ -273,6 +280,13 @@ def decide(
         notices=(*notices, *frozen, *experts, *tiles, *schedule_notices),
         in_place_layouts=in_place_layouts,
     )
+
+
+def _weights_held(model: nn.Module) -> int:
+    """Returns the bytes of the model's weights in host memory, which the start gives back."""
+    plain = [weight for weight in model.parameters() if type(weight) is nn.Parameter and weight.device.type == "cpu"]
+    storages = [weight.untyped_storage() for weight in plain if not is_deferred(weight)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _schedule(
@@ -374,10 +388,11 @@ def summary(plan: Plan, store: StoreSpec) -> str:
         # SGD without momentum keeps no state.
         moments = f"states on {tiers}" if tiers else "no states"
         states = f", {moments}{', gradients on disk' if placement.spilled else ''}"
+    more = "" if placement.peak.activations or not plan.device.host_addressable else " and activations"
     return Headline(
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
         f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
-        f"{format_size(store.nbytes)}{durable}{clipped}"
+        f"{format_size(store.nbytes)}{durable}; RAM at most {format_size(sum(placement.peak))} more{more}{clipped}"
     )
 
 

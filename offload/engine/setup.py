@@ -47,6 +47,7 @@ from offload.engine.saved_state import ModuleEntries
 from offload.engine.snapshot import keep_generators
 from offload.errors import ConfigError
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.layout.peak_memory import BesideBudgets
 from offload.model_io.saved_names import saved_names
 from offload.notices import announce
 from offload.parallel.sequence import check_model as check_sequences
@@ -124,6 +125,42 @@ def initialize(
         UsageError: If a compatibility keyword is refused, or the model is under an engine already.
         RankError: If another rank has ended before it made its engine.
     """
+    return start(
+        args,
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        collate_fn,
+        config,
+        config_params,
+        mpu,
+        dist_init_required,
+        distributed_port,
+        mesh_param,
+        plain,
+    )
+
+
+def start(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    config_params: Any = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    distributed_port: int | None = None,
+    mesh_param: Any = None,
+    plain: Mapping[str, Any] = MappingProxyType({}),
+    beside: BesideBudgets | None = None,
+) -> Initialized:
+    """Returns what `initialize` returns, for a caller that knows what a step takes `beside` both budgets on the CPU."""
     # This call comes first, because an error before it would leave the other ranks waiting for this one.
     meet_others()
     try:
@@ -154,7 +191,7 @@ def initialize(
                 groups = build_optimizer.choose(
                     settings.optimizer, model, optimizer, taken.translated(model_parameters)
                 )
-                plan = make_plan(settings, batch, model, device, world, groups, taken.sites)
+                plan = make_plan(settings, batch, model, device, world, groups, taken.sites, beside)
                 # From now on the weights leave the model, and no error could bring them back.
                 taken.keep()
                 schedule, notices = build_optimizer.choose_scheduler(settings.scheduler, lr_scheduler, groups)
@@ -208,10 +245,11 @@ def make_plan(
     world: World,
     optimizer: Optimizer,
     sites: Sequence[Site],
+    beside: BesideBudgets | None,
 ) -> Plan:
     """Returns every decision about an engine that trains. Collective. Changes nothing; drives are only inspected.
 
-    The model has all its parameters, real or deferred.
+    The model has all its parameters, real or deferred. `beside` as in `MemoryRequest`.
 
     Raises:
         ConfigError: If model, optimizer and config do not fit each other, or no commit could contain their state.
@@ -223,7 +261,7 @@ def make_plan(
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
         states = build_optimizer.kept_by(optimizer, model)
     matrices = build_optimizer.matrices_by(optimizer, model)
-    plan = decide(config, batch, model, device, world, optimizer.rule, states, matrices)
+    plan = decide(config, batch, model, device, world, optimizer.rule, states, matrices, beside=beside)
     codes, experts = config.zero_optimization.sends_codes, bool(plan.units.experts)
     check_tensor_parallel(world, plan.mode, plan.layouts, experts, bool(plan.tiled_mlps), codes)
     check_units(world.sequence.size, experts)

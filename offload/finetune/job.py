@@ -20,7 +20,7 @@ from offload.config.script_values import refuse_sequences
 from offload.distributed.process_group import join_launcher
 from offload.dtype_choice import settle
 from offload.engine.engine import Engine
-from offload.engine.setup import initialize
+from offload.engine.setup import start
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log
 from offload.finetune.corpus.data import Data, Share, find_files, read_files, steps_of
@@ -69,11 +69,12 @@ from offload.hardware import probe
 from offload.hardware.system import folder_notices
 from offload.hub import local_model
 from offload.launch.environment import rank_number
+from offload.layout.peak_memory import BesideBudgets
 from offload.losses.causal_model import ChosenLoss, as_begun, choose_loss, would_be_chunked
 from offload.notices import Remark
 from offload.planner.model_shape import config_of
 from offload.planner.output import in_short
-from offload.planner.predict_run import as_step, predict
+from offload.planner.predict_run import as_step, predict, step_of
 from offload.presets import check_positions, require_transformers
 from offload.swapper.memory.device import let_segments_grow
 from offload.swapper.store import run_status
@@ -199,14 +200,14 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     if lora is not None:
         model = adapt(model, lora)
     # The prediction runs the model as it is, before placeholders replace its parameters and chunks its logits.
-    predicted, notices = (
-        _prediction(options, model, content, always, _has_files(config)) if world_size == 1 else ({}, ())
+    predicted, notices, beside = (
+        _prediction(options, model, content, always, _has_files(config)) if world_size == 1 else ({}, (), None)
     )
     loss = choose_loss(model, options.chunked_loss, off="--no-chunked-loss", evaluation=True)
     # Notices on swap folders that the engine will create. The engine itself warns of wrong folders.
     places = folder_notices(config.drives) if config.wants_store else ()
     new_folders = [line for line in places if isinstance(line, Remark)]
-    engine = _engine(options, model, content, config, rank, say)
+    engine = _engine(options, model, content, config, rank, say, beside)
     resumed, identity = _resumed(engine, identity, loss)
     # A resumed run takes the weights from its swap files, not from their original source.
     example = () if data.example is None else (data.example,)
@@ -244,14 +245,20 @@ def _warnings_last(notices: Sequence[str], others: Sequence[str]) -> Iterator[st
 
 
 def _engine(
-    options: Options, model: nn.Module, content: dict[str, Any], config: Config, rank: int, say: Callable[[str], None]
+    options: Options,
+    model: nn.Module,
+    content: dict[str, Any],
+    config: Config,
+    rank: int,
+    say: Callable[[str], None],
+    beside: BesideBudgets | None,
 ) -> Engine:
     """Puts the model under an engine, and cuts the log back to the step that the engine resumes from."""
     decay = content["optimizer"].get("params", {}).get("weight_decay", 0.0)
     # The config's own check refuses a weight decay that is not a number.
     decays = isinstance(decay, int | float) and decay
     groups = decay_groups(model.parameters(), decay) if decays else None
-    engine = initialize(model=model, model_parameters=groups, config=content).engine
+    engine = start(model=model, model_parameters=groups, config=content, beside=beside).engine
     if rank:
         # Each rank needs other dropout masks. The first call of a resumed engine restores the saved state.
         torch.manual_seed(config.offload.seed + rank)
@@ -326,19 +333,24 @@ def _resumed(engine: Engine, identity: Identity, loss: ChosenLoss) -> tuple[tupl
 
 def _prediction(
     options: Options, model: nn.Module, content: Mapping[str, Any], always: Mapping[str, Any], has_files: bool
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the prediction of a step under the log's keys, and a line about it. No failure here stops the run."""
-    rates = probe.kept()
-    if rates is None:
-        return {}, ("no prediction: `offload probe` was not run on this machine; it takes a minute, once",)
+) -> tuple[dict[str, Any], tuple[str, ...], BesideBudgets | None]:
+    """Returns the prediction of a step under the log's keys, a line about it, and the step's memory beside the budgets.
+
+    No failure here stops the run.
+    """
+    beside = None
     try:
         chunked = would_be_chunked(model, options.chunked_loss)
-        again = options.gradient_checkpointing
-        planned = predict(rates, model, content, options.seq_len, always, again, chunked, has_files)
+        step = step_of(model, content, options.seq_len, always, options.gradient_checkpointing, chunked)
+        beside = step.beside
+        rates = probe.kept()
+        if rates is None:
+            return {}, ("no prediction: `offload probe` was not run on this machine; it takes a minute, once",), beside
+        planned = predict(rates, step, has_files)
     except Exception as error:  # a failed prediction must not stop the run; the line contains the reason
         kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
-        return {}, (f"no prediction: {kind}{error}",)
-    return as_step(planned, psutil.Process().memory_info().rss), (in_short(planned),)
+        return {}, (f"no prediction: {kind}{error}",), beside
+    return as_step(planned, psutil.Process().memory_info().rss), (in_short(planned),), beside
 
 
 def _has_files(config: Config) -> bool:

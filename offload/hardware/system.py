@@ -25,7 +25,7 @@ from offload.kernels.settings import isa_from
 from offload.notices import Remark
 from offload.sizes import count_of, format_size
 from offload.swapper.memory.device import memory_node, pci_address
-from offload.swapper.memory.limits import free_host_memory, memory_limits
+from offload.swapper.memory.limits import cgroup_limits, free_host_memory
 
 # -- system --------------------------------------------------------------------------------------------
 
@@ -70,7 +70,9 @@ def features(cpuinfo: str) -> list[str]:
 def memory() -> dict[str, Any]:
     """Returns in bytes the RAM, the limit of this process's cgroup, and the memory that is free for this process."""
     total = psutil.virtual_memory().total
-    limits = [limit for limit, _ in memory_limits() if limit < total]  # older kernels report 2**63 for no limit
+    limits = [
+        limit.nbytes for limit in cgroup_limits() if limit.nbytes < total
+    ]  # older kernels report 2**63 for no limit
     return {
         "total_bytes": total,
         "limit_bytes": min(limits, default=None),

@@ -24,6 +24,7 @@ from offload.layout.flat_layout import UnitLayout
 from offload.layout.modes import ADAM, DTYPES, RULE_LAYOUTS, Mode, make_mode
 from offload.layout.optimizer_states import kernel_rule, optimizer_class
 from offload.layout.pass_order import LAYER_MAJOR
+from offload.layout.peak_memory import BesideBudgets, beside_budgets
 from offload.layout.placement import MachineMemory, Placement, place
 from offload.layout.tiers import (
     CODES,
@@ -261,6 +262,10 @@ class MemoryRequest:
     """True if the micro-batches of a step take turns at a block; see `gradient_dtypes`."""
     speculate: bool = False
     """True if updates may begin under the backward, where their old states can be kept."""
+    tied: bool = False
+    """True if several modules own a parameter that trains."""
+    beside: BesideBudgets | None = None
+    """What a step takes beside both budgets, if the batch is known; None for gradients and a copy of weights alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,7 +353,10 @@ def place_states(request: MemoryRequest) -> MemoryPlan:
     # optimizers is an entire unit, and there is no room for a copy of its old states.
     early = request.speculate and config.offload.debug.overlap and parts.alone and mode.one_pass
     asked = placement_request(config, accumulation, early)
-    placement = place(parts, mode, asked, request.machine)
+    # The gradient of a tied head waits in autograd for that of the embedding.
+    copies = mode.weight_dtype is not torch.float32
+    beside = request.beside or beside_budgets(parts, 2 if request.tied else 1, copies=copies)
+    placement = place(parts, mode, asked, request.machine, beside)
     return MemoryPlan(request=request, mode=mode, parts=parts, asked=asked, placement=placement)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from offload.errors import BudgetError
 from offload.layout.modes import Mode
+from offload.layout.peak_memory import BesideBudgets, PeakMemory, beside_budgets, check_peak
 from offload.layout.tiers import (
     Partitions,
     PlacementRequest,
@@ -215,6 +216,7 @@ class MachineMemory:
     """Memory and devices of the machine that states are placed on; sizes in bytes."""
 
     free_host: int
+    """Bytes that the tightest limit leaves."""
     free_device: int
     """0 if the compute device is the host itself."""
     host_addressable: bool
@@ -227,6 +229,10 @@ class MachineMemory:
     """Bytes of the host budget that other engines of this process take already."""
     device_kernels: bool = False
     """True if the device has its own kernels for AdamW and for sums of squares."""
+    limit: str = "this machine"
+    """In words, the tightest limit of host memory."""
+    weights_held: int = 0
+    """Bytes of the model's weights in host memory now, which the start gives back."""
 
     @property
     def own_device_memory(self) -> bool:
@@ -242,21 +248,9 @@ class MachineMemory:
 _DEVICE_UNITS = 3
 """Units of the largest size that the device arena holds by default."""
 _ARENA_SHARE = 0.25
-"""If the CPU computes, the default arena takes at most this fraction of the bytes that `beside_arenas` leaves."""
-LIBRARIES = 32 * MIB
-"""Bytes of libraries that are loaded in the first step, and of threads' stacks."""
+"""If the CPU computes, the default arena takes at most this fraction of the bytes that `beside_budgets` leaves."""
 _GRADIENT_SHARE = 0.75
 """Fraction of the free device memory for resident states, paged units and gradients: activations need the rest."""
-
-
-def beside_arenas(parts: Partitions, gradients: int = 2) -> int:
-    """Returns the bytes of host memory that a backward on the CPU takes in addition to both arenas and the activations.
-
-    torch allocates a copy of a unit's weights in the layout that its products use, and the gradients of a unit. If
-    gradients wait in fewer bytes than their sums have, the sums of a unit are there too.
-    """
-    sums = max(map(parts.sum_nbytes, range(len(parts.nbytes))), default=0) if parts.gradients.complete_first else 0
-    return gradients * parts.largest_gradient + sums + parts.largest_unit + LIBRARIES
 
 
 def divide_device(
@@ -281,6 +275,13 @@ def divide_device(
             least,
             least_holds(parts),
         )
+        # Test devices of type cpu do not tell what is free.
+        if not machine.host_addressable and 0 < machine.free_device < request.device_memory:
+            raise BudgetError(
+                f'"device_memory" is {format_size(request.device_memory)}, and {format_size(machine.free_device)} of '
+                "the device is free for this process, for gradients and activations too: lower it, or end what else "
+                f"uses the device; the least that works is {format_size(least)} ({least} bytes)"
+            )
         room = max(0, request.device_memory // PAGE * PAGE - fixed)
         if request.live is not None:
             total_nbytes = sum(nbytes for _, nbytes in that_fit(totals, room - weights))
@@ -291,7 +292,7 @@ def divide_device(
         # By default the arena begins small and grows once the first step has shown the memory of the activations.
         room = most = min(_DEVICE_UNITS * largest, live)
         if machine.host_addressable:  # the host budget, activations and gradients share this memory
-            share = int(_ARENA_SHARE * max(machine.free_host - beside_arenas(parts), 0)) // PAGE * PAGE
+            share = int(_ARENA_SHARE * max(machine.free_host - sum(beside_budgets(parts)), 0)) // PAGE * PAGE
             room = most = max(largest, min(room, share))
         else:
             most = weights + sum(nbytes for _, nbytes in totals)
@@ -471,17 +472,26 @@ def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine
 
 
 def default_budget(
-    parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, configured_tiers: TierMap
+    parts: Partitions,
+    mode: Mode,
+    request: PlacementRequest,
+    machine: MachineMemory,
+    configured_tiers: TierMap,
+    beside: BesideBudgets,
 ) -> int:
-    """Returns the bytes of host memory that a run takes at most if the config names no budget."""
+    """Returns the bytes of host memory that a run takes at most if the config names no budget.
+
+    `beside` are the bytes that a step is known to take beside both budgets.
+    """
     most = usable_host(machine.free_host, own_device_memory=machine.own_device_memory)
     if not machine.host_addressable:
         return most
     # In a small container both arenas would leave no room for gradients and activations, and the kernel would end the
-    # run. Whether weights are tied is not known here.
+    # run. Two gradients are those of tied weights, or of a loss that scales its sums.
     arena, _ = divide_device(parts, mode, request, machine, configured_tiers)
-    rest = machine.free_host - arena - beside_arenas(parts)
+    rest = machine.free_host - arena - sum(beside_budgets(parts))
     rest = min(usable_host(rest, own_device_memory=False), rest - _ACTIVATIONS)
+    rest = min(rest, machine.free_host + machine.weights_held - arena - sum(beside)) // PAGE * PAGE
     # At least the bytes that suffice after all moves to DISK, if the run has a drive.
     ways = [configured_tiers]
     if machine.drives:
@@ -583,6 +593,8 @@ class Placement:
     """For an optimizer of torch, bytes of the class of tiles for the largest parameter's fp32 gradient and master."""
     inputs_nbytes: int | None
     """Bytes of host memory, in addition to `classes`, for inputs of recomputed blocks; None for what is free then."""
+    peak: PeakMemory
+    """The sum that a start compares with the limits of host memory."""
     window_numel: int
     """Elements of a spilling gradient that are in HOST at a time; 0 if no gradient spills."""
     notices: tuple[str, ...]
@@ -659,18 +671,28 @@ class Placement:
         return StoreSpec(self.stored(parts, slots), slots, fingerprint, about, parts.frozen if slots else (), shadowed)
 
 
-def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory) -> Placement:
+def place(
+    parts: Partitions,
+    mode: Mode,
+    request: PlacementRequest,
+    machine: MachineMemory,
+    beside: BesideBudgets | None = None,
+) -> Placement:
     """Returns a placement of every byte within both budgets, or within their defaults.
+
+    `beside` are the bytes that a step takes beside both budgets if the CPU computes; None for those of one gradient of
+    the largest unit and no activations.
 
     Raises:
         BudgetError: a budget is too small (the message names the smallest that works), or exceeds the free memory.
     """
+    beside = beside or beside_budgets(parts, gradients=1)
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
     # All engines of the process share an explicit host budget.
     if request.host_memory is not None:
         budget = max(request.host_memory - machine.other_engines, 0) // PAGE * PAGE
     else:
-        budget = default_budget(parts, mode, request, machine, configured_tiers)
+        budget = default_budget(parts, mode, request, machine, configured_tiers, beside)
     if budget > machine.free_host:
         raise BudgetError(
             f'"host_memory" leaves {format_size(budget)} for this engine, but only {format_size(machine.free_host)} is '
@@ -697,8 +719,8 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
         notices.append(
             f"host memory of {format_size(budget)} has no room for all states configured for it; moved: {moved}"
         )
-    beside = budget - sum(host_needs(parts, mode, request, machine, tiers)[1])
-    promoted = first_states(tiers, parts, min(beside, int(_FIRST_SHARE * machine.free_host)))
+    rest = budget - sum(host_needs(parts, mode, request, machine, tiers)[1])
+    promoted = first_states(tiers, parts, min(rest, int(_FIRST_SHARE * machine.free_host)))
     left = budget - parts.pages_nbytes(promoted)
     classes = divide_host(parts, mode, request, machine, tiers, left)
     why = "the layer that a step uses first and completes last keeps its states in host memory"
@@ -714,13 +736,15 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
     if request.inputs is None and inputs is not None:
         inputs = (whole - sum(classes)) // PAGE * PAGE  # and what weights and states do not use
     device_nbytes, device_need = divide_device(parts, mode, request, machine, tiers)
-    # Both arenas are in the same host memory: each may fit alone although the two together do not.
-    if machine.host_addressable and sum(classes) + device_nbytes > machine.free_host:
-        raise BudgetError(
-            f"the compute device is the CPU, so its budget of {format_size(device_nbytes)} is host memory beside the "
-            f"host budget of {format_size(sum(classes))}; {format_size(machine.free_host)} is free: lower "
-            f'"device_memory" or "host_memory", or move states from the device to cpu or nvme'
-        )
+    # An explicit budget of the host includes inputs of blocks.
+    in_host = sum(classes) + ((inputs or 0) if request.host_memory is not None else 0)
+    available = machine.free_host + machine.weights_held
+    peak = _peak(in_host, device_nbytes, beside, machine)
+    if request.device_memory is None and machine.host_addressable and sum(peak) > available:
+        device_nbytes = max(device_need.least, (device_nbytes - sum(peak) + available) // PAGE * PAGE)
+        peak = _peak(in_host, device_nbytes, beside, machine)
+    least = _peak(sum(least_host(parts, mode, request, machine)), device_need.least, beside, machine)
+    check_peak(peak, available, machine.limit, sum(least))
     tile_numel, tile_buffers, scratch_nbytes = tiles(parts, mode, tiers, classes.tiles)
     most = max(parts.trainable_numel, default=0)
     if request.tile is not None and tile_numel < min(most, _FEW):
@@ -739,9 +763,17 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
         tile_buffers=tile_buffers,
         scratch_nbytes=scratch_nbytes,
         inputs_nbytes=inputs,
+        peak=peak,
         window_numel=window_nbytes(parts, tiers) // parts.gradient_dtype.itemsize,
         notices=tuple(notices),
     )
+
+
+def _peak(host_nbytes: int, device_nbytes: int, beside: BesideBudgets, machine: MachineMemory) -> PeakMemory:
+    """Returns the host memory that a run needs, with budgets of these bytes."""
+    if machine.host_addressable:
+        return PeakMemory(host_nbytes, device_nbytes, *beside)
+    return PeakMemory(host_nbytes, device_nbytes if machine.unified else 0, *BesideBudgets(libraries=0))
 
 
 def _fitting_tiers(

@@ -11,7 +11,8 @@ of the hidden states and of the head and saves them for the backward, so the hea
 
 `size` is the bytes of an element of the model's dtype; s equals `size`, but is 0 in fp32. If one chunk contains all
 tokens, its gradient of the head needs no fp32 sum. A softcap takes another chunk_tokens * words * 4.
-The backward scales the gradients into new memory of the model's dtype, after the chunk's memory was freed.
+The backward scales the gradients after the chunk's memory was freed: in place, or into new memory if the model's dtype
+is another one or the graph is retained.
 
 Gradients are stored before the division by the number of tokens and before the loss scale. So fp16 gradients do not
 underflow, and the backward can apply any scale.
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 
 from offload.engine.params import handle_of
 from offload.errors import UsageError
+from offload.torch_internals import graph_is_retained
 
 CHUNK_TOKENS = 1024
 """Default tokens of a chunk: enough for the matrix units of a GPU, half a GiB of logits at 128 thousand words."""
@@ -152,17 +154,18 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Not in place: a retained graph may run backward again.
+        # A retained graph may run backward again, and reads the sums then.
+        keeps = graph_is_retained()
         scaled = [
-            None if each is None else _scaled(each, scale, dtype)
+            None if each is None else _scaled(each, scale, dtype, in_place=not keeps)
             for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None, None, None
 
 
-def _scaled(sums: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns `sums * scale`, computed in fp32, in new memory of `dtype`."""
-    result = torch.empty_like(sums, dtype=dtype)
+def _scaled(sums: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, in_place: bool) -> torch.Tensor:
+    """Returns `sums * scale`, computed in fp32, in `dtype`; in new memory, unless `in_place` and `dtype` allow that."""
+    result = sums if in_place and sums.dtype is dtype else torch.empty_like(sums, dtype=dtype)
     # By rows, since the products in fp32 of the head's gradient would take twice its memory.
     rows = max(_SCALED_NUMEL // max(sums[:1].numel(), 1), 1)
     for of, into in zip(sums.split(rows), result.split(rows), strict=True):

@@ -11,7 +11,7 @@ block         its saved tensors + the gradient of its output + the larger of 2 t
 block, tiled  the same without the MLP's saved tensors, for all tokens + its MLP for one tile + sums of its gradients
 head          saved tensors of the norm before it + the logits that the loss saves + 2 times the logits in fp32
 head, chunked gradients of the hidden states and of the head, in fp32 where there are several chunks + the larger of the
-              logits and the head's gradient of one chunk, and of the same gradients, scaled
+              logits and the head's gradient of one chunk, and of a sum in fp32, scaled into 16 bits
 layer-major   for all micro-batches of a step: the saved tensors before and in the blocks, and the inputs; for one: the
               head and the work of a backward; for each further one: T * hidden * size, for the hidden states or their
               gradients between two blocks, and the gradient of a head that is tied to the embedding
@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 from offload.config import Config, load_config
 from offload.errors import BudgetError
 from offload.layout.pass_order import LAYER_MAJOR
-from offload.layout.placement import LIBRARIES, beside_arenas, usable_host
+from offload.layout.peak_memory import CHUNK_TOKENS, BesideBudgets, PeakMemory, beside_budgets
+from offload.layout.placement import usable_host
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.model_shape import RepeatedBlock, Shape, Use
@@ -81,8 +82,6 @@ class Load(NamedTuple):
 # -- formulas ------------------------------------------------------------------------------------------
 
 
-CHUNK_TOKENS = 1024
-"""Tokens of a chunk of the loss, as `offload.losses.chunked.CHUNK_TOKENS`."""
 SCALED_NUMEL = 1 << 22
 """Elements of a gradient that the loss scales at a time, in fp32, as `offload.losses.chunked`."""
 IN_FLIGHT = 2
@@ -250,8 +249,11 @@ def _tail(shape: Shape, load: Load, uses: Sequence[Use]) -> int:
 def head_copy(shape: Shape, load: Load) -> int:
     """Returns the bytes by which a copy of the head's weights, in the layout of a product, raises the loss's peak.
 
-    With a chunked loss, the copy is freed after the products, before the gradients are scaled.
+    With a chunked loss, the copy is freed after the products, before the gradients are scaled. Products in fp32 make
+    none.
     """
+    if shape.itemsize == _FP32:
+        return 0
     return _head(shape, load, shape.layouts[shape.uses[-1].unit].numel * shape.itemsize) - _head(shape, load)
 
 
@@ -264,13 +266,19 @@ def _head(shape: Shape, load: Load, copy: int = 0) -> int:
     # Logits in fp32, and in the model's dtype if that is another one.
     of_token = head.largest // shape.sequence
     logits = min(CHUNK_TOKENS, tokens) * (of_token + (of_token * size // _FP32 if size < _FP32 else 0))
-    numel, hidden = shape.layouts[head.unit].numel, load.batch * head.boundary
-    # The head's input stays. Several chunks sum the head's gradients in fp32. The backward later scales the sum into
-    # new memory of the model's dtype, a piece at a time.
-    several = tokens > CHUNK_TOKENS or size == _FP32
-    summed = numel * (_FP32 if several else size) + hidden
-    chunk = numel * size if several and size < _FP32 else 0
-    return hidden + summed + max(logits + chunk + copy, hidden + numel * size + min(SCALED_NUMEL, numel) * _FP32)
+    hidden = load.batch * head.boundary
+    # The head's input stays. Several chunks sum the head's gradients in fp32. The backward later scales a sum of the
+    # model's dtype in place, another one into new memory, a piece at a time.
+    summed, chunk = _summed(shape, load)
+    scaled = chunk + min(SCALED_NUMEL, summed) * _FP32
+    return hidden + summed + hidden + max(logits + chunk + copy, scaled)
+
+
+def _summed(shape: Shape, load: Load) -> tuple[int, int]:
+    """Returns the bytes of the head's gradient in a chunked loss: the sum's, and those of a second one of 16 bits."""
+    numel, size = shape.layouts[shape.uses[-1].unit].trainable_stop, shape.itemsize  # a frozen head has no gradient
+    in_fp32 = size < _FP32 and load.batch * shape.sequence > CHUNK_TOKENS
+    return numel * (_FP32 if in_fp32 else size), numel * size if in_fp32 else 0
 
 
 # -- budgets -------------------------------------------------------------------------------------------
@@ -296,34 +304,40 @@ def gradients_in_flight(memory: Memory, layer_major: bool) -> int:
     return parts.largest_gradient + sums if copies_out else 0
 
 
-def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int:
-    """Returns the peak bytes of RAM beyond those in use before the run.
+def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> PeakMemory:
+    """Returns the peak of RAM beyond the bytes in use before the run.
 
     On a GPU the peak consists of the host arena and of inputs in HOST. If the CPU computes, the peak also includes the
-    device arena and activations, and only the touched pages of the host arena: no tiles if states are updated in place.
-    torch then also allocates a gradient, a copy of a layer's weights in the layout of its product, and a second
-    gradient if weights are tied.
+    device arena and what torch allocates beside both, and only the touched pages of the host arena: no tiles if states
+    are updated in place.
     """
-    needed = need(shape, load)
+    inputs = need(shape, load).host
     if not hardware.on_cpu:
         # The arena is pinned at the start, which touches all of its pages.
-        return memory.host + needed.host
+        return PeakMemory(memory.host + inputs, 0, *BesideBudgets(libraries=0))
     touched = memory.host - (0 if memory.slots or memory.spilled else memory.placement.classes.tiles)
-    return touched + memory.device + needed.device + needed.host + beside_activations(memory, shape, load)
+    return PeakMemory(touched + inputs, memory.device, *beside(memory, shape, load))
 
 
-def beside_activations(memory: Memory, shape: Shape, load: Load) -> int:
-    """Returns the bytes of RAM that torch allocates in a backward on the CPU beside both arenas and activations."""
+def beside(memory: Memory, shape: Shape, load: Load) -> BesideBudgets:
+    """Returns what torch allocates in a step on the CPU beside both arenas.
+
+    These are activations, a gradient, a copy of a layer's weights in the layout of its product, and a second gradient
+    if weights are tied.
+    """
     parts, units = memory.parts, [use.unit for use in shape.uses]
+    activations = need(shape, load).device
     # A unit that is used twice has tied weights.
-    gradients = 2 if len(set(units)) < len(units) else 1
+    tied = len(set(units)) < len(units)
     head = memory.layouts[units[-1]].numel if units else 0
-    # A chunked loss first holds a copy of the head's weights, and then the head's gradient twice while it scales the
-    # gradient; the activations count both gradients. The rest of the backward takes no more if the head is the largest
-    # unit.
+    # A chunked loss holds a copy of the head's weights, and then the head's gradient, which the activations count. The
+    # rest of the backward takes no more if the head is the largest unit, except for the second gradient of a tied one,
+    # and for those of others if the head is frozen.
     if load.chunked_loss and head == max(layout.numel for layout in memory.layouts):
-        return LIBRARIES + head_copy(shape, load)
-    return beside_arenas(parts, gradients)
+        more = max((2 if tied else 1) * parts.largest_gradient - sum(_summed(shape, load)), 0)
+        return BesideBudgets(more, copy=head_copy(shape, load), activations=activations)
+    # torch adds the two gradients of a tied parameter into new memory.
+    return beside_budgets(parts, 3 if tied else 1, activations, copies=shape.itemsize < _FP32)
 
 
 # -- seconds -------------------------------------------------------------------------------------------
@@ -478,7 +492,7 @@ def room_of(
     """
     rest = hardware.ram - memory.host
     if hardware.on_cpu:
-        device = rest - memory.device - beside_activations(memory, shape, load)
+        device = rest - memory.device - sum(beside(memory, shape, load)._replace(activations=0))
     else:
         device = for_device(hardware, memory) - memory.device - gradients_in_flight(memory, layer_major)
     host = memory.placement.inputs_nbytes

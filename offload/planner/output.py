@@ -170,7 +170,7 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     saved = "the saved adapters take" if planned.shape.adapted else "an export takes"
     rows = [
         f"host budget {format_size(memory.host)}, minimum {least}, recommended {format_size(advice.host)}; peak above "
-        f"the memory of the process before the run {format_size(planned.host_peak)}",
+        f"the memory of the process before the run {format_size(planned.host_peak)} = {planned.peak}",
         *_of_spare_ram(planned),
         f"activations {format_size(planned.activations)} beside {format_size(memory.device)} of device arena"
         f"{_describe_inputs(planned)}",
@@ -387,6 +387,7 @@ def as_json(
         ],
         "orders": [_order_json(each) for each in orders],
         "host_peak": planned.host_peak,
+        "host_peak_parts": planned.peak._asdict(),
         "step": _step_json(planned),
         "run_seconds": None if asked.tokens is None else rounded(run_seconds(planned, asked.tokens)),
         "drive_years": rounded(years(planned, asked)),

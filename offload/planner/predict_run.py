@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,33 +14,64 @@ from offload.errors import ConfigError
 from offload.hardware.probe import Probed
 from offload.layout.memory_plan import division_of
 from offload.layout.modes import DTYPES
-from offload.layout.pass_order import MICRO_BATCH_MAJOR, makes_early_updates
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, makes_early_updates
+from offload.layout.peak_memory import BesideBudgets
 from offload.planner import recommend
-from offload.planner.activations import Load
+from offload.planner.activations import Load, Need, beside, placed, wish_of
 from offload.planner.hardware import Hardware, probed
-from offload.planner.model_shape import from_training
+from offload.planner.memory import Room, settle
+from offload.planner.model_shape import Shape, from_training
 from offload.planner.recommend import Planned
 from offload.swapper.memory.device import compute_device
 from offload.swapper.memory.limits import free_host_memory
 
 
-def predict(
-    found: Probed,
+class Step(NamedTuple):
+    """A step of a run that is about to start."""
+
+    shape: Shape
+    load: Load
+    content: Mapping[str, Any]
+    """The config."""
+    on_cpu: bool
+    """True if the CPU computes."""
+
+    @property
+    def beside(self) -> BesideBudgets | None:
+        """Returns what the step takes beside both budgets where the CPU computes; None on a GPU.
+
+        Raises:
+            BudgetError: If a budget is too small.
+        """
+        if not self.on_cpu:
+            return None
+        # The sizes of gradients and layers do not depend on the memory that is free.
+        memory = settle(
+            self.shape.layouts, self.content, _UNLIMITED, self.load.accumulation, matrices=self.shape.matrices
+        )
+        wish, load = wish_of(memory.config), self.load
+        if wish.tier not in (None, "device"):
+            # Inputs of blocks go to files before memory ends.
+            wish = wish._replace(tier="nvme" if memory.config.drives else "device")
+        elif load.schedule == "auto" and load.accumulation > 1:
+            load = load._replace(schedule=LAYER_MAJOR)  # the engine may take it, with the inputs of all micro-batches
+        return beside(memory, self.shape, placed(self.shape, load, wish, Need(0), bool(memory.config.drives)))
+
+
+_UNLIMITED = Room(1 << 50, 0, None)
+
+
+def step_of(
     model: nn.Module,
     content: Mapping[str, Any],
     sequence: int,
     always: Mapping[str, Any],
     recompute: bool = False,
     chunked_loss: bool = False,
-    has_files: bool = False,
-) -> Planned:
-    """Returns the plan of a run on one rank. The model must not be under an engine yet, and stays as it is.
-
-    A run with existing swap files reuses their space, so that free disk space does not matter.
-    """
+) -> Step:
+    """Returns the step of a run on one rank. The model must not be under an engine yet, and stays as it is."""
     config = load_config(content)
-    machine = _machine(found, config, has_files)
-    batch = resolve_batch(config, 1)
+    batch, on_cpu = resolve_batch(config, 1), compute_device(config.offload.device).type == "cpu"
     division = division_of(config)
     shape = from_training(model, sequence, DTYPES[config.dtype], division, always, config.offload.frozen)
     schedule = config.offload.schedule
@@ -55,9 +86,18 @@ def predict(
         recompute,
         chunked_loss,
         schedule=schedule,
-        speculate=makes_early_updates(config.offload.speculate, machine.on_cpu),
+        speculate=makes_early_updates(config.offload.speculate, on_cpu),
     )
-    return recommend.plan(shape, machine, load, content)
+    return Step(shape, load, content, on_cpu)
+
+
+def predict(found: Probed, step: Step, has_files: bool = False) -> Planned:
+    """Returns the plan of a run on one rank.
+
+    A run with existing swap files reuses their space, so that free disk space does not matter.
+    """
+    machine = _machine(found, load_config(step.content), has_files)
+    return recommend.plan(step.shape, machine, step.load, step.content)
 
 
 def _machine(found: Probed, config: Config, has_files: bool) -> Hardware:

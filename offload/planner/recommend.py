@@ -19,6 +19,7 @@ from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, ScheduleChoice, takes_turns
+from offload.layout.peak_memory import PeakMemory
 from offload.layout.placement import growth, usable_host
 from offload.planner import activations
 from offload.planner.activations import (
@@ -94,9 +95,14 @@ class Planned(NamedTuple):
         return self.memory.export
 
     @property
+    def peak(self) -> PeakMemory:
+        """Returns the peak of RAM beyond the bytes in use before the run, by what takes it."""
+        return host_peak(self.memory, self.shape, self.hardware, self.load)
+
+    @property
     def host_peak(self) -> int:
         """Returns the peak bytes of RAM beyond those in use before the run."""
-        return host_peak(self.memory, self.shape, self.hardware, self.load)
+        return sum(self.peak)
 
 
 def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Planned:

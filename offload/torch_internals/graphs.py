@@ -54,6 +54,12 @@ top_saved_tensor_hooks: Callable[[], Any] = functools.partial(_told, True) if _t
 """Returns the active pair of hooks of this thread, or None."""
 
 
+def graph_is_retained() -> bool:
+    """Returns True if the backward that runs keeps its graph, so that saved tensors may be read once more."""
+    told = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if told is None else bool(told())  # an older torch does not tell
+
+
 def push_saved_tensor_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
     """Activates a pair of hooks on this thread. Raises `RuntimeError` under torch.func."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -16,10 +16,10 @@ from torch import nn
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import lay_out
+from offload.layout.peak_memory import CHUNK_TOKENS
 from offload.losses import chunked
 from offload.planner import memory, output, reach, recommend, request
 from offload.planner.activations import (
-    CHUNK_TOKENS,
     Load,
     Need,
     Room,

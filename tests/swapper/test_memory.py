@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import sys
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import transformers
 import offload
 from offload import testing
 from offload.aio import IoQueue, aligned_empty, resident_bytes
-from offload.sizes import MIB, align_up
+from offload.sizes import MIB, PAGE, align_up
 from offload.swapper.memory import limits
 from tests.support import models
 from tests.support.oracle import Job, least_host_memory, processes, small_pieces, start, train_step
@@ -145,9 +146,23 @@ def test_both_versions_of_cgroups_are_read(
     stat = f"anon 500\ninactive_file 1\n{of_children}inactive_file 300\n{of_children}active_file 40\n"
     content = {"/proc/self/cgroup": line, **{f"{folder}/{name}": text for name, text in files.items()}}
     testing.replace(monkeypatch, "machine.system_file", lambda path: content.get(path, ""))
-    assert list(limits.memory_limits()) == [(1000, 900)], "without statistics"
+    assert [limit[1:] for limit in limits.cgroup_limits()] == [(1000, 900)], "without statistics"
     content[f"{folder}/memory.stat"] = stat
-    assert list(limits.memory_limits()) == [(1000, 560)]
+    assert [limit[1:] for limit in limits.cgroup_limits()] == [(1000, 560)]
+    around = folder.rpartition("/")[0]
+    content |= {f"{around}/{name}": text for name, text in files.items()}
+    content |= {f"{folder}/{name}": "2000" for name in files}
+    assert [limit.free for limit in limits.cgroup_limits()] == [340, 100], "a group around it may be tighter"
+
+
+@pytest.mark.parametrize(("name", "pages"), [("AS", "1000 7 7 7 7 7 7"), ("DATA", "7 7 7 7 7 1000 7")])
+def test_a_limit_of_the_process_counts_for_it_alone(name: str, pages: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = 8000 * PAGE
+    content = {"/proc/self/statm": pages}
+    testing.replace(monkeypatch, "machine.system_file", lambda path: content.get(path, ""))
+    number = getattr(resource, f"RLIMIT_{name}")
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (nbytes if asked == number else -1, -1))
+    assert limits.tightest_limit(8) == (f"RLIMIT_{name} (ulimit)", nbytes, 1000 * PAGE)
 
 
 def _held(folder: Path) -> tuple[int, int, int, list[str]]:

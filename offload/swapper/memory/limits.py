@@ -1,41 +1,85 @@
-"""Host memory that this process may still allocate, within the limits of the machine and of its cgroups."""
+"""Host memory that this process may still allocate, within every limit: of the machine, of cgroups, of the process."""
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import psutil
 
+from offload.sizes import format_size
+
+
+class MemoryLimit(NamedTuple):
+    """A limit of host memory. Beyond the limit of a cgroup the kernel kills, without a word of the process."""
+
+    name: str
+    """What sets the limit, in words."""
+    nbytes: int
+    used: int
+    """Bytes that count against the limit already."""
+
+    @property
+    def free(self) -> int:
+        """Bytes that may still be allocated."""
+        return max(0, self.nbytes - self.used)
+
+    def __str__(self) -> str:
+        return f"{self.name} of {format_size(self.nbytes)}"
+
 
 def free_host_memory() -> int:
-    """Returns the bytes that this process may still allocate: available memory, within the limits of its cgroups."""
-    free = int(psutil.virtual_memory().available)
-    return min([free, *(max(0, limit - used) for limit, used in memory_limits())])
+    """Returns the bytes that this process may still allocate."""
+    return tightest_limit().free
 
 
-def memory_limits() -> Iterator[tuple[int, int]]:
-    """Yields the limit and the used bytes of each of this process's cgroups, without their parents.
+def tightest_limit(processes: int = 1) -> MemoryLimit:
+    """Returns the limit that leaves this process the fewest bytes.
+
+    `processes` share the memory of the machine and of cgroups evenly; the result is the part of one of them.
+    """
+    total, free = psutil.virtual_memory().total, int(psutil.virtual_memory().available)
+    shared = min((MemoryLimit("this machine", total, total - free), *cgroup_limits()), key=lambda limit: limit.free)
+    part = shared._replace(nbytes=shared.used + shared.free // processes)
+    return min((part, *process_limits()), key=lambda limit: limit.free)
+
+
+def cgroup_limits() -> Iterator[MemoryLimit]:
+    """Yields the limit of each of this process's cgroups and of the groups around them.
 
     The used bytes do not include the kernel's cache of files, which gives way to allocations.
     """
     for line in _read("/proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
-            folder, limit_name, used_name, of_files = f"/sys/fs/cgroup{path}", "memory.max", "memory.current", ""
+            mount, limit_name, used_name, of_files = "/sys/fs/cgroup", "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            folder = f"/sys/fs/cgroup/memory{path}"
+            mount = "/sys/fs/cgroup/memory"
             limit_name, used_name, of_files = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         else:
             continue
         # Inside a container the path may be the path on the host. The mount itself is then this process's cgroup.
-        for place in (folder, folder[: -len(path)]):
+        for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+            place = f"{mount}{group}".rstrip("/")
             limit, used = _read(f"{place}/{limit_name}").strip(), _read(f"{place}/{used_name}").strip()
             if limit.isdigit() and used.isdigit():
                 # Rows that include the group's children have a prefix in the first version of cgroups.
                 rows = dict(row.split() for row in _read(f"{place}/memory.stat").splitlines())
                 files = sum(int(rows.get(f"{of_files}{name}", 0)) for name in ("inactive_file", "active_file"))
-                yield int(limit), max(0, int(used) - files)
+                yield MemoryLimit(f"the cgroup {group}", int(limit), max(0, int(used) - files))
+
+
+def process_limits() -> Iterator[MemoryLimit]:
+    """Yields the limits of the process itself: beyond them an allocation fails."""
+    # Pages of 4 KiB or the system's: all, resident, shared, code, unused, data and stack, unused.
+    pages = [int(word) * os.sysconf("SC_PAGE_SIZE") for word in _read("/proc/self/statm").split()]
+    for name, number, column in (("RLIMIT_AS", resource.RLIMIT_AS, 0), ("RLIMIT_DATA", resource.RLIMIT_DATA, 5)):
+        limit = resource.getrlimit(number)[0]
+        if limit != resource.RLIM_INFINITY and pages:
+            yield MemoryLimit(f"{name} (ulimit)", limit, pages[column])
 
 
 def _read(path: str) -> str:

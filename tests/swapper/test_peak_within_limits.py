@@ -1,0 +1,144 @@
+"""A hard limit is known before it kills: the sum of a start bounds the peak, and a limit below it is our error."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import transformers
+
+import offload
+from offload import testing
+from offload.engine.setup import start
+from offload.errors import BudgetError
+from offload.losses import chunk_loss_of
+from offload.planner.predict_run import step_of
+from offload.sizes import MIB
+from tests.support.oracle import processes
+from tests.support.processes.memory_limit import MemoryLimit, memory_limit
+from tests.support.processes.process_measures import resident
+from tests.swapper.test_memory import forked
+
+HIDDEN, TOKENS = 64, 16
+
+
+def llama(words: int, tied: bool) -> Any:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=words,
+            hidden_size=HIDDEN,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            tie_word_embeddings=tied,
+            use_cache=False,
+        )
+    )
+
+
+def settings(folder: Path, dtype: str, **budgets: Any) -> dict[str, Any]:
+    disk = {"device": "nvme", "nvme_path": str(folder)}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_param": disk, "offload_optimizer": disk},
+        "offload": {"device": "cpu", "durability": "none", **budgets},
+        **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
+    }
+
+
+def train(engine: Any, words: int, tokens: int, steps: int = 2) -> None:
+    for step in range(steps):
+        ids = torch.randint(words, (1, tokens), generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+
+
+def measured(folder: str, words: int, dtype: str, tied: bool, chunked: bool) -> dict[str, int]:
+    """Trains with budgets near the least, and returns the base and the sum of the start."""
+    table = words * HIDDEN * (2 if dtype == "bf16" else 4)
+    content = settings(Path(folder), dtype, host_memory=170 * MIB, device_memory=table + MIB)
+    with offload.init(content):
+        model = llama(words, tied)
+    step = step_of(model, content, TOKENS, {}, chunked_loss=chunked)
+    if chunked:
+        chunk_loss_of(model)
+    base = resident()
+    engine = start(model=model, config=content, beside=step.beside).engine
+    train(engine, words, TOKENS)
+    planned = engine.memory_report()["planned"]
+    engine.destroy(remove=True)
+    return {"base": base, "planned": sum(planned.values())}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("words", [32_000, 128_000, 262_144])
+@pytest.mark.parametrize(("tied", "chunked"), [(True, True), (True, False), (False, True), (False, False)])
+def test_the_sum_of_a_start_bounds_the_peak(words: int, dtype: str, tied: bool, chunked: bool, tmp_path: Path) -> None:
+    found, peak = forked(measured, str(tmp_path), words, dtype, tied, chunked)
+    print(f"peak {(peak - found['base']) / MIB:.0f} MiB above the base, planned {found['planned'] / MIB:.0f} MiB")
+    assert peak <= found["base"] + found["planned"]
+
+
+def test_a_limit_below_the_sum_is_an_error_before_anything_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, limit = 300 * MIB, 500 * MIB
+    files = {
+        "/proc/self/cgroup": "0::/outer/inner",
+        "/sys/fs/cgroup/outer/memory.max": str(limit),
+        "/sys/fs/cgroup/outer/memory.current": str(used),
+        "/sys/fs/cgroup/outer/inner/memory.max": "max",
+    }
+    testing.replace(monkeypatch, "machine.system_file", lambda path: files.get(path, ""))
+    folder = tmp_path / "swap"
+    with offload.init(settings(folder, "bf16")):
+        model = llama(262_144, tied=True)
+    with pytest.raises(BudgetError, match=r"the cgroup /outer of 500\.0 MiB leaves 200\.0 MiB: 96\.\d MiB of the host"):
+        offload.initialize(model=model, config=settings(folder, "bf16"))
+    assert not folder.exists()
+    files["/sys/fs/cgroup/outer/memory.max"] = str(limit + 300 * MIB)
+    engine = offload.initialize(model=model, config=settings(folder, "bf16"))[0]
+    assert sum(engine.memory_report()["planned"].values()) <= 500 * MIB, "default budgets have shrunk"
+    files["/sys/fs/cgroup/outer/memory.current"] = str(limit)
+    with pytest.raises(BudgetError, match="this batch has no room: the cgroup /outer"):
+        train(engine, 262_144, 200, 1)
+    train(engine, 262_144, 1, 1)  # a smaller batch follows
+    engine.destroy(remove=True)
+
+
+def ends(group: MemoryLimit, folder: Path, words: int, dtype: str, tokens: int, tied: bool) -> None:
+    group.enter()
+    content = settings(folder, dtype)
+    try:
+        with offload.init(content):
+            model = llama(words, tied)
+        train(offload.initialize(model=model, config=content)[0], words, tokens)
+        how = "trained"
+    except BudgetError as error:
+        how = str(error)
+    (folder / "end.json").write_text(json.dumps(how))
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("seed", range(12))
+def test_any_limit_ends_in_steps_or_in_an_error(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    words, dtype, tied = draw.choice([32_000, 128_000, 262_144]), draw.choice(["fp32", "bf16"]), draw.random() < 0.5
+    tokens, limit = draw.choice([4, 64, 256]), draw.randrange(200, 900) * MIB
+    if psutil.virtual_memory().available < limit:
+        pytest.skip(f"needs {limit / MIB:.0f} MiB of free RAM")
+    with memory_limit(limit) as group:
+        process = processes().Process(target=ends, args=(group, tmp_path, words, dtype, tokens, tied))
+        process.start()
+        process.join()
+    how = json.loads((tmp_path / "end.json").read_text()) if process.exitcode == 0 else "killed"
+    print(words, dtype, tied, tokens, limit // MIB, how)
+    assert process.exitcode == 0, f"{words} words in {dtype}, {tokens} tokens, {limit / MIB:.0f} MiB: {how}"
