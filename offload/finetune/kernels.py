@@ -82,30 +82,30 @@ def choose_kernels(
 
 def _choose(wanted: str, config: Config, model: nn.Module, device: torch.device, operations: float) -> ChosenKernels:
     if wanted in get_args(Kernels):
-        reason = _reason_against(wanted, model, device)
+        reason = _reason_against(wanted, config, model, device)
         if reason is not None:
             raise ConfigError(f"--kernels {wanted} cannot run here: {reason}; --kernels eager needs nothing")
         return ChosenKernels(wanted)  # type: ignore[arg-type]
     begun = _of_run(config)
     if begun is not None:
-        reason = _reason_against(begun, model, device)
+        reason = _reason_against(begun, config, model, device)
         if reason is not None:
             raise ConfigError(
                 f"the run has begun with --kernels {begun}, which cannot run here: {reason}; --kernels eager continues "
                 "with torch's own kernels, which round otherwise"
             )
-        fresh = _automatic(model, device, operations)
+        fresh = _automatic(config, model, device, operations)
         return ChosenKernels(begun, None if begun == fresh.kind else f"{_LINES[begun]}, with which the run has begun")
-    return _automatic(model, device, operations)
+    return _automatic(config, model, device, operations)
 
 
-def _automatic(model: nn.Module, device: torch.device, operations: float) -> ChosenKernels:
+def _automatic(config: Config, model: nn.Module, device: torch.device, operations: float) -> ChosenKernels:
     if device.type == "cpu" and not _interpreted():
         return ChosenKernels("eager")
-    no_liger = _reason_against("liger", model, device)
+    no_liger = _reason_against("liger", config, model, device)
     if no_liger is None:
         return ChosenKernels("liger", f"{_LINES['liger']}; --kernels eager leaves them to torch")
-    if operations >= COMPILED_FROM and _reason_against("compile", model, device) is None:
+    if operations >= COMPILED_FROM and _reason_against("compile", config, model, device) is None:
         return ChosenKernels("compile", f"{_LINES['compile']}; --kernels eager leaves them as they are")
     return ChosenKernels("eager", f"{_LINES['eager']}: {no_liger}")
 
@@ -126,11 +126,13 @@ def _of_run(config: Config) -> Kernels | None:
     return None
 
 
-def _reason_against(kind: str, model: nn.Module, device: torch.device) -> str | None:
+def _reason_against(kind: str, config: Config, model: nn.Module, device: torch.device) -> str | None:
     """Returns as a clause why kernels cannot run on a device, as far as it is known before they run; None if they can.
 
     What torch compiles for a CPU is left to torch to check.
     """
+    if kind == "compile" and config.offload.keep_attention:
+        return "compiled blocks were not tried with keep_attention; leave one of the two out"
     if kind == "eager" or (kind == "compile" and device.type == "cpu"):
         return None
     if kind == "liger":
