@@ -37,6 +37,7 @@ from offload.engine.snapshot import Snapshot
 from offload.errors import ConfigError
 from offload.fileio.plain_json import from_plain
 from offload.layout.experts import find_stacks
+from offload.layout.frozen import quantized_by_other_library
 from offload.losses.causal_model import inside_adapters
 from offload.swapper.store import rank_folders, run_status
 from offload.swapper.store.inspection import look
@@ -131,8 +132,13 @@ def _reason_against(kind: str, config: Config, model: nn.Module, device: torch.d
 
     What torch compiles for a CPU is left to torch to check.
     """
-    if kind == "compile" and config.offload.keep_attention:
-        return "compiled blocks were not tried with keep_attention; leave one of the two out"
+    untried = {
+        "keep_attention": config.offload.keep_attention,
+        "weights in 4 or 8 bits": config.offload.frozen is not None or bool(quantized_by_other_library(model)),
+        "experts that are units": bool(find_stacks(model)),
+    }
+    if kind == "compile" and any(untried.values()):
+        return f"compiled blocks were not tried with {next(what for what, there in untried.items() if there)}"
     if kind == "eager" or (kind == "compile" and device.type == "cpu"):
         return None
     if kind == "liger":

@@ -295,8 +295,13 @@ def _with_attention_kept(planned: Planned) -> Planned:
 
     Inputs of blocks in host memory may make that room.
     """
-    tier = wish_of(load_config(planned.content)).tier
-    for inputs in () if tier is None else dict.fromkeys((tier, "cpu")):
+    load, tier = planned.load, wish_of(load_config(planned.content)).tier
+    flops = load.batch * load.accumulation * sum(use.attention for use in planned.shape.uses)
+    # No step is shorter by more than the seconds of attention.
+    most = flops / planned.hardware.matmul
+    if tier is None or (planned.timing.seconds - most) * _WORTH >= planned.timing.seconds:
+        return planned
+    for inputs in dict.fromkeys((tier, "cpu")):
         block = {**planned.content["offload"], "activations": inputs, "keep_attention": True}
         tried = plan_if_it_fits(planned.shape, planned.hardware, planned.given, {**planned.content, "offload": block})
         if tried is not None and tried.timing.seconds * _WORTH < planned.timing.seconds:
