@@ -24,6 +24,7 @@ import inspect
 import os
 import shutil
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -177,15 +178,38 @@ def _patch_of(model: nn.Module) -> Any:
         return None
 
 
+def _left_out(shape: Any, own_mlp: bool) -> list[str]:
+    """Returns the kernels of Liger that a model does without: those of losses, and those for other formulas.
+
+    Liger replaces methods of modules that exist, and does not look at their settings.
+
+    Args:
+        shape: the model's config.
+        own_mlp: True if the engine runs the model's own MLPs.
+    """
+    activation = getattr(shape, "hidden_activation", None) or getattr(shape, "hidden_act", None)
+    parameters = getattr(shape, "rope_parameters", None) or {}
+    tables = [table for table in (parameters, *parameters.values()) if isinstance(table, Mapping)]
+    shares = [getattr(shape, "partial_rotary_factor", None), *(table.get("partial_rotary_factor") for table in tables)]
+    left_out = {
+        "cross_entropy": True,
+        "fused_linear_cross_entropy": True,
+        "swiglu": own_mlp or activation not in ("silu", "swish"),
+        "geglu": own_mlp or activation != "gelu_pytorch_tanh",
+        "rope": any(share not in (None, 1.0) for share in shares),
+    }
+    return [name for name, is_left_out in left_out.items() if is_left_out]
+
+
 def apply_kernels(model: nn.Module, kind: Kernels, config: Config) -> None:
     """Makes the blocks of a model of transformers, or of peft around one, run in kernels of this kind."""
     if kind == "liger":
-        patch = _patch_of(model)
-        left_out = ["cross_entropy", "fused_linear_cross_entropy"]
-        if config.offload.tile_mlp is not False or find_stacks(model):
-            left_out += ["swiglu", "geglu"]
+        patch, base = _patch_of(model), inside_adapters(model)
         known = inspect.signature(patch).parameters
-        patch(model=inside_adapters(model), **{name: False for name in left_out if name in known})
+        left_out = _left_out(
+            base.config.get_text_config(), config.offload.tile_mlp is not False or bool(find_stacks(model))
+        )
+        patch(model=base, **{name: False for name in left_out if name in known})
     elif kind == "compile":
         for name in blocks_of(model, config.units):
             model.get_submodule(name).compile(dynamic=False)

@@ -30,7 +30,8 @@ def forward(norm, hidden):
 def apply_liger_kernel_to_llama(
     rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model=None
 ):
-    assert rope and rms_norm and swiglu and not cross_entropy and not fused_linear_cross_entropy
+    assert rope and rms_norm and not cross_entropy and not fused_linear_cross_entropy
+    assert swiglu == (model.config.hidden_act == "silu"), "it does not look at the activation itself"
     for module in model.modules():
         if type(module).__name__ == "LlamaRMSNorm":
             module.forward = forward.__get__(module)
@@ -71,6 +72,9 @@ def test_a_run_keeps_liger_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log()[0]["about"]["kernels"] == "liger"
     kept = call(*RUN, "--steps", "5", "--run", "eager", "--resume", "must").stdout
     assert "blocks run in torch's own kernels, with which the run has begun" in kept
+
+    make_folder(Path("Other"), weights=False, hidden_act="gelu")
+    assert call(*RUN, "--model", "Other", "--steps", "1", "--run", "other").exit_code == 0
 
     monkeypatch.delenv("TRITON_INTERPRET")
     resumed = (*RUN, "--steps", "5", "--run", "again", "--resume", "must")
