@@ -192,9 +192,9 @@ class InferenceEngine(ModelEngine):
         """Returns the results of `function` for all batches, in order.
 
         All batches pass through one block of the model before the next block is fetched: the weights are read and
-        copied once for all of them. The first call runs two batches one after the other, which shows whether the model
-        allows that. A model that is not a chain of blocks, or that keeps values between blocks, gets its batches one by
-        one.
+        copied once for all of them. The first call with several batches runs the first one alone, which shows whether
+        the model allows that. A model that is not a chain of blocks, or that keeps values between blocks, gets its
+        batches one by one.
 
         Args:
             function: receives a batch, and calls the engine or the model; it may run on another thread.
@@ -207,14 +207,8 @@ class InferenceEngine(ModelEngine):
         self._core.enter()
         # Each batch is bound by a default argument: every closure would see the last batch.
         works = [lambda batch=batch: function(batch) for batch in batches]
-        # Only the trial's batches run one by one: each of them reads all weights.
-        first = self._core.components.schedule.trial
-        results: list[_T] = []
         with torch.no_grad():
-            for batch_works in (works[:first], works[first:]):
-                if batch_works:
-                    results += self._core.run_micro_batches(batch_works, len(batch_works), trains=False)
-        return results
+            return self._core.run_micro_batches(works, len(works), trains=False) if works else []
 
     def pass_seconds(self) -> PassSeconds:
         """Returns the seconds of all forwards so far, and of their waits."""

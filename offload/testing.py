@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from offload.layout.flat_layout import UnitLayout
     from offload.layout.modes import Mode
     from offload.layout.placement import DeviceNeed
-    from offload.layout.update_lanes import Lane
+    from offload.layout.update_order import Lane
     from offload.swapper.memory.device import Device
     from offload.swapper.memory.device_arena import DeviceArena
     from offload.swapper.memory.host_arena import HostArena

@@ -12,6 +12,10 @@ compares shapes. What a block does to a list or a dictionary among its arguments
 as in transformers' own checkpointing. A call with a cache that is in use, or while the block evaluates, keeps its cache
 and is not checkpointed.
 
+[Note: attention] With `"keep_attention"` the graph also keeps what the kernels of attention have returned, and a
+recomputation takes it from there: torch's selective checkpointing, by two modes of dispatch. What the engine copies
+while a block runs is outside of all modes. Outputs stay on the device until the recomputation.
+
 [Note: buffers] A recomputation runs a module once more, and with it changes of its buffers, such as the statistics of
 a BatchNorm. The buffers have the values of the forward again afterwards. A module that also reads a buffer that it
 changes would compute something else: that is an error after its first forward, except for a norm with statistics, which
@@ -106,6 +110,7 @@ class UnitCheckpoints(ActivationPolicy):
         self._blocks, self._device = blocks, device
         self._synchronize = config.activation_checkpointing.synchronize_checkpoint_boundary
         self._profile = config.activation_checkpointing.profile
+        self._keeps_attention = config.offload.keep_attention
         # calling thread and autograd thread: one at a time runs a model, so these need no lock.
         self._forward_seconds: dict[str, float] = defaultdict(float)
         self._recomputation_seconds: dict[str, float] = defaultdict(float)
@@ -167,7 +172,7 @@ class UnitCheckpoints(ActivationPolicy):
             self._device.synchronize()
         call.began = time.perf_counter()
         call.buffers = _buffers_of(module)
-        generator = checkpointing(recompute, *leaves)
+        generator = checkpointing(recompute, *leaves, keeps_attention=self._keeps_attention)
         # calling thread: may wait for I/O, and so run a handler that calls `abandon`. The call receives its generator
         # only afterwards.
         next(generator)

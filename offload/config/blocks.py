@@ -1034,6 +1034,11 @@ class OffloadBlock(Block):
         "backward: a number of chunks, or auto: as many tokens each as the model has features, at least 1024; see "
         "reference/python/tiles.md",
     )
+    keep_attention: bool = Field(
+        False,
+        description="keep the output of attention of blocks that are computed again (activations), so that attention "
+        "is not: for long sequences; a graph serves one backward; see concepts/cost-model.md",
+    )
     trace: Annotated[Name, BeforeValidator(expanded)] | None = Field(
         None, description="file for a timeline of the run; see guides/find-the-bottleneck.md"
     )

@@ -265,5 +265,9 @@ class Config(Block):
                 'activation_memory has no effect: it limits inputs in host memory, and "activations" is '
                 f"{self.activation_tier or 'not set'}",
             ),
+            (
+                self.offload.keep_attention and self.activation_tier is None,
+                'keep_attention has no effect: no block is computed again, since "activations" is not set',
+            ),
         )
         return tuple(line for holds, line in lines if holds)

@@ -67,8 +67,8 @@ from offload.layout.frozen import expander
 from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.pass_order import LAYER_MAJOR
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS, usable_host
-from offload.layout.second_passes import SecondPasses
 from offload.layout.tiers import copied_memory
+from offload.layout.update_order import SecondPasses
 from offload.metrics.meter import ComputeSpans, Listener, Meter, Relay, StepMeter, compute_spans
 from offload.metrics.writers import check_monitor, make_reporter
 from offload.model_io.saved_names import about_saved

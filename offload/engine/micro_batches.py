@@ -82,9 +82,9 @@ class PassSchedule(Extension):
         return False
 
     @property
-    def trial(self) -> int:
-        """Number of micro-batches to run one by one first, to learn whether the others may take turns; 0 if known."""
-        return 0
+    def trial(self) -> bool:
+        """True if the next step runs micro-batches one by one to learn whether they may take turns."""
+        return False
 
     def run(self, works: Iterable[Callable[[], _T]], generators: MicroBatchGenerators, turns: Turns) -> list[_T]:
         """Runs the forward and the backward of every micro-batch, and returns their results.

@@ -234,7 +234,7 @@ def decide(
             beside=beside,
         )
     )
-    schedule, schedule_notices = _schedule(config, batch, model, placed, machine, everyone)
+    schedule, schedule_notices = _schedule(config, batch, model, blocks, placed, machine, everyone)
 
     # The run on the drives. Ranks with different free memory may have different tiers, but either all ranks have a
     # store or none has. A kill during the first start may leave one rank's drive empty. `assemble` then decides by the
@@ -290,10 +290,16 @@ def _weights_held(model: nn.Module) -> int:
 
 
 def _schedule(
-    config: Config, batch: Batch, model: nn.Module, placed: MemoryPlan, machine: MachineMemory, ranks: Ranks
+    config: Config,
+    batch: Batch,
+    model: nn.Module,
+    blocks: Sequence[str],
+    placed: MemoryPlan,
+    machine: MachineMemory,
+    ranks: Ranks,
 ) -> tuple[ScheduleChoice, tuple[str, ...]]:
-    """Returns the order in which micro-batches pass through blocks, and notices for the user if it matters."""
-    asked, blocks = config.offload.schedule, blocks_of(model, config.units)
+    """Returns the order in which micro-batches pass through `blocks`, and notices for the user if it matters."""
+    asked = config.offload.schedule
     # This attribute is True on a block of transformers that checkpoints itself.
     by_itself = all(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in blocks)
     checkpointed = config.activation_tier is not None or by_itself

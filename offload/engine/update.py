@@ -8,7 +8,7 @@ across the borders of units. `step()` schedules updates; a thread that needs a u
               └► queue ─► begun  ──┘      └ last tile of a unit: publish_weights, its weights may be used
      MEMORY        ▲ awaited first
 
-Updates go in two lanes (`layout.update_lanes`), so that no drive is idle while states in memory are updated, and no
+Updates go in two lanes (`layout.update_order`), so that no drive is idle while states in memory are updated, and no
 core while others are read. Tiles in memory are computed until the next streamed tile has been read. In each lane units
 keep the order of their next use, and the tiles of a unit their own order.
 
@@ -22,9 +22,9 @@ What may follow from an update depends on its status:
     SPECULATIVE ─►  nothing                                       ─►  fresh weights in memory may be evicted
     DISCARDED   ─►  nothing                                       ─►  nothing
 
-An update of states in host memory alone may take two passes (`layout.second_passes`). The first writes the weights,
-which are published. The second writes the moments, and frees the gradient. Second passes begin when no weights are
-queued, the unit that the backward reaches first before the others, and at once if a gradient waits for one.
+An update of states in host memory alone may take two passes. The first writes the weights, which are published. The
+second writes the moments, and frees the gradient. Second passes begin when no weights are queued, the unit that the
+backward reaches first before the others, and at once if a gradient waits for one.
 
 When the step confirms a speculative update, the worker runs the actions that the update skipped. Weights are used from
 their host buffer while the write is in flight. Without a host buffer they may be used only after the last write, which
@@ -55,8 +55,7 @@ from offload.engine.gradients import GradientAccumulator
 from offload.engine.shards import LocalShards
 from offload.engine.update_strategy import EditSteps, TileContent, UnitSteps, UnitUpdate, UpdateStrategy
 from offload.kernels import Writes
-from offload.layout.second_passes import SecondPasses
-from offload.layout.update_lanes import Lane, next_lane
+from offload.layout.update_order import Lane, SecondPasses, next_lane
 from offload.sizes import align_up
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import HostArena, HostBuffer

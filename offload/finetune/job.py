@@ -24,6 +24,7 @@ from offload.engine.setup import start
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log
 from offload.finetune.corpus.data import Data, Share, find_files, read_files, steps_of
+from offload.finetune.kernels import Kernels, apply_kernels, choose_kernels
 from offload.finetune.model import (
     adapt,
     build_model,
@@ -76,7 +77,7 @@ from offload.planner.model_shape import config_of
 from offload.planner.output import in_short
 from offload.planner.predict_run import as_step, predict, step_of
 from offload.presets import check_positions, require_transformers
-from offload.swapper.memory.device import let_segments_grow
+from offload.swapper.memory.device import compute_device, let_segments_grow
 from offload.swapper.store import run_status
 from offload.timeline import path_of
 
@@ -203,15 +204,20 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     predicted, notices, beside = (
         _prediction(options, model, content, always, _has_files(config)) if world_size == 1 else ({}, (), None)
     )
+    tokens = steps * batch.micro * batch.accumulation * options.seq_len
+    operations = 6.0 * tokens * sum(map(torch.numel, model.parameters()))  # of forward and backward
+    kernels = choose_kernels(options.kernels, config, model, compute_device(config.offload.device), operations)
+    apply_kernels(model, kernels.kind, config)
     loss = choose_loss(model, options.chunked_loss, off="--no-chunked-loss", evaluation=True)
     # Notices on swap folders that the engine will create. The engine itself warns of wrong folders.
     places = folder_notices(config.drives) if config.wants_store else ()
     new_folders = [line for line in places if isinstance(line, Remark)]
     engine = _engine(options, model, content, config, rank, say, beside)
-    resumed, identity = _resumed(engine, identity, loss)
+    resumed, identity = _resumed(engine, identity, loss, kernels.kind)
     # A resumed run takes the weights from its swap files, not from their original source.
     example = () if data.example is None else (data.example,)
     begun = resumed if engine.global_steps else (*example, source, *resumed)
+    begun = begun if kernels.line is None else (*begun, kernels.line)
     _say_all(_warnings_last(engine.notices, (*new_folders, *data.lines, *begun, *notices)), say)
     return Job(
         engine=engine,
@@ -289,14 +295,17 @@ def _identity(options: Options, folder: Path | None, data: Data, steps: int, con
         settings=settings_of(content),
         schedule=content.get("scheduler"),
         chunked_loss=options.chunked_loss,
+        kernels=None if options.kernels == "auto" else options.kernels,
     )
 
 
-def _resumed(engine: Engine, identity: Identity, loss: ChosenLoss) -> tuple[tuple[str, ...], Identity]:
+def _resumed(
+    engine: Engine, identity: Identity, loss: ChosenLoss, kernels: Kernels
+) -> tuple[tuple[str, ...], Identity]:
     """Stores the job's identity in the engine for its commits. A resumed run computes its loss as it began.
 
-    Returns lines on the loss and on each difference from the run, and the identity with the loss that is computed. A
-    resumed run may have other data or adapters, but not another model.
+    Returns lines on the loss and on each difference from the run, and the identity with the loss and the kernels of the
+    run. A resumed run may have other data or adapters, but not another model.
 
     Raises:
         StoreError: the run belongs to another model.
@@ -307,7 +316,7 @@ def _resumed(engine: Engine, identity: Identity, loss: ChosenLoss) -> tuple[tupl
     if engine.global_steps:
         # Identities of earlier versions do not record the loss: these versions computed it from all logits.
         loss = as_begun(loss, identity.chunked_loss, bool(before.get("chunked_loss")))
-    whole = identity._replace(chunked_loss=loss.chunked)
+    whole = identity._replace(chunked_loss=loss.chunked, kernels=kernels)
     lines = [] if loss.line is None else [loss.line]
     try:
         if before and engine.global_steps:
@@ -319,7 +328,9 @@ def _resumed(engine: Engine, identity: Identity, loss: ChosenLoss) -> tuple[tupl
                 )
             # Not compared here: the engine reports changed settings itself, and the number of steps may change.
             expected = before | {"settings": identity.settings, "steps": identity.steps, "schedule": identity.schedule}
+            # An earlier version records neither: it had torch's own kernels, and computed the loss from all logits.
             expected["chunked_loss"] = bool(before.get("chunked_loss"))
+            expected["kernels"] = before.get("kernels") or "eager"
             lines += [f"resumed, and {words}" for words in differences(whole, expected)]
         marked = identity.output is not None and is_marked(Path(identity.output), identity)
         if before.get("output") != identity.output and not marked:

@@ -61,6 +61,7 @@ def about(job: Job) -> dict[str, Any]:
         "dtype": next((name for name in ("bf16", "fp16") if config[name]["enabled"]), "fp32"),
         "moments": config["offload"]["moments"] or ("bf16" if halves["bf16_optimizer_states"] else "fp32"),
         "master": config["offload"]["master"],
+        "kernels": job.identity.kernels,
         "device": str(engine.device),
         "ranks": engine.world_size,
         "steps": job.steps,

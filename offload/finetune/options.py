@@ -93,6 +93,7 @@ class Options:
     load_in_8bit: bool = False
     gradient_checkpointing: bool = False
     chunked_loss: bool | None = None
+    kernels: str = "auto"
     output: Path | None = None
     no_output: bool = False
     save_every: int | None = None

@@ -203,6 +203,8 @@ class Identity(NamedTuple):
     """The block of the schedule in the config; None for a constant rate."""
     chunked_loss: bool | None = None
     """True for a loss in chunks, False for a loss from all logits; None to keep the loss with which the run began."""
+    kernels: str | None = None
+    """The kind of kernels of the blocks; None to keep the kernels with which the run began."""
 
 
 def weights_of(folder: Path | None) -> str:
@@ -266,6 +268,8 @@ def differences(identity: Identity, before: Mapping[str, Any]) -> Iterator[str]:
     if identity.chunked_loss is not None and before.get("chunked_loss") not in (None, identity.chunked_loss):
         now, then = _LOSSES[identity.chunked_loss], _LOSSES[not identity.chunked_loss]
         yield f"the loss was computed {then}, is computed {now}"
+    if identity.kernels is not None and before.get("kernels") not in (None, identity.kernels):
+        yield f"--kernels was {before['kernels']}, is {identity.kernels}"
     if before.get("output") != identity.output:
         yield f"--output was {before.get('output')}, is {identity.output}"
     if before.get("steps", identity.steps) < identity.steps:

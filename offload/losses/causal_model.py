@@ -66,7 +66,7 @@ def chunk_loss_of(
         UsageError: if the model is no causal language model of transformers, if its head is no linear layer, if other
             code reads or changes its logits, or if its loss function is not the one of transformers.
     """
-    inner = _inside_adapters(model)
+    inner = inside_adapters(model)
     head = _plain_head(model, inner)
     return _LossOfModel(model, inner, head, chunk_tokens, training, evaluation, by_row).compute_all_logits
 
@@ -78,7 +78,7 @@ def line_on_all_logits(reason: str) -> str:
 
 def undo_of(model: nn.Module) -> Callable[[], None] | None:
     """Returns the function that `chunk_loss_of` returned for the model; None if the model computes all logits."""
-    loss = getattr(_inside_adapters(model), "_loss_function", None)
+    loss = getattr(inside_adapters(model), "_loss_function", None)
     return loss.compute_all_logits if isinstance(loss, _LossOfModel) else None
 
 
@@ -88,12 +88,13 @@ def without_logits(model: nn.Module) -> Iterator[None]:
 
     A model on which `chunk_loss_of` was not called still computes all logits.
     """
-    loss = getattr(_inside_adapters(model), "_loss_function", None)
+    loss = getattr(inside_adapters(model), "_loss_function", None)
     with loss.inside() if isinstance(loss, _LossOfModel) else contextlib.nullcontext():
         yield
 
 
-def _inside_adapters(model: nn.Module) -> Any:
+def inside_adapters(model: nn.Module) -> Any:
+    """Returns the model inside of a model of peft; any other model is returned as it is."""
     base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
     return base() if base is not None and hasattr(model, "peft_config") else model
 

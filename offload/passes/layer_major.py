@@ -398,9 +398,9 @@ class LayerMajor(PassSchedule):
         return self.name == LAYER_MAJOR and top_saved_tensor_hooks() is None and not under_modes()
 
     @property
-    def trial(self) -> int:
-        """Two if the next step is the first: it shows whether the model keeps values between blocks."""
-        return 2 if self.possible and not self._watched else 0
+    def trial(self) -> bool:
+        """True if the next step is the first: its first forward shows whether the model keeps values between blocks."""
+        return self.possible and not self._watched
 
     @property
     def interleaves(self) -> bool:

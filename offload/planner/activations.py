@@ -59,6 +59,8 @@ class Load(NamedTuple):
     """Tokens of a tile of an MLP; 0 computes an MLP for all tokens at once, or in `tiles`."""
     tiles: int = 0
     """Number of tiles of an MLP, in place of the tokens of a tile; 0 to use `tile`."""
+    keep_attention: bool = False
+    """True if a block that is computed again keeps the output of its attention."""
     on_disk: int = 0
     """Blocks whose input waits on DISK, the first ones of the forward."""
     on_host: int = 0
@@ -173,6 +175,7 @@ def _on_device(shape: Shape, load: Load, blocks: tuple[RepeatedBlock, ...]) -> i
     kept = load.alive * sum(saved[len(again) :]) + max(tail, *work[len(again) :], 0)
     in_block = max((of + more for of, more in zip(saved, work[: len(again)], strict=False)), default=0)
     beside = _borders(shape, load) + _tied_gradients(shape, load) + _inputs(shape, load, again)
+    beside += _kept_attention(shape, load, again)
     return load.alive * load.batch * before + beside + max(kept, in_block)
 
 
@@ -212,6 +215,18 @@ def _inputs(shape: Shape, load: Load, blocks: tuple[RepeatedBlock, ...]) -> int:
     gone = min(load.on_disk + load.on_host, len(blocks))
     sizes = [input_nbytes(shape, load, block) for block in blocks]
     return load.alive * sum(sizes[gone:]) + min(load.alive * gone, IN_FLIGHT) * max(sizes, default=0)
+
+
+def _kept_attention(shape: Shape, load: Load, blocks: tuple[RepeatedBlock, ...]) -> int:
+    """Returns the bytes of attention's outputs, each as large as its block's input, and of its sums in fp32.
+
+    A head of 64 features or more has one sum for each token: at most a thirty-second of its output in 16 bits.
+    """
+    if not load.keep_attention:
+        return 0
+    uses = (shape.uses[position] for block in blocks for position in block.uses)
+    outputs = load.batch * sum(use.boundary for use in uses if use.attention)
+    return load.alive * (outputs + outputs // 32)
 
 
 def _saved(shape: Shape, load: Load, use: Use) -> int:
@@ -384,13 +399,15 @@ class Wish(NamedTuple):
     """Tiles of an MLP; 0 for none, None for tiles of as many tokens as the engine takes by itself."""
     first: int = 0
     """Blocks that are recomputed, the first ones; 0 for all."""
+    keep_attention: bool = False
+    """True if blocks that the engine computes again keep the output of attention."""
 
 
 def wish_of(config: Config) -> Wish:
     """Returns the wish of a config."""
     own, first = config.offload, config.activation_checkpointing.number_checkpoints or 0
     tiles = None if own.tile_mlp == "auto" else int(own.tile_mlp)
-    return Wish(config.activation_tier, tiles, first)
+    return Wish(config.activation_tier, tiles, first, own.keep_attention)
 
 
 def with_host_memory(content: Mapping[str, Any], host: int, inputs: int) -> dict[str, Any]:
@@ -424,7 +441,7 @@ def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool, most_
     load = load._replace(tile=tile, tiles=wish.tiles or 0, on_disk=0, on_host=0, first=wish.first)
     if wish.tier is None:
         return load
-    load = load._replace(recompute=True)
+    load = load._replace(recompute=True, keep_attention=wish.keep_attention)
     # The newest input stays, since the backward begins with it.
     most = max(len(recomputed(shape, load)) - 1, 0)
     if wish.tier == "device" or not most:

@@ -101,6 +101,7 @@ def heading(planned: Planned) -> list[str]:
         f"{load.accumulation} x {load.batch} x {shape.sequence} tokens"
         f"{', layer-major' if load.alive > 1 else ''}"
         f"{', activations recomputed' if load.recompute else ''}"
+        f"{', attention kept' if load.keep_attention else ''}"
         f"{', loss in chunks' if load.chunked_loss else ', all logits in memory'}"
         f"{f', MLPs in tiles of {tile_tokens(shape, load)} tokens' if is_tiled(shape, load) else ''}",
         *_describe_experts(planned),

@@ -102,6 +102,8 @@ def predict(found: Probed, step: Step, has_files: bool = False) -> Planned:
 
 def _machine(found: Probed, config: Config, has_files: bool) -> Hardware:
     device = compute_device(config.offload.device)
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"the run computes on {device.type}, and runs on cpu and cuda alone are predicted")
     if bool(found.machine["gpu"]) != (device.type == "cuda"):
         raise ConfigError(
             f"the run computes on {device.type}, and the probe measured another device: run `offload probe --device "

@@ -76,6 +76,8 @@ def with_way(content: Mapping[str, Any], way: Way, hardware: Hardware) -> dict[s
     changed = copy.deepcopy(dict(content))
     changed.pop("activation_checkpointing", None)
     block = changed.setdefault("offload", {})
+    # Attention that is kept takes the room that a way makes.
+    block.pop("keep_attention", None)
     for name, value in (("activations", way.tier), ("tile_mlp", "auto" if way.tiled else None)):
         block.pop(name, None)
         if value is not None:

@@ -293,7 +293,26 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
         wears = best.timing.moved.written > planned.timing.moved.written == 0
         return planned.timing.tokens_per_second * (_WEAR if wears else _WORTH) >= best.timing.tokens_per_second
 
-    return next(filter(near, plans))
+    return _with_attention_kept(next(filter(near, plans)))
+
+
+def _with_attention_kept(planned: Planned) -> Planned:
+    """Returns the plan with outputs of attention kept, if they have room and the step is faster by `_WORTH`.
+
+    Inputs of blocks in host memory may make that room.
+    """
+    load, tier = planned.load, wish_of(load_config(planned.content)).tier
+    flops = load.batch * load.accumulation * sum(use.attention for use in planned.shape.uses)
+    # No step is shorter by more than the seconds of attention.
+    most = flops / planned.hardware.matmul
+    if tier is None or (planned.timing.seconds - most) * _WORTH >= planned.timing.seconds:
+        return planned
+    for inputs in dict.fromkeys((tier, "cpu")):
+        block = {**planned.content["offload"], "activations": inputs, "keep_attention": True}
+        tried = plan_if_it_fits(planned.shape, planned.hardware, planned.given, {**planned.content, "offload": block})
+        if tried is not None and tried.timing.seconds * _WORTH < planned.timing.seconds:
+            return tried
+    return planned
 
 
 def _lacks_room(plans: Sequence[Planned]) -> bool:

@@ -237,6 +237,8 @@ class Pass(NamedTuple):
     seconds: float
     backward: float = 0.0
     """Seconds of the backward, for a use in a forward."""
+    again: float = 0.0
+    """Seconds of a recomputation."""
     lookup: bool = False
     block: bool = False
     """True for a use in a block that is computed again if there is recomputation."""
@@ -270,7 +272,9 @@ def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] 
             seconds, back = seconds + handed, back + handed
         else:  # the host prepares a use while the GPU computes
             seconds, back = max(seconds, handed), max(back, handed)
-        found.append(Pass(use.unit, seconds, back, use.lookup, position in inside, choice=use.choice))
+        kept = batch * use.attention / hardware.matmul if load.keep_attention else 0.0
+        again = max(seconds - kept, handed)
+        found.append(Pass(use.unit, seconds, back, again, use.lookup, position in inside, choice=use.choice))
     for (block, after), input_ in zip(pairwise(shape.blocks), moving(shape, load), strict=False):
         # A block's input leaves once the next block starts. A backward starts a block with the block's last use.
         found[after.uses[0]] = found[after.uses[0]]._replace(sends=input_)
@@ -305,7 +309,7 @@ def backward_seconds(
 
     A gradient is complete after the last use of its unit in the backward. That use is the unit's first in the forward.
     """
-    seconds = each.backward + (each.seconds if recompute and each.block else 0.0)
+    seconds = each.backward + (each.again if recompute and each.block else 0.0)
     if not completes:
         return seconds
     numel = parts_numel[each.unit]

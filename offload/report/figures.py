@@ -17,7 +17,7 @@ from offload.report.links import busy, updates
 from offload.report.log import Log, column, is_number, number, open_to_read, plain
 from offload.report.phases import PARTS, advice, bound
 from offload.report.timeline_view import Window
-from offload.sizes import format_decimal, format_size, format_time
+from offload.sizes import count_of, format_decimal, format_size, format_time
 
 # -- drive wear ----------------------------------------------------------------------------------------
 #
@@ -156,6 +156,27 @@ def read_plan(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a plan: expected the output of `offload plan --json`") from error
 
 
+# -- updates under the backward ------------------------------------------------------------------------
+
+
+def early_updates(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Returns how many updates under the backward held and how many were dropped, and the steps that dropped some."""
+    held, dropped = column(steps, "early_updates"), column(steps, "early_updates_dropped")
+    return {
+        "early_updates": int(sum(held)),
+        "early_updates_dropped": int(sum(dropped)),
+        "early_updates_dropped_steps": sum(count > 0 for count in dropped),
+    }
+
+
+def early_words(counts: Mapping[str, Any]) -> str | None:
+    """Returns the counts of `early_updates` in words; None if no update was made under the backward."""
+    held, dropped, steps = (counts[name] for name in early_updates(()))
+    if not held + dropped:
+        return None
+    return f"{held:,} held" + (f", {dropped:,} in {count_of(steps, 'step')} came to nothing" if dropped else "")
+
+
 # -- figures -------------------------------------------------------------------------------------------
 
 
@@ -186,8 +207,7 @@ def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | 
         "grad_norm": _ends(column(log.steps, "grad_norm")),
         "lr": _ends(column(log.steps, "lr")),
         "skipped_steps": int(max(column(log.steps, "skipped_steps"), default=0)),
-        "early_updates": int(sum(column(log.steps, "early_updates"))),
-        "early_updates_dropped": int(sum(column(log.steps, "early_updates_dropped"))),
+        **early_updates(log.steps),
         "seconds": sum(column(log.steps, "seconds")),
         "step_seconds": _spread(seconds),
         "tokens_per_second": _rate(steady, "tokens"),

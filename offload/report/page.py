@@ -24,7 +24,7 @@ from offload.report.charts import (
     seconds_unit,
     stack,
 )
-from offload.report.figures import time_of, words
+from offload.report.figures import early_words, time_of, words
 from offload.report.links import LINKS
 from offload.report.log import Log, number
 from offload.report.phases import PARTS, parts, verdict
@@ -327,12 +327,12 @@ def _notes(figures: Mapping[str, Any]) -> list[str]:
     truncated_lines = count_of(figures["torn_lines"], "line of the log is", "lines of the log are")
     again = count_of(figures["repeated_steps"], "step was", "steps were")
     skipped = count_of(figures["skipped_steps"], "step was", "steps were")
-    early, dropped = figures["early_updates"], figures["early_updates_dropped"]
+    early = early_words(figures)
     return [
         "Times and medians leave out the first step of each process, which reads everything on demand.",
         *([f"Resumed at step {', '.join(map(str, figures['resumed_at']))}."] if figures["resumed_at"] else []),
         *([f"{truncated_lines} cut short."] if figures["torn_lines"] else []),
         *([f"{again} trained again; the later time counts."] if figures["repeated_steps"] else []),
         *([f"{skipped} skipped."] if figures["skipped_steps"] else []),
-        *([f"Of updates under the backward, {early} held and {dropped} came to nothing."] if early or dropped else []),
+        *([f"Of updates under the backward, {early}."] if early else []),
     ]

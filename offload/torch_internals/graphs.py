@@ -133,15 +133,33 @@ _FRAMES = 4
 """Python frames between a pack hook and the code of checkpointing, at most."""
 
 
-def checkpointing(recompute: Callable[..., Any], *inputs: Any) -> Generator[None, None, None]:
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+"""Operations of torch that compute attention in one kernel. Some are missing from some versions."""
+
+
+def _keeping_attention() -> Any:
+    """Returns the contexts of a forward and of its recomputation that gives each output of attention once more."""
+    known = [getattr(torch.ops.aten, name).default for name in _ATTENTION if hasattr(torch.ops.aten, name)]
+    return torch_checkpoint.create_selective_checkpoint_contexts(known)
+
+
+def checkpointing(
+    recompute: Callable[..., Any], *inputs: Any, keeps_attention: bool = False
+) -> Generator[None, None, None]:
     """Returns a generator: from its first `next` to its second, the graph keeps `inputs` instead of what it saves.
 
     Non-reentrant checkpointing of torch, with its random generators, autocast, early stop, and check of shapes.
 
     Args:
         inputs: tensors are saved through the active saved-tensor hooks, other values by reference.
+        keeps_attention: True to keep outputs of attention too. The graph then serves one backward.
     """
-    context = torch_checkpoint.noop_context_fn
+    context = _keeping_attention if keeps_attention else torch_checkpoint.noop_context_fn
     early_stop = (True,) if _KNOWS_EARLY_STOP else ()
     generator: Generator[None, None, None] = _generator(
         recompute, True, context, "default", False, *early_stop, *inputs

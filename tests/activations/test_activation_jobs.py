@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
 from offload import testing
@@ -28,6 +29,7 @@ from tests.support.modules.module_trees import TREES, Tree, job_of, room
 from tests.support.oracle import (
     Job,
     Result,
+    accumulated_step,
     assert_same,
     config,
     kill_and_resume,
@@ -86,6 +88,34 @@ TRAINING = {
 def test_training_keeps_its_bits(name: str, tier: str, tmp_path: Path) -> None:
     job = TRAINING[name]._replace(steps=3)
     _same(job, tmp_path, tier, device_memory=room_for(job, 3))
+
+
+class Attentions(TorchDispatchMode):
+    """Counts the kernels of attention that run in a forward or a recomputation."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "_scaled_dot_product_" in function.name() and "backward" not in function.name()
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.cpu_only("the device of tests has no kernel of attention")
+@pytest.mark.works(AREA, "attention that is kept, and not computed again (`keep_attention`)", "right")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_attention_that_is_kept_runs_once(dtype: str, tmp_path: Path) -> None:
+    job = Job(models.llama, models.language_loss, steps=2, accumulation=2, dtype=dtype)
+    plain = run(job, MEMORY, tmp_path / "plain", accumulated_step)
+    counts = []
+    for placement, keep in ((MEMORY, False), (MEMORY, True), (DISK, True)):
+        with Attentions() as attentions:
+            folder = tmp_path / f"{placement[0]} {keep}"
+            kept = run(job, placement, folder, accumulated_step, activations="device", keep_attention=keep)
+        assert_same(plain, kept)
+        counts.append(attentions.count)
+    assert counts[0] == 2 * counts[1] == 2 * counts[2] > 0
+    # Without the mode that counts, micro-batches take turns.
+    assert_same(plain, run(job, DISK, tmp_path / "turns", accumulated_step, activations="cpu", keep_attention=True))
 
 
 class CompiledStack(Stack):

@@ -59,8 +59,14 @@ def test_the_summary_names_the_bound_of_a_step_and_the_wear_of_drives() -> None:
     ((_, drive),) = found["drive_written_bytes"].items()
     assert drive["life"] == drive["run"] > sum(found["written_bytes"])
     assert log()[0]["about"]["steps"] == 3 and "about" not in log()[1]
-    output = call("--steps", "2", "--run", "again").stdout
+    tiers = {f"offload_{name}": {"device": "nvme"} for name in ("param", "optimizer")}
+    early = {"zero_optimization": {"stage": 3, **tiers}, "offload": {"speculate": True}, "gradient_clipping": 1e-6}
+    Path("ds.json").write_text(json.dumps(early))
+    done = call("--steps", "3", "--run", "again", "--config", "ds.json", "--json")
+    assert facts(done)["early_updates"] == 0 < facts(done)["early_updates_dropped_steps"]
+    output = done.stderr
     assert " bound by " in output and " to be faster " in output and " written in all " in output
+    assert re.search(r" updates under the backward +0 held, \d+ in \d steps? came to nothing", output), output
 
 
 def test_a_drive_that_the_run_would_wear_is_warned_of_before_it_is_worn() -> None:

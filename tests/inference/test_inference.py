@@ -120,7 +120,7 @@ def test_batches_share_one_pass_over_the_weights(batches: list[torch.Tensor], tm
         assert engine.pass_seconds().total > 0
     # A unit or two are in host buffers from one pass to the next.
     assert passes[0] / 2 < passes[2] <= passes[0], "five batches read what one reads"
-    assert 2 * passes[2] < passes[1] < 4 * passes[0], "the first two run one after the other, for once"
+    assert passes[2] < passes[1] < 3 * passes[0], "the first runs alone, for once"
 
 
 @pytest.mark.works("Without training", "weights that are not in the files as the model has them", "right")

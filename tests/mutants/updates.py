@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "wait for reads while states in memory could be updated",
-        "offload.layout.update_lanes",
+        "offload.layout.update_order",
         "if Lane.STREAMED not in begun or not reads_ended:",
         "if Lane.STREAMED not in begun:",
         "tests/updates/test_lanes.py",

@@ -14,7 +14,7 @@ from torch import nn
 import offload
 from offload import testing
 from offload.errors import IoError, OffloadError
-from offload.layout.update_lanes import Lane
+from offload.layout.update_order import Lane
 from tests.planner.test_simulate_engine import PromptQueue
 from tests.support import models, rounding_bounds
 from tests.support.drives.fault_injection import LateQueue

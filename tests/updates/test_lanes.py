@@ -14,7 +14,7 @@ from torch import nn
 import offload
 from offload import kernels, testing
 from offload.aio import IoQueue
-from offload.layout.update_lanes import Lane, next_lane
+from offload.layout.update_order import Lane, next_lane
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import Job, assert_same, config, run, small_pieces, trained

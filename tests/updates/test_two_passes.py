@@ -15,7 +15,7 @@ import offload
 from offload import kernels, testing
 from offload.errors import EngineFailed
 from offload.kernels import Writes
-from offload.layout.second_passes import SecondPasses
+from offload.layout.update_order import SecondPasses
 from tests.planner.test_simulate_engine import Apart
 from tests.support import models
 from tests.support.devices.late_device import use_device

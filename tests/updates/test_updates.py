@@ -133,4 +133,4 @@ def test_each_update_that_held_or_did_not_is_counted(tmp_path: Path, speculate: 
     assert (hits, misses) == (made.hits, made.misses)
     assert [bool(dropped) for _, dropped in seen] == [step == CLIPPED for step in range(job.steps)]
     assert hits > 0
-    assert f"Of updates under the backward, {hits} held and {misses} came to nothing." in shown
+    assert f"Of updates under the backward, {hits} held, {misses} in 1 step came to nothing." in shown

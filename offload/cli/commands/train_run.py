@@ -31,7 +31,7 @@ from offload.errors import BudgetError, ConfigError, IoError, OffloadError, Stor
 from offload.interrupts import exit_on_next_signal
 from offload.launch.environment import rank_number
 from offload.notices import shell_command
-from offload.report.figures import compare, forecast, warning, words
+from offload.report.figures import compare, early_updates, early_words, forecast, warning, words
 from offload.report.phases import Bound, advice, bound
 from offload.sizes import count_of, format_decimal, format_size
 
@@ -185,6 +185,7 @@ def facts(job: Any, reports: Sequence[Any]) -> dict[str, Any]:
         "drive_written_bytes": {
             each.path: {"run": each.run_bytes, "life": each.life_bytes} for each in engine.drive_writes()
         },
+        **early_updates([report.line() for report in reports]),
         "predicted": compare(job.predicted, _steady(reports)),
         "doubts": list(job.predicted.get("doubts", ())),
     }
@@ -196,6 +197,9 @@ def rows(reports: Sequence[Any], result: Mapping[str, Any]) -> Iterator[tuple[st
     if by is not None:
         yield "bound by", by.words()
         yield "to be faster", advice(by.by, result["others_share"])
+    early = early_words(result)
+    if early is not None:
+        yield "updates under the backward", early
     for path, each in result["drive_written_bytes"].items():
         so_far = f", {format_decimal(each['life'])} in the life of the run" if each["life"] > each["run"] else ""
         yield "written in all", f"{format_decimal(each['run'])} to {path}{so_far}"
@@ -332,6 +336,12 @@ class _Result:
     saved: str | None = None
     bound_by: str | None = None
     step_parts_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    early_updates: int = 0
+    """Updates of units under the backward that their steps confirmed."""
+    early_updates_dropped: int = 0
+    """Updates of units under the backward that came to nothing, as in a step that clips."""
+    early_updates_dropped_steps: int = 0
+    """Steps that dropped such updates."""
     drive_written_bytes: dict[str, Any] = dataclasses.field(default_factory=dict)
     predicted: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     doubts: list[str] = dataclasses.field(default_factory=list)

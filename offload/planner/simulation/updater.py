@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from offload.aio import Priority
 from offload.kernels import Writes
-from offload.layout.second_passes import SecondPasses
-from offload.layout.update_lanes import Lane, next_lane
+from offload.layout.update_order import Lane, SecondPasses, next_lane
 from offload.planner.simulation.machine import Acting, SimulatedMachine, Work
 from offload.planner.simulation.pager import SimulatedPager
 from offload.states import Tier
