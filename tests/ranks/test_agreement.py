@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -194,6 +193,7 @@ OTHER_PATHS = {
 
 @pytest.mark.works("Several ranks", "experts that only some ranks use, in any order", "right")
 @pytest.mark.numeric
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OTHER_PATHS)
 def test_ranks_may_use_different(name: str, ranks: RankPool, tmp_path: Path) -> None:
     job = OTHER_PATHS[name]
@@ -405,6 +405,7 @@ def train_alone(job: Job, size: int = 2) -> Result:
     "job",
     [BRANCHING._replace(overlap=False), TWICE, TWICE._replace(stage=1, overlap=True, shard_size=1)],
 )
+@pytest.mark.sample(2)
 @pytest.mark.works("Several ranks", "a step in which a rank leaves the path of the steps before", "right")
 @pytest.mark.numeric
 def test_a_rank_may_leave_the_path_in_any_step(job: Job, ranks: RankPool, tmp_path: Path) -> None:
@@ -481,35 +482,3 @@ def test_any_paths_of_four_ranks_come_to_the_end(stage: int, four: RankPool, tmp
     for other in others:
         assert_same(first, other)
     rounding_bounds.same_training(first, expected, job, reordered=True)
-
-
-# -- what a series must not outrun ----------------------------------------------------------------------
-
-
-def meet_in_between(folder: Path) -> list[float]:
-    """Returns losses over all ranks, with a barrier of the user's behind each layer."""
-    job = BRANCHING._replace(steps=3)
-    engine = start(job, RAM, folder, device_memory=ROOM)
-    testing.inspect(engine).device_arena.space.scatter = random.Random(rank_and_size()[0])
-    for layer in engine.module.modules():
-        if isinstance(layer, nn.Linear):
-            layer.register_forward_hook(lambda *_: dist.barrier())
-            layer.register_full_backward_hook(lambda *_: dist.barrier())
-    losses = []
-    for step in range(job.steps):
-        loss = job.loss(engine, step, 0)
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(float(total))
-        engine.backward(loss)
-        engine.step()
-        with torch.no_grad():
-            dist.all_reduce(total := job.loss(engine, step, 1).detach().clone())
-        losses.append(float(total))
-    engine.destroy(remove=True)
-    return losses
-
-
-def test_collectives_of_the_users_own_within_a_series(ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(meet_in_between, tmp_path)
-    assert one == other and len(one) == 6

@@ -187,27 +187,19 @@ def test_killed_at_thirty_random_moments(tmp_path: Path) -> None:
     check(run, expected)
 
 
-def test_killed_between_the_commits_of_the_ranks(unbroken: Any, tmp_path: Path) -> None:
-    """The rank that is ahead takes its commit back, and what it then writes is never taken for it."""
-    for dies, begins in (((1, 3), 0), ((0, 4), 2), (None, 3)):
-        run = Run(tmp_path, dies=dies)
-        run.end()
-        assert run.resumed() == [begins, begins]
-        if dies is not None:
-            assert f"rank {dies[0]} " in run.output_of(1 - dies[0])
-    check(run, unbroken)
-
-
 @pytest.mark.works("Several ranks", "SIGKILL of one rank, resume of all", "right")
-def test_killed_within_a_window(unbroken: Any, tmp_path: Path) -> None:
-    """With a commit every third step: the steps since the last one are lost on both, and no other."""
-    for dies, begins in (((1, 4), 0), (None, 3)):
-        run = Run(tmp_path, dies, in_step=True, durability={"every": 3})
+def test_killed_between_the_commits_of_the_ranks_and_within_a_window(unbroken: Any, tmp_path: Path) -> None:
+    """The rank that is ahead takes its commit back, and what it then writes is never taken for it.
+
+    With a commit every third step, the steps since the last one are lost on both, and no other.
+    """
+    for dies, every, begins in (((1, 3), 1, 0), ((0, 4), 1, 2), ((1, 4), 3, 3), (None, 3, 3)):
+        run = Run(tmp_path, dies, in_step=every > 1, durability={"every": every})
         run.end()
         assert run.resumed() == [begins, begins]
         if dies is not None:
-            message = run.output_of(0)
-            assert re.match(r"rank 1 \(process \d+ on .*\) was killed or has crashed\. ", message), message
+            message = run.output_of(1 - dies[0])
+            assert re.match(rf"rank {dies[0]} \(process \d+ on .*\) was killed or has crashed\. ", message), message
     check(run, unbroken)
 
 

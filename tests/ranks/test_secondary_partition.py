@@ -244,23 +244,6 @@ def test_a_step_gathers_each_weight_over_all_ranks_once(four: RankPool, tmp_path
 # -- memory -------------------------------------------------------------------------------------------
 
 
-def held_and_least(job: Job, folder: Path) -> tuple[int, int, str]:
-    """Returns the elements of all units, the least device memory, and the error."""
-    engine = start(job, HOST, folder)
-    numel = sum(layout.numel for layout in testing.inspect(engine).layouts)
-    engine.destroy(remove=True)
-    return numel, least(job, HOST, folder), no_room(job, HOST, folder)
-
-
-def test_the_device_budget_holds_the_secondary_partition(four: RankPool, tmp_path: Path) -> None:
-    without = four.run(held_and_least, JOB, tmp_path)
-    for (numel, nbytes, message), (_, less, _) in zip(
-        four.run(held_and_least, JOB._replace(node=NODE), tmp_path), without, strict=True
-    ):
-        assert nbytes - less == align_up(numel * 2 // NODE)
-        assert "for the secondary partition of all weights" in message and "zero_hpz_partition_size" in message
-
-
 def test_a_plan_counts_it() -> None:
     """A plan for four GPUs has it on each; one for a single node does not."""
     model = JOB.model()
