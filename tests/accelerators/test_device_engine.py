@@ -89,7 +89,7 @@ def check(plan: Plan, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_every_placement_keeps_every_bit(name: str, placement: tuple[str, str], tmp_path: Path) -> None:
     job = JOBS[name]._replace(steps=3, accumulation=2, dtype="bf16")
     expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
-    for seed, lateness in enumerate((0.5, 0.95, 1.0)):
+    for seed, lateness in enumerate((0.5, 1.0)):
         device.seed(seed, lateness)
         options = {} if "none" in placement else {"device_memory": room_for(job, 2 + seed)}
         assert_same(expected, on_device(job, placement, tmp_path / str(seed), **options))

@@ -330,6 +330,7 @@ def test_what_was_set_by_hand_comes_back_unless_the_config_changed(tmp_path: Pat
     script.engine.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["schedule", "registered"])
 def test_a_schedule_goes_on_from_its_own_rate(how: str, tmp_path: Path) -> None:
     """Whatever the config says now; the weight decay, which it does not move, is the config's."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -40,17 +42,19 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process_memory().needed_bytes == 0, "an engine of another test is still there"
 
 
-def enough_for_all(folder: Path) -> int:
+@functools.cache
+def enough_for_all() -> int:
     """A budget in which one engine has all of its states in memory."""
-    engine = start(JOB, DISK, folder, host_memory=64 << 20, run="measure")
-    engine.destroy(remove=True)
-    return engine.host_memory
+    with tempfile.TemporaryDirectory() as folder:
+        engine = start(JOB, DISK, Path(folder), host_memory=64 << 20, run="measure")
+        engine.destroy(remove=True)
+        return engine.host_memory
 
 
 def test_one_budget_for_both(tmp_path: Path) -> None:
     """The first has all of the budget, states in memory too, until the second needs some of it."""
     alone = run(JOB, ("none", "none"), tmp_path)
-    budget = enough_for_all(tmp_path)
+    budget = enough_for_all()
     one = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
     assert "has room for more" in "\n".join(one.notices)
     before = one.host_memory
@@ -70,7 +74,7 @@ def test_one_budget_for_both(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_cache_is_given_in_the_middle_of_a_step(tmp_path: Path) -> None:
     """Between a forward and its backward, with updates of the step before under way."""
-    alone, budget = run(JOB, DISK, tmp_path), enough_for_all(tmp_path)
+    alone, budget = run(JOB, DISK, tmp_path), enough_for_all()
     one = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
     losses = []
     for step in range(JOB.steps):
@@ -93,7 +97,7 @@ def test_the_cache_is_given_between_the_updates_of_a_thread_that_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that begins after the wait for updates is waited for too: its updates use the promoted states."""
-    alone, budget = run(JOB, DISK, tmp_path), enough_for_all(tmp_path)
+    alone, budget = run(JOB, DISK, tmp_path), enough_for_all()
     one = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
     losses = [train_step(one, JOB, 0)]
     thread = threading.Thread(target=lambda: losses.extend(train_step(one, JOB, step) for step in range(1, JOB.steps)))
@@ -160,7 +164,7 @@ def test_a_budget_that_others_have_used_up_is_an_error(tmp_path: Path) -> None:
 
 
 def test_memory_that_an_engine_gave_back_is_used_again(tmp_path: Path) -> None:
-    budget = enough_for_all(tmp_path)
+    budget = enough_for_all()
     owner = start(JOB, DISK, tmp_path, host_memory=budget, run="keeper")
     mappings = len(process_memory()._mappings)
     for _ in range(2):
@@ -184,7 +188,7 @@ def test_a_forked_child_has_a_budget_of_its_own(tmp_path: Path) -> None:
 
 def test_a_small_engine_takes_nothing_where_the_budget_has_room(tmp_path: Path) -> None:
     """The first keeps its cache, and its states in memory."""
-    budget = enough_for_all(tmp_path)
+    budget = enough_for_all()
     one = start(JOB, DISK, tmp_path, host_memory=2 * budget, run="one")
     before = one.host_memory
     other = start(JOB, DISK, tmp_path, host_memory=2 * budget, run="other")
@@ -194,7 +198,7 @@ def test_a_small_engine_takes_nothing_where_the_budget_has_room(tmp_path: Path) 
 
 
 def test_what_is_taken_stays_within_the_budget_whoever_comes_and_goes(tmp_path: Path) -> None:
-    budget = 2 * enough_for_all(tmp_path)
+    budget = 2 * enough_for_all()
     chance = random.Random(0)
     engines: list[offload.Engine] = []
     for number in range(10):
@@ -213,7 +217,7 @@ def test_what_is_taken_stays_within_the_budget_whoever_comes_and_goes(tmp_path: 
 
 def test_ctrl_c_while_a_cache_is_given_harms_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the wait for the updates of the engine that gives can be interrupted."""
-    budget = enough_for_all(tmp_path)
+    budget = enough_for_all()
     one = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
     train_step(one, JOB, 0)
 

@@ -514,30 +514,6 @@ def test_a_list_of_nodes_that_is_none_is_named() -> None:
         allocated_nodes({"SLURM_JOB_NODELIST": "gpu[a-b]"})
 
 
-_TRAINS = """
-import os, torch, offload
-engine = offload.initialize(model=torch.nn.Linear(4, 4), config={"train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}})[0]
-print(engine.global_rank, engine.world_size, engine.local_rank)
-engine.destroy()
-"""
-
-
-def test_two_processes_of_mpirun_train_as_two_ranks(tmp_path: Path) -> None:
-    port = {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        warm_process.begin(
-            ["-c", _TRAINS],
-            cwd=tmp_path,
-            env=os.environ | OPEN_MPI | port | {f"OMPI_COMM_WORLD_{name}RANK": str(rank) for name in ("", "LOCAL_")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["0 2 0\n", "1 2 1\n"]
-
-
 def test_a_deepspeed_env_has_variables_as_they_are_written() -> None:
     text = "# for NCCL\nNCCL_IB_DISABLE=1\n\n A = b=c d \n"
     assert parse_environment_file(text, "file") == {"NCCL_IB_DISABLE": "1", "A": "b=c d"}

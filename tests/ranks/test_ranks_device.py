@@ -45,7 +45,7 @@ def late() -> Iterator[RankPool]:
         yield two
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits_as_on_a_cpu(name: str, late: RankPool, ranks: RankPool, tmp_path: Path) -> None:
     job, placements = CASES[name], [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")]

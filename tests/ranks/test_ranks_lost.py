@@ -236,11 +236,10 @@ def begin_again(folder: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_an_edit_is_committed_by_all_ranks_or_none(tmp_path: Path) -> None:
+def test_an_edit_is_committed_by_all_ranks_or_none(ranks: RankPool, tmp_path: Path) -> None:
     """Another rank may have ended before its last commit, to which a resume then goes back."""
     for function in (edit_beside_a_lost_rank, begin_again):
-        with pool(2) as ranks:
-            ranks.run(function, tmp_path)
+        ranks.run(function, tmp_path)
 
 
 def edit_beside_a_lost_step(folder: Path) -> None:
@@ -269,11 +268,10 @@ def repeat_the_lost_step(folder: Path) -> None:
     assert (folder / f"losses{rank_and_size()[0]}").read_text().endswith(f", {again!r}]")
 
 
-def test_an_edit_takes_nothing_from_the_step_that_another_rank_resumes_from(tmp_path: Path) -> None:
+def test_an_edit_takes_nothing_from_the_step_that_another_rank_resumes_from(ranks: RankPool, tmp_path: Path) -> None:
     """It is written where the step before last is."""
     for function in (edit_beside_a_lost_step, repeat_the_lost_step):
-        with pool(2) as ranks:
-            ranks.run(function, tmp_path)
+        ranks.run(function, tmp_path)
 
 
 def end_in_a_batch(kind: str, how: str, folder: Path) -> None:
@@ -296,9 +294,8 @@ def end_in_a_batch(kind: str, how: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "how"), [("tensor", "destroy"), ("sequence", "exit")])
-def test_an_end_after_an_error_waits_for_nobody(kind: str, how: str, tmp_path: Path) -> None:
-    with pool(2) as ranks:
-        ranks.run(end_in_a_batch, kind, how, tmp_path)
+def test_an_end_after_an_error_waits_for_nobody(kind: str, how: str, ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(end_in_a_batch, kind, how, tmp_path)
 
 
 WORDS = "the batch\nis empty" + " and empty" * 100
