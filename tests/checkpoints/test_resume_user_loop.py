@@ -45,9 +45,9 @@ from tests.support.processes.user_script import (
     ids=Setup.title,
 )
 def test_a_resumed_loop_equals_the_unbroken_one(setup: Setup, tmp_path: Path) -> None:
-    """Before the first step, after it, in the middle of a pass, at its end, and one step later."""
+    """Before the first step, in the middle of a pass, at its end, and one step later."""
     whole = train(tmp_path / "whole", setup, steps=8)
-    assert_equal(whole, train(tmp_path / "parts", setup, breaks=(0, 1, 3, 5, 6), steps=8))
+    assert_equal(whole, train(tmp_path / "parts", setup, breaks=(0, 3, 5, 6), steps=8))
 
 
 def _until_killed(folder: Path, log: Path, setup: Setup) -> None:

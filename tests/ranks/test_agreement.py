@@ -450,7 +450,7 @@ def way(step: int, rank: int) -> list[int]:
     return [0, 1, 2, 3] if step < 6 else [3, 1, 4]
 
 
-WANDERING = Job(Wandering, branching_loss_at_once, steps=12)
+WANDERING = Job(Wandering, branching_loss_at_once, steps=10)
 
 
 def wander(job: Job, folder: Path) -> Result:

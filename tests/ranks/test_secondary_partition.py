@@ -126,7 +126,6 @@ def change_all(job: Job, folder: Path) -> tuple[Result, Sent]:
                 parameter.data.view(-1)[7] = value
         look()
 
-    look()
     train_step(engine, job, 0)
     look()
     edit(3.0)
@@ -141,7 +140,6 @@ def change_all(job: Job, folder: Path) -> tuple[Result, Sent]:
     engine.sleep(host=True)
     look()
     train_step(engine, job, 1)
-    look()
     engine.module.load_state_dict({key: value * 0.5 for key, value in engine.module.state_dict().items()})
     look()
     found = Result(losses, [], weights_of(engine)), engine.communication().node_weights
