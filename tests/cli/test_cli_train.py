@@ -501,4 +501,4 @@ def text(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# tests/launch/test_launch_restarts.py kills a rank under torchrun, tests/ranks/test_ranks_lost.py names one.
+# tests/launch/test_launch.py kills a rank under torchrun, tests/ranks/test_ranks_lost.py names one.
