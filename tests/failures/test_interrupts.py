@@ -1,4 +1,4 @@
-"""A signal waits until a change has ended; Ctrl-C, once or twice, leaves an engine that goes on or a run that resumes."""
+"""A signal waits until a change has ended; Ctrl-C leaves an engine that goes on or a run that resumes."""
 
 from __future__ import annotations
 

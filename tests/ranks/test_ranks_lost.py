@@ -7,6 +7,7 @@ import errno
 import functools
 import json
 import logging
+import random
 import re
 import shutil
 import socket
@@ -59,9 +60,18 @@ class Run:
         for process in self.ranks:
             process.start()
 
+    def wait_for_a_step(self) -> None:
+        """Until rank 0 has told of two steps of this run: the first of them is committed by then."""
+        seen = len(self.steps())
+        while len(self.steps()) < seen + 2 and self.ranks[0].is_alive():
+            time.sleep(0.005)
+
     def steps(self) -> list[Any]:
         path = self.log / "steps"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def kill(self, rank: int) -> None:
+        self.ranks[rank].kill()
 
     def end(self) -> None:
         """Wait for both."""
@@ -146,6 +156,35 @@ def check(run: Run, unbroken: tuple[list[Any], dict[str, torch.Tensor]]) -> None
     for rank in range(2):
         mine = torch.load(run.log / f"weights{rank}", weights_only=True)
         assert_same_tensors(mine, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.works("Several ranks", "SIGKILL of one rank at 30 random moments of one run", "right")
+def test_killed_at_thirty_random_moments(tmp_path: Path) -> None:
+    """With `-s` it prints the seconds in which the other rank has ended."""
+    job, chance, seconds = JOB._replace(steps=300), random.Random(30), []
+    whole = Run(tmp_path / "whole", job=job)
+    whole.end()
+    expected = whole.steps(), torch.load(whole.log / "weights0", weights_only=True)
+    for _ in range(30):
+        run = Run(tmp_path / "killed", job=job)
+        run.wait_for_a_step()
+        time.sleep(chance.uniform(0, 0.15))
+        victim = chance.randrange(2)
+        run.kill(victim)
+        killed = time.monotonic()
+        run.end()
+        seconds.append(time.monotonic() - killed)
+        message = run.output_of(1 - victim)
+        assert re.match(rf"rank {victim} \(process \d+ on .*\) was killed or has crashed\. ", message), message
+        one, other = run.resumed()
+        assert one == other
+    print("seconds:", sorted(round(each, 2) for each in seconds))
+    run = Run(tmp_path / "killed", job=job)
+    run.end()
+    assert run.resumed()[0] == run.resumed()[1] > 30
+    check(run, expected)
 
 
 @pytest.mark.works("Several ranks", "SIGKILL of one rank, resume of all", "right")
