@@ -37,7 +37,7 @@ from tests.support.ranks.rank_jobs import JOBS, language_rows_loss
 from tests.support.ranks.rank_pool import RankPool, free_port, meet, pool, rank_and_size, start
 
 DISK = ("nvme", "nvme")
-JOB = models.GPT2._replace(loss=language_rows_loss, steps=6, dtype="bf16")
+JOB = models.GPT2._replace(loss=language_rows_loss, steps=5, dtype="bf16")
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -382,9 +382,9 @@ def refused(folder: Path) -> str:
 def test_a_rank_that_is_far_behind_is_not_advised_to_start_again(tmp_path: Path) -> None:
     run = tmp_path / "default"
     with pool(2) as ranks:
-        ranks.run(trained, tmp_path, 2)
+        ranks.run(trained, tmp_path, 1)
         shutil.copytree(run / "rank1", tmp_path / "before")
-        ranks.run(trained, tmp_path, 4)
+        ranks.run(trained, tmp_path, 3)
         shutil.rmtree(run / "rank1")
         shutil.copytree(tmp_path / "before", run / "rank1")
         zero, one = ranks.run(refused, tmp_path)

@@ -108,7 +108,22 @@ def test_a_secondary_partition_changes_no_bit(name: str, four: RankPool, tmp_pat
 
 
 def change_all(job: Job, folder: Path) -> tuple[Result, Sent]:
-    """Evaluates, edits, loads and sleeps between the uses of one and the same weights."""
+    """Evaluates, edits, loads and sleeps between the uses of one and the same weights.
+
+    A job with nodes does so on a device whose copies are late.
+    """
+    from tests.support.devices.late_device import LateDevice, use_device
+
+    device = LateDevice(rank_and_size()[0], 0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        if job.node > 1:
+            use_device(patch, device)
+        found = changed_between_uses(job, folder)
+    assert device.broken == []
+    return found
+
+
+def changed_between_uses(job: Job, folder: Path) -> tuple[Result, Sent]:
     engine = start(job, DISK, folder, device_memory=least(job, DISK, folder) + (1 << 16))
     name = "transformer.h.1.mlp.c_fc.weight"
     losses: list[float] = []
@@ -155,25 +170,6 @@ def test_weights_that_change_between_two_uses_are_gathered_over_all_ranks(four: 
         assert within.collectives
     losses = plain[0][0].losses
     assert len(set(losses)) == len(losses) - 2, "only the load, and what follows the sleep, bring known weights"
-
-
-def train_on_a_late_device(job: Job, folder: Path) -> Result:
-    from tests.support.devices.late_device import LateDevice, use_device
-
-    device = LateDevice(rank_and_size()[0], 0.5)
-    with pytest.MonkeyPatch.context() as patch:
-        use_device(patch, device)
-        result = train_in_little_room(job, HOST, folder, 1 << 16).result
-    assert device.broken == []
-    return result
-
-
-def test_same_bits_on_a_device_whose_copies_are_late(four: RankPool, tmp_path: Path) -> None:
-    expected = four.run(train_in_little_room, JOB, HOST, tmp_path / "host", 1 << 16)
-    for late, plain in zip(
-        four.run(train_on_a_late_device, JOB._replace(node=NODE), tmp_path / "late"), expected, strict=True
-    ):
-        assert_same(late, plain.result)
 
 
 # -- bytes --------------------------------------------------------------------------------------------
