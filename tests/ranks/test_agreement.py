@@ -279,13 +279,17 @@ def interrupted(folder: Path) -> str:
     message = ""
     try:
         engine.backward(job.loss(engine, 0, 0))
-        if rank == 0:
-            time.sleep(1.5)
-        else:
+        caught = folder / "caught"
+        if rank == 1:
             threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        for _ in range(3000 if rank == 0 else 0):
+            if caught.exists():
+                break
+            time.sleep(0.01)
         try:
             engine.step()
         except KeyboardInterrupt:
+            caught.touch()
             engine.step()
         job.loss(engine, 1, 0)
     except (RankError, EngineFailed) as error:
