@@ -381,6 +381,7 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
             check_model(model)
             places = TensorPlaces(model, loaded.zero_optimization.stage3_param_persistence_threshold)
             find_in_place_layouts = places.in_place_layouts if in_place else None
+            check_model(model)
             plan = decide(
                 loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule, {}, None, find_in_place_layouts
             )

@@ -89,13 +89,13 @@ def check(plan: Plan, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_every_placement_keeps_every_bit(name: str, placement: tuple[str, str], tmp_path: Path) -> None:
     job = JOBS[name]._replace(steps=3, accumulation=2, dtype="bf16")
     expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
-    for seed, lateness in enumerate((0.5, 0.95, 1.0)):
+    for seed, lateness in enumerate((0.5, 1.0)):
         device.seed(seed, lateness)
         options = {} if "none" in placement else {"device_memory": room_for(job, 2 + seed)}
         assert_same(expected, on_device(job, placement, tmp_path / str(seed), **options))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(24))
 def test_a_random_plan_keeps_every_bit(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(draw(random.Random(seed)), seed, tmp_path, monkeypatch)
@@ -355,7 +355,7 @@ CODED = models.LORA._replace(dtype="bf16", steps=3, accumulation=2)
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 def test_blocks_of_frozen_weights_keep_every_bit(form: str, placement: tuple[str, str], tmp_path: Path) -> None:
     expected = run(dequantized(CODED, form), ("none", "none"), tmp_path / "values", device="cpu")
-    for seed, lateness in enumerate((0.5, 0.95, 1.0)):
+    for seed, lateness in enumerate((0.5, 1.0)):
         device.seed(seed, lateness)
         options = {"device_memory": 2 * room_for(CODED, 2 + seed)}
         assert_same(expected, on_device(CODED, placement, tmp_path / str(seed), frozen=form, **options))

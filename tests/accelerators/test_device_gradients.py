@@ -21,7 +21,6 @@ from offload.engine.gradient_transfer import DeviceToHost, Piece, SmallGradients
 from offload.sizes import GIB, MIB
 from offload.swapper.memory.device import DONE, Device, DeviceRoom, Event
 from offload.swapper.memory.host_arena import HostArena, HostBudget
-from tests.micro_batches.test_gradient_accumulation import as_accelerate, as_ddp, counted, no_sync_with_steps
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.oracle import (
@@ -410,7 +409,7 @@ def test_the_bits_are_those_of_sums_on_the_host(
     if accumulates not in (None, dtype):
         pytest.skip("a dtype of another mode")
     found = []
-    for seed, device in enumerate((None, LateDevice(0, 0.9), LateDevice(1, 1.0))):
+    for seed, device in enumerate((None, LateDevice(0, 0.9))):
         with monkeypatch.context() as patch:
             if device is not None:
                 use_device(patch, device)
@@ -426,29 +425,7 @@ def test_the_bits_are_those_of_sums_on_the_host(
                     found.append(trained(engine, job))
                 assert device.broken == []
             engine.destroy(remove=True)
-    assert_same(found[0], found[1])
-    assert_same(found[0], found[2])
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("loop", [as_accelerate, as_ddp, no_sync_with_steps])
-def test_the_caller_of_a_boundary_changes_no_bit(
-    loop: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = JOB._replace(accumulation=4)
-    found = []
-    for how in (counted, loop):
-        device = late_totals(monkeypatch)
-        engine = start(job, ("cpu", "cpu"), tmp_path, device_memory=ALL_UNITS)
-        moved = device.downloaded
-        with Ticks(device):
-            for step in range(3):
-                how(engine, job, step)
-        found.append((engine.get_global_grad_norm(), device.downloaded - moved, weights_of(engine)))
-        engine.destroy(remove=True)
-        assert device.broken == []
-    assert found[0][:2] == found[1][:2]
-    assert_same_tensors(found[0][2], found[1][2])
+    assert_same(*found)
 
 
 def more_than_the_count(engine: offload.Engine, job: Job, step: int) -> None:

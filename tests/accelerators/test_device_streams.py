@@ -76,12 +76,12 @@ def test_random_lateness_changes_no_bit(
     placement: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = runs(monkeypatch, tmp_path / "at once", 0, 0.0, ("none", "none"))
-    for seed, lateness in enumerate((0.5, 0.95, 1.0)):
+    for seed, lateness in enumerate((0.5, 1.0)):
         options: dict[str, Any] = {}
         if placement[0] != "none":
             options["device_memory"] = room_for(JOB, 1 + seed) + resident_on_device(placement)
-        # All gradients leave alone, some together, all together.
-        testing.replace(monkeypatch, "size.small_gradient", (0, 1 << 12, MIB)[seed])
+        # All gradients leave alone, or some together.
+        testing.replace(monkeypatch, "size.small_gradient", (0, 1 << 12)[seed])
         result, device = runs(monkeypatch, tmp_path / f"{seed}-{lateness}", seed, lateness, placement, **options)
         assert_same(expected, result)
         assert device.broken == [] and device.copies > 50

@@ -72,6 +72,8 @@ def test_it_says_nothing_of_a_config_that_nobody_wrote(tmp_path: Path) -> None:
     output, errors = process.communicate()
     assert process.returncode == 0 and errors == "", errors
     assert output is not None and output.startswith(f"{UNITS} units of 256.0 KiB, "), output
+    for words in ("exposed", "host budget", "at 0 ms a unit", "limit"):
+        assert words in output, "a table, and a sentence"
 
 
 @pytest.mark.sample(1)
@@ -99,13 +101,6 @@ def test_bytes_of_other_choices(tmp_path: Path, options: tuple[str, ...], nbytes
     assert answer["busy"] == ("--busy" in options)
     assert answer["durability"] == ("none" if "none" in options and "--durability" in options else "step")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_table_and_a_sentence(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["bench", "swap", str(tmp_path), *SMALL, "--no-in-memory"])
-    assert done.exit_code == 0, done.output
-    assert "exposed" in done.stdout and "host budget" in done.stdout
-    assert "at 0 ms a unit" in done.stdout and "limit" in done.stdout
 
 
 # -- errors -------------------------------------------------------------------------------------------

@@ -66,39 +66,29 @@ def goes_on(
 # -- going on -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(1)
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"durability": "none"},
+    {"durability": {"every": 3}},
+    {"host_memory": "64MiB"},
+    {"durability": "step", "host_memory": "64MiB"},
+)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("one", "other"), [(DISK, DISK), (DISK, CPU), (CPU, NONE), (NONE, ("cpu", "nvme")), (("none", "cpu"), DISK)]
 )
+@pytest.mark.parametrize("model", ["dropout", "tied, frozen and unused parameters"])
 def test_a_run_goes_on_in_another_placement(
-    dtype: str, one: tuple[str, str], other: tuple[str, str], tmp_path: Path
+    model: str, dtype: str, one: tuple[str, str], other: tuple[str, str], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    goes_on(models.DROPOUT._replace(dtype=dtype, steps=4), one, other, tmp_path)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("placement", [DISK, CPU])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_tied_frozen_and_unused_parameters_and_buffers(dtype: str, placement: tuple[str, str], tmp_path: Path) -> None:
-    job = models.MIXTURE._replace(dtype=dtype, steps=4)
-    goes_on(job, placement, DISK, tmp_path)
-    goes_on(job, DISK, placement, tmp_path / "back")
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"durability": "none"},
-        {"durability": {"every": 3}},
-        {"host_memory": "64MiB"},
-        {"durability": "step", "host_memory": "64MiB"},
-    ],
-    ids=str,
-)
-def test_with_one_slot_with_commits_now_and_then_and_with_a_cache(options: dict[str, Any], tmp_path: Path) -> None:
-    goes_on(models.DROPOUT._replace(dtype="bf16", steps=4), DISK, DISK, tmp_path, options, options)
+    """Also with one slot, with commits now and then, and with a cache."""
+    job = models.DROPOUT if model == "dropout" else models.MIXTURE
+    given = [{**options, "durability": "none"} if where == NONE and options else options for where in (one, other)]
+    goes_on(job._replace(dtype=dtype, steps=4), one, other, tmp_path, *given)
 
 
 @pytest.mark.numeric
@@ -259,7 +249,7 @@ def test_what_does_not_fit_is_named_as_load_state_dict_does(tmp_path: Path) -> N
     engine.destroy(remove=True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [DISK, CPU])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_not_strict_loads_what_both_have(placement: tuple[str, str], dtype: str, tmp_path: Path) -> None:
@@ -300,6 +290,7 @@ class Thawed(models.Mixture):
         self.blocks[3].requires_grad_(False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [DISK, NONE])
 def test_other_parameters_may_be_frozen(placement: tuple[str, str], tmp_path: Path) -> None:
     """What trains now and did not then begins with moments of zero and its first step."""
@@ -328,34 +319,35 @@ MINE, CONVERT = r"client_state\['mine'\] is a .*", r": convert the value, as by 
 # -- bad input ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "tag",
-    [
-        *("", ".", "..", ".x", "a/b", "latest"),
-        *(" a", "a ", "a\n", "\ta", "a\x07b", "a\u2028b", "a\ud800b", "a\x00b", "x" * 247, "ü" * 124),
-    ],
+NAMELESS = (
+    *("", ".", "..", ".x", "a/b", "latest"),
+    *(" a", "a ", "a\n", "\ta", "a\x07b", "a\u2028b", "a\ud800b", "a\x00b", "x" * 247, "ü" * 124),
 )
-def test_a_tag_that_is_no_name(tag: str, engine: offload.Engine, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot name a folder") as promoted:
-        engine.save_checkpoint(tmp_path / "saved", tag=tag)
-    assert repr(tag) in str(promoted.value) and not (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize("tag", ["x" * 246, "ü" * 123, "two words", "日本", "latest.swp", "a.partial", "a.old"])
-def test_a_tag_that_is_unusual(tag: str, engine: offload.Engine, folder: Path) -> None:
-    for _ in range(2):
+def test_a_tag_that_is_no_name(engine: offload.Engine, tmp_path: Path) -> None:
+    for tag in NAMELESS:
+        with pytest.raises(UsageError, match="cannot name a folder") as promoted:
+            engine.save_checkpoint(tmp_path / "saved", tag=tag)
+        assert repr(tag) in str(promoted.value) and not (tmp_path / "saved").exists()
+
+
+def test_a_tag_that_is_unusual(engine: offload.Engine, folder: Path) -> None:
+    tags = ("x" * 246, "ü" * 123, "two words", "日本", "latest.swp", "a.partial", "a.old")
+    for tag in (*tags, tags[0]):
         engine.save_checkpoint(folder, tag=tag)
+    assert names(folder) == {*tags, "latest"}
     engine.save_checkpoint(folder, tag="a", keep_last=1)
     assert names(folder) == {"a", "latest"}
 
 
-@pytest.mark.parametrize("text", ["", "\n", "../one", "a\x07", ".a.partial"])
-def test_a_latest_that_names_nothing(text: str, engine: offload.Engine, saved_checkpoint: Path, folder: Path) -> None:
+def test_a_latest_that_names_nothing(engine: offload.Engine, saved_checkpoint: Path, folder: Path) -> None:
     shutil.copytree(saved_checkpoint, folder / "one")
-    (folder / "latest").write_text(text)
-    with pytest.raises(StoreError, match=r"latest must contain the tag .* in the folder: one"):
-        engine.load_checkpoint(folder)
-    assert "latest must contain the tag" in inspect("verify", folder).output
+    for text in ("", "\n", "../one", "a\x07", ".a.partial"):
+        (folder / "latest").write_text(text)
+        with pytest.raises(StoreError, match=r"latest must contain the tag .* in the folder: one"):
+            engine.load_checkpoint(folder)
+        assert "latest must contain the tag" in inspect("verify", folder).output, text
 
 
 @pytest.mark.parametrize(
@@ -420,14 +412,13 @@ def test_small_tensors_of_the_user_come_back_bit_for_bit(engine: offload.Engine,
         assert loaded.dtype == value.dtype and torch.equal(loaded, value)
 
 
-@pytest.mark.parametrize("modify", [True, False])
-def test_weights_that_are_gathered_are_not_saved(modify: bool, engine: offload.Engine, folder: Path) -> None:
-    weight = engine.module.transformer.wte.weight
-    with offload.gathered(weight, modify=modify):
-        for call in (engine.save_checkpoint, engine.load_checkpoint):
-            with pytest.raises(UsageError, match=r"while transformer.wte.weight is gathered: leave the `with` block"):
-                call(folder if call == engine.save_checkpoint else folder.parent / "other")
-            break
+def test_weights_that_are_gathered_are_not_saved(engine: offload.Engine, folder: Path) -> None:
+    for modify in (True, False):
+        with (
+            offload.gathered(engine.module.transformer.wte.weight, modify=modify),
+            pytest.raises(UsageError, match=r"while transformer.wte.weight is gathered: leave the `with` block"),
+        ):
+            engine.save_checkpoint(folder)
     assert not names(folder)
     engine.save_checkpoint(folder)
 

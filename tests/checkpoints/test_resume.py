@@ -1,9 +1,8 @@
-"""A run resumes from its swap files: its step, its data, its objects, also in the middle of training."""
+"""A run resumes from its swap files, also in the middle of training, and tells what changed and what follows."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,13 @@ from torch.utils.data import DataLoader, Dataset
 
 import offload
 from offload import testing
+from offload.checkpoint.load import in_words
+from offload.engine.state import Differences
 from offload.errors import StoreError, UsageError
+from offload.layout.modes import Mode, make_mode
 from offload.swapper.store import run_status
+from tests.deepspeed.test_schedules import CYCLE, LR, MOMENTUM
+from tests.deepspeed.test_schedules import start as start_scheduled
 from tests.support import models
 from tests.support.modules.module_kinds import Layers
 from tests.support.oracle import (
@@ -81,13 +85,6 @@ def test_other_settings_are_reported(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_a_leftover_is_an_error_with_the_fix(tmp_path: Path) -> None:
-    engine = start(models.GPT2, DISK, tmp_path)
-    engine.destroy(remove=False)
-    with pytest.raises(StoreError, match=r"--resume auto.*offload rm"):
-        start(models.GPT2, DISK, tmp_path)
-
-
 def test_a_run_that_is_removed_leaves_nothing(tmp_path: Path) -> None:
     engine = start(models.GPT2, DISK, tmp_path)
     train_step(engine, models.GPT2, 0)
@@ -129,23 +126,6 @@ def test_a_run_resumes_with_tiers_that_need_no_store(tmp_path: Path) -> None:
 def test_must_without_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="must"):
         start(models.GPT2, DISK, tmp_path, resume="must")
-
-
-def test_another_model_is_named(tmp_path: Path) -> None:
-    start(models.GPT2, DISK, tmp_path).destroy()
-    with pytest.raises(StoreError, match="another model"):
-        start(models.MIXTURE, DISK, tmp_path, resume="auto")
-    with pytest.raises(StoreError, match="mode"):
-        start(models.GPT2._replace(dtype="bf16"), DISK, tmp_path, resume="auto")
-    start(models.GPT2, DISK, tmp_path, resume="auto").destroy()  # and nothing was lost by trying
-
-
-def test_a_run_that_is_in_use_is_refused(tmp_path: Path) -> None:
-    engine = start(models.GPT2, DISK, tmp_path)
-    with pytest.raises(StoreError, match=str(os.getpid())):
-        start(models.GPT2, DISK, tmp_path, resume="auto")
-    train_step(engine, models.GPT2, 0)
-    engine.destroy()
 
 
 def test_an_exit_without_destroy_commits(tmp_path: Path) -> None:
@@ -445,6 +425,7 @@ def test_other_objects_are_an_error_before_anything_changes(tmp_path: Path) -> N
 # -- learning rates -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", [step_schedule, one_cycle])
 def test_without_schedule_states_the_schedule_and_its_values_stay(schedule: Callable[..., Any], tmp_path: Path) -> None:
     """The objects of the user are loaded all the same."""
@@ -465,3 +446,123 @@ def test_without_schedule_states_the_schedule_and_its_values_stay(schedule: Call
         script.engine.register_for_checkpointing(counter)
         assert counter.count == 0
     script.engine.destroy(remove=True)
+
+
+THEN = {
+    "seed": 0,
+    "micro-batch size": 2,
+    "accumulation": 4,
+    "learning rates": [0.01],
+    "schedule": "StepLR",
+    "the schedule's total_num_steps": 6,
+}
+COSINE = {"total_num_steps": 4, "warmup_num_steps": 2, "cos_min_ratio": 0.0}
+OTHERWISE = "the steps from here on take the present values, so losses and weights are not those"
+
+
+def test_each_is_told_from_what_to_what() -> None:
+    found = Differences(THEN, {**THEN, "seed": 7, "learning rates": [0.5]})
+    assert str(found) == "seed 0 is now 7, learning rates [0.01] is now [0.5]"
+    assert found.consequences().startswith(OTHERWISE)
+    assert not Differences(THEN, dict(THEN))
+    assert not Differences({"seed": 0}, THEN) and not Differences(THEN, {"seed": 0}), "only one of both has it"
+
+
+BATCH = {"micro-batch size": 4, "accumulation": 2, "samples of a step": 8}
+"""Settings of a run that knows the samples of a step."""
+FORMER = f"{OTHERWISE} that the run would have had; the former values give those"
+AS_BEFORE = "a step has 8 samples as before, in other micro-batches: where"
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "begins", "ends"),
+    [
+        ({}, {"accumulation": 8}, f"a step has 16 samples a rank in place of 8; {OTHERWISE}", ""),
+        ({}, {"micro-batch size": 8, "accumulation": 1}, OTHERWISE, ""),
+        ({}, {"schedule": "WarmupLR"}, f"WarmupLR begins at its start; {OTHERWISE}", ""),
+        ({}, {"schedule": None}, f"without a schedule the optimizer's own learning rates count; {OTHERWISE}", ""),
+        ({}, {"the schedule's total_num_steps": 10}, OTHERWISE, ""),
+        # Two ranks share the batch of one: the former micro-batch would make it twice as large.
+        (BATCH, {"micro-batch size": 2}, f"{AS_BEFORE} each sample weighs", ""),
+        (BATCH, {"micro-batch size": 8, "accumulation": 1}, AS_BEFORE, ""),
+        (BATCH, {"micro-batch size": 2, "seed": 7}, FORMER, ", on 1 rank"),
+        (BATCH, {"samples of a step": 16}, f"{FORMER}, on 1 r", ""),
+        (BATCH, {"accumulation": 4, "samples of a step": 16}, FORMER, "those"),
+    ],
+)
+def test_what_follows(then: dict[str, object], now: dict[str, object], begins: str, ends: str) -> None:
+    words = Differences({**THEN, **then}, {**THEN, **then, **now}).consequences()
+    assert words.startswith(begins) and words.endswith(ends)
+
+
+def test_of_a_rate_that_a_schedule_has_nothing_follows() -> None:
+    """Who resumes a Trainer with another rate keeps the former, for the Trainer restores its schedule later."""
+    found = Differences(THEN, {**THEN, "learning rates": [0.5]}, scheduled=True)
+    assert str(found) == "learning rates [0.01] is now [0.5] (a schedule continues from the former)"
+    words = found.consequences()
+    assert words.startswith("the steps are those that the run would have made; ") and "--schedule constant" in words
+    but = "the steps from here on take the present values but for the learning rates, so"
+    more = Differences(THEN, {**THEN, "learning rates": [0.5], "seed": 7}, scheduled=True)
+    assert more.consequences().startswith(but)
+    then = {**THEN, "schedule": None}
+    group = {"lr": 0.25, "initial_lr": 0.5}
+    found = Differences(then, {**then, "learning rates": [0.5]}, groups=[group])
+    assert str(found) == "learning rates [0.01] is now [0.5] (set by the schedule of the loop)"
+    assert found.consequences().startswith("the schedule of the loop makes the learning rates: those that the run")
+    more = Differences(then, {**then, "learning rates": [0.5], "seed": 7}, groups=[group])
+    assert "take the present values but for the learning rates, so" in more.consequences()
+    # The engine's own schedules mark groups too.
+    own = Differences(THEN, {**THEN, "learning rates": [0.5]}, groups=[group])
+    assert str(own) == "learning rates [0.01] is now [0.5]"
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["OneCycle", "WarmupCosineLR"])
+@pytest.mark.parametrize("lr", [LR, 0.5])
+def test_without_the_schedule_a_resumed_run_has_its_own_rates(kind: str, lr: float, tmp_path: Path) -> None:
+    """Not the point of the curve at which the schedule was left, which may be 0; and they stay."""
+    params = {**CYCLE, **MOMENTUM} if kind == "OneCycle" else COSINE
+    script = start_scheduled(tmp_path, {"type": kind, "params": params})
+    for _ in range(4):
+        script.step()
+    assert script.engine.get_lr() != [LR]
+    script.end()
+    for resumed in range(2):
+        script = start_scheduled(tmp_path, None, lr=lr)
+        group = script.engine.optimizer.param_groups[0]
+        assert script.engine.get_lr() == [lr] and group["betas"] == (0.9, 0.999)
+        told = any("the optimizer's own learning rates count" in line for line in script.engine.notices)
+        assert told is (resumed == 0)
+        script.step()
+        script.end()
+    start_scheduled(tmp_path, None, lr=lr).engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "mine", "words"),
+    [
+        (make_mode("fp32", "adam"), make_mode("bf16", "adam"), "dtype fp32 is now bf16 (masters and moments are"),
+        (
+            make_mode("bf16", "adam"),
+            make_mode("bf16", "adam", "int8"),
+            "moments fp32 are now int8 (rounded to nearest)",
+        ),
+        (make_mode("bf16", "adam", "bf16"), make_mode("bf16", "adam"), "moments bf16 are now fp32; losses"),
+        (make_mode("bf16", "adam"), make_mode("bf16", "adam", master="bf24"), "master fp32 is now bf24 (rounded to 24"),
+        (
+            make_mode("bf16", "adam", master="bf24"),
+            make_mode("fp32", "adam"),
+            "fp32 from here on), master bf24 is now fp32;",
+        ),
+    ],
+)
+def test_a_load_into_another_form_says_what_is_rounded(saved: Mode, mine: Mode, words: str) -> None:
+    line = in_words(saved, mine, states=True)
+    assert line is not None and words in line and line.endswith("are not those that the run would have had")
+    assert in_words(mine, mine, states=True) is None
+
+
+def test_of_moments_that_are_not_loaded_nothing_is_told() -> None:
+    saved, mine = make_mode("bf16", "adam"), make_mode("fp32", "adam", "int8")
+    line = in_words(saved, mine, states=False)
+    assert line is not None and "moments" not in line and "(masters are taken over, and" in line

@@ -45,9 +45,9 @@ from tests.support.processes.user_script import (
     ids=Setup.title,
 )
 def test_a_resumed_loop_equals_the_unbroken_one(setup: Setup, tmp_path: Path) -> None:
-    """Before the first step, after it, in the middle of a pass, at its end, and one step later."""
+    """Before the first step, in the middle of a pass, at its end, and one step later."""
     whole = train(tmp_path / "whole", setup, steps=8)
-    assert_equal(whole, train(tmp_path / "parts", setup, breaks=(0, 1, 3, 5, 6), steps=8))
+    assert_equal(whole, train(tmp_path / "parts", setup, breaks=(0, 3, 5, 6), steps=8))
 
 
 def _until_killed(folder: Path, log: Path, setup: Setup) -> None:
@@ -330,6 +330,7 @@ def test_what_was_set_by_hand_comes_back_unless_the_config_changed(tmp_path: Pat
     script.engine.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["schedule", "registered"])
 def test_a_schedule_goes_on_from_its_own_rate(how: str, tmp_path: Path) -> None:
     """Whatever the config says now; the weight decay, which it does not move, is the config's."""

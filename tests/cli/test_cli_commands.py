@@ -1,7 +1,9 @@
-"""Each command has its help, its options by one name, and plurals that are right."""
+"""Each command has its help and its options by one name; options and a config file become one config."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import os
 import re
@@ -18,10 +20,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
+from offload import schedules
+from offload.cli.commands.train import TrainOptions
 from offload.cli.main import app
-from offload.config import load_config
-from offload.errors import ConfigError, UsageError
-from offload.finetune.options import Options, in_options, merge
+from offload.config import load_config, resolve_batch
+from offload.errors import ConfigError
+from offload.finetune.model import decay_groups
+from offload.finetune.options import Options, chooses_dtype, in_options, merge, schedule
 from offload.swapper.store import store
 from offload.swapper.store.drives import Shortage
 from tests.support.processes import warm_process
@@ -127,8 +132,6 @@ def test_output_that_finds_no_room_is_one_line() -> None:
 
 __all__ = ["run_folder"]
 
-FILE = Path("ds.json")
-
 
 def message(**wrong: Any) -> str:
     with pytest.raises(ConfigError) as caught:
@@ -151,8 +154,10 @@ def message(**wrong: Any) -> str:
 def test_a_wrong_value_of_an_option_is_told_by_its_name(wrong: dict[str, Any], begins: str) -> None:
     told = message(**wrong)
     assert in_options(told, Options(**wrong)).startswith(begins)
-    assert in_options(told, Options(**wrong, config=FILE)).startswith(begins), "the option overrules the file"
-    assert in_options(told, Options(config=FILE)) == told, "the value of a file is told by its key"
+    assert in_options(told, Options(**wrong, config=Path("ds.json"))).startswith(begins), (
+        "the option overrules the file"
+    )
+    assert in_options(told, Options(config=Path("ds.json"))) == told, "the value of a file is told by its key"
 
 
 @pytest.mark.parametrize(
@@ -182,54 +187,15 @@ CONFIG: dict[str, Any] = {"offload": {"device": "cpu"}, "gradient_clipping": 0}
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
-def one(**more: Any) -> nn.Module:
-    return nn.Linear(4, 1, bias=False, **more)
-
-
-def test_one_parameter_is_singular() -> None:
-    with pytest.raises(ConfigError, match=r"^1 parameter is trainable, but there is no optimizer"):
-        offload.initialize(model=one(), config=CONFIG)
-    with pytest.raises(ConfigError, match=r"^2 parameters are trainable, but"):
-        offload.initialize(model=nn.Linear(4, 1), config=CONFIG)
-    with pytest.raises(ConfigError, match=r"1 parameter that is not the model's: make the optimizer from"):
-        offload.initialize(model=one(), optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), config=CONFIG)
-    model = nn.Linear(4, 1)
-    with pytest.raises(ConfigError, match=r"^1 parameter that requires gradients is in no group .* first is bias"):
-        offload.initialize(model=model, optimizer=torch.optim.SGD([model.weight], lr=1.0), config=CONFIG)
-
-
-class Quantized(nn.Parameter):
-    quant_state: object = None
-
-
-def test_a_weight_that_is_not_quantized_yet_is_one() -> None:
-    model = one()
-    model.codes = Quantized(torch.ones(2), requires_grad=False)
-    with pytest.raises(
-        ConfigError, match=r"^1 weight is of a class of bitsandbytes and not quantized yet, the first is"
-    ):
-        offload.initialize(model=model, config=CONFIG | ADAM)
-
-
 @pytest.mark.parametrize(("clip", "message"), [(0, "not clipped"), (0.5, "clipped to a norm of 0.5")])
 def test_the_line_of_a_start(clip: float, message: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "offload")
-    engine = offload.initialize(model=one(), config=CONFIG | ADAM | {"gradient_clipping": clip})[0]
+    model, more = nn.Linear(4, 1, bias=False), {"gradient_clipping": clip}
+    engine = offload.initialize(model=model, config=CONFIG | ADAM | more)[0]
     try:
         assert f"gradients {message}\n" in caplog.text
         assert "config: 1 sample a step = 1 in a micro-batch * 1 micro-batch * 1 rank" in caplog.text
         assert not re.search(r"\b1 \w+s\b(?! (a|of))", caplog.text.replace("1 is", "")), caplog.text
-    finally:
-        engine.destroy()
-
-
-def test_one_backward_is_singular() -> None:
-    engine = offload.initialize(model=one(), config=CONFIG | ADAM | {"gradient_accumulation_steps": 2})[0]
-    try:
-        engine.backward(engine(torch.ones(1, 4)).mean())
-        engine.step()
-        with pytest.raises(UsageError, match=r"1 micro-batch of this step ran: call it after step\(\)"):
-            engine.set_train_batch_size(4)
     finally:
         engine.destroy()
 
@@ -257,3 +223,228 @@ def test_another_text_or_length_is_reported() -> None:
     Path("other.py").write_text("def half(number):\n    return number // 2\n\n" * 50)
     output = " ".join(call("--steps", "4", "--seq-len", "16", *more, text="other.py").stdout.split())
     assert "the data differ" in output and "checksum was" in output and "seq-len" not in output
+
+
+FILE: dict[str, Any] = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+    "bf16": {"enabled": False},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/fast"},
+    },
+    "offload": {"run": "mine", "seed": 7, "resume": "auto", "durability": "step"},
+}
+
+
+def test_monitors_are_enabled_beside_the_settings_of_the_file() -> None:
+    file = {**FILE, "csv_monitor": {"enabled": False, "output_path": "numbers"}}
+    merged, lines = merge(file, Options(report_to=("csv", "wandb")))
+    assert merged["csv_monitor"] == {"enabled": True, "output_path": "numbers"}
+    assert merged["wandb"] == {"enabled": True} and "tensorboard" not in merged and lines == merge(file, Options())[1]
+    with pytest.raises(ConfigError, match="--report-to is one of tensorboard, wandb, csv, not 'mlflow'"):
+        merge(file, Options(report_to=("mlflow",)))
+
+
+def test_the_job_has_the_options_of_the_command_and_their_defaults() -> None:
+    typed = {each.name: each.default for each in dataclasses.fields(TrainOptions) if each.name != "json_output"}
+    asked = {each.name: each.default for each in dataclasses.fields(Options)}
+    several = {name for name, default in asked.items() if default == ()}
+    assert {name: () if name in several else default for name, default in typed.items()} == asked
+    assert all(typed[name] is None for name in several)
+
+
+def scheduled(file: dict[str, Any] | None, **typed: Any) -> Any:
+    """The schedule of a run of 100 steps, and what was said of it."""
+    options = Options(**typed)
+    content, lines = schedule(merge(file, options)[0], options, 100)
+    return load_config(content).scheduler, lines
+
+
+def test_a_schedule_that_asks_for_the_end_gets_the_steps() -> None:
+    for params in ({}, {"params": {"total_num_steps": "auto"}}, {"params": None}):
+        block, lines = scheduled({**FILE, "scheduler": {"type": "WarmupDecayLR", **params}})
+        assert block.params == {"total_num_steps": 100} and lines == ()
+    for content in (
+        {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}},
+        {"type": "WarmupLR", "params": {}},
+        {"type": "StepLR", "params": {"step_size": 1}},
+    ):
+        block, lines = scheduled({**FILE, "scheduler": content})
+        assert (block.type, block.params, lines) == (content["type"], content["params"], ())
+    for file in (FILE, {**FILE, "scheduler": None}, None):
+        block, lines = scheduled(file)
+        assert block.type == "WarmupCosineLR" and lines == (), "as that of a Trainer, where the file has none"
+    assert schedule({"scheduler": 5}, Options(), 100)[0] == {"scheduler": 5}, "the config refuses it"
+
+
+def rates(steps: int, file: dict[str, Any] | None = None, **typed: Any) -> list[float]:
+    """The learning rates of a run's steps, in shares of the highest."""
+    options = Options(lr=1.0, **typed)
+    content = load_config(schedule(merge(file, options)[0], options, steps)[0])
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    if content.scheduler is None:
+        return [1.0] * steps
+    made = getattr(schedules, content.scheduler.type)(optimizer, **content.scheduler.params)
+    found = []
+    for _ in range(steps):
+        found.append(made.get_last_lr()[0])
+        optimizer.step()
+        made.step()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["cosine", "constant"])
+def test_the_rate_rises_in_three_of_a_hundred_steps_and_never_is_nothing(kind: str) -> None:
+    found = rates(200, schedule=kind)
+    assert min(found) > 0 and max(found) <= 1 and found.index(max(found)) in range(5, 9)
+    assert found[0] == pytest.approx(1 / 6)
+    falls = {"cosine": (0.53, 0.001), "constant": (1, 1)}
+    assert (found[100], found[-1]) == (pytest.approx(falls[kind][0], abs=0.02), pytest.approx(falls[kind][1], abs=0.01))
+    assert rates(3, schedule=kind)[:2] == [1.0, 1.0], "a short run has no warm-up"
+    long = rates(100, schedule=kind, warmup=50)
+    assert long.index(max(long)) in range(50, 53)
+    assert rates(100, schedule=kind, warmup=0.5) == long
+
+
+def test_a_number_in_quotes_is_that_number() -> None:
+    """Programs that turn YAML into JSON write "1e-3"; the weight decay decides about the groups of parameters."""
+    quoted = {**FILE, "optimizer": {"type": "AdamW", "params": {"lr": "1e-3", "weight_decay": "0.1"}}}
+    for typed in ({}, {"schedule": "constant", "warmup": 5}, {"lr": 1e-3}):
+        assert merge(quoted, Options(**typed)) == merge(FILE, Options(**typed))
+        assert scheduled(quoted, **typed) == scheduled(FILE, **typed)
+    with pytest.raises(ConfigError, match=r"optimizer.params.lr should be a number, got \[1\]"):
+        scheduled({"optimizer": {"params": {"lr": [1]}}}, schedule="constant", warmup=5)
+
+
+def test_a_typed_schedule_overrules_the_files() -> None:
+    file = {**FILE, "scheduler": {"type": "WarmupLR", "params": {}}}
+    block, lines = scheduled(file, schedule="cosine", warmup=5)
+    assert block.type == "WarmupCosineLR" and lines == ("--schedule and --warmup overrule scheduler.type WarmupLR",)
+    assert scheduled(file, schedule="constant", warmup=0) == (
+        None,
+        ("--schedule and --warmup overrule scheduler.type WarmupLR",),
+    )
+    assert scheduled(FILE, warmup=5)[0].type == "WarmupCosineLR"
+
+
+def test_biases_and_norms_do_not_decay() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    model[1].weight.requires_grad_(False)
+    decayed, others = decay_groups(model.parameters(), 0.1)
+    assert decayed["weight_decay"] == 0.1 and [*decayed["params"]] == [model[0].weight]
+    assert others["weight_decay"] == 0.0 and [*others["params"]] == [model[1].bias, *model[2].parameters()]
+
+
+def test_nothing_typed_leaves_the_file_as_it_is() -> None:
+    before = copy.deepcopy(FILE)
+    content, lines = merge(FILE, Options())
+    assert FILE == before, "the file's content was changed in place"
+    assert (content, lines) == (FILE, ())
+    assert resolve_batch(load_config(content), 1) == (4, 8, 32)
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ({"lr": 5e-4}, "--lr 0.0005 overrules optimizer.params.lr 0.001"),
+        ({"dtype": "bf16"}, "--dtype bf16 overrules bf16.enabled false"),
+        ({"offload_param": "none"}, "--offload-param none overrules zero_optimization.offload_param.device cpu"),
+        (
+            {"nvme_path": ("/a", "/b")},
+            "--nvme-path /a /b overrules zero_optimization.offload_optimizer.nvme_path /fast",
+        ),
+        ({"run": "other"}, "--run other overrules offload.run mine"),
+        ({"seed": 0}, "--seed 0 overrules offload.seed 7"),
+        ({"resume": "must"}, "--resume must overrules offload.resume auto"),
+        ({"durability": {"every": 3}}, '--durability {"every": 3} overrules offload.durability step'),
+    ],
+)
+def test_a_typed_option_wins_with_one_line(typed: dict[str, Any], line: str) -> None:
+    assert merge(FILE, Options(**typed))[1] == (line,)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [{"lr": 1e-3}, {"dtype": "fp32"}, {"offload_param": "cpu"}, {"nvme_path": ("/fast",)}, {"seed": 7}],
+)
+def test_the_same_value_needs_no_line(typed: dict[str, Any]) -> None:
+    content, lines = merge(FILE, Options(**typed))
+    assert lines == ()
+    assert load_config(content).drives == ("/fast",)
+
+
+@pytest.mark.parametrize("block", ["fp16", "bfloat16"])
+def test_dtype_stands_for_every_mode(block: str) -> None:
+    content, lines = merge({block: {"enabled": True}}, Options(dtype="fp32"))
+    assert lines == (f"--dtype fp32 overrules {block}.enabled true",)
+    assert load_config(content).dtype == "fp32"
+    assert load_config(merge({block: {"enabled": True}}, Options(dtype="bf16"))[0]).dtype == "bf16"
+    content, lines = merge({block: {"enabled": True}}, Options(dtype="auto"))
+    assert lines == (f"--dtype auto overrules {block}.enabled true",)
+    assert chooses_dtype(content) and load_config(content).dtype == "fp32"
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
+def test_the_machine_chooses_the_dtype_where_that_is_asked_for(name: str) -> None:
+    """Without a file, by the option, or by the file's "auto"; a file without a word is fp32, as in DeepSpeed."""
+    assert chooses_dtype(merge({name: {"enabled": "auto"}}, Options())[0])
+    assert chooses_dtype(merge({}, Options(dtype="auto"))[0])
+    for file, typed in (({}, None), (FILE, None), ({name: {"enabled": "auto"}}, "bf16"), (None, "fp32")):
+        assert not chooses_dtype(merge(file, Options(dtype=typed))[0])
+
+
+@pytest.mark.parametrize(
+    ("file", "typed", "batch"),
+    [
+        ({}, {}, (8, 1, 8)),
+        ({"gradient_accumulation_steps": 4}, {}, (8, 4, 32)),
+        ({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}, {}, (8, 1, 8)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, {}, (2, 3, 6)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, {"batch_size": 4}, (4, 3, 12)),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, {"batch_size": 16}, (16, 2, 32)),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, {"accumulation": 2}, (4, 2, 8)),
+        ({"train_batch_size": 32}, {"accumulation": 2}, (16, 2, 32)),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 8}, {"batch_size": 2}, (2, 8, 16)),
+        ({"train_micro_batch_size_per_gpu": 4}, {"batch_size": 16}, (16, 1, 16)),
+        ({"gradient_accumulation_steps": 2.0}, {"batch_size": 3, "accumulation": 4}, (3, 4, 12)),
+        (None, {"batch_size": 2, "accumulation": 4}, (2, 4, 8)),
+    ],
+)
+def test_batch_size_is_a_micro_batch(file: dict[str, Any], typed: dict[str, int], batch: tuple[int, ...]) -> None:
+    assert resolve_batch(load_config(merge(file, Options(**typed))[0]), 1) == batch
+
+
+@pytest.mark.parametrize("lr", ["auto", None])
+def test_a_learning_rate_is_always_there(lr: Any) -> None:
+    content, lines = merge({"optimizer": {"type": "Adam", "params": {"lr": lr}}}, Options())
+    assert content["optimizer"] == {"type": "Adam", "params": {"lr": 3e-4}} and lines == ()
+    assert merge({"optimizer": None}, Options(lr=0.1))[0]["optimizer"] == {"type": "AdamW", "params": {"lr": 0.1}}
+
+
+def test_the_default_path_counts_where_the_file_names_none() -> None:
+    file = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
+    assert load_config(merge(file, Options())[0]).drives == ("./swap",)
+    assert load_config(merge(FILE, Options())[0]).drives == ("/fast",)
+
+
+@pytest.mark.parametrize("file", [{"optimizer": "AdamW"}, {"optimizer": {"params": [1]}}, {"offload": 3}])
+def test_a_value_that_is_no_block_is_an_error(file: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must be a block of keys, got"):
+        merge(file, Options(run="x"))
+
+
+def test_a_stage_may_be_a_switch() -> None:
+    content, _ = merge({"zero_optimization": True}, Options(offload_param="cpu"))
+    assert load_config(content).zero_optimization.stage == 1
+
+
+def test_the_tier_of_activations_is_an_option_and_a_key() -> None:
+    assert merge(None, Options(activations="cpu"))[0]["offload"]["activations"] == "cpu"
+    file = {"offload": {"activations": "nvme"}}
+    assert merge(file, Options())[0]["offload"]["activations"] == "nvme"
+    content, lines = merge(file, Options(activations="auto"))
+    assert content["offload"]["activations"] == "auto" and any("--activations" in line for line in lines)

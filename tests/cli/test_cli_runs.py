@@ -68,14 +68,16 @@ def test_a_run_is_described(run: Path) -> None:
     words = shown(run)
     for each in ("GPT2LMHeadModel, 162,368 parameters, 6 units", "used by nobody", "step 2,", "step 1,", "residual"):
         assert each in words
-
-
-def test_a_single_rank_is_described(run: Path) -> None:
-    found = inspect(run / "rank0")
-    complete = inspect(run)
-    for commit in (*found["ranks"][0]["commits"], *complete["ranks"][0]["commits"]):
+    of_rank = inspect(run / "rank0")
+    for commit in (*of_rank["ranks"][0]["commits"], *rank["commits"]):
         del commit["age_seconds"]
-    assert found["kind"] == "rank" and found["ranks"] == complete["ranks"]
+    assert of_rank["kind"] == "rank" and of_rank["ranks"] == [rank]
+    # What a kill has left over.
+    (run / "rank0" / "manifest.tmp").write_text("{")
+    (run / "finished.tmp").write_text("{")
+    shutil.copytree(run / "rank0", run / "rank3", ignore=shutil.ignore_patterns("*.tmp"))
+    left = [str(run / "finished.tmp"), str(run / "rank0" / "manifest.tmp"), str(run / "rank3")]
+    assert inspect(run)["leftovers"] == left and f"left over {run / 'finished.tmp'}" in shown(run)
 
 
 def test_an_nvme_path_lists_its_runs_and_nothing_else(run: Path) -> None:
@@ -115,17 +117,6 @@ def test_a_run_that_trains_names_its_holder_and_goes_on(tmp_path: Path) -> None:
     assert inspect(tmp_path / "default")["ranks"][0]["commits"][0]["epoch"] == 5
 
 
-def test_looking_changes_nothing(run: Path) -> None:
-    def state() -> dict[Path, tuple[bytes, int]]:
-        return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.rglob("*") if p.is_file()}
-
-    before = state()
-    for path in (run, run / "rank0", run.parent):
-        inspect(path)
-        shown(path)
-    assert state() == before
-
-
 def test_an_old_format_is_reported(run: Path) -> None:
     path = run / "rank0" / "manifest.json"
     content = json.loads(path.read_text())
@@ -138,18 +129,6 @@ def test_an_old_format_is_reported(run: Path) -> None:
         arguments = [command, str(run)] + ([str(run.parent / "out")] if command == "export" else [])
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 2 and "format 1, made by offload 0.0.9" in result.stderr
-
-
-def test_what_a_kill_has_left_over(run: Path) -> None:
-    (run / "rank0" / "manifest.tmp").write_text("{")
-    (run / "finished.tmp").write_text("{")
-    shutil.copytree(run / "rank0", run / "rank3", ignore=shutil.ignore_patterns("*.tmp"))
-    assert inspect(run)["leftovers"] == [
-        str(run / "finished.tmp"),
-        str(run / "rank0" / "manifest.tmp"),
-        str(run / "rank3"),
-    ]
-    assert f"left over {run / 'finished.tmp'}" in shown(run)
 
 
 # -- what a start tells of ----------------------------------------------------------------------------
@@ -190,65 +169,34 @@ def begin_rm(drives: list[str]) -> offload.Engine:
     return engine
 
 
-def test_it_deletes_on_every_drive(drives: list[str]) -> None:
-    begin_rm(drives).destroy()
-    folders = [Path(drive, "default") for drive in drives]
-    assert all(folder.is_dir() for folder in folders)
-    result = CliRunner().invoke(app, ["rm", str(folders[0]), "--yes"])
-    assert result.exit_code == 0, result.output
-    assert not any(folder.exists() for folder in folders)
+def rm(*arguments: str | Path, answer: str | None = None) -> Any:
+    return CliRunner().invoke(app, ["rm", *map(str, arguments)], input=answer)
 
 
-def test_rm_tells_a_script_what_to_pass(drives: list[str]) -> None:
-    begin_rm(drives).destroy()
-    folder = str(Path(drives[0], "default"))
-    refused = CliRunner().invoke(app, ["rm", folder, "--json"])
-    assert refused.exit_code == 2 and "--yes" in refused.stderr and Path(folder).is_dir()
-    done = json.loads(CliRunner().invoke(app, ["rm", folder, "--json", "--yes"]).stdout)
-    assert done["path"] == folder and len(done["folders"]) == 2 and done["nbytes"] > 0 and not done["strangers"]
-    assert not Path(folder).exists()
-
-
-def test_rm_asks_before_it_deletes(drives: list[str]) -> None:
-    begin_rm(drives).destroy()
-    folder = Path(drives[0], "default")
-    for answer in ("n\n", "\n", ""):
-        assert CliRunner().invoke(app, ["rm", str(folder)], input=answer).exit_code == 1
-        assert folder.is_dir()
-    assert CliRunner().invoke(app, ["rm", str(folder)], input="y\n").exit_code == 0
-    assert not folder.exists()
-
-
-def test_a_run_that_is_held_stays(drives: list[str]) -> None:
-    engine = begin_rm(drives)
-    result = CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"])
-    assert result.exit_code == 2 and "in use by process" in result.stderr
-    assert '"run"' not in result.stderr and "wait until it has ended" in result.stderr
+def test_rm_asks_and_deletes_on_every_drive(drives: list[str]) -> None:
+    engine, folder = begin_rm(drives), Path(drives[0], "default")
+    held = rm(folder, "--yes")
+    assert held.exit_code == 2 and "in use by process" in held.stderr
+    assert '"run"' not in held.stderr and "wait until it has ended" in held.stderr
     train_step(engine, models.GPT2, 1)
-    engine.destroy(remove=True)
-
-
-def test_a_finished_run_has_a_note_to_delete(drives: list[str]) -> None:
-    begin_rm(drives).finish({})
-    assert CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"]).exit_code == 0
-    assert not Path(drives[0], "default").exists()
-
-
-def test_what_is_no_run_stays(tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "one").write_text("dear")
-    for path, words in ((tmp_path / "photos", "not a run folder"), (tmp_path / "none", "there is no folder")):
-        result = CliRunner().invoke(app, ["rm", str(path), "--yes"])
-        assert result.exit_code == 2 and words in result.stderr
-    assert (tmp_path / "photos" / "one").read_text() == "dear"
+    engine.destroy()
+    told = rm(folder, "--json")
+    assert told.exit_code == 2 and "--yes" in told.stderr, "a script is told what to pass"
+    for answer in ("n\n", "\n", ""):
+        assert rm(folder, answer=answer).exit_code == 1 and folder.is_dir()
+    assert rm(folder, answer="y\n").exit_code == 0
+    assert not any(Path(drive, "default").exists() for drive in drives)
+    begin_rm(drives).finish({})  # which leaves a note
+    assert folder.is_dir() and rm(folder, "--yes").exit_code == 0 and not folder.exists()
 
 
 def test_what_is_not_of_the_run_stays(drives: list[str]) -> None:
     begin_rm(drives).destroy()
     run = Path(drives[0], "default")
     (run / "thesis.txt").write_text("dear")
-    result = CliRunner().invoke(app, ["rm", str(run), "--yes"])
-    assert result.exit_code == 0 and "thesis.txt" in result.stdout
+    done = json.loads(rm(run, "--json", "--yes").stdout)
+    assert done["path"] == str(run) and len(done["folders"]) == 2 and done["nbytes"] > 0
+    assert done["strangers"] == ["thesis.txt"]
     assert [path.name for path in run.iterdir()] == ["thesis.txt"] and not Path(drives[1], "default").exists()
 
 

@@ -74,6 +74,7 @@ def test_a_probe_ends_on_a_signal(number: int, at: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").rglob("*.json")) and not list(tmp_path.glob(".offload-probe*"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "command",
     [

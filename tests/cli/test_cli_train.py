@@ -24,7 +24,7 @@ from offload.finetune import model as language_model
 from offload.hardware import probe
 from offload.swapper.store import run_status
 from tests.support.model_folders import make_folder
-from tests.support.processes.cli_in_process import call, facts, isolated_cache, log, run_folder, swap_files
+from tests.support.processes.cli_in_process import all_lines, call, facts, isolated_cache, log, run_folder, swap_files
 
 STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "read_bytes", "written_bytes", "drives", "time"}
 LISTS = ("losses", "grad_norms", "step_seconds", "read_bytes", "written_bytes")
@@ -47,10 +47,7 @@ def test_json_and_log_contain_every_step() -> None:
     for key, name in zip(LISTS, ("loss", "grad_norm", "seconds", "read_bytes", "written_bytes"), strict=True):
         assert [line[name] for line in lines] == found[key]
     assert found["losses"][2] < found["losses"][0] and sum(found["written_bytes"][1:]) > 10 * found["parameters"]
-
-
-def test_the_summary_names_the_bound_of_a_step_and_the_wear_of_drives() -> None:
-    found = facts(call("--steps", "3", "--log", "log", "--json"))
+    # The bound of a step, and the wear of drives.
     phases = [f"{name}_seconds" for name in ("forward", "backward", "step", "wait_for_reads", "update_kernels")]
     assert all(line.keys() >= {*phases, "uploaded_bytes", "host_peak_bytes"} for line in log())
     assert found["bound_by"] == max(found["step_parts_seconds"], key=found["step_parts_seconds"].get)
@@ -90,15 +87,8 @@ def test_a_schedule_of_the_file_ends_with_the_steps() -> None:
     assert [line["lr"] for line in log()] == pytest.approx([0.0, 0.0, 0.005, 0.01, 0.02 / 3])
 
 
-def test_the_store_goes_and_a_note_stays() -> None:
-    assert call("--steps", "1").exit_code == 0
-    assert [path.name for path in swap_files()] == ["finished.json"]
-    again = call("--steps", "1")  # "never" starts a finished run over
-    assert again.exit_code == 0
-
-
 def test_a_seed_decides_the_run() -> None:
-    losses = [facts(call("--steps", "2", "--json", "--seed", seed))["losses"] for seed in ("0", "0", "1")]
+    losses = [facts(call("--steps", "1", "--json", "--seed", seed))["losses"] for seed in ("0", "0", "1")]
     assert losses[0] == losses[1] != losses[2]
 
 
@@ -122,13 +112,15 @@ def test_batch_and_accumulation_come_from_the_config() -> None:
 
 def test_resume_goes_on_bit_for_bit() -> None:
     """With dropout, on the same log: what was logged past the committed step is cut."""
-    unbroken = facts(call("--steps", "4", "--json", "--run", "whole"))["losses"]
-    assert call("--steps", "2", "--keep", "--log", "log").exit_code == 0
+    often = ("--eval-every", "2")
+    unbroken = facts(call("--steps", "4", "--json", "--run", "whole", *often))["losses"]
+    assert call("--steps", "2", "--keep", "--log", "log", *often).exit_code == 0
     with Path("log").open("a") as file:
         file.write('{"step": 3, "loss": 0.0}\n{"step": 4, "lo')
-    second = facts(call("--steps", "4", "--resume", "must", "--log", "log", "--json"))
+    second = facts(call("--steps", "4", "--resume", "must", "--log", "log", "--json", *often))
     assert (second["first_step"], second["losses"]) == (3, unbroken[2:])
     assert [line["loss"] for line in log()] == unbroken and [line["step"] for line in log()] == [1, 2, 3, 4]
+    assert [line["step"] for line in all_lines() if "eval_loss" in line] == [2, 4], "what was evaluated is kept"
 
 
 def test_a_leftover_is_never_overwritten_in_silence() -> None:
@@ -156,6 +148,7 @@ def test_a_run_in_the_place_of_a_model_is_refused_with_the_command_that_exports_
 
 def test_a_finished_run_is_not_resumed() -> None:
     assert call("--steps", "1").exit_code == 0
+    assert [path.name for path in swap_files()] == ["finished.json"]
     result = call("--steps", "1", "--resume", "auto", "--json")
     assert "ended at step 1" in result.stderr and facts(result)["losses"] == []
     must = call("--resume", "must")
@@ -298,8 +291,6 @@ def test_text_beyond_the_vocabulary(folder: Path) -> None:
     result = call("--model", "model")
     assert result.exit_code == 2 and "vocabulary" in result.stderr
 
-
-__all___prediction = ["isolated_cache", "run_folder"]  # fixtures
 
 SMALL = ("--text", "text.py", "--batch-size", "2", "--seq-len", "32", "--device", "cpu", "--no-output")
 _OF = probe.DtypeRates(1e11, 1e10, 1e10, 1e9, 2e9)
@@ -460,12 +451,12 @@ def test_a_log_below_a_file_is_refused(tmp_path: Path) -> None:
             check_log(log_here)
 
 
-@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "", "7", '{"loss": 1}', '{"step": null}', "\xff\x00"])
-def test_a_torn_line_is_dropped(torn: str, tmp_path: Path) -> None:
+def test_a_torn_line_is_dropped(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_bytes(lines(1, 2).encode() + torn.encode("latin1"))
-    cut_log(log, 9)
-    assert log.read_text() == lines(1, 2)
+    for torn in ('{"step": 3, "lo', "", "7", '{"loss": 1}', '{"step": null}', "\xff\x00"):
+        log.write_bytes(lines(1, 2).encode() + torn.encode("latin1"))
+        cut_log(log, 9)
+        assert log.read_text() == lines(1, 2), torn
 
 
 def test_a_log_is_cut_line_by_line(tmp_path: Path) -> None:
@@ -504,13 +495,10 @@ def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
     for content in ("", "\n", "{", '{"step": ', '{"step": 1, "lo', '{"step": 1, "loss": 2.0}\n'):
         (tmp_path / "log.jsonl").write_text(content)
         check_log(tmp_path / "log.jsonl")
-
-
-@pytest.mark.parametrize("content", ['{"loss": 1', '{"steps', '{"step": 1, "lo\n', "{\n", '[{"step": 1'])
-def test_only_a_line_that_a_kill_cut_off_is_taken_for_one_of_a_log(content: str, tmp_path: Path) -> None:
-    (tmp_path / "notes").write_text(content)
-    with pytest.raises(ConfigError, match="not the log of a run"):
-        check_log(tmp_path / "notes")
+    for content in ('{"loss": 1', '{"steps', '{"step": 1, "lo\n', "{\n", '[{"step": 1'):
+        (tmp_path / "notes").write_text(content)
+        with pytest.raises(ConfigError, match="not the log of a run"):  # no line that a kill has cut off
+            check_log(tmp_path / "notes")
 
 
 @pytest.fixture
@@ -519,4 +507,4 @@ def text(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# tests/launch/test_launch_restarts.py kills a rank under torchrun, tests/ranks/test_ranks_lost.py names one.
+# tests/launch/test_launch.py kills a rank under torchrun, tests/ranks/test_ranks_lost.py names one.

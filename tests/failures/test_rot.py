@@ -175,6 +175,7 @@ def notice(run: str, seed: int, folder: Path) -> tuple[str, ...]:
     return run, name, kind, "noticed" if cause is not None else "never read again"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("run", "seed"), [("gradients spill", 0), ("without durability", 0), ("inputs move", 4)])
 def test_rot_under_a_live_run_is_noticed(run: str, seed: int, tmp_path: Path) -> None:
     notice(run, seed, tmp_path)

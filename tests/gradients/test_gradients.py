@@ -58,6 +58,7 @@ def test_clipping_by_torch_is_recognized_below_any_number_of_calls(tmp_path: Pat
     engine.destroy()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("placement", [("none", "none"), ("nvme", "nvme")], ids=["memory", "disk"])
 @pytest.mark.parametrize("call", ["unscale_", "step"])
 @pytest.mark.works("Training", "an enabled `torch.amp.GradScaler` (the engine scales the loss itself)", "refused")

@@ -58,7 +58,7 @@ def no_sync_with_steps(engine: offload.Engine, job: Job, step: int) -> None:
     engine.step()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("loop", [as_accelerate, as_ddp, no_sync_with_steps])
 @pytest.mark.parametrize("placement", [MEMORY, DISK])
 def test_the_caller_of_a_boundary_changes_no_bit(loop: Loop, placement: tuple[str, str], tmp_path: Path) -> None:
@@ -387,6 +387,7 @@ def test_a_clip_of_ones_own_is_for_one_step(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
 def test_torchs_own_clip_is_refused_rather_than_nothing(clip: Any, tmp_path: Path) -> None:
     engine = start(BATCH_JOB, DISK, tmp_path)

@@ -66,7 +66,7 @@ MUTANTS = (
         "offload.swapper.store.store",
         "if slot not in (named, newest))",
         "if slot == named)",
-        "tests/checkpoints/test_resume.py",
+        "tests/store/test_power_cut.py",
     ),
     Mutant(
         "write over the newest states where a third slot is free",

@@ -325,7 +325,6 @@ def test_frozen_weights_are_sent_as_the_config_says(ranks: RankPool, tmp_path: P
     sizes: list[tuple[str, Callable[[int], int], Callable[[int], int]]] = [
         ("weights", codes, lambda numel: 4 * numel),
         ("nontrainable_weights", lambda numel: 4 * numel, codes),
-        ("weights nontrainable_weights", codes, codes),
     ]
     for words, of_trainable, of_frozen in sizes:
         for found in ranks.run(second_step, job._replace(quantized=words), tmp_path):
@@ -382,11 +381,8 @@ def test_tiers_and_overlap_change_no_bit(
     job = JOBS[name]._replace(steps=2, stage=stage, accumulation=accumulation, dtype=dtype, quantized=ALL)
     at_once = ranks.run(train, job._replace(overlap=False), MEMORY, tmp_path / "at once")
     beside = ranks.run(train_late, job._replace(overlap=True), DISK, tmp_path / "beside")
-    exact = ranks.run(train, job._replace(quantized=""), HOST, tmp_path / "exact")
     for one, other in zip(at_once, beside, strict=True):
         assert_same(one, other)
-    assert at_once[0].losses != exact[0].losses
-    assert at_once[0].losses == pytest.approx(exact[0].losses, rel=0.02)
 
 
 @pytest.mark.works("Several ranks", "int8 codes beside replicas of shards (`mics_shard_size`)", "right")

@@ -37,7 +37,7 @@ from tests.support.ranks.rank_jobs import JOBS, language_rows_loss
 from tests.support.ranks.rank_pool import RankPool, free_port, meet, pool, rank_and_size, start
 
 DISK = ("nvme", "nvme")
-JOB = models.GPT2._replace(loss=language_rows_loss, steps=6, dtype="bf16")
+JOB = models.GPT2._replace(loss=language_rows_loss, steps=5, dtype="bf16")
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -187,27 +187,19 @@ def test_killed_at_thirty_random_moments(tmp_path: Path) -> None:
     check(run, expected)
 
 
-def test_killed_between_the_commits_of_the_ranks(unbroken: Any, tmp_path: Path) -> None:
-    """The rank that is ahead takes its commit back, and what it then writes is never taken for it."""
-    for dies, begins in (((1, 3), 0), ((0, 4), 2), (None, 3)):
-        run = Run(tmp_path, dies=dies)
-        run.end()
-        assert run.resumed() == [begins, begins]
-        if dies is not None:
-            assert f"rank {dies[0]} " in run.output_of(1 - dies[0])
-    check(run, unbroken)
-
-
 @pytest.mark.works("Several ranks", "SIGKILL of one rank, resume of all", "right")
-def test_killed_within_a_window(unbroken: Any, tmp_path: Path) -> None:
-    """With a commit every third step: the steps since the last one are lost on both, and no other."""
-    for dies, begins in (((1, 4), 0), (None, 3)):
-        run = Run(tmp_path, dies, in_step=True, durability={"every": 3})
+def test_killed_between_the_commits_of_the_ranks_and_within_a_window(unbroken: Any, tmp_path: Path) -> None:
+    """The rank that is ahead takes its commit back, and what it then writes is never taken for it.
+
+    With a commit every third step, the steps since the last one are lost on both, and no other.
+    """
+    for dies, every, begins in (((1, 3), 1, 0), ((0, 4), 1, 2), ((1, 4), 3, 3), (None, 3, 3)):
+        run = Run(tmp_path, dies, in_step=every > 1, durability={"every": every})
         run.end()
         assert run.resumed() == [begins, begins]
         if dies is not None:
-            message = run.output_of(0)
-            assert re.match(r"rank 1 \(process \d+ on .*\) was killed or has crashed\. ", message), message
+            message = run.output_of(1 - dies[0])
+            assert re.match(rf"rank {dies[0]} \(process \d+ on .*\) was killed or has crashed\. ", message), message
     check(run, unbroken)
 
 
@@ -244,11 +236,10 @@ def begin_again(folder: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_an_edit_is_committed_by_all_ranks_or_none(tmp_path: Path) -> None:
+def test_an_edit_is_committed_by_all_ranks_or_none(ranks: RankPool, tmp_path: Path) -> None:
     """Another rank may have ended before its last commit, to which a resume then goes back."""
     for function in (edit_beside_a_lost_rank, begin_again):
-        with pool(2) as ranks:
-            ranks.run(function, tmp_path)
+        ranks.run(function, tmp_path)
 
 
 def edit_beside_a_lost_step(folder: Path) -> None:
@@ -277,11 +268,10 @@ def repeat_the_lost_step(folder: Path) -> None:
     assert (folder / f"losses{rank_and_size()[0]}").read_text().endswith(f", {again!r}]")
 
 
-def test_an_edit_takes_nothing_from_the_step_that_another_rank_resumes_from(tmp_path: Path) -> None:
+def test_an_edit_takes_nothing_from_the_step_that_another_rank_resumes_from(ranks: RankPool, tmp_path: Path) -> None:
     """It is written where the step before last is."""
     for function in (edit_beside_a_lost_step, repeat_the_lost_step):
-        with pool(2) as ranks:
-            ranks.run(function, tmp_path)
+        ranks.run(function, tmp_path)
 
 
 def end_in_a_batch(kind: str, how: str, folder: Path) -> None:
@@ -304,9 +294,8 @@ def end_in_a_batch(kind: str, how: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "how"), [("tensor", "destroy"), ("sequence", "exit")])
-def test_an_end_after_an_error_waits_for_nobody(kind: str, how: str, tmp_path: Path) -> None:
-    with pool(2) as ranks:
-        ranks.run(end_in_a_batch, kind, how, tmp_path)
+def test_an_end_after_an_error_waits_for_nobody(kind: str, how: str, ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(end_in_a_batch, kind, how, tmp_path)
 
 
 WORDS = "the batch\nis empty" + " and empty" * 100
@@ -393,9 +382,9 @@ def refused(folder: Path) -> str:
 def test_a_rank_that_is_far_behind_is_not_advised_to_start_again(tmp_path: Path) -> None:
     run = tmp_path / "default"
     with pool(2) as ranks:
-        ranks.run(trained, tmp_path, 2)
+        ranks.run(trained, tmp_path, 1)
         shutil.copytree(run / "rank1", tmp_path / "before")
-        ranks.run(trained, tmp_path, 4)
+        ranks.run(trained, tmp_path, 3)
         shutil.rmtree(run / "rank1")
         shutil.copytree(tmp_path / "before", run / "rank1")
         zero, one = ranks.run(refused, tmp_path)

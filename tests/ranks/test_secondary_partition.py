@@ -108,7 +108,22 @@ def test_a_secondary_partition_changes_no_bit(name: str, four: RankPool, tmp_pat
 
 
 def change_all(job: Job, folder: Path) -> tuple[Result, Sent]:
-    """Evaluates, edits, loads and sleeps between the uses of one and the same weights."""
+    """Evaluates, edits, loads and sleeps between the uses of one and the same weights.
+
+    A job with nodes does so on a device whose copies are late.
+    """
+    from tests.support.devices.late_device import LateDevice, use_device
+
+    device = LateDevice(rank_and_size()[0], 0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        if job.node > 1:
+            use_device(patch, device)
+        found = changed_between_uses(job, folder)
+    assert device.broken == []
+    return found
+
+
+def changed_between_uses(job: Job, folder: Path) -> tuple[Result, Sent]:
     engine = start(job, DISK, folder, device_memory=least(job, DISK, folder) + (1 << 16))
     name = "transformer.h.1.mlp.c_fc.weight"
     losses: list[float] = []
@@ -126,7 +141,6 @@ def change_all(job: Job, folder: Path) -> tuple[Result, Sent]:
                 parameter.data.view(-1)[7] = value
         look()
 
-    look()
     train_step(engine, job, 0)
     look()
     edit(3.0)
@@ -141,7 +155,6 @@ def change_all(job: Job, folder: Path) -> tuple[Result, Sent]:
     engine.sleep(host=True)
     look()
     train_step(engine, job, 1)
-    look()
     engine.module.load_state_dict({key: value * 0.5 for key, value in engine.module.state_dict().items()})
     look()
     found = Result(losses, [], weights_of(engine)), engine.communication().node_weights
@@ -157,25 +170,6 @@ def test_weights_that_change_between_two_uses_are_gathered_over_all_ranks(four: 
         assert within.collectives
     losses = plain[0][0].losses
     assert len(set(losses)) == len(losses) - 2, "only the load, and what follows the sleep, bring known weights"
-
-
-def train_on_a_late_device(job: Job, folder: Path) -> Result:
-    from tests.support.devices.late_device import LateDevice, use_device
-
-    device = LateDevice(rank_and_size()[0], 0.5)
-    with pytest.MonkeyPatch.context() as patch:
-        use_device(patch, device)
-        result = train_in_little_room(job, HOST, folder, 1 << 16).result
-    assert device.broken == []
-    return result
-
-
-def test_same_bits_on_a_device_whose_copies_are_late(four: RankPool, tmp_path: Path) -> None:
-    expected = four.run(train_in_little_room, JOB, HOST, tmp_path / "host", 1 << 16)
-    for late, plain in zip(
-        four.run(train_on_a_late_device, JOB._replace(node=NODE), tmp_path / "late"), expected, strict=True
-    ):
-        assert_same(late, plain.result)
 
 
 # -- bytes --------------------------------------------------------------------------------------------
@@ -244,23 +238,6 @@ def test_a_step_gathers_each_weight_over_all_ranks_once(four: RankPool, tmp_path
 # -- memory -------------------------------------------------------------------------------------------
 
 
-def held_and_least(job: Job, folder: Path) -> tuple[int, int, str]:
-    """Returns the elements of all units, the least device memory, and the error."""
-    engine = start(job, HOST, folder)
-    numel = sum(layout.numel for layout in testing.inspect(engine).layouts)
-    engine.destroy(remove=True)
-    return numel, least(job, HOST, folder), no_room(job, HOST, folder)
-
-
-def test_the_device_budget_holds_the_secondary_partition(four: RankPool, tmp_path: Path) -> None:
-    without = four.run(held_and_least, JOB, tmp_path)
-    for (numel, nbytes, message), (_, less, _) in zip(
-        four.run(held_and_least, JOB._replace(node=NODE), tmp_path), without, strict=True
-    ):
-        assert nbytes - less == align_up(numel * 2 // NODE)
-        assert "for the secondary partition of all weights" in message and "zero_hpz_partition_size" in message
-
-
 def test_a_plan_counts_it() -> None:
     """A plan for four GPUs has it on each; one for a single node does not."""
     model = JOB.model()
@@ -287,8 +264,9 @@ def test_a_device_without_room_for_it_is_an_error_that_names_the_key() -> None:
 
 def test_a_node_of_all_ranks_keeps_nothing(ranks: RankPool, tmp_path: Path) -> None:
     """The primary partition is within the node already."""
-    job = JOB._replace(node=2)
-    plain = ranks.run(train_in_little_room, JOB, HOST, tmp_path / "plain", 1 << 16)
+    plain_job = JOB._replace(steps=1)
+    job = plain_job._replace(node=2)
+    plain = ranks.run(train_in_little_room, plain_job, HOST, tmp_path / "plain", 1 << 16)
     for one, other in zip(ranks.run(train_in_little_room, job, HOST, tmp_path / "one", 1 << 16), plain, strict=True):
         assert_same(one.result, other.result)
         assert one.sent == other.sent

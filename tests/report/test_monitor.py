@@ -84,7 +84,7 @@ __all__ = ["no_thread_stays"]  # fixtures
 # -- what is measured ---------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 def test_numbers_are_what_happened_and_no_bit_is_another(placement: tuple[str, str], tmp_path: Path) -> None:
     plain = run(JOB, placement, tmp_path / "plain")

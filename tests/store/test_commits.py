@@ -628,32 +628,28 @@ IN_CREATE = {
 }
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("point", IN_COMMIT)
-def test_a_kill_in_a_commit_loses_at_most_that_commit(point: str, tmp_path: Path, unbroken: Result) -> None:
-    where, counts = IN_COMMIT[point]
-    killed(tmp_path, in_commit_of, EPOCH, where)
-    resumed(tmp_path, EPOCH - 1 + counts, unbroken)
+KILLS = [
+    *(("a start", point) for point in IN_CREATE),
+    *(("the first commit", point) for point in IN_COMMIT),
+    *(("the first commit", f"when {which} reserved") for which in ("the first blob is", "both blobs are")),
+    *(("a commit", point) for point in IN_COMMIT),
+]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("point", [*IN_COMMIT, "when the first blob is reserved", "when both blobs are reserved"])
-def test_in_the_first_commit(point: str, tmp_path: Path, unbroken: Result) -> None:
-    if point in IN_COMMIT:
-        where, counts = IN_COMMIT[point]
-        count = 3 if where[:2] == ("fsync", "blob") else 1  # the first two are of their reservation
-        killed(tmp_path, in_commit_of, 0, where._replace(count=count))
-    else:
-        counts = 0
-        killed(tmp_path, in_commit_of, 0, Point("posix_fallocate", "blob", "after", 1 + ("both" in point)))
-    resumed(tmp_path, 0 if counts else NONE, unbroken)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("point", IN_CREATE)
-def test_a_kill_in_the_start_leaves_a_store_that_starts_again(point: str, tmp_path: Path, unbroken: Result) -> None:
-    killed(tmp_path, in_call_of, "create", IN_CREATE[point])
-    resumed(tmp_path, NONE, unbroken)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("when", "point"), KILLS)
+def test_a_kill_loses_at_most_the_commit_under_way(when: str, point: str, tmp_path: Path, unbroken: Result) -> None:
+    """A start that was killed leaves a store that starts again."""
+    if when == "a start":
+        killed(tmp_path, in_call_of, "create", IN_CREATE[point])
+        return resumed(tmp_path, NONE, unbroken)
+    where, counts = IN_COMMIT.get(point, (Point("posix_fallocate", "blob", "after", 1 + ("both" in point)), 0))
+    if when == "a commit":
+        killed(tmp_path, in_commit_of, EPOCH, where)
+        return resumed(tmp_path, EPOCH - 1 + counts, unbroken)
+    count = 3 if where[:2] == ("fsync", "blob") else where.count  # the first two are of their reservation
+    killed(tmp_path, in_commit_of, 0, where._replace(count=count))
+    return resumed(tmp_path, 0 if counts else NONE, unbroken)
 
 
 def test_while_the_run_is_removed(tmp_path: Path, unbroken: Result) -> None:

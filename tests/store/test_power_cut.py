@@ -188,9 +188,9 @@ def faults(log: Log, drives: int, room: Path, found: Iterable[Case]) -> Iterator
 
 
 def expect_none(log: Log, drives: int, room: Path, random_cuts: int, seed: int = 0) -> int:
-    """Fail where a cut loses something; the number of images that were opened."""
+    """Fail where a cut loses something; the number of images, of which a third is opened without `--whole`."""
     found = list(cases(log[0], random_cuts, seed))
-    wrong = list(itertools.islice(faults(log, drives, room, found), 5))
+    wrong = list(itertools.islice(faults(log, drives, room, drawn(found, -(-len(found) // 3))), 5))
     assert not wrong, "\n".join(wrong)
     return len(found)
 
@@ -202,7 +202,6 @@ def test_a_power_cut_at_any_moment(drives: int, tmp_path: Path, room: Path, queu
     assert expect_none(log, drives, room, 0) > 300
 
 
-@pytest.mark.sample(1)
 def test_a_power_cut_between_commits_of_units_with_three_slots(tmp_path: Path, room: Path, queue: IoQueue) -> None:
     spec = SPEC._replace(shadowed=frozenset({0, 1}))
     log = recorded(tmp_path, 1, queue, several_updates_between_commits, spec=spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import logging.handlers
 import re
@@ -54,10 +55,16 @@ def test_it_is_replaced_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFix
     (line,) = [line for line in messages if "is replaced" in line]
     assert re.match(r"the run in \S+ \(\S+ \w+\), which was closed at its end, is replaced; ", line)
     assert_same(first, again)
+    engine = start(JOB, ("cpu", "nvme"), tmp_path, host_memory="64MiB")
+    assert any("is replaced" in line for line in engine.notices), "tiers and budgets make no other job"
+    engine.destroy(remove=True)
 
 
 def test_one_that_is_to_be_kept_is_refused_and_unharmed(tmp_path: Path) -> None:
+    """An export protects it as before: it did not end."""
     first, _ = script(tmp_path, remove=False)
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "default"), str(tmp_path / "model")])
+    assert done.exit_code == 0, done.output
     with pytest.raises(StoreError, match=r'"resume": "auto".*"resume": "restart".*offload rm'):
         script(tmp_path)
     assert_same(Result([], [], first.weights), script(tmp_path, resume="must")[0])
@@ -90,7 +97,12 @@ def test_one_of_another_job_is_refused_and_unharmed(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=words):
             offload.initialize(model=JOB.model(), config=config(JOB, DISK, tmp_path) | block)
     assert before == {path: path.stat().st_mtime_ns for path in before}, "nothing was touched"
+    job = OTHERS["learning rate"][0]
+    start(job, DISK, tmp_path, run="other").destroy()
     assert_same(Result([], [], first.weights), script(tmp_path, resume="must")[0])
+    engine = start(job, DISK, tmp_path, resume="restart")
+    assert any("is replaced" in line for line in engine.notices)
+    engine.destroy(remove=True)
 
 
 def test_one_of_another_loss_scale_is_refused(tmp_path: Path) -> None:
@@ -102,14 +114,11 @@ def test_one_of_another_loss_scale_is_refused(tmp_path: Path) -> None:
         start(job._replace(loss_scale=8), DISK, tmp_path)
 
 
-def test_a_name_of_its_own_or_a_word_begins_another_job(tmp_path: Path) -> None:
-    first, _ = script(tmp_path)
-    job = OTHERS["learning rate"][0]
-    start(job, DISK, tmp_path, run="other").destroy()
-    assert_same(Result([], [], first.weights), script(tmp_path, resume="must")[0])
-    engine = start(job, DISK, tmp_path, resume="restart")
-    assert any("is replaced" in line for line in engine.notices)
-    engine.destroy(remove=True)
+def _goes_back(engine: offload.Engine, folder: Path) -> None:
+    """Loads a checkpoint at the end, as the Trainer loads its best one."""
+    engine.save_checkpoint(folder)
+    train_step(engine, JOB, 1)
+    engine.load_checkpoint(folder)
 
 
 SAVES: dict[str, Callable[[Any, Path], object]] = {
@@ -117,92 +126,65 @@ SAVES: dict[str, Callable[[Any, Path], object]] = {
     "save_pretrained": lambda engine, folder: engine.save_pretrained(folder),
     "save_16bit_model": lambda engine, folder: engine.save_16bit_model(folder),
     "accelerate": lambda engine, folder: DeepSpeedEngine(engine)._zero3_consolidated_16bit_state_dict(),
+    "load_checkpoint": _goes_back,
+    "export": lambda engine, folder: None,
+    "nothing": lambda engine, folder: None,
 }
 
 
-@pytest.mark.parametrize("how", SAVES)
-def test_one_whose_last_step_was_saved_is_replaced_by_any_job(how: str, tmp_path: Path) -> None:
-    """As DeepSpeed's scripts end, whose swap folder is shared by all of them."""
-    engine = start(JOB, DISK, tmp_path)
-    train_step(engine, JOB, 0)
-    SAVES[how](engine, tmp_path / "saved")
-    engine.destroy()
-    engine = start(OTHERS["learning rate"][0], DISK, tmp_path)
-    assert any("is replaced" in line for line in engine.notices)
-    engine.destroy(remove=True)
-
-
-def test_so_is_one_that_was_exported_after_its_end(tmp_path: Path) -> None:
-    script(tmp_path)
-    done = CliRunner().invoke(app, ["export", str(tmp_path / "default"), str(tmp_path / "model")])
-    assert done.exit_code == 0, done.output
-    start(OTHERS["learning rate"][0], DISK, tmp_path).destroy(remove=True)
-
-
-def test_an_export_of_one_that_did_not_end_leaves_it_protected(tmp_path: Path) -> None:
-    script(tmp_path, remove=False)
-    done = CliRunner().invoke(app, ["export", str(tmp_path / "default"), str(tmp_path / "model")])
-    assert done.exit_code == 0, done.output
-    with pytest.raises(StoreError, match="holds a run that did not end"):
-        script(tmp_path)
-
-
-def test_so_is_one_that_ended_in_a_checkpoint_that_it_loaded(tmp_path: Path) -> None:
-    """The Trainer loads its best checkpoint at the end."""
-    engine = start(JOB, DISK, tmp_path)
-    train_step(engine, JOB, 0)
-    engine.save_checkpoint(tmp_path / "saved")
-    train_step(engine, JOB, 1)
-    engine.load_checkpoint(tmp_path / "saved")
-    engine.destroy()
-    start(OTHERS["learning rate"][0], DISK, tmp_path).destroy(remove=True)
-
-
-def test_tiers_and_budgets_make_no_other_job(tmp_path: Path) -> None:
-    script(tmp_path)
-    engine = start(JOB, ("cpu", "nvme"), tmp_path, host_memory="64MiB")
-    assert any("is replaced" in line for line in engine.notices)
-    engine.destroy(remove=True)
-
-
-@pytest.mark.parametrize("after", ["a step", "an edit"])
-def test_one_that_went_on_after_it_was_saved_is_refused(after: str, tmp_path: Path) -> None:
-    engine = start(JOB, DISK, tmp_path)
-    train_step(engine, JOB, 0)
-    engine.save_checkpoint(tmp_path / "saved")
-    if after == "a step":
-        train_step(engine, JOB, 1)
-    else:
-        parameter = next(engine.module.parameters())
-        with offload.gathered(parameter, modifier_rank=0), torch.no_grad():
-            parameter.add_(1.0)
-    engine.destroy()
-    with pytest.raises(StoreError, match="holds a run that ended at step"):
-        start(OTHERS["learning rate"][0], DISK, tmp_path)
-
-
-def test_one_that_made_no_step_is_replaced_by_any_job(tmp_path: Path) -> None:
-    start(JOB, DISK, tmp_path).destroy()
+def test_one_whose_last_step_was_saved_is_replaced_by_any_job(tmp_path: Path) -> None:
+    """As DeepSpeed's scripts end, whose swap folder is shared by all of them. So is one that made no step."""
+    jobs = itertools.cycle((JOB, OTHERS["learning rate"][0]))
+    for number, (how, save) in enumerate(SAVES.items()):
+        engine = start(next(jobs), DISK, tmp_path)
+        assert any("is replaced" in line for line in engine.notices) is (number > 0), how
+        if how != "nothing":
+            train_step(engine, JOB, 0)
+        save(engine, tmp_path / how)
+        engine.destroy()
+        if how == "export":
+            done = CliRunner().invoke(app, ["export", str(tmp_path / "default"), str(tmp_path / how)])
+            assert done.exit_code == 0, done.output
     start(OTHERS["model"][0], DISK, tmp_path).destroy(remove=True)
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_one_whose_weights_were_set_without_a_step_is_refused(resumed: bool, tmp_path: Path) -> None:
-    engine = start(JOB, DISK, tmp_path)
+def _edited(engine: offload.Engine, folder: Path) -> None:
+    engine.save_checkpoint(folder)
+    parameter = next(engine.module.parameters())
+    with offload.gathered(parameter, modifier_rank=0), torch.no_grad():
+        parameter.add_(1.0)
+
+
+def _stepped(engine: offload.Engine, folder: Path) -> None:
+    engine.save_checkpoint(folder)
+    train_step(engine, JOB, 1)
+
+
+def _set(engine: offload.Engine, folder: Path) -> None:
     engine.module.load_state_dict({name: each + 1 for name, each in engine.module.state_dict().items()})
+
+
+@pytest.mark.parametrize(("work", "steps"), [(_stepped, 1), (_edited, 1), (_set, 0)])
+def test_one_that_went_on_after_it_was_saved_is_refused(
+    work: Callable[[offload.Engine, Path], None], steps: int, tmp_path: Path
+) -> None:
+    """Also after another process has opened it and changed nothing; weights may be set without a step."""
+    engine = start(JOB, DISK, tmp_path)
+    for step in range(steps):
+        train_step(engine, JOB, step)
+    work(engine, tmp_path / "saved")
     engine.destroy()
-    if resumed:
-        start(JOB, DISK, tmp_path, resume="must").destroy()
-    with pytest.raises(StoreError, match="holds a run that ended at step 0"):
+    start(JOB, DISK, tmp_path, resume="must").destroy()
+    with pytest.raises(StoreError, match=r"holds a run that ended at step \d"):
         start(OTHERS["learning rate"][0], DISK, tmp_path)
 
 
-@pytest.mark.parametrize("note", ['{"steps": 2}', "{"])
-def test_one_of_which_nothing_is_known_is_refused(note: str, tmp_path: Path) -> None:
+def test_one_of_which_nothing_is_known_is_refused(tmp_path: Path) -> None:
     script(tmp_path)
-    (tmp_path / "default" / "closed.json").write_text(note)
-    with pytest.raises(StoreError, match=r"its note closed\.json does not say what it was"):
-        script(tmp_path)
+    for note in ('{"steps": 2}', "{"):
+        (tmp_path / "default" / "closed.json").write_text(note)
+        with pytest.raises(StoreError, match=r"its note closed\.json does not say what it was"):
+            script(tmp_path)
 
 
 @pytest.mark.sample(1)
@@ -241,6 +223,11 @@ def test_one_that_ended_by_an_error_is_protected(
         script(tmp_path)
 
 
+def _goes_on_and_dies(folder: Path) -> None:
+    start(JOB, DISK, folder, resume="auto")
+    die()
+
+
 def test_one_that_was_killed_is_refused_and_restarted_by_a_word(tmp_path: Path) -> None:
     dies(_killed, tmp_path)
     with pytest.raises(StoreError, match="holds a run that did not end"):
@@ -250,15 +237,6 @@ def test_one_that_was_killed_is_refused_and_restarted_by_a_word(tmp_path: Path) 
     begun, messages = script(tmp_path / "other", resume="restart")
     assert not any("is replaced" in line for line in messages), "nothing was there"
     assert_same(restarted, begun)
-
-
-def _goes_on_and_dies(folder: Path) -> None:
-    start(JOB, DISK, folder, resume="auto")
-    die()
-
-
-def test_a_closed_one_that_is_gone_on_with_and_killed_is_protected(tmp_path: Path) -> None:
-    script(tmp_path)
     dies(_goes_on_and_dies, tmp_path)
     with pytest.raises(StoreError, match="holds a run that did not end"):
         script(tmp_path)

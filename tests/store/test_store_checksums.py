@@ -658,33 +658,23 @@ def refused(folder: Path, unit_name: str, state: State, placement: tuple[str, st
     assert records(folder) == before
 
 
-@pytest.mark.sample(2)
+WAYS = {"on disk": DISK, "in small pieces": DISK, "read back to the host": ("cpu", "cpu"), "weights": ("none", "nvme")}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_flipped_bit_is_named_before_it_is_committed(place: str, tmp_path: Path) -> None:
-    begin(tmp_path)
-    flip(tmp_path, *PLACES[place])
-    refused(tmp_path, *PLACES[place][:2])
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("place", PLACES)
-def test_a_flipped_bit_is_named_by_other_tiles(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resumed with less memory: what was written in one request is read in many, and units come piece by piece."""
-    begin(tmp_path)
-    flip(tmp_path, *PLACES[place])
-    small_pieces(monkeypatch)
-    refused(tmp_path, *PLACES[place][:2], host_memory=least_host_memory(JOB, tmp_path, resume="must"))
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("place", ["a weight", "a moment", "a frozen weight beside others"])
-@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("none", "nvme")])
-def test_a_flipped_bit_is_named_where_states_are_read_back(
-    place: str, placement: tuple[str, str], tmp_path: Path
+def test_a_flipped_bit_is_named_before_it_is_committed(
+    place: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin(tmp_path, placement, durability="step")
+    """Resumed with less memory, what was written in one request is read in many, and units come piece by piece."""
+    begin(tmp_path, WAYS[way], durability="step")
     flip(tmp_path, *PLACES[place])
-    refused(tmp_path, *PLACES[place][:2], placement, durability="step")
+    options = {"durability": "step"}
+    if way == "in small pieces":
+        small_pieces(monkeypatch)
+        options["host_memory"] = least_host_memory(JOB, tmp_path, resume="must")  # type: ignore[assignment]
+    refused(tmp_path, *PLACES[place][:2], WAYS[way], **options)
 
 
 # -- two processes ------------------------------------------------------------------------------------
@@ -749,25 +739,21 @@ def test_a_disk_that_others_fill_later(disk: Path, tmp_path: Path, monkeypatch: 
     assert losses == expected
 
 
-def test_a_disk_that_is_full_at_the_start(disk: Path, unbroken: list[float]) -> None:
+def test_a_disk_that_is_full_at_the_start_or_when_the_first_blob_comes(
+    disk: Path, unbroken: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that fails leaves nothing behind."""
     fill(disk, 200 << 10)
     with pytest.raises(StoreError, match=r"the swap files need .* free; free some room, or add a drive to nvme_path"):
         start(JOB, DISK, disk / "swap", durability="step")
     assert not (disk / "swap" / "default").exists()
     (disk / "filler").unlink()
-    begin(disk / "swap")
-    go_on(disk / "swap", DONE, unbroken)
-
-
-def test_a_disk_that_is_full_when_the_first_blob_comes(
-    disk: Path, unbroken: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
     with monkeypatch.context() as patch:
         testing.intercept(patch, "store.create", lambda create, *args, **given: (create(*args, **given), fill(disk))[0])
         with pytest.raises(IoError, match="No space left") as caught:
             start(JOB, DISK, disk / "swap")
         assert caught.value.errno == errno.ENOSPC
-    assert not (disk / "swap" / "default").exists(), "a start that fails leaves nothing behind"
+    assert not (disk / "swap" / "default").exists()
     (disk / "filler").unlink()
     begin(disk / "swap")
     go_on(disk / "swap", DONE, unbroken)

@@ -1,8 +1,8 @@
 """Tests on the test device, in a process of their own: it is the accelerator of its process for good.
 
 A test marked `test_device` runs in a second pytest, forked from the warm server, with all others of its file that
-were selected; each reports here what became of it there. With `pytest --device test` this process has the device, and
-they run in it.
+are marked and were selected; each reports here what became of it there. With `pytest --device test` this process has
+the device, and they run in it.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ def run_elsewhere(item: Any, next_item: Any) -> bool:
     if item.get_closest_marker("test_device") is None or item.config.getoption("--device") == "test":
         return False
     if item.path not in _ended:
-        mine = [each.nodeid for each in item.session.items if each.path == item.path]
-        _ended[item.path] = _run(mine, item.config.rootpath, item.config.getoption("maxfail") or 0)
+        of_file = [each for each in item.session.items if each.path == item.path]
+        marked = [each.nodeid for each in of_file if each.get_closest_marker("test_device")]
+        _ended[item.path] = _run(marked, item.config.rootpath, item.config.getoption("maxfail") or 0)
     failure = _ended[item.path].get(item.name, "the process ended before this test did")
     outcome: Literal["passed", "failed"] = "passed" if failure is None else "failed"
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
