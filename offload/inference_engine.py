@@ -26,7 +26,7 @@ from offload.distributed.world import World
 from offload.engine import build_optimizer
 from offload.engine.assembly import STARTING, assemble
 from offload.engine.engine import EngineCore, ModelEngine
-from offload.engine.plan import Plan, decide
+from offload.engine.plan import Plan, check_model, decide
 from offload.errors import ConfigError, UsageError
 from offload.fileio.cache_file import Stamp
 from offload.layout.flat_layout import ParameterSegment, UnitLayout
@@ -386,6 +386,7 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
             optimizer = build_optimizer.choose(None, model, None, None)
             places = TensorPlaces(model, loaded.zero_optimization.stage3_param_persistence_threshold)
             find_in_place_layouts = places.in_place_layouts if in_place else None
+            check_model(model)
             plan = decide(
                 loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule, {}, None, find_in_place_layouts
             )

@@ -172,10 +172,10 @@ def decide(
 ) -> Plan:
     """Returns the plan of this rank. Collective. Changes nothing; disks are only inspected.
 
-    The model has all its parameters, real or deferred. `kept_states` contains the states of each parameter that a torch
-    optimizer keeps. `matrices` names the parameters that the optimizer steps as matrices; None if the optimizer has no
-    rule for matrices. `find_in_place_layouts` returns `Plan.in_place_layouts`; None if all weights are in the config's
-    tier.
+    The model has all its parameters, real or deferred, and has passed `check_model`. `kept_states` contains the states
+    of each parameter that a torch optimizer keeps. `matrices` names the parameters that the optimizer steps as
+    matrices; None if the optimizer has no rule for matrices. `find_in_place_layouts` returns `Plan.in_place_layouts`;
+    None if all weights are in the config's tier.
 
     Raises:
         ConfigError: If model and config do not fit each other.
@@ -184,7 +184,7 @@ def decide(
     """
     mesh, everyone = world.ranks.mesh, world.everyone
     # A rank first checks what it can check alone, so that the user sees the error of these checks first.
-    _check_alone(config, model, world)
+    _check_alone(config, world)
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
     mode, buffers = mode_of(config, rule.name), buffer_dtype(config)
     division = division_of(config, rule.name)
@@ -452,13 +452,12 @@ def _seconds_of(plan: Plan, *found: Transfers) -> list[float | None]:
 # These functions check a model before an engine takes it over, and that all ranks have equal arguments.
 
 
-def _check_alone(config: Config, model: nn.Module, world: World) -> None:
+def _check_alone(config: Config, world: World) -> None:
     """Makes the checks for which a rank needs no other rank.
 
     Raises:
-        ConfigError: If the model, a tier or a folder for swap files cannot be used.
+        ConfigError: If a tier or a folder for swap files cannot be used, or a key does not fit the ranks.
     """
-    check_model(model)
     # Data-parallel ranks have different inputs. There is nothing to partition among them, nor is there in DeepSpeed.
     if config.activation_checkpointing.partition_activations and world.tensor_size > 1:
         raise ConfigError(
