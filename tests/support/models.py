@@ -16,8 +16,8 @@ DECODER = {**WIDTHS, "num_key_value_heads": 2, "vocab_size": 128}
 IMAGES = {"image_size": 16, "patch_size": 8}
 
 
-def gpt2(layers: int = 3, width: int = 64, heads: int = 4) -> nn.Module:
-    """Returns a GPT-2 of three blocks, with a tied embedding and without dropout."""
+def gpt2(layers: int = 2, width: int = 64, heads: int = 4) -> nn.Module:
+    """Returns a GPT-2 of two blocks, with a tied embedding and without dropout."""
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             n_layer=layers,
@@ -36,7 +36,7 @@ def gpt2(layers: int = 3, width: int = 64, heads: int = 4) -> nn.Module:
 def gpt2_dropout() -> nn.Module:
     """Returns a GPT-2 with dropout, for which the random generators matter."""
     return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=128, n_positions=64, use_cache=False)
+        transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=64, use_cache=False)
     )
 
 

@@ -89,25 +89,26 @@ def test_resumed_where_a_sampler_draws_from_the_generator_of_all(tmp_path: Path)
     assert_same(complete, resumed(tmp_path / "broken", **grouped))
 
 
-def test_transformers_loads_what_a_checkpoint_holds(tmp_path: Path) -> None:
-    with ended(trainer(tmp_path, rows=FEW, **SAVED)) as mine:
+def test_transformers_and_an_engine_of_ones_own_load_what_a_checkpoint_holds(tmp_path: Path) -> None:
+    with ended(trainer(tmp_path, rows=FEW, save_total_limit=2, **SAVED)) as mine:
         mine.train()
         mine.save_model(str(tmp_path / "final"))
         weights = result(mine).weights
-    for folder in (tmp_path / "out" / "checkpoint-6", tmp_path / "final"):
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    checkpoint = tmp_path / "out" / "checkpoint-6"
+    for folder in (checkpoint, tmp_path / "final"):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
         assert loaded.keys() == weights.keys()
         assert_same_tensors(loaded, weights)
-    names = {path.name for path in (tmp_path / "out" / "checkpoint-6").iterdir()}
-    assert {
-        "latest",
-        "global_step6",
-        "training_args.bin",
-        "trainer_state.json",
-        "rng_state.pth",
-        "scheduler.pt",
-    } <= names
-    assert "optimizer.pt" not in names
+    names = {path.name for path in checkpoint.iterdir()}
+    own = {"latest", "global_step6", "training_args.bin", "trainer_state.json", "rng_state.pth", "scheduler.pt"}
+    assert own <= names and "optimizer.pt" not in names
+    content = config(tmp_path / "other", MEMORY) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine, *_ = offload.initialize(model=seeded(), config=content)
+    folder, _ = engine.load_checkpoint(checkpoint, load_module_only=True)
+    assert folder is not None and Path(folder).name == "global_step6"
+    assert_same_tensors(engine.state_dict(), weights)
+    engine.destroy()
 
 
 def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
@@ -128,12 +129,6 @@ def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "out" / "checkpoint-6" / "model.safetensors")
     assert saved.keys() == complete.weights.keys()
     assert_same_tensors(saved, complete.weights)
-
-
-def test_few_checkpoints_are_left(tmp_path: Path) -> None:
-    with ended(trainer(tmp_path, rows=FEW, save_strategy="steps", save_steps=2, save_total_limit=2)) as mine:
-        mine.train()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-4", "checkpoint-6"]
 
 
 def test_save_only_model_leaves_weights_to_begin_with(tmp_path: Path) -> None:
@@ -235,14 +230,3 @@ def test_swap_files_of_a_run_that_was_killed_are_no_obstacle(tmp_path: Path) -> 
     left.rename(swap)
     assert any(swap.rglob("manifest.json"))
     assert_same(complete, resumed(tmp_path))
-
-
-def test_an_engine_of_ones_own_loads_a_checkpoint(tmp_path: Path) -> None:
-    broken_off(tmp_path, 3)
-    config_of = config(tmp_path / "other", MEMORY) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    engine, *_ = offload.initialize(model=seeded(models.gpt2_dropout), config=config_of)
-    try:
-        folder, _ = engine.load_checkpoint(tmp_path / "out" / "checkpoint-2", load_module_only=True)
-        assert folder is not None and Path(folder).name == "global_step2"
-    finally:
-        engine.destroy()
