@@ -53,17 +53,16 @@ drives = st.builds(Drive, rates, rates, rates)
 # -- the rule -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("drive", "windows"),
-    [
+def test_windows_are_for_drives_that_are_slower_with_both_at_once() -> None:
+    drive: Drive
+    for drive, windows in (
         (Drive(2.8 * GB, 5.6 * GB, 3.7 * GB), False),  # the virtual drive of docs/benchmarks/2026-11-io.md
         (Drive(7 * GB, 5 * GB, 6.5 * GB), False),  # both directions of a link at once
         (Drive(0.2 * GB, 0.2 * GB, 0.08 * GB), True),  # a disk that turns, which moves its head for each
         (SLOW_AT_ONCE, True),
-    ],
-)
-def test_windows_are_for_drives_that_are_slower_with_both_at_once(drive: Drive, windows: bool) -> None:
-    assert (window_bytes([drive]) > 0) == windows
+    ):
+        print(drive)
+        assert (window_bytes([drive]) > 0) == windows
 
 
 @given(drives)

@@ -411,11 +411,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_key_is_named(case: str) -> None:
-    content, message = BAD[case]
-    with pytest.raises(ConfigError, match=message):
-        load_config(content)
+def test_a_bad_key_is_named() -> None:
+    for case in BAD:
+        print(case)
+        content, message = BAD[case]
+        with pytest.raises(ConfigError, match=message):
+            load_config(content)
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 8), st.sampled_from(["total", "micro", "accumulation"]))

@@ -394,10 +394,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("text", WRONG)
-def test_wrong_options_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=WRONG[text]):
-        parse_lora(text)
+def test_wrong_options_are_refused() -> None:
+    for text in WRONG:
+        print(text)
+        with pytest.raises(ConfigError, match=WRONG[text]):
+            parse_lora(text)
 
 
 def llama() -> torch.nn.Module:
