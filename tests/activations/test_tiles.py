@@ -155,10 +155,7 @@ def test_a_linear_layer_differs_from_its_exact_values_by_the_stated_bound(
     ):
         # A row is summed as in the whole: over the features, rounded, and rounded again with the bias.
         assert torch.all((found.flatten(0, 1).double() - right).abs() <= ((terms + 2) * wide + 2 * u) * size * 1.01)
-    for found, right, size in (
-        (mine[1], s.T @ x, s.T.abs() @ x.abs()),
-        (mine[2], s.sum(0), s.abs().sum(0)),
-    ):
+    for found, right, size in ((mine[1], s.T @ x, s.T.abs() @ x.abs()), (mine[2], s.sum(0), s.abs().sum(0))):
         own = u * size + u * right.abs() if dtype != torch.float32 else 0.0
         assert torch.all((found.double() - right).abs() <= (own + (tokens + chunks + 2) * wide * size) * 1.01)
 

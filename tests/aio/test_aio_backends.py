@@ -207,13 +207,7 @@ def test_it_writes_the_block_into_a_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"aio": {"depth": 1}}', "queue_depth"),
-        ("[1]", "object"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [('{"aio": {"depth": 1}}', "queue_depth"), ("[1]", "object")])
 def test_a_config_that_cannot_be_written_is_named_first(tmp_path: Path, text: str, message: str) -> None:
     config = tmp_path / "ds.json"
     config.write_text(text)

@@ -30,9 +30,7 @@ from offload.errors import ConfigError, IoError
 from tests.support.sampling import examples
 
 layouts = st.builds(
-    Layout,
-    st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple),
-    st.sampled_from([4096, 8192]),
+    Layout, st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple), st.sampled_from([4096, 8192])
 )
 
 

@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from offload.cli.main import app
-from offload.config import (
-    Aio,
-    Batch,
-    Block,
-    Config,
-    ZeroOptimization,
-    load_config,
-    resolve_batch,
-)
+from offload.config import Aio, Batch, Block, Config, ZeroOptimization, load_config, resolve_batch
 from offload.errors import ConfigError
 
 BATCH = "train_batch_size must be"

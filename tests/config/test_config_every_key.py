@@ -157,10 +157,7 @@ REFUSED: dict[str, Any] = {
         for key in """elasticity data_efficiency curriculum_learning progressive_layer_drop eigenvalue hybrid_engine
         amp""".split()
     },
-    **_each(
-        "zero_optimization.",
-        "zeropp_loco_param zenflow",
-    ),
+    **_each("zero_optimization.", "zeropp_loco_param zenflow"),
     "zero_optimization.leaf_module.name_suffixes": ["experts"],
     "zero_optimization.zero_hpz_partition_size": 8,
     "fp8": {"enabled": True},
@@ -168,10 +165,7 @@ REFUSED: dict[str, Any] = {
     "data_parallel_size": 2,
     "fp16.fp16_master_weights_and_grads": True,
     "bf16.bf16_master_weights_and_grads": True,
-    **_each(
-        "activation_checkpointing.",
-        "unheard_of",
-    ),
+    **_each("activation_checkpointing.", "unheard_of"),
     "optimizer.params.fp32_optimizer_states": False,
     "data_types.param_dtype": "bf16",
     "optimizer.params.max_grad_norm": 1.0,

@@ -250,17 +250,9 @@ AUTO: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": {"type": "Lion", "params": {"lr": 1, "betas": "auto"}}},
         "optimizer.params.betas [0.9, 0.999]",
     ),
-    "its rate": (
-        {"optimizer": {"type": "Lion", "params": {"lr": "auto"}}},
-        "optimizer.params.lr (that of optimizer=)",
-    ),
+    "its rate": ({"optimizer": {"type": "Lion", "params": {"lr": "auto"}}}, "optimizer.params.lr (that of optimizer=)"),
     "a schedule's": (
-        {
-            "scheduler": {
-                "type": "WarmupLR",
-                "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-            }
-        },
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}},
         "scheduler.params.warmup_num_steps 1000",  # of "auto" as a rate each group knows its own
     ),
     "a schedule's numbers": ({"scheduler": {"type": "WarmupLR", "params": "auto"}}, "scheduler.params (its defaults)"),

@@ -281,10 +281,7 @@ def test_the_users_own_optimizer_and_schedule(tmp_path: Path) -> None:
 
 ARGUMENTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
     "lr_scheduler": (lambda _: {"lr_scheduler": "cosine"}, r"object with step\(\).*got str; .*block \"scheduler\""),
-    "names": (
-        lambda model: {"model_parameters": model.named_parameters()},
-        r"contains a tuple; .*parameters\(\)",
-    ),
+    "names": (lambda model: {"model_parameters": model.named_parameters()}, r"contains a tuple; .*parameters\(\)"),
     "names in a group": (
         lambda model: {"model_parameters": [{"params": model.named_parameters()}]},
         "contains a tuple",

@@ -151,9 +151,7 @@ def test_a_pipeline_module_trains_as_one_process_bit_for_bit(
     interval: int, dtype: str, ranks: RankPool, alone: Callable[[Job], Result], tmp_path: Path
 ) -> None:
     job = JOB._replace(dtype=dtype)
-    found = together(
-        ranks.run(train_with_interval, job, tmp_path / "two", interval),
-    )
+    found = together(ranks.run(train_with_interval, job, tmp_path / "two", interval))
     expected = alone(job)
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)  # the mean of four, in another order
     assert_same_tensors(found.weights, expected.weights)

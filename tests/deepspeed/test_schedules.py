@@ -85,9 +85,7 @@ TABLES = {
         [0.002, 0.002, 0.006, 0.01, 0.008, 0.006, 0.004, 0.002, 0.002],
     ),
     "decay without a peak": Table(
-        "WarmupDecayLR",
-        {"total_num_steps": 4, "warmup_num_steps": 2},
-        [0.0, 0.0, 0.001, 0.001, 0.0005, 0.0, 0.0],
+        "WarmupDecayLR", {"total_num_steps": 4, "warmup_num_steps": 2}, [0.0, 0.0, 0.001, 0.001, 0.0005, 0.0, 0.0]
     ),
     "cosine": Table(
         "WarmupCosineLR",

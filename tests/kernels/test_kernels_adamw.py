@@ -178,10 +178,7 @@ def test_cuts_into_chunks_change_no_bit(isa: str, threads: int) -> None:
     edges = [0, BLOCK, 10 * BLOCK, 24 * BLOCK, numel]
     views = [
         Partition(
-            parts.weight[a:b],
-            parts.grad[a:b],
-            tuple(moment[a:b] for moment in parts.moments),
-            parts.residual[a:b],
+            parts.weight[a:b], parts.grad[a:b], tuple(moment[a:b] for moment in parts.moments), parts.residual[a:b]
         )
         for a, b in itertools.pairwise(edges)
     ]

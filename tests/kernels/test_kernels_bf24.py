@@ -12,16 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import kernels
-from offload.kernels import (
-    LambSegment,
-    LambStep,
-    Noise,
-    Partition,
-    Segment,
-    _native,
-    noise_stream,
-    update,
-)
+from offload.kernels import LambSegment, LambStep, Noise, Partition, Segment, _native, noise_stream, update
 from offload.kernels.update import BLOCK, ROOTS, RULES, blocks_of
 from tests.kernels.test_kernels_formulas import STEPS, formula, master_of, partition
 from tests.kernels.test_kernels_masters import clone_codes as clone

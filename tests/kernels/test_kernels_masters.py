@@ -188,10 +188,7 @@ def test_bf16_moments_need_a_noise() -> None:
     """Rounded to nearest they would stay where they are in most steps."""
     part = partition(8, STEPS["adamw"], torch.float32, torch.float32, torch.bfloat16)
     before = clone(part)
-    for call, segment in (
-        (update, Segment(0, 8, STEPS["adamw"])),
-        (kernels.lamb, LambSegment(0, 8, LAMB)),
-    ):
+    for call, segment in ((update, Segment(0, 8, STEPS["adamw"])), (kernels.lamb, LambSegment(0, 8, LAMB))):
         with pytest.raises(ValueError, match="noise: expected one in each segment"):
             call(part, [segment])
     assert same(part, before)

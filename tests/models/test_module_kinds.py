@@ -253,10 +253,7 @@ def test_a_sparse_buffer_that_no_file_holds_is_as_in_pytorch(tmp_path: Path) -> 
             lambda: nn.Sequential(nn.Linear(4, 4), nn.Embedding(8, 4, max_norm=1.5)),
             "^1 is an embedding with max_norm=1.5, which changes its weight .* set max_norm to None",
         ),
-        (
-            lambda: graph(persistent=True),
-            "buffer 0.neighbours is sparse, and files hold dense tensors",
-        ),
+        (lambda: graph(persistent=True), "buffer 0.neighbours is sparse, and files hold dense tensors"),
     ],
     ids=["complex", "frozen", "lazy", "max_norm", "sparse"],
 )

@@ -54,11 +54,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, list[float]]] = {
         "x.x.xx.x",
         [16, 16, 16, 16, 16, 8, 8, 8],
     ),
-    "not consecutive": (
-        {"initial_scale_power": 4, "loss_scale_window": 9},
-        "x.x.xx.x",
-        [16, 16, 8, 8, 4, 2, 2, 1],
-    ),
+    "not consecutive": ({"initial_scale_power": 4, "loss_scale_window": 9}, "x.x.xx.x", [16, 16, 8, 8, 4, 2, 2, 1]),
     "the least": (
         {"initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 3, "loss_scale_window": 2},
         "xxx..",
@@ -112,11 +108,7 @@ def engine_of(folder: Path, fp16: dict[str, Any], **options: Any) -> offload.Eng
         "fp16": {"enabled": True, **fp16},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "gradient_clipping": 0,
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "nvme"},
-            "offload_optimizer": {"device": "nvme"},
-        },
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
         "offload": {"nvme_path": str(folder), "device": "cpu", **options},
     }
     torch.manual_seed(0)

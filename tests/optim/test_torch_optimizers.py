@@ -89,10 +89,7 @@ class DecayOrNone(PlainOptimizer):
 
 def _parts(model: nn.Module) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    return [
-        {"params": matrices, "muon": True, "lr": 0.05},
-        {"params": [p for p in model.parameters() if p.ndim != 2]},
-    ]
+    return [{"params": matrices, "muon": True, "lr": 0.05}, {"params": [p for p in model.parameters() if p.ndim != 2]}]
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

@@ -62,10 +62,7 @@ FAMILIES = {
     "mixtral": Family(models.mixtral, CAUSAL),
     "gemma": Family(lambda: T.GemmaForCausalLM(T.GemmaConfig(**SMALL, head_dim=8)), CAUSAL),
     "t5": Family(models.t5, T.AutoModelForSeq2SeqLM),
-    "bert": Family(
-        lambda: T.BertForMaskedLM(T.BertConfig(**models.WIDTHS, vocab_size=128)),
-        T.BertForMaskedLM,
-    ),
+    "bert": Family(lambda: T.BertForMaskedLM(T.BertConfig(**models.WIDTHS, vocab_size=128)), T.BertForMaskedLM),
     "vit": Family(
         lambda: T.ViTForImageClassification(T.ViTConfig(**models.WIDTHS, **models.IMAGES, num_labels=2)),
         T.AutoModelForImageClassification,

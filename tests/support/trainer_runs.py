@@ -67,11 +67,7 @@ def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **change
 def config(folder: Path, tier: str = DISK, **blocks: Any) -> dict[str, Any]:
     """Returns a config that leaves the rest to the arguments. Poison is always on."""
     return {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": tier},
-            "offload_optimizer": {"device": tier},
-        },
+        "zero_optimization": {"stage": 3, "offload_param": {"device": tier}, "offload_optimizer": {"device": tier}},
         "offload": {"nvme_path": str(folder / "swap"), "debug": {"poison": True}},
         **blocks,
     }
@@ -129,12 +125,7 @@ def unbroken(model: Any = models.gpt2) -> Run:
 
 
 def trainer(
-    folder: Path,
-    tier: str = DISK,
-    model: Any = models.gpt2,
-    blocks: Any = None,
-    rows: int = MANY,
-    **changed: Any,
+    folder: Path, tier: str = DISK, model: Any = models.gpt2, blocks: Any = None, rows: int = MANY, **changed: Any
 ) -> OffloadTrainer:
     return OffloadTrainer(
         model=seeded(model),

@@ -315,8 +315,7 @@ def test_config_and_arguments_that_differ(tmp_path: Path) -> None:
 
 def test_all_differences_are_reported_at_once() -> None:
     with pytest.raises(
-        offload.ConfigError,
-        match=r"a\.b is 1 in the config, and one is 2 in the script; c .* 4 .*\. Make them equal",
+        offload.ConfigError, match=r"a\.b is 1 in the config, and one is 2 in the script; c .* 4 .*\. Make them equal"
     ):
         filled({"a": {"b": 1}, "c": 3}, [ScriptValue("a.b", 2, "one"), ScriptValue("c", 4, "two")])
 

@@ -23,12 +23,7 @@ from offload.sizes import MIB, format_size
 from offload.swapper.store import Shortage
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, die, die_after_writes, use_queue
-from tests.support.early_updates import (
-    backward,
-    counts,
-    finish_step_before,
-    train_step,
-)
+from tests.support.early_updates import backward, counts, finish_step_before, train_step
 from tests.support.oracle import (
     Job,
     Result,
