@@ -168,12 +168,21 @@ def test_a_checkpoint_of_the_stock_trainer_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("left", [None, b'{"epoch": 0.5, "glo'], ids=["without a state", "with half a state"])
-def test_a_save_that_was_cut_short_is_passed_over(
+def test_what_a_kill_leaves_is_passed_over(
     left: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The Trainer writes its state last, so that a kill leaves the folder as it is made here."""
+    """Swap files without a commit, and a save that was cut short: the Trainer writes its state last."""
     complete = unbroken(models.gpt2_dropout)
-    broken_off(tmp_path, 5)
+    swap = tmp_path / "swap"
+    with ended(trainer(tmp_path, model=models.gpt2_dropout, rows=FEW, **SAVED)) as first:
+        first.add_callback(Break(5))
+        first.train()
+        assert first.engine is not None and first.engine.resumable is None
+        shutil.copytree(swap, tmp_path / "left")
+    assert not any(swap.rglob("manifest.json")), "one that ends leaves nothing"
+    shutil.rmtree(swap)
+    (tmp_path / "left").rename(swap)
+    assert any(swap.rglob("manifest.json"))
     cut = tmp_path / "out" / "checkpoint-4"
     (cut / "trainer_state.json").unlink() if left is None else (cut / "trainer_state.json").write_bytes(left)
     assert_same(complete, resumed(tmp_path))
@@ -181,21 +190,13 @@ def test_a_save_that_was_cut_short_is_passed_over(
     assert (cut / "trainer_state.json").is_file()  # saved once more on the way
 
 
-def test_the_path_of_a_save_that_was_cut_short_is_told_the_one_before(tmp_path: Path) -> None:
-    broken_off(tmp_path, 7)
-    first, second, cut = (tmp_path / "out" / f"checkpoint-{step}" for step in (2, 4, 6))
-    (cut / "trainer_state.json").unlink()
-    with pytest.raises(StoreError, match=rf"{cut} contains no complete .*; resume from {second}, the one before, or"):
-        resumed(tmp_path, cut)
-    (second / "trainer_state.json").unlink()
-    with pytest.raises(StoreError, match=rf"; resume from {first}, the one before, or"):
-        resumed(tmp_path, cut)
-
-
 def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A kill in the middle of a save, or a copy that was not one."""
-    broken_off(tmp_path, 3)
-    checkpoint = tmp_path / "out" / "checkpoint-2"
+    """A kill in the middle of a save, or a copy that was not one. The error names the complete one before."""
+    broken_off(tmp_path, 5)
+    checkpoint, cut = tmp_path / "out" / "checkpoint-2", tmp_path / "out" / "checkpoint-4"
+    (cut / "trainer_state.json").unlink()
+    with pytest.raises(StoreError, match=rf"{cut} contains no complete .*; resume from {checkpoint}, the one before"):
+        resumed(tmp_path, cut)
     for name in ("trainer_state.json", "scheduler.pt", "rng_state.pth"):
         complete = (checkpoint / name).read_bytes()
         for left in (None, b"", complete[: len(complete) // 2], "a pipe"):
@@ -214,19 +215,3 @@ def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING, "offload"):
         resumed(tmp_path, checkpoint)
     assert "contains no rng_state.pth: dropout continues with other random numbers" in caplog.text
-
-
-def test_swap_files_of_a_run_that_was_killed_are_no_obstacle(tmp_path: Path) -> None:
-    """They hold no commit. What goes on is the Trainer's checkpoint."""
-    complete = unbroken(models.gpt2_dropout)
-    swap, left = tmp_path / "swap", tmp_path / "left"
-    with ended(trainer(tmp_path, model=models.gpt2_dropout, rows=FEW, **SAVED)) as first:
-        first.add_callback(Break(3))
-        first.train()
-        assert first.engine is not None and first.engine.resumable is None
-        shutil.copytree(swap, left)
-    assert not any(swap.rglob("manifest.json")), "one that ends leaves nothing"
-    shutil.rmtree(swap)
-    left.rename(swap)
-    assert any(swap.rglob("manifest.json"))
-    assert_same(complete, resumed(tmp_path))
