@@ -164,6 +164,7 @@ def test_the_dtype_of_a_config_stays(given: dict[str, Any], monkeypatch: pytest.
 
 
 @pytest.mark.cpu_only("a new run has the dtype that is the faster on this CPU, and bf16 on another device")
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["bf16", "fp16", "fp32"])
 def test_a_run_and_a_checkpoint_keep_the_dtype_that_they_have(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
