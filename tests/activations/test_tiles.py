@@ -425,7 +425,7 @@ def test_mlps_of_decoders_are_known() -> None:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (models.gpt2, 3),
+        (models.gpt2, 2),
         (lora_in_mlps, 2),
         (lambda: of("GPTNeoX"), 2),
         (models.mixtral, 0),

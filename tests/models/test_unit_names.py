@@ -22,7 +22,6 @@ NAMES: dict[Callable[[], nn.Module], list[str]] = {
         "transformer.wpe",
         "transformer.h.0",
         "transformer.h.1",
-        "transformer.h.2",
         "transformer.ln_f",
     ],
     models.t5: [
