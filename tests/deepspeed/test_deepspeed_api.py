@@ -104,7 +104,7 @@ def test_what_the_engine_has_not_is_the_models(tmp_path: Path) -> None:
     assert torch.equal(engine.generate(ids, **settings), plain.module.eval().generate(ids, **settings))
     assert [n for n, _ in engine.named_parameters()] == [n for n, _ in plain.module.named_parameters()]
     assert engine.training is False and engine.transformer is engine.module.transformer
-    assert engine.module.config.n_layer == 3 and engine.config["gradient_accumulation_steps"] == 1
+    assert engine.module.config.n_layer == 2 and engine.config["gradient_accumulation_steps"] == 1
     engine.destroy(remove=True)
 
 
