@@ -33,10 +33,10 @@ def gpt2(layers: int = 2, width: int = 64, heads: int = 4) -> nn.Module:
     )
 
 
-def gpt2_dropout() -> nn.Module:
+def gpt2_dropout(layers: int = 2) -> nn.Module:
     """Returns a GPT-2 with dropout, for which the random generators matter."""
     return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=64, use_cache=False)
+        transformers.GPT2Config(n_layer=layers, n_embd=64, n_head=4, vocab_size=128, n_positions=64, use_cache=False)
     )
 
 

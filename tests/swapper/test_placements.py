@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,12 @@ def model_of(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "module", model)
 
 
+# Three blocks: one is in use, one comes, and one goes.
+GPT2 = models.GPT2._replace(model=functools.partial(models.gpt2, layers=3))
+DROPOUT = models.DROPOUT._replace(model=functools.partial(models.gpt2_dropout, layers=3))
 JOBS = {
-    "gpt2": models.GPT2,
-    "gpt2-dropout": models.DROPOUT._replace(accumulation=2),
+    "gpt2": GPT2,
+    "gpt2-dropout": DROPOUT._replace(accumulation=2),
     "mixture": models.MIXTURE,
     "llama": Job(models.llama, models.language_loss),
     "mixtral": Job(models.mixtral, models.language_loss),
@@ -37,18 +41,34 @@ JOBS = {
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name in JOBS for dtype in ("fp32", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in JOBS for dtype in ("fp32", "bf16")],
+)
 def test_same_bits_everywhere(name: str, dtype: str, tmp_path: Path) -> None:
     job = JOBS[name]._replace(steps=4, dtype=dtype)
     same_bits(job, tmp_path)
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "mixture"])
+def test_same_bits_with_room_for_two_units(name: str, dtype: str, tmp_path: Path) -> None:
+    """The smallest device budget that can work, and the smallest host budget: units come and go all the time."""
+    job = JOBS[name]._replace(steps=4, dtype=dtype)
+    ample = run(job, ("none", "none"), tmp_path / "memory")
+    tight = run(job, ("nvme", "nvme"), tmp_path / "disk", device_memory=room_for(job, 2))
+    assert_same(ample, tight, "in memory and with room for two units")
+
+
 def test_durability_changes_nothing(tmp_path: Path) -> None:
-    """In place or in the other slot. `test_late_writes_through` has what is written through from RAM."""
-    job = models.GPT2._replace(dtype="bf16")
+    """In place or in the other slot, written through from RAM or not at all."""
+    job = GPT2._replace(dtype="bf16")
     first = run(job, ("nvme", "nvme"), tmp_path / "a")
     for placement in drawn([("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu")], 1):
         assert_same(first, run(job, placement, tmp_path / "b", durability="none"), f"{placement} in place")
+    for placement in drawn([("cpu", "cpu"), ("none", "none")], 1):
+        assert_same(first, run(job, placement, tmp_path / "c", durability="step"), f"{placement} written through")
 
 
 class Words(torch.nn.Module):
@@ -82,13 +102,13 @@ def test_the_first_units_states_stay_in_memory_by_default(tmp_path: Path, capfd:
 
 
 def test_overlap_changes_nothing(tmp_path: Path) -> None:
-    job = models.DROPOUT._replace(dtype="bf16")
+    job = DROPOUT._replace(dtype="bf16")
     overlapped = run(job, ("nvme", "nvme"), tmp_path)
     one_by_one = run(job, ("nvme", "nvme"), tmp_path, debug={"poison": True, "overlap": False})
     assert_same(overlapped, one_by_one, "overlapped and one by one")
 
 
-ORDER_JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT._replace(accumulation=2)}
+ORDER_JOBS = {"gpt2": GPT2, "mixture": models.MIXTURE, "dropout": DROPOUT._replace(accumulation=2)}
 
 
 @pytest.mark.sample(1)
@@ -105,7 +125,7 @@ def test_late_io_changes_no_bit(name: str, seed: int, tmp_path: Path, monkeypatc
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [("cpu", "nvme"), ("nvme", "cpu"), ("cpu", "cpu"), ("none", "none")])
 def test_late_writes_through(placement: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = models.GPT2._replace(dtype="bf16", steps=4)
+    job = GPT2._replace(dtype="bf16", steps=4)
     expected = run(job, ("none", "none"), tmp_path / "memory")
     use_queue(monkeypatch, lambda: LateQueue(1, 0.01))
     assert_same(expected, run(job, placement, tmp_path / "late", durability="step"), f"{placement}")
@@ -114,7 +134,7 @@ def test_late_writes_through(placement: tuple[str, str], tmp_path: Path, monkeyp
 def test_tiles_that_split_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of a few pages, so that every unit takes many and every tensor is cut."""
 
-    job = models.GPT2._replace(dtype="bf16", steps=4)
+    job = GPT2._replace(dtype="bf16", steps=4)
     expected = run(job, ("none", "none"), tmp_path / "memory")
     testing.replace(monkeypatch, "size.update_tile", range(3 * 2048 * 12, 3 * 2048 * 12 + 1))
     use_queue(monkeypatch, lambda: LateQueue(2, 0.002))
