@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -118,8 +117,7 @@ class Hungry:
 
 TOTAL = 300 * MIB
 """Of a device: 256 MiB of it are always left free."""
-GPT2 = models.GPT2._replace(model=functools.partial(models.gpt2, layers=3))
-JOB = GPT2._replace(steps=16)
+JOB = models.GPT2._replace(steps=16)
 CALM = 8
 
 Made = tuple[offload.Engine, SmallDevice, Hungry]
@@ -157,6 +155,8 @@ def too_much(made: Made) -> int:
 
 
 sizes = st.integers(0, 80 * GIB // PAGE).map(lambda pages: pages * PAGE)
+
+GPT2 = models.GPT2
 
 
 def full(*_: Any) -> None:
@@ -280,7 +280,7 @@ def test_beyond_all_weights_the_arena_grows_by_complete_gradient_totals() -> Non
 def test_an_arena_that_has_grown_changes_no_bit_and_uploads_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = GPT2._replace(steps=4)
+    job = models.GPT2._replace(steps=4)
     found, uploads, sizes = {}, {}, {}
     for free in (0, GIB):
         device = LateDevice(0, 0.9)

@@ -113,7 +113,7 @@ JOBS = {
     "llama": Job(models.llama, models.language_loss, steps=3, accumulation=2),
     "llama, bf16": Job(models.llama, models.language_loss, steps=3, accumulation=2, dtype="bf16"),
     "llama, fp16": Job(models.llama, models.language_loss, steps=3, dtype="fp16"),
-    "gpt2": Job(models.gpt2, models.language_loss, steps=3),
+    "gpt2": Job(models.shallow, models.language_loss, steps=3),
     "qwen2": Job(qwen2, models.language_loss, steps=3),
     "lora": Job(lora_in_mlps, models.language_loss, steps=3),
     "recomputed": Job(recomputed_by_hooks, models.language_loss, steps=3),
@@ -425,7 +425,7 @@ def test_mlps_of_decoders_are_known() -> None:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (models.gpt2, 2),
+        (models.shallow, 2),
         (lora_in_mlps, 2),
         (lambda: of("GPTNeoX"), 2),
         (models.mixtral, 0),

@@ -72,18 +72,18 @@ def test_a_folder_of_checkpoints_lists_them(saved: Path) -> None:
     assert [(each["tag"], each["epoch"]) for each in found["checkpoints"]] == [("global_step1", 1), ("global_step2", 2)]
     assert found["leftovers"] == [str(saved / ".global_step3.partial")]
     words = run("inspect", saved).output
-    assert re.search(r"global_step2 +2 +GPT2LMHeadModel, 112,384 +bf16 +1 .* latest", words)
+    assert re.search(r"global_step2 +2 +GPT2LMHeadModel, 162,368 +bf16 +1 .* latest", words)
     assert ".global_step3.partial" in words and "notes" not in words
 
 
 def test_one_checkpoint_tells_of_itself(saved: Path) -> None:
     found = report_of("inspect", saved / "global_step1")
     assert found["kind"] == "checkpoint" and found["epoch"] == 1 and not found["damaged"]
-    assert found["model"] == {"class": "GPT2LMHeadModel", "parameters": 112384, "trainable": 112384, "units": 5}
+    assert found["model"] == {"class": "GPT2LMHeadModel", "parameters": 162368, "trainable": 162368, "units": 6}
     assert (found["mode"], found["world_size"], found["frozen_weights"]) == ("bf16", 1, True)
     assert found["made_by"] == offload.__version__
     assert found["bytes"] == sum(path.stat().st_size for path in (saved / "global_step1").iterdir())
-    assert "GPT2LMHeadModel, 112,384 parameters, 5 units" in run("inspect", saved / "global_step1").output
+    assert "GPT2LMHeadModel, 162,368 parameters, 6 units" in run("inspect", saved / "global_step1").output
 
 
 # -- verify -------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Path:
 def test_a_run_is_described(run: Path) -> None:
     found = inspect(run)
     assert found["kind"] == "run" and found["path"] == str(run) and found["run"] == "default"
-    assert found["model"] == {"class": "GPT2LMHeadModel", "parameters": 112384, "trainable": 112384, "units": 5}
+    assert found["model"] == {"class": "GPT2LMHeadModel", "parameters": 162368, "trainable": 162368, "units": 6}
     assert (found["mode"], found["world_size"], found["slots"]) == ("bf16", 1, 2)
     assert found["made_by"] == offload.__version__ and found["drives"] == [str(run.parent)]
     assert found["finished"] is None and found["leftovers"] == [] and found["missing_ranks"] == []
@@ -64,9 +64,9 @@ def test_a_run_is_described(run: Path) -> None:
     assert rank["commits"][0]["serial"] == rank["commits"][1]["serial"] + 1
     assert 0 <= rank["commits"][0]["age_seconds"] < 600 and rank["commits"][0]["time"].endswith("+00:00")
     on_disk = sum(path.stat().st_blocks * 512 for path in (run / "rank0").iterdir())
-    assert found["allocated_bytes"] == rank["allocated_bytes"] == on_disk > 24 * 112384
+    assert found["allocated_bytes"] == rank["allocated_bytes"] == on_disk > 24 * 162368
     words = shown(run)
-    for each in ("GPT2LMHeadModel, 112,384 parameters, 5 units", "used by nobody", "step 2,", "step 1,", "residual"):
+    for each in ("GPT2LMHeadModel, 162,368 parameters, 6 units", "used by nobody", "step 2,", "step 1,", "residual"):
         assert each in words
 
 

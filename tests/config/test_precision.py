@@ -169,7 +169,7 @@ def test_the_dtype_of_a_config_stays(given: dict[str, Any], monkeypatch: pytest.
 def test_a_run_and_a_checkpoint_keep_the_dtype_that_they_have(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = models.GPT2._replace(dtype=mode)
+    job = models.SHALLOW._replace(dtype=mode)
     engine = start(job, ("nvme", "nvme"), tmp_path / "swap")
     train_step(engine, job, 0)
     engine.save_checkpoint(tmp_path / "saved")
@@ -195,8 +195,8 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def begin(folder: Path, dtype: str, **more: Any) -> None:
-    content = config(models.GPT2._replace(dtype=dtype), ("none", "cpu"), folder) | more
-    offload.initialize(model=models.gpt2(), config=content)[0].destroy(remove=True)
+    content = config(models.SHALLOW._replace(dtype=dtype), ("none", "cpu"), folder) | more
+    offload.initialize(model=models.shallow(), config=content)[0].destroy(remove=True)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

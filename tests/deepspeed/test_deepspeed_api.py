@@ -93,7 +93,7 @@ def test_a_learning_rate_for_each_group(tmp_path: Path) -> None:
 
 
 def test_what_the_engine_has_not_is_the_models(tmp_path: Path) -> None:
-    job = models.GPT2
+    job = models.SHALLOW
     engine, plain = start(job, DISK, tmp_path), PlainEngine(job)
     for step in range(2):
         train_step(engine, job, step)

@@ -197,7 +197,7 @@ def test_the_profile_is_a_line_for_each_step(tmp_path: Path, caplog: pytest.LogC
 def test_inputs_on_disk_need_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='"activations": "nvme" needs a folder'):
         offload.initialize(
-            model=models.gpt2(),
+            model=models.shallow(),
             config={
                 "train_micro_batch_size_per_gpu": 1,
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

@@ -19,7 +19,7 @@ from tests.support import models
 from tests.support.oracle import Job, assert_same_tensors, config
 from tests.support.processes.device_process import engine_device
 
-JOB = models.GPT2._replace(accumulation=2, clip=0.0)
+JOB = models.SHALLOW._replace(accumulation=2, clip=0.0)
 
 
 def begin(job: Job, folder: Path, **options: Any) -> Any:

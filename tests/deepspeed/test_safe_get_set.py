@@ -459,7 +459,7 @@ def test_refused_and_nothing_is_harmed(tmp_path: Path) -> None:
 
 
 def test_a_budget_error_where_the_ram_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(models.GPT2, DISK, tmp_path)
+    engine = start(models.SHALLOW, DISK, tmp_path)
     weight = engine.module.lm_head.weight
     testing.replace(monkeypatch, "memory.free", lambda: 4 * weight.numel() - 1)
     with pytest.raises(BudgetError, match=r"transformer\.wte\.weight takes .* of RAM"):

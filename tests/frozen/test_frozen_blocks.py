@@ -67,7 +67,7 @@ def test_matrices_of_frozen_linear_layers_are_stored_so_and_nothing_else() -> No
 
 
 def test_tied_and_untied_output_layers_stay() -> None:
-    model = models.gpt2().requires_grad_(False)  # its linear layers are of transformers' own class
+    model = models.shallow().requires_grad_(False)  # its linear layers are of transformers' own class
     kinds = {name.split(".")[-2] for name in names(model)}
     assert kinds == {"c_attn", "c_proj", "c_fc"}
 
@@ -250,7 +250,7 @@ def test_users_see_values(tmp_path: Path) -> None:
 
 def test_a_config_without_frozen_matrices_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        engine = start(models.GPT2, DISK, tmp_path, frozen="nf4")
+        engine = start(models.SHALLOW, DISK, tmp_path, frozen="nf4")
     assert any('"frozen": "nf4" has no effect' in line for line in engine.notices)
     engine.destroy(remove=True)
 

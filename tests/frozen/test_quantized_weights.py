@@ -293,7 +293,7 @@ def test_a_model_that_is_not_quantized_yet_is_refused(tmp_path: Path) -> None:
     import bitsandbytes
 
     model = torch.nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64), torch.nn.Linear(64, 64))
-    content = config(models.GPT2, DISK, tmp_path)
+    content = config(models.SHALLOW, DISK, tmp_path)
     with pytest.raises(ConfigError, match=r"not quantized yet, the first is 0\.weight"):
         offload.initialize(model=model, config=content)
     with torch.no_grad():

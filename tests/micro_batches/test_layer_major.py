@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
 from pathlib import Path
@@ -38,7 +37,7 @@ from tests.support.ranks.rank_jobs import language_rows_loss
 from tests.support.ranks.rank_pool import RankPool
 from tests.support.ranks.rank_pool import start as start_ranks
 
-JOB = models.GPT2._replace(model=functools.partial(models.gpt2, layers=3), accumulation=3, steps=3)
+JOB = models.GPT2._replace(accumulation=3, steps=3)
 
 
 def test_the_backward_asks_in_the_expected_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

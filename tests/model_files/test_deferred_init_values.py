@@ -26,7 +26,7 @@ from tests.support.oracle import assert_same_tensors, config
 
 def begins_with(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the model once it is under an engine."""
-    engine = offload.initialize(model=model, config=config(models.GPT2, ("nvme", "nvme"), folder / "store"))[0]
+    engine = offload.initialize(model=model, config=config(models.SHALLOW, ("nvme", "nvme"), folder / "store"))[0]
     try:
         return {name: value.clone() for name, value in engine.module.state_dict().items()}
     finally:
@@ -37,7 +37,7 @@ def begins_with(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
 def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     """A folder of a GPT-2 whose weights no initialization would give, and its tensors."""
     folder = tmp_path_factory.mktemp("given")
-    model = models.gpt2()
+    model = models.shallow()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.5)
@@ -80,7 +80,7 @@ def test_loaded_values_are_kept(way: str, given: tuple[Path, dict[str, torch.Ten
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with offload.init():
-            model = models.gpt2()
+            model = models.shallow()
             WAYS[way](model, folder, tensors)
     assert_same_tensors(begins_with(model, tmp_path), tensors)
 
@@ -333,7 +333,7 @@ class Twins(nn.Module):
 def _begins_with(model: Callable[[], nn.Module], placement: tuple[str, str], folder: Path) -> dict[str, torch.Tensor]:
     with offload.init(None):
         built = model()
-    engine = offload.initialize(model=built, config=config(models.GPT2, placement, folder))[0]
+    engine = offload.initialize(model=built, config=config(models.SHALLOW, placement, folder))[0]
     weights = {name.replace("target.module.", "target."): each for name, each in engine.module.state_dict().items()}
     engine.destroy(remove=True)
     return weights

@@ -81,7 +81,7 @@ def enabled(build: Callable[[], nn.Module], reentrant: bool) -> Callable[[], nn.
 
 
 def half() -> nn.Module:
-    return models.gpt2().half()
+    return models.shallow().half()
 
 
 class Case(NamedTuple):
@@ -135,10 +135,10 @@ AREAS: dict[str, dict[str, Case]] = {
         "LoRA adapters, each layer recomputed": _simple(AdaptersRecomputed),
         "LoRA adapters, reentrant": _simple(AdaptersReentrant),
         "`gradient_checkpointing_enable()`: GPT-2": Case(
-            Job(enabled(models.gpt2_dropout, False), models.language_loss, steps=4, accumulation=2)
+            Job(enabled(models.shallow_dropout, False), models.language_loss, steps=4, accumulation=2)
         ),
         "`gradient_checkpointing_enable()`, reentrant: GPT-2": Case(
-            Job(enabled(models.gpt2_dropout, True), models.language_loss, steps=4, accumulation=2)
+            Job(enabled(models.shallow_dropout, True), models.language_loss, steps=4, accumulation=2)
         ),
         "`gradient_checkpointing_enable()`: Llama": Case(
             Job(enabled(models.llama, False), models.language_loss, steps=4)

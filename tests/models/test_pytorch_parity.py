@@ -103,7 +103,7 @@ def test_tied_frozen_unused_and_scalar_parameters(dtype: str, tmp_path: Path) ->
 
 
 def test_dropout_draws_what_pytorch_draws(tmp_path: Path) -> None:
-    job = models.DROPOUT._replace(steps=3)
+    job = models.SHALLOW_DROPOUT._replace(steps=3)
     rounding_bounds.same_training(run(job, DISK, tmp_path), plain_loop(job), job)
 
 
@@ -119,7 +119,7 @@ def rising(loss: Callable[[Any, int, int], torch.Tensor]) -> Callable[[Any, int,
 
 
 JOBS = {
-    "GPT-2": models.GPT2,
+    "GPT-2": models.SHALLOW,
     "Llama": Job(models.llama, models.language_loss),
     "Mixtral": Job(models.mixtral, models.language_loss),
     "T5": Job(models.t5, models.translation_loss),

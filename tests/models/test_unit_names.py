@@ -17,7 +17,7 @@ from offload.layout.units import find_units
 from tests.support import models
 
 NAMES: dict[Callable[[], nn.Module], list[str]] = {
-    models.gpt2: [
+    models.shallow: [
         "transformer.wte",
         "transformer.wpe",
         "transformer.h.0",
@@ -104,7 +104,7 @@ def test_a_named_module_is_one_unit() -> None:
 
 def test_a_name_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ConfigError, match="NoSuchBlock"):
-        find_units(models.gpt2(), ["NoSuchBlock"])
+        find_units(models.shallow(), ["NoSuchBlock"])
 
 
 parameters = st.lists(st.tuples(st.integers(0, 5000), st.booleans()), min_size=1, max_size=12)

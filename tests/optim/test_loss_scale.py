@@ -207,7 +207,7 @@ def test_each_backward_of_a_step_must_be_scaled(tmp_path: Path) -> None:
 
 
 def test_elsewhere_a_scale_is_one(tmp_path: Path) -> None:
-    job = models.GPT2
+    job = models.SHALLOW
     engine = start(job, DISK, tmp_path)
     loss = job.loss(engine, 0, 0)
     assert engine.scale(loss) is loss and engine.loss_scale == 1.0

@@ -198,8 +198,8 @@ def test_its_states_can_be_set(tmp_path: Path) -> None:
 
 
 def test_embeddings_heads_norms_and_biases_are_no_matrices() -> None:
-    blocks = {f"transformer.h.{i}.{name}.weight" for i in range(2) for name in ("attn.c_attn", "attn.c_proj")}
-    blocks |= {f"transformer.h.{i}.mlp.{name}.weight" for i in range(2) for name in ("c_fc", "c_proj")}
+    blocks = {f"transformer.h.{i}.{name}.weight" for i in range(3) for name in ("attn.c_attn", "attn.c_proj")}
+    blocks |= {f"transformer.h.{i}.mlp.{name}.weight" for i in range(3) for name in ("c_fc", "c_proj")}
     assert matrices_of(gpt2()) == blocks  # wte is tied to the head, and wpe an embedding too
     found = matrices_of(llama())
     assert "lm_head.weight" not in found and "model.embed_tokens.weight" not in found
@@ -330,7 +330,7 @@ def test_a_plan_has_the_bytes_of_the_run(optimizer: str, tmp_path: Path) -> None
 def test_a_plan_counts_the_products() -> None:
     layouts = _plan("Muon").layouts
     matrices = [s for layout in layouts for s in layout.segments if layout.is_matrix(s)]
-    assert sum(s.numel for s in matrices if len(set(s.shape)) == 1) == 2 * 64 * 64
+    assert sum(s.numel for s in matrices if len(set(s.shape)) == 1) == 3 * 64 * 64
     by_hand = 0.0
     for layout in layouts:
         for segment in layout.segments:

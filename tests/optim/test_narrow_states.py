@@ -63,7 +63,7 @@ from tests.support.oracle import (
 from tests.support.ranks.rank_pool import RankPool
 from tests.support.ranks.rank_pool import train as train_on_ranks
 
-JOB = models.GPT2._replace(dtype="bf16", steps=3)
+JOB = models.SHALLOW._replace(dtype="bf16", steps=3)
 RULES = {
     "AdamW": JOB,
     "Adam": JOB._replace(optimizer="Adam", params=(("adam_w_mode", False),)),

@@ -108,7 +108,7 @@ def test_same_bits_on_a_device_beside_the_host(
         assert_same(expected, late)
 
 
-THREE_BLOCKS = models.GPT2._replace(model=functools.partial(models.gpt2, layers=3), loss=language_rows_loss)
+THREE_BLOCKS = models.GPT2._replace(loss=language_rows_loss)
 """More than the device has room for, below."""
 
 

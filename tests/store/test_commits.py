@@ -376,7 +376,7 @@ def test_ctrl_c_in_a_forward_and_another_process(durability: Any, tmp_path: Path
     engine = start(job, DISK, tmp_path / "disk", durability=durability)
     losses = [train_step(engine, job, step) for step in range(5)]
     _edit(engine, 0.01)
-    engine.module.transformer.h[1].register_forward_pre_hook(_interrupt)
+    engine.module.transformer.h[2].register_forward_pre_hook(_interrupt)
     with pytest.raises(KeyboardInterrupt):
         job.loss(engine, 5, 0)
     engine.destroy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -25,12 +24,9 @@ def model_of(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "module", model)
 
 
-# Three blocks: one is in use, one comes, and one goes.
-GPT2 = models.GPT2._replace(model=functools.partial(models.gpt2, layers=3))
-DROPOUT = models.DROPOUT._replace(model=functools.partial(models.gpt2_dropout, layers=3))
 JOBS = {
-    "gpt2": GPT2,
-    "gpt2-dropout": DROPOUT._replace(accumulation=2),
+    "gpt2": models.GPT2,
+    "gpt2-dropout": models.DROPOUT._replace(accumulation=2),
     "mixture": models.MIXTURE,
     "llama": Job(models.llama, models.language_loss),
     "mixtral": Job(models.mixtral, models.language_loss),
@@ -63,7 +59,7 @@ def test_same_bits_with_room_for_two_units(name: str, dtype: str, tmp_path: Path
 
 def test_durability_changes_nothing(tmp_path: Path) -> None:
     """In place or in the other slot, written through from RAM or not at all."""
-    job = GPT2._replace(dtype="bf16")
+    job = models.GPT2._replace(dtype="bf16")
     first = run(job, ("nvme", "nvme"), tmp_path / "a")
     for placement in drawn([("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu")], 1):
         assert_same(first, run(job, placement, tmp_path / "b", durability="none"), f"{placement} in place")
@@ -102,13 +98,13 @@ def test_the_first_units_states_stay_in_memory_by_default(tmp_path: Path, capfd:
 
 
 def test_overlap_changes_nothing(tmp_path: Path) -> None:
-    job = DROPOUT._replace(dtype="bf16")
+    job = models.DROPOUT._replace(dtype="bf16")
     overlapped = run(job, ("nvme", "nvme"), tmp_path)
     one_by_one = run(job, ("nvme", "nvme"), tmp_path, debug={"poison": True, "overlap": False})
     assert_same(overlapped, one_by_one, "overlapped and one by one")
 
 
-ORDER_JOBS = {"gpt2": GPT2, "mixture": models.MIXTURE, "dropout": DROPOUT._replace(accumulation=2)}
+ORDER_JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT._replace(accumulation=2)}
 
 
 @pytest.mark.sample(1)
@@ -125,7 +121,7 @@ def test_late_io_changes_no_bit(name: str, seed: int, tmp_path: Path, monkeypatc
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [("cpu", "nvme"), ("nvme", "cpu"), ("cpu", "cpu"), ("none", "none")])
 def test_late_writes_through(placement: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = GPT2._replace(dtype="bf16", steps=4)
+    job = models.GPT2._replace(dtype="bf16", steps=4)
     expected = run(job, ("none", "none"), tmp_path / "memory")
     use_queue(monkeypatch, lambda: LateQueue(1, 0.01))
     assert_same(expected, run(job, placement, tmp_path / "late", durability="step"), f"{placement}")
@@ -134,7 +130,7 @@ def test_late_writes_through(placement: tuple[str, str], tmp_path: Path, monkeyp
 def test_tiles_that_split_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of a few pages, so that every unit takes many and every tensor is cut."""
 
-    job = GPT2._replace(dtype="bf16", steps=4)
+    job = models.GPT2._replace(dtype="bf16", steps=4)
     expected = run(job, ("none", "none"), tmp_path / "memory")
     testing.replace(monkeypatch, "size.update_tile", range(3 * 2048 * 12, 3 * 2048 * 12 + 1))
     use_queue(monkeypatch, lambda: LateQueue(2, 0.002))

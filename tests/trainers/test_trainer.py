@@ -68,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_equals_the_stock_trainer(changed: dict[str, Any], tmp_path: Path) -> None:
     """Adafactor scales a tensor's step by all of it, so a bias of keys, which is noise, would be in the others."""
     mine, theirs = offloaded(tmp_path / "mine", **changed), stock(tmp_path / "stock", **changed)
-    assert_close(mine, theirs, changed.get("model", models.gpt2))
+    assert_close(mine, theirs, changed.get("model", models.shallow))
 
 
 @pytest.mark.numeric
@@ -87,7 +87,7 @@ def test_bf16_keeps_fp32_masters_and_follows_fp32(tmp_path: Path) -> None:
     mine, plain = offloaded(tmp_path, bf16=True), unbroken()
     assert all(value.dtype == torch.bfloat16 for value in mine.weights.values())
     for one, other in zip(mine.logs, plain.logs, strict=True):
-        rounding_bounds.same_losses([one["loss"]], [other["loss"]], as_job(plain.logs, models.gpt2, "bf16"))
+        rounding_bounds.same_losses([one["loss"]], [other["loss"]], as_job(plain.logs, models.shallow, "bf16"))
         assert one["learning_rate"] == other["learning_rate"]
 
 
@@ -96,7 +96,7 @@ def test_torch_autocast_is_the_stock_trainers_bf16(tmp_path: Path) -> None:
     """fp32 weights, and matrix products in bf16: the same graph up to the order of sums of a clip."""
     blocks = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     mine, plain = offloaded(tmp_path / "mine", blocks=blocks, bf16=True), stock(tmp_path / "stock", bf16=True)
-    job = as_job(plain.logs, models.gpt2, "bf16")
+    job = as_job(plain.logs, models.shallow, "bf16")
     for one, other in zip(mine.logs, plain.logs, strict=True):
         rounding_bounds.same_losses([one["loss"]], [other["loss"]], job)
         rounding_bounds.same_norms([one["grad_norm"]], [other["grad_norm"]], job)
@@ -131,7 +131,7 @@ def test_a_second_train_goes_on_with_the_engine(tmp_path: Path) -> None:
 
 def test_model_init_makes_a_new_engine_for_each_train(tmp_path: Path) -> None:
     mine = OffloadTrainer(
-        model_init=lambda: models.gpt2(),
+        model_init=lambda: models.shallow(),
         args=arguments(tmp_path, num_train_epochs=1),
         train_dataset=Texts(FEW),
         offload_config=config(tmp_path),
@@ -217,7 +217,7 @@ class OffloadWithReference(OffloadMixin, WithReference):
 def reference() -> Any:
     """Of other weights than the model, and frozen by nobody."""
     torch.manual_seed(1)
-    return models.gpt2().eval()
+    return models.shallow().eval()
 
 
 def made(kind: Any, folder: Path, **given: Any) -> Any:
@@ -284,7 +284,7 @@ def test_a_reference_that_comes_later_finds_no_device_memory(tmp_path: Path) -> 
     content = config(tmp_path)
     content["offload"]["device_memory"] = "64MiB"
     accelerator = Accelerator(cpu=True, offload_config=content)
-    model = models.gpt2()
+    model = models.shallow()
     accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     with pytest.raises(UsageError, match="before prepare"):
         accelerator.prepare_model(reference(), evaluation_mode=True)
@@ -564,7 +564,7 @@ def train(folder: Path, until: int = 0, resume: bool = False, **changed: Any) ->
     rank, size = rank_and_size()
     transformers.logging.set_verbosity_error()
     changed |= {"ddp_backend": "gloo"} if size > 1 else {}
-    with ended(trainer(folder, model=models.gpt2, per_device_train_batch_size=4 // size, **SAVED | changed)) as mine:
+    with ended(trainer(folder, model=models.shallow, per_device_train_batch_size=4 // size, **SAVED | changed)) as mine:
         mine.train_dataset = Texts(24)  # no rest: Accelerate would fill a rank's last batch up with rows of the first
         if until:
             mine.add_callback(Break(until))
@@ -585,7 +585,7 @@ def test_two_ranks_give_what_one_gives(two: RankPool, tmp_path: Path) -> None:
 
 def draw_on_one_rank(folder: Path) -> list[float]:
     """Dropout on rank 0 alone: by itself rank 1 would take turns from the third step on."""
-    model = models.gpt2 if rank_and_size()[0] else models.gpt2_dropout
+    model = models.shallow if rank_and_size()[0] else models.shallow_dropout
     changed = {CHECKPOINTING: True, "gradient_accumulation_steps": 2, "max_steps": 4, "ddp_backend": "gloo"}
     with ended(trainer(folder, model=model, per_device_train_batch_size=1, save_strategy="no", **changed)) as mine:
         mine.train()
@@ -601,7 +601,7 @@ def test_ranks_take_one_order_where_the_model_of_one_alone_draws_random_numbers(
 def accelerated(folder: Path) -> list[float]:
     _, size = rank_and_size()
     torch.manual_seed(0)
-    model = models.gpt2()
+    model = models.shallow()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = torch.utils.data.DataLoader(Texts(24), batch_size=4 // size)
     accelerator = Accelerator(cpu=True, offload_config=config(folder))
@@ -624,4 +624,4 @@ def test_accelerate_on_two_ranks(two: RankPool, tmp_path: Path) -> None:
     one = accelerated(tmp_path / "one")
     mine, other = two.run(accelerated, tmp_path / "two")
     assert mine == other
-    rounding_bounds.same_losses(mine, one, models.GPT2)
+    rounding_bounds.same_losses(mine, one, models.SHALLOW)

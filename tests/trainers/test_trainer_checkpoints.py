@@ -51,7 +51,7 @@ class Break(transformers.TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
-def broken_off(folder: Path, step: int, tier: str = DISK, model: Any = models.gpt2_dropout, **changed: Any) -> None:
+def broken_off(folder: Path, step: int, tier: str = DISK, model: Any = models.shallow_dropout, **changed: Any) -> None:
     """Train up to a step behind a checkpoint."""
     with ended(trainer(folder, tier, model, rows=FEW, **SAVED | changed)) as mine:
         mine.add_callback(Break(step))
@@ -59,7 +59,7 @@ def broken_off(folder: Path, step: int, tier: str = DISK, model: Any = models.gp
 
 
 def resumed(
-    folder: Path, checkpoint: Any = True, tier: str = DISK, model: Any = models.gpt2_dropout, **changed: Any
+    folder: Path, checkpoint: Any = True, tier: str = DISK, model: Any = models.shallow_dropout, **changed: Any
 ) -> Run:
     """Go on from the last checkpoint, with a model that knows nothing of it."""
     with ended(trainer(folder, tier, model, rows=FEW, **SAVED | changed)) as mine:
@@ -75,7 +75,7 @@ def resumed(
 @pytest.mark.parametrize("changed", [{}, {"bf16": True}, {"fp16": True}, {"lr_scheduler_type": "cosine"}], ids=str)
 def test_resumed_is_the_unbroken_run(changed: dict[str, Any], tmp_path: Path) -> None:
     """With dropout and a shuffle, from the middle of an epoch."""
-    complete = offloaded(tmp_path / "whole", model=models.gpt2_dropout, **changed)
+    complete = offloaded(tmp_path / "whole", model=models.shallow_dropout, **changed)
     broken_off(tmp_path / "broken", 3, **changed)
     assert_same(complete, resumed(tmp_path / "broken", **changed))
 
@@ -84,7 +84,7 @@ def test_resumed_where_a_sampler_draws_from_the_generator_of_all(tmp_path: Path)
     """The order of an epoch's rows is drawn again before the resumed batch, whose dropout comes of later numbers."""
     old = "group_by_length" in inspect.signature(transformers.TrainingArguments).parameters
     grouped = {"group_by_length": True} if old else {"train_sampling_strategy": "group_by_length"}
-    complete = offloaded(tmp_path / "whole", model=models.gpt2_dropout, **grouped)
+    complete = offloaded(tmp_path / "whole", model=models.shallow_dropout, **grouped)
     broken_off(tmp_path / "broken", 3, **grouped)
     assert_same(complete, resumed(tmp_path / "broken", **grouped))
 
@@ -132,10 +132,10 @@ def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
 
 
 def test_save_only_model_leaves_weights_to_begin_with(tmp_path: Path) -> None:
-    broken_off(tmp_path, 3, model=models.gpt2, save_only_model=True)
+    broken_off(tmp_path, 3, model=models.shallow, save_only_model=True)
     folder = tmp_path / "out" / "checkpoint-2"
     assert not (folder / "latest").exists() and (folder / "model.safetensors").exists()
-    logs = resumed(tmp_path, model=models.gpt2, save_only_model=True).logs
+    logs = resumed(tmp_path, model=models.shallow, save_only_model=True).logs
     assert len(logs) == 6 and logs[2]["loss"] < 4.6, "the weights are those of the checkpoint, not zero"
 
 
@@ -172,9 +172,9 @@ def test_what_a_kill_leaves_is_passed_over(
     left: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Swap files without a commit, and a save that was cut short: the Trainer writes its state last."""
-    complete = unbroken(models.gpt2_dropout)
+    complete = unbroken(models.shallow_dropout)
     swap = tmp_path / "swap"
-    with ended(trainer(tmp_path, model=models.gpt2_dropout, rows=FEW, **SAVED)) as first:
+    with ended(trainer(tmp_path, model=models.shallow_dropout, rows=FEW, **SAVED)) as first:
         first.add_callback(Break(5))
         first.train()
         assert first.engine is not None and first.engine.resumable is None

@@ -39,7 +39,7 @@ BY_FOUR = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
 def trainer(
     folder: Path,
     schedule: str,
-    model: Any = models.gpt2,
+    model: Any = models.shallow,
     kind: Any = OffloadTrainer,
     blocks: Any = None,
     chunked_loss: bool | None = None,
@@ -73,7 +73,7 @@ class Unlearned(transformers.GPT2LMHeadModel):
 
 
 def unlearned() -> Any:
-    return Unlearned(models.gpt2().config)
+    return Unlearned(models.shallow().config)
 
 
 class Summed(OffloadTrainer):
@@ -138,14 +138,14 @@ def test_dropout_is_the_stock_trainers_in_every_tier_unless_the_config_asks_for_
 ) -> None:
     """By itself the engine takes turns on disk alone, where it saves transfers: masks must not depend on that."""
     changed: dict[str, Any] = {CHECKPOINTING: True, "num_train_epochs": 1} | BY_FOUR
-    expected = stock(tmp_path / "stock", models.gpt2_dropout, **changed)
+    expected = stock(tmp_path / "stock", models.shallow_dropout, **changed)
     memory, disk = (
-        offloaded(tmp_path / tier, tier, models.gpt2_dropout, rows=FEW, **changed) for tier in (MEMORY, DISK)
+        offloaded(tmp_path / tier, tier, models.shallow_dropout, rows=FEW, **changed) for tier in (MEMORY, DISK)
     )
     assert_close(disk, expected)
     assert_same(memory, disk)
     assert caplog.text.count("it draws random numbers, such as dropout's") == 1
-    asked = trained(tmp_path, LAYERED, model=models.gpt2_dropout, **changed)
+    asked = trained(tmp_path, LAYERED, model=models.shallow_dropout, **changed)
     assert asked.logs[0]["loss"] != disk.logs[0]["loss"]
 
 
@@ -172,7 +172,7 @@ class ToldModel(transformers.GPT2LMHeadModel):
 
 
 def told_model() -> Any:
-    return ToldModel(models.gpt2().config)
+    return ToldModel(models.shallow().config)
 
 
 def test_a_model_without_dropout_takes_turns_after_a_step_and_a_forward_that_were_watched(tmp_path: Path) -> None:

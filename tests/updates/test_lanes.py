@@ -170,7 +170,7 @@ def test_both_lanes_have_the_bits_of_memory(
     optimizer: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reads end late and in any order, so tiles of both lanes are computed in turns."""
-    job = models.GPT2._replace(optimizer=optimizer, dtype=dtype)
+    job = models.SHALLOW._replace(optimizer=optimizer, dtype=dtype)
     alone = run(job, ("none", "none"), tmp_path / "memory")
     use_queue(monkeypatch, lambda: LateQueue(0, 0.003))
     engine = mixed(job, tmp_path / "mixed")
@@ -203,7 +203,7 @@ def test_the_lane_of_the_next_tile() -> None:
 
 # -- writes and reports -----------------------------------------------------------------------------
 
-JOB = models.GPT2
+JOB = models.SHALLOW
 
 
 def test_the_next_forward_ends_while_every_write_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ CLIPPED = 2
 
 @pytest.mark.parametrize("speculate", [True, False])
 def test_each_update_that_held_or_did_not_is_counted(tmp_path: Path, speculate: bool) -> None:
-    job = models.GPT2._replace(dtype="bf16", steps=4 if speculate else 1, clip=0.0)
+    job = models.SHALLOW._replace(dtype="bf16", steps=4 if speculate else 1, clip=0.0)
     log = tmp_path / "log.jsonl"
     engine = start(job, ("nvme", "nvme"), tmp_path, speculate=speculate, log=str(log))
     for step in range(job.steps):

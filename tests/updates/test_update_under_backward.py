@@ -40,7 +40,7 @@ from tests.support.oracle import (
 )
 
 MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
-JOB = models.GPT2._replace(steps=5, clip=0.0)
+JOB = models.SHALLOW._replace(steps=5, clip=0.0)
 Between = Callable[[Any, int], None]
 
 
@@ -542,7 +542,7 @@ def test_no_byte_is_moved_twice(tmp_path: Path, first: int, fresh_in_memory: ran
 
 
 KILLED_DISK = ("nvme", "nvme")
-KILLED_JOB = models.DROPOUT._replace(dtype="bf16", steps=4, clip=0.0)
+KILLED_JOB = models.SHALLOW_DROPOUT._replace(dtype="bf16", steps=4, clip=0.0)
 KILLED = 2
 """The step whose backward is killed."""
 
@@ -614,7 +614,9 @@ def test_a_kill_between_two_commits_resumes_at_the_last_one(tmp_path: Path, writ
 @pytest.mark.parametrize("seed", range(2))
 def test_kills_at_random_moments_change_nothing(tmp_path: Path, seed: int, schedule: str) -> None:
     """Ten for each seed; a part of the steps clips."""
-    job = models.DROPOUT._replace(dtype=("bf16", "fp32")[seed % 2], steps=240, clip=1.2, accumulation=1 + 2 * seed)
+    job = models.SHALLOW_DROPOUT._replace(
+        dtype=("bf16", "fp32")[seed % 2], steps=240, clip=1.2, accumulation=1 + 2 * seed
+    )
     plain = {"by": accumulated_step, "schedule": "micro_batch_major", "speculate": False}
     whole = run(job, KILLED_DISK, tmp_path / "whole", **plain)
     early = {"by": accumulated_step, "schedule": schedule, "speculate": True}
