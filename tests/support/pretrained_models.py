@@ -54,7 +54,7 @@ class Family:
 T = transformers
 CAUSAL = T.AutoModelForCausalLM
 FAMILIES = {
-    "gpt2": Family(models.gpt2, CAUSAL),
+    "gpt2": Family(models.shallow, CAUSAL),
     "llama": Family(models.llama, T.LlamaForCausalLM),
     "mistral": Family(lambda: T.MistralForCausalLM(T.MistralConfig(**SMALL)), CAUSAL),
     "qwen2": Family(lambda: T.Qwen2ForCausalLM(T.Qwen2Config(**SMALL, tie_word_embeddings=True)), CAUSAL),
