@@ -99,13 +99,13 @@ def _whole(reason: str) -> str:
 
 def _stacks_experts(module: nn.Module) -> bool:
     """Returns True for a module that transformers marks as stacked experts, all of whose parameters are stacks."""
-    marked = hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+    if not (hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")):
+        return False
     rows = _rows(module)
     own = list(module.parameters())
     # Submodules such as a per-expert norm own parameters that are not stacked.
     return (
-        marked
-        and rows > 1
+        rows > 1
         and any(parameter.ndim == 3 for parameter in own)
         and all(parameter.ndim > 1 and parameter.shape[0] == rows for parameter in own)
         and len(own) == len(list(module.parameters(recurse=False)))

@@ -8,6 +8,7 @@ class computes from weights need these weights in memory.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -53,9 +54,10 @@ def about_saved(model: nn.Module, divided: bool) -> dict[str, Any]:
         divided: True if this process has a part of the model, whose weights are put together under their own names.
     """
     # If only transformers' conversions change the names, the class and the config determine them.
-    if divided or saved_names(model, conversions=False) is None:
-        return about(model)
-    names = saved_names(model)
+    said = about(model)
+    if divided or saved_names(model, conversions=False, said=said) is None:
+        return said
+    names = saved_names(model, said=said)
     assert names is not None
     table = {
         "parts": {name: [part.source, part.start, list(part.shape)] for name, part in names.parts.items()},
@@ -64,7 +66,7 @@ def about_saved(model: nn.Module, divided: bool) -> dict[str, Any]:
         "computed": names.computed,
         "unconverted": names.unconverted,
     }
-    return {**about(model), _SAVED: table}
+    return {**said, _SAVED: table}
 
 
 def described_names(said: Mapping[str, Any]) -> SavedNames | None:
@@ -88,13 +90,18 @@ def described_names(said: Mapping[str, Any]) -> SavedNames | None:
     )
 
 
-def saved_names(model: nn.Module, conversions: bool = True) -> SavedNames | None:
-    """Returns the tensors that a model's class writes into files; None if all weights have just their own names."""
+def saved_names(model: nn.Module, conversions: bool = True, said: Mapping[str, Any] | None = None) -> SavedNames | None:
+    """Returns the tensors that a model's class writes into files; None if all weights have just their own names.
+
+    Args:
+        conversions: False if the result leaves transformers' conversions of names out.
+        said: The result of `about`; None if this function calls it.
+    """
     if quantized_by_other_library(model):
         return None  # no file has the values of such weights
     library = _is_of_transformers(model)
     ignored: set[str] = set(getattr(model, "_keys_to_ignore_on_save", None) or ()) if library else set()
-    ties = _loader_ties(model) if library else set()
+    ties = _loader_ties(about(model) if said is None else said) if library else set()
 
     def not_ignored(entries: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in entries.items() if name not in ignored}
@@ -104,7 +111,11 @@ def saved_names(model: nn.Module, conversions: bool = True) -> SavedNames | None
     plain = by_class is None and _is_plain(model, own.parts) and not own.others and own.computed is None
     unconverted = False
     if library and own.computed is None:
-        state = untied = saved_state(model, lambda entries: _untied(not_ignored(entries), ties))
+        # A run of `state_dict()` takes a few percent of an engine's start: the ties of parts need no second one.
+        if own.others:
+            state = untied = saved_state(model, lambda entries: _untied(not_ignored(entries), ties))
+        else:
+            state = untied = dataclasses.replace(own, parts=_untied_parts(own.parts, ties))
         if conversions and own.computed is None:
             state = saved_state(model, lambda entries: _converted(model, _untied(not_ignored(entries), ties)))
         if state.computed is not None:
@@ -165,8 +176,7 @@ def _is_plain(model: nn.Module, parts: Mapping[str, SavedPart]) -> bool:
     return dict(parts) == whole
 
 
-def _loader_ties(model: nn.Module) -> set[str]:
-    said = about(model)
+def _loader_ties(said: Mapping[str, Any]) -> set[str]:
     return set(said["loader_ties"]) if (said["config"] or {}).get("tie_word_embeddings", True) else set()
 
 
@@ -183,6 +193,15 @@ def _untied(entries: dict[str, Any], ties: Collection[str]) -> dict[str, Any]:
             counts[places[name]] -= 1
             del entries[name]
     return entries
+
+
+def _untied_parts(parts: Mapping[str, SavedPart], ties: Collection[str]) -> dict[str, SavedPart]:
+    """Leaves out the names that `_untied` leaves out. Equal parts are the same elements."""
+    left, counts = dict(parts), Counter(parts.values())
+    for name in sorted(left.keys() & ties):
+        if counts[left[name]] > 1:
+            counts[left.pop(name)] -= 1
+    return left
 
 
 def _converted(model: nn.Module, entries: dict[str, Any]) -> dict[str, Any]:

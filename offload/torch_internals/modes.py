@@ -24,16 +24,27 @@ def outside_of_compiled_code(hook: Callable[..., Any]) -> Callable[..., Any]:
     """
     from torch._dynamo.decorators import skip  # imports sympy, which takes long
 
-    disabled = torch.compiler.disable(hook)
+    called_uncompiled = _called_uncompiled()
     compiles = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
     def call(*args: Any) -> Any:
-        return hook(*args) if compiles() is None else disabled(*args)
+        return hook(*args) if compiles() is None else called_uncompiled(hook, *args)
 
     # With `skip` the compiler does not compile `call` itself, but it does compile functions that `call` calls: hence
-    # `disabled`.
+    # `called_uncompiled`.
     skipped: Callable[..., Any] = skip(call)
     return skipped
+
+
+@functools.cache  # one for all hooks: `disable` takes longer than all else that a hook of an engine's start needs
+def _called_uncompiled() -> Callable[..., Any]:
+    """Returns a function that calls its first argument with the others, disabled for the compiler."""
+
+    def call(hook: Callable[..., Any], *args: Any) -> Any:
+        return hook(*args)
+
+    disabled: Callable[..., Any] = torch.compiler.disable(call)
+    return disabled
 
 
 def is_optimized_module(module: Any) -> bool:

@@ -75,7 +75,7 @@ TRAINING = {
     "fp16 with a loss scale": JOB._replace(dtype="fp16", accumulation=2),
     "torch's autocast": JOB._replace(loss=autocast_loss),
     "LoRA by peft": models.LORA,
-    "dropout, GPT-2": models.DROPOUT._replace(accumulation=2),
+    "dropout, GPT-2": models.SHALLOW_DROPOUT._replace(accumulation=2),
     "Lion": JOB._replace(optimizer="Lion"),
 }
 
@@ -196,7 +196,7 @@ def test_data_parallel_ranks_have_no_input_to_partition(ranks: RankPool, tmp_pat
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_a_run_that_is_killed_and_resumed_is_the_unbroken_one(tier: str, tmp_path: Path) -> None:
-    job = models.DROPOUT._replace(steps=20)
+    job = models.SHALLOW_DROPOUT._replace(steps=20)
     unbroken = run(job, DISK, tmp_path / "plain")
     options = {"activations": tier, "activation_memory": None}
     resumed = kill_and_resume(job, DISK, tmp_path / "run", kills=1, late=0.002, **options)

@@ -279,7 +279,7 @@ def adapted() -> nn.Module:
 
 
 FAMILIES = {
-    "gpt2, tied": models.gpt2,
+    "gpt2, tied": models.shallow,
     "llama": models.llama,
     "mistral": lambda: of("Mistral"),
     "qwen3": lambda: of("Qwen3", head_dim=8),

@@ -40,53 +40,47 @@ with DirectFile("file", create=True) as file, IoQueue() as queue:
 """
 
 
-@pytest.mark.parametrize(
-    ("refused", "backend", "pattern"),
-    [
-        ({"io_uring_setup": errno.EPERM}, "libaio", ["io_uring is not available", "EPERM", "seccomp"]),
-        ({"io_uring_setup": errno.ENOSYS}, "libaio", ["io_uring is not available", "ENOSYS", "Linux 5.1"]),
-        ({"io_uring_setup": errno.ENOMEM}, "libaio", ["io_uring is not available", "RLIMIT_MEMLOCK"]),
-        (
-            {"io_uring_setup": errno.EPERM, "io_setup": errno.EAGAIN},
-            "threads",
-            ["io_uring is not available", "libaio is not available", "aio-max-nr"],
-        ),
-        (
-            {"io_uring_setup": errno.EPERM, "io_setup": errno.ENOSYS},
-            "threads",
-            ["libaio is not available", "does not support libaio"],
-        ),
-    ],
-    ids=["seccomp", "old kernel", "memlock", "libaio exhausted", "no libaio"],
-)
-def test_the_next_backend_takes_over(tmp_path: Path, refused: dict[str, int], backend: str, pattern: list[str]) -> None:
-    taken, reason = refusing(tmp_path, refused, WORK)
-    if taken != backend and refusals()[backend]:
-        pytest.skip(str(refusals()[backend]))
-    assert taken == backend
-    assert all(word in reason for word in pattern), reason
-
-
-def test_a_backend_that_is_named_is_not_replaced(tmp_path: Path) -> None:
-    code = """
-from offload.aio import IoQueue
+NAMED = """
 from offload.errors import ConfigError
-from tests.support.processes.seccomp import FILTER_ALL, refusing, run_python
 try:
     IoQueue("io_uring")
 except ConfigError as error:
     print(error)
 """
-    (message,) = refusing(tmp_path, {"io_uring_setup": errno.EPERM}, code)
-    assert "io_uring is not available" in message and "auto" in message and "threads" in message
 
 
 @pytest.mark.parametrize(
-    ("disabled", "pattern"), [("2", "kernel.io_uring_disabled is 2"), ("0", "seccomp"), ("", "seccomp")]
+    ("refused", "backend", "pattern"),
+    [
+        ({"io_uring_setup": errno.EPERM}, "libaio", ["io_uring is not available", "EPERM", "seccomp"]),
+        (
+            {"io_uring_setup": errno.EPERM, "io_setup": errno.EAGAIN},
+            "threads",
+            ["io_uring is not available", "libaio is not available", "aio-max-nr"],
+        ),
+    ],
+    ids=["seccomp", "libaio exhausted"],
 )
-def test_who_switched_io_uring_off(monkeypatch: pytest.MonkeyPatch, disabled: str, pattern: str) -> None:
-    testing.replace(monkeypatch, "machine.system_file", lambda path: disabled if "io_uring_disabled" in path else "")
-    assert pattern in backend_module.refusal("io_uring", OSError(errno.EPERM, "", "io_uring_setup"))
+def test_the_next_backend_takes_over(tmp_path: Path, refused: dict[str, int], backend: str, pattern: list[str]) -> None:
+    """Except of one that is named."""
+    taken, reason, named = refusing(tmp_path, refused, WORK + NAMED)
+    if taken != backend and refusals()[backend]:
+        pytest.skip(str(refusals()[backend]))
+    assert taken == backend
+    assert all(word in reason for word in pattern), reason
+    assert "io_uring is not available" in named and "auto" in named and "threads" in named
+
+
+def test_a_refusal_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend, call, number, words in (
+        ("io_uring", "io_uring_setup", errno.ENOSYS, "Linux 5.1"),
+        ("io_uring", "io_uring_setup", errno.ENOMEM, "RLIMIT_MEMLOCK"),
+        ("libaio", "io_setup", errno.ENOSYS, "does not support libaio"),
+    ):
+        assert words in backend_module.refusal(backend, OSError(number, "", call))
+    for disabled, words in (("2", "kernel.io_uring_disabled is 2"), ("0", "seccomp"), ("", "seccomp")):
+        testing.replace(monkeypatch, "machine.system_file", lambda path, d=disabled: d if "_disabled" in path else "")
+        assert words in backend_module.refusal("io_uring", OSError(errno.EPERM, "", "io_uring_setup"))
 
 
 def test_the_real_limit_of_libaio(tmp_path: Path) -> None:
@@ -213,13 +207,7 @@ def test_it_writes_the_block_into_a_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"aio": {"depth": 1}}', "queue_depth"),
-        ("[1]", "object"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [('{"aio": {"depth": 1}}', "queue_depth"), ("[1]", "object")])
 def test_a_config_that_cannot_be_written_is_named_first(tmp_path: Path, text: str, message: str) -> None:
     config = tmp_path / "ds.json"
     config.write_text(text)

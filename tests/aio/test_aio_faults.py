@@ -246,6 +246,7 @@ print(future.wait())
     assert (done.stdout.strip(), done.stderr) == (f"7\n7\n{64 << 20}", "")
 
 
+@pytest.mark.sample(1)
 def test_an_exit_with_a_daemon_thread_that_waits(tmp_path: Path, backend: str) -> None:
     code = f"""
 import sys, threading, time
@@ -263,6 +264,7 @@ time.sleep(0.1)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sample(1)
 def test_ctrl_c_ends_a_wait(tmp_path: Path, backend: str) -> None:
     code = f"""
 import os, signal, threading, time

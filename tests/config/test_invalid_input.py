@@ -21,10 +21,10 @@ DISK = ("nvme", "nvme")
 
 
 def begin(folder: Path, model: nn.Module | None = None, **changes: Any) -> offload.Engine:
-    content = config(models.GPT2, DISK, folder)
+    content = config(models.SHALLOW, DISK, folder)
     for key, value in changes.items():
         content[key] = value
-    return offload.initialize(model=model or models.gpt2(), config=content)[0]
+    return offload.initialize(model=model or models.shallow(), config=content)[0]
 
 
 def untouched(folder: Path, model: nn.Module, before: dict[str, torch.Tensor]) -> None:
@@ -56,16 +56,16 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_before_anything_is_touched(case: str, tmp_path: Path) -> None:
-    if case == "a device" and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    changes, error, message = json.loads(json.dumps(CASES[case][0]).replace("PATH", str(tmp_path))), *CASES[case][1:]
-    model = models.gpt2()
+def test_before_anything_is_touched(tmp_path: Path) -> None:
+    model = models.shallow()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(error, match=message):
-        begin(tmp_path, model, **changes)
-    untouched(tmp_path, model, before)
+    for case, (given, error, message) in CASES.items():
+        if case == "a device" and torch.cuda.is_available():
+            continue
+        print(case)
+        with pytest.raises(error, match=message):
+            begin(tmp_path, model, **json.loads(json.dumps(given).replace("PATH", str(tmp_path))))
+        untouched(tmp_path, model, before)
     begin(tmp_path, model).destroy(remove=True)  # and the same model and folder work
 
 
@@ -80,7 +80,7 @@ def test_a_full_disk_is_an_error_before_training(tmp_path: Path, monkeypatch: py
     import shutil
 
     real = shutil.disk_usage(tmp_path)
-    two_slots = 24 * sum(p.numel() for p in models.gpt2().parameters())
+    two_slots = 24 * sum(p.numel() for p in models.shallow().parameters())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=two_slots * 3 // 4))
     with pytest.raises(StoreError, match=r"need .* free.*durability"):
         begin(tmp_path, offload={"nvme_path": str(tmp_path), "durability": "step"})
@@ -102,7 +102,7 @@ def test_a_full_disk_is_an_error_before_training(tmp_path: Path, monkeypatch: py
 def test_an_optimizer_that_does_not_fit(optimizer: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         offload.initialize(
-            model=models.gpt2(), optimizer=optimizer, config=config(models.GPT2, DISK, tmp_path, device="cpu")
+            model=models.shallow(), optimizer=optimizer, config=config(models.SHALLOW, DISK, tmp_path, device="cpu")
         )
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
@@ -110,21 +110,21 @@ def test_an_optimizer_that_does_not_fit(optimizer: Any, message: str, tmp_path: 
 def test_a_schedule_that_needs_a_metric(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ReduceLROnPlateau"):
         offload.initialize(
-            model=models.gpt2(),
+            model=models.shallow(),
             lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau,
-            config=config(models.GPT2, DISK, tmp_path),
+            config=config(models.SHALLOW, DISK, tmp_path),
         )
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
 def test_arguments_of_initialize(tmp_path: Path) -> None:
-    content = config(models.GPT2, DISK, tmp_path)
+    content = config(models.SHALLOW, DISK, tmp_path)
     with pytest.raises(ConfigError, match=r"model, a torch\.nn\.Module, got dict"):
         offload.initialize(model={}, config=content)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="one of config, config_params"):
-        offload.initialize(model=models.gpt2())
+        offload.initialize(model=models.shallow())
     with pytest.raises(ConfigError, match="one of config, config_params"):
-        offload.initialize(model=models.gpt2(), config=content, config_params=content)
+        offload.initialize(model=models.shallow(), config=content, config_params=content)
     quantized = models.Mixture()
     quantized.packed = nn.Parameter(torch.zeros(4))
     quantized.packed.quant_state = object()
@@ -134,7 +134,7 @@ def test_arguments_of_initialize(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_nan_loses_nothing(tmp_path: Path) -> None:
     """The step is refused, the weights are those before, and training goes on with the right bits."""
-    job = models.GPT2
+    job = models.SHALLOW
     unbroken = run(job, DISK, tmp_path / "whole")
     engine = start(job, DISK, tmp_path / "nan")
     losses = []
@@ -153,7 +153,7 @@ def test_a_loss_that_is_nan_loses_nothing(tmp_path: Path) -> None:
 
 def test_backwards_that_may_be_one_micro_batch_or_two(tmp_path: Path) -> None:
     """With accumulation, step() is called after each; `optimizer.step()` once after all of them is right as well."""
-    job = models.GPT2._replace(accumulation=2)
+    job = models.SHALLOW._replace(accumulation=2)
     expected = run(job, DISK, tmp_path / "each")
     engine = start(job, DISK, tmp_path / "once")
     for micro in range(2):
@@ -183,14 +183,14 @@ def test_parameters_that_share_memory_are_named(tmp_path: Path) -> None:
 
 
 def test_groups_cannot_be_added_later(tmp_path: Path) -> None:
-    engine = start(models.GPT2, DISK, tmp_path)
+    engine = start(models.SHALLOW, DISK, tmp_path)
     with pytest.raises(UsageError, match=r"after offload\.initialize"):
         engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     engine.destroy(remove=True)
 
 
 def test_calls_that_cannot_be_right(tmp_path: Path) -> None:
-    engine = start(models.GPT2, DISK, tmp_path)
+    engine = start(models.SHALLOW, DISK, tmp_path)
     with pytest.raises(UsageError, match="shape"):
         engine.backward(torch.ones(3))
     with pytest.raises(UsageError, match="float"):
@@ -198,8 +198,8 @@ def test_calls_that_cannot_be_right(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not depend"):
         engine.backward(torch.ones(()))
     with pytest.raises(UsageError, match="under an engine already"):
-        offload.initialize(model=engine.module, config=config(models.GPT2, DISK, tmp_path, run="other"))
-    loss = models.GPT2.loss(engine, 0, 0)
+        offload.initialize(model=engine.module, config=config(models.SHALLOW, DISK, tmp_path, run="other"))
+    loss = models.SHALLOW.loss(engine, 0, 0)
     engine.backward(loss)
     engine.step()
     with pytest.raises((UsageError, RuntimeError)):
@@ -207,22 +207,22 @@ def test_calls_that_cannot_be_right(tmp_path: Path) -> None:
     engine.destroy(remove=True)
     engine.destroy()
     with pytest.raises(UsageError, match="destroyed"):
-        models.GPT2.loss(engine, 1, 0)
+        models.SHALLOW.loss(engine, 1, 0)
 
 
 def test_a_graph_from_before_the_step_is_refused(tmp_path: Path) -> None:
-    engine = start(models.GPT2, DISK, tmp_path)
-    old = models.GPT2.loss(engine, 0, 0)
-    train_step(engine, models.GPT2, 0)
+    engine = start(models.SHALLOW, DISK, tmp_path)
+    old = models.SHALLOW.loss(engine, 0, 0)
+    train_step(engine, models.SHALLOW, 0)
     with pytest.raises(UsageError, match="made before step"):
         engine.backward(old)
-    train_step(engine, models.GPT2, 1)
+    train_step(engine, models.SHALLOW, 1)
     engine.destroy(remove=True)
 
 
 @pytest.mark.cpu_only("kernels of other devices take statistics in fp32")
 def test_statistics_that_torch_cannot_use_are_named(tmp_path: Path) -> None:
-    job = models.GPT2._replace(model=models.resnet, dtype="bf16")
+    job = models.SHALLOW._replace(model=models.resnet, dtype="bf16")
     with pytest.raises(ConfigError, match=r'normalization is a BatchNorm.*"buffer_dtype": "bf16"'):
         start(job, DISK, tmp_path)
     assert not any(tmp_path.iterdir())
@@ -281,10 +281,7 @@ def test_the_users_own_optimizer_and_schedule(tmp_path: Path) -> None:
 
 ARGUMENTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
     "lr_scheduler": (lambda _: {"lr_scheduler": "cosine"}, r"object with step\(\).*got str; .*block \"scheduler\""),
-    "names": (
-        lambda model: {"model_parameters": model.named_parameters()},
-        r"contains a tuple; .*parameters\(\)",
-    ),
+    "names": (lambda model: {"model_parameters": model.named_parameters()}, r"contains a tuple; .*parameters\(\)"),
     "names in a group": (
         lambda model: {"model_parameters": [{"params": model.named_parameters()}]},
         "contains a tuple",
@@ -308,7 +305,7 @@ ARGUMENTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_arguments_of_other_kinds(case: str, tmp_path: Path) -> None:
     arguments, message = ARGUMENTS[case]
-    model = models.gpt2()
+    model = models.shallow()
     with pytest.raises(ConfigError, match=message):
-        offload.initialize(model=model, config=config(models.GPT2, DISK, tmp_path), **arguments(model))
+        offload.initialize(model=model, config=config(models.SHALLOW, DISK, tmp_path), **arguments(model))
     assert not any(path.is_file() for path in tmp_path.rglob("*"))

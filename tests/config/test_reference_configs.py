@@ -77,7 +77,7 @@ MEANINGS = {
     "fp16 with comments": Meaning(
         FP16_WITH_COMMENTS,
         Batch(4, 4, 16),
-        Job(models.gpt2, models.language_loss, accumulation=4, dtype="fp16", loss_scale=2.0**16),
+        Job(models.shallow, models.language_loss, accumulation=4, dtype="fp16", loss_scale=2.0**16),
         (1e-3, 1e-3),
         "none",
         2,
@@ -98,7 +98,7 @@ MEANINGS = {
     "minimal": Meaning(
         MINIMAL,
         Batch(32, 1, 32),
-        Job(models.gpt2, models.language_loss, lr=1e-5, weight_decay=0.0, dtype="fp16", loss_scale=2.0**16),
+        Job(models.shallow, models.language_loss, lr=1e-5, weight_decay=0.0, dtype="fp16", loss_scale=2.0**16),
         (1e-5, 1e-5),
         "none",
         2,
@@ -108,7 +108,7 @@ MEANINGS = {
         WARM_UP,
         Batch(4, 8, 32),
         Job(
-            models.gpt2,
+            models.shallow,
             models.language_loss,
             accumulation=8,
             lr=1e-4,
@@ -135,7 +135,7 @@ MEANINGS = {
     "stage 3 on the CPU": Meaning(
         STAGE_3_ON_CPU,
         Batch(4, 1, 4),
-        Job(models.gpt2, models.language_loss),
+        Job(models.shallow, models.language_loss),
         (1e-3, 1e-3),
         "cpu",
         3,
@@ -242,9 +242,9 @@ def test_the_first_steps_as_in_pytorch(name: str, tmp_path: Path) -> None:
 def test_without_an_optimizer_the_block_to_add_is_shown(name: str, tmp_path: Path) -> None:
     meaning = MEANINGS[name]
     if meaning.optimizer:
-        offload.initialize(model=models.gpt2(), config=str(written(meaning, tmp_path)))[0].destroy()
+        offload.initialize(model=models.shallow(), config=str(written(meaning, tmp_path)))[0].destroy()
         return
     with pytest.raises(
         ConfigError, match=r'no optimizer; add to the config "optimizer": \{"type": "AdamW".*optimizer='
     ):
-        offload.initialize(model=models.gpt2(), config=str(written(meaning, tmp_path)))
+        offload.initialize(model=models.shallow(), config=str(written(meaning, tmp_path)))

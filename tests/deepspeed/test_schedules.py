@@ -85,9 +85,7 @@ TABLES = {
         [0.002, 0.002, 0.006, 0.01, 0.008, 0.006, 0.004, 0.002, 0.002],
     ),
     "decay without a peak": Table(
-        "WarmupDecayLR",
-        {"total_num_steps": 4, "warmup_num_steps": 2},
-        [0.0, 0.0, 0.001, 0.001, 0.0005, 0.0, 0.0],
+        "WarmupDecayLR", {"total_num_steps": 4, "warmup_num_steps": 2}, [0.0, 0.0, 0.001, 0.001, 0.0005, 0.0, 0.0]
     ),
     "cosine": Table(
         "WarmupCosineLR",
@@ -153,47 +151,52 @@ def make(table: Table) -> Any:
     return getattr(offload.schedules, table.type)(optimizer(), **table.params)
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_each_step_has_the_rate_and_the_momentum_of_the_table(name: str) -> None:
-    table = TABLES[name]
-    assert rates(make(table), len(table.rates)) == pytest.approx(table.rates, rel=1e-6, abs=0)
-    if table.momenta:
-        schedule, betas = make(table), []
-        for _ in table.rates:
-            betas.append(schedule.optimizer.param_groups[0]["betas"])
-            schedule.step()
-        assert [first for first, _ in betas] == pytest.approx(table.momenta)
-        assert {second for _, second in betas} == {0.999}, "the second moment's is the optimizer's"
+def test_each_step_has_the_rate_and_the_momentum_of_the_table() -> None:
+    for name in OURS:
+        print(name)
+        table = TABLES[name]
+        assert rates(make(table), len(table.rates)) == pytest.approx(table.rates, rel=1e-6, abs=0)
+        if table.momenta:
+            schedule, betas = make(table), []
+            for _ in table.rates:
+                betas.append(schedule.optimizer.param_groups[0]["betas"])
+                schedule.step()
+            assert [first for first, _ in betas] == pytest.approx(table.momenta)
+            assert {second for _, second in betas} == {0.999}, "the second moment's is the optimizer's"
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_state_goes_on_with_the_table(name: str) -> None:
+def test_a_state_goes_on_with_the_table() -> None:
     """Rates and momenta are there at once, and a state of DeepSpeed, which has no more than the iteration, will do."""
-    table = TABLES[name]
-    for at in range(len(table.rates)):
-        schedule = make(table)
-        for _ in range(at):
-            schedule.step()
-        for state in (schedule.state_dict(), {"last_batch_iteration": at - 1}):
-            again = make(table)
-            again.load_state_dict(state)
-            (group,), (expected,) = again.optimizer.param_groups, schedule.optimizer.param_groups
-            assert (group["lr"], group["betas"]) == (expected["lr"], expected["betas"])
-            assert rates(again, len(table.rates) - at) == pytest.approx(table.rates[at:], rel=1e-6, abs=0)
-    begun = getattr(offload.schedules, table.type)(optimizer(), **table.params, last_batch_iteration=2)
-    assert begun.get_lr() == pytest.approx([table.rates[3]] if len(table.rates) > 3 else begun.get_lr(), rel=1e-6)
-    begun.step(1)
-    assert begun.get_last_lr() == pytest.approx([table.rates[2]], rel=1e-6)
+    for name in OURS:
+        print(name)
+        table = TABLES[name]
+        for at in range(len(table.rates)):
+            schedule = make(table)
+            for _ in range(at):
+                schedule.step()
+            for state in (schedule.state_dict(), {"last_batch_iteration": at - 1}):
+                again = make(table)
+                again.load_state_dict(state)
+                (group,), (expected,) = again.optimizer.param_groups, schedule.optimizer.param_groups
+                assert (group["lr"], group["betas"]) == (expected["lr"], expected["betas"])
+                assert rates(again, len(table.rates) - at) == pytest.approx(table.rates[at:], rel=1e-6, abs=0)
+        begun = getattr(offload.schedules, table.type)(optimizer(), **table.params, last_batch_iteration=2)
+        assert begun.get_lr() == pytest.approx([table.rates[3]] if len(table.rates) > 3 else begun.get_lr(), rel=1e-6)
+        begun.step(1)
+        assert begun.get_last_lr() == pytest.approx([table.rates[2]], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_defaults_of_class_and_block_are_the_same(name: str) -> None:
-    signature = inspect.signature(getattr(offload.schedules, name)).parameters
-    fields = SCHEDULES[name].model_fields
-    assert set(signature) == {"optimizer", "last_batch_iteration", *fields} and set(schedules.MADE_BY) == set(SCHEDULES)
-    for key, field in fields.items():
-        default = None if field.default == "auto" else field.default
-        assert signature[key].default == (inspect.Parameter.empty if field.is_required() else default), key
+def test_defaults_of_class_and_block_are_the_same() -> None:
+    for name in SCHEDULES:
+        print(name)
+        signature = inspect.signature(getattr(offload.schedules, name)).parameters
+        fields = SCHEDULES[name].model_fields
+        assert set(signature) == {"optimizer", "last_batch_iteration", *fields} and set(schedules.MADE_BY) == set(
+            SCHEDULES
+        )
+        for key, field in fields.items():
+            default = None if field.default == "auto" else field.default
+            assert signature[key].default == (inspect.Parameter.empty if field.is_required() else default), key
 
 
 # -- groups -------------------------------------------------------------------------------------------
@@ -386,23 +389,22 @@ def test_a_state_of_another_number_of_groups_changes_nothing() -> None:
     assert (one.state_dict(), one.get_last_lr()) == before
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
+def test_a_state_that_no_schedule_has_changes_nothing() -> None:
+    state: Any
+    for state in (
         [],
         {"base_lrs": [1.0]},
         {"last_batch_iteration": "3"},
         {"last_batch_iteration": 10**30},
         {"last_batch_iteration": 3, "base_lrs": 1.0},
         {"last_batch_iteration": 3, "base_lrs": ["1"]},
-    ],
-)
-def test_a_state_that_no_schedule_has_changes_nothing(state: Any) -> None:
-    schedule = offload.schedules.WarmupLR(optimizer(), warmup_num_steps=8)
-    before = schedule.state_dict(), schedule.get_last_lr()
-    with pytest.raises(offload.UsageError, match="expected a whole number and a list of numbers"):
-        schedule.load_state_dict(state)
-    assert (schedule.state_dict(), schedule.get_last_lr()) == before
+    ):
+        print(state)
+        schedule = offload.schedules.WarmupLR(optimizer(), warmup_num_steps=8)
+        before = schedule.state_dict(), schedule.get_last_lr()
+        with pytest.raises(offload.UsageError, match="expected a whole number and a list of numbers"):
+            schedule.load_state_dict(state)
+        assert (schedule.state_dict(), schedule.get_last_lr()) == before
 
 
 # --------------------------------------------------------------------------------------------------
@@ -551,34 +553,37 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_block_is_named(case: str) -> None:
-    block, message = BAD[case]
-    with pytest.raises(ConfigError, match=message):
-        load_config({"scheduler": block})
+def test_a_bad_block_is_named() -> None:
+    for case in BAD:
+        print(case)
+        block, message = BAD[case]
+        with pytest.raises(ConfigError, match=message):
+            load_config({"scheduler": block})
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_any_value_is_a_schedule_or_a_config_error(name: str) -> None:
-    needed = {key: 1 for key, field in SCHEDULES[name].model_fields.items() if field.is_required()}
-    for key in SCHEDULES[name].model_fields:
-        for value in ODD:
-            block = {"type": name, "params": {**needed, key: value}}
-            try:
-                chosen = build_optimizer.choose_scheduler(
-                    load_config({"scheduler": block}).scheduler, None, optimizer()
-                )
-            except ConfigError as error:
-                assert key in str(error), f"{value!r}: the key is not named: {error}"
-            else:
-                assert all(rate >= 0 for rate in rates(chosen.schedule, 4))
+def test_any_value_is_a_schedule_or_a_config_error() -> None:
+    for name in SCHEDULES:
+        print(name)
+        needed = {key: 1 for key, field in SCHEDULES[name].model_fields.items() if field.is_required()}
+        for key in SCHEDULES[name].model_fields:
+            for value in ODD:
+                block = {"type": name, "params": {**needed, key: value}}
+                try:
+                    chosen = build_optimizer.choose_scheduler(
+                        load_config({"scheduler": block}).scheduler, None, optimizer()
+                    )
+                except ConfigError as error:
+                    assert key in str(error), f"{value!r}: the key is not named: {error}"
+                else:
+                    assert all(rate >= 0 for rate in rates(chosen.schedule, 4))
 
 
-@pytest.mark.parametrize("name", TORCH_SCHEDULES)
-def test_a_schedule_of_torch_that_cannot_be_made(name: str) -> None:
-    assert issubclass(getattr(torch.optim.lr_scheduler, name), torch.optim.lr_scheduler.LRScheduler)
-    with pytest.raises(ConfigError, match=rf"scheduler.params .*'nonsense': 1.* do not make a torch {name}"):
-        begin(config={"scheduler": {"type": name, "params": {"nonsense": 1}}})
+def test_a_schedule_of_torch_that_cannot_be_made() -> None:
+    for name in TORCH_SCHEDULES:
+        print(name)
+        assert issubclass(getattr(torch.optim.lr_scheduler, name), torch.optim.lr_scheduler.LRScheduler)
+        with pytest.raises(ConfigError, match=rf"scheduler.params .*'nonsense': 1.* do not make a torch {name}"):
+            begin(config={"scheduler": {"type": name, "params": {"nonsense": 1}}})
 
 
 def test_what_shows_when_the_groups_are_known() -> None:

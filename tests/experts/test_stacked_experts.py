@@ -154,7 +154,7 @@ def test_blocks_that_are_computed_again_visit_the_same_experts(options: dict[str
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("experts", ["each", "visited"])
 def test_a_killed_run_resumes(experts: str, tmp_path: Path) -> None:
-    job = SIXTEEN._replace(steps=8, dtype="bf16")
+    job = SIXTEEN._replace(model=partial(qwen, 16, 1), steps=8, dtype="bf16")
     unbroken = run(job, MEMORY, tmp_path / "unbroken", experts=experts)
     (tmp_path / "killed").mkdir()
     assert_same(kill_and_resume(job, DISK, tmp_path / "killed", kills=1, experts=experts), unbroken)
@@ -365,7 +365,7 @@ def rows_of_few_tokens(model: Any, step: int, micro: int) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-JOB = Job(partial(qwen, 16), rows_of_few_tokens, steps=2, lr=3e-4, params=(("eps", 1e-6),))
+JOB = Job(partial(qwen, 16, 1), rows_of_few_tokens, steps=2, lr=3e-4, params=(("eps", 1e-6),))
 """Queries of two tokens have gradients that are differences of near terms: a small eps would step along noise."""
 
 

@@ -14,14 +14,7 @@ import pytest
 
 from offload import testing
 from offload.errors import IoError
-from offload.fileio import (
-    DirLock,
-    LockHeldError,
-    atomic_write,
-    holder_of,
-    this_process,
-    write_new,
-)
+from offload.fileio import DirLock, LockHeldError, atomic_write, holder_of, this_process, write_new
 from offload.fileio.buffered_copy import WriteBehind, flow
 from tests.support.processes import warm_process
 

@@ -80,11 +80,12 @@ def test_a_pipe_in_the_place_of_states_is_an_error_of_io(tmp_path: Path) -> None
         DirectFile(tmp_path / "states", writable=False, opener=inner_opener(1))
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "/a", "a/b", "a\nb", "\x1b[0m", "a" * 256, "\u202e"])
-def test_a_name_that_leads_elsewhere_is_none(name: str) -> None:
-    assert inner_name("model.layers.0") == "model.layers.0"
-    with pytest.raises(ValueError, match="expected the name of a file"):
-        inner_name(name)
+def test_a_name_that_leads_elsewhere_is_none() -> None:
+    for name in ("", ".", "..", "/a", "a/b", "a\nb", "\x1b[0m", "a" * 256, "\u202e"):
+        print(name)
+        assert inner_name("model.layers.0") == "model.layers.0"
+        with pytest.raises(ValueError, match="expected the name of a file"):
+            inner_name(name)
 
 
 def test_a_folder_that_others_may_write_is_closed_to_them_by_its_owner(tmp_path: Path) -> None:

@@ -245,12 +245,13 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_known_family_has_its_training_template(family: str) -> None:
+def test_a_known_family_has_its_training_template() -> None:
     """Prefix differences would give none of these: reasoning is dropped, or a later turn has another end."""
-    template, expected = FAMILIES[family]
-    assert text_of(ASKED, template) == expected
-    assert family in learned_words(coder(template, False))
+    for family in FAMILIES:
+        print(family)
+        template, expected = FAMILIES[family]
+        assert text_of(ASKED, template) == expected
+        assert family in learned_words(coder(template, False))
 
 
 TEMPLATES = importlib.util.find_spec("trl")

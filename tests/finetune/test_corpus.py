@@ -146,11 +146,7 @@ def test_a_row_is_learned_as_its_documents_are_alone(make: Any) -> None:
     torch.manual_seed(0)
     model = make().eval()
     make_ready(model, False)
-    records = [
-        Completion("", "one", " and two"),
-        Completion("", "three", " four"),
-        Completion("", "5", "6"),
-    ]
+    records = [Completion("", "one", " and two"), Completion("", "three", " four"), Completion("", "5", "6")]
     made = encode(records, None)
     rows = Rows(pack(made, 40), 1, 1, seed=0)
     assert rows.row_count == 1

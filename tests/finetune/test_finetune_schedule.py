@@ -53,12 +53,12 @@ def folder(tmp_path: Path) -> Path:
 def test_both_orders_have_the_same_bits(options: tuple[str, ...], folder: Path) -> None:
     from safetensors.torch import load_file
 
-    data = ("--model", str(folder / "model"), "--data", str(folder / "chats.jsonl"), "--steps", "4")
+    data = ("--model", str(folder / "model"), "--data", str(folder / "chats.jsonl"), "--steps", "3")
     results = [
         trained(folder, schedule, *data, *options, "--save", str(folder / f"out-{schedule}"))
         for schedule in (ONE_BY_ONE, LAYERED)
     ]
-    assert compared(results[0]) == compared(results[1]) and len(results[0]) == 4
+    assert compared(results[0]) == compared(results[1]) and len(results[0]) == 3
     name = "adapter_model.safetensors" if "--lora" in options else "model.safetensors"
     saved = [load_file(folder / f"out-{schedule}" / name) for schedule in (ONE_BY_ONE, LAYERED)]
     assert all(value.equal(saved[1][key]) for key, value in saved[0].items()) and saved[0].keys() == saved[1].keys()

@@ -115,8 +115,7 @@ def test_a_weight_that_has_no_other_state_has_two_slots_if_it_trains(tmp_path: P
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_the_same_bits_wherever_they_lie(optimizer: str, tmp_path: Path) -> None:
     job = JOB._replace(optimizer=optimizer, dtype="fp32", steps=2)
-    placements = [("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "cpu"), DISK]
-    unbroken = same_bits(job, tmp_path, placements, durability="step", device_memory=1 << 20)
+    unbroken = same_bits(job, tmp_path, durability="step", device_memory=1 << 20)
     assert_same(unbroken, run(job, DISK, tmp_path / "few", device_memory=room_for(job, 2)))
     assert_same(unbroken, run(job, DISK, tmp_path / "none", durability="none", device_memory=room_for(job, 2)))
 
@@ -394,10 +393,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("text", WRONG)
-def test_wrong_options_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=WRONG[text]):
-        parse_lora(text)
+def test_wrong_options_are_refused() -> None:
+    for text in WRONG:
+        print(text)
+        with pytest.raises(ConfigError, match=WRONG[text]):
+            parse_lora(text)
 
 
 def llama() -> torch.nn.Module:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from offload.cli.main import app
-from offload.errors import ConfigError, printable, printable
+from offload.errors import ConfigError, printable
 from offload.offline.open_model import cache_nbytes, device_nbytes, is_paged, static_cache
 from offload.sizes import format_size
 from tests.support.model_folders import MARKING_TEMPLATE, make_folder, tokenizer, write_lines
@@ -200,27 +200,6 @@ def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: P
         for seed in ("1", "1", "2")
     ]
     assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_a_conversation_is_that_of_the_plain_model(folder: Path) -> None:
-    asked = ["two and two?", "", "and three?"]
-    model, coder = transformers.AutoModelForCausalLM.from_pretrained(folder), tokenizer(MARKING_TEMPLATE)
-    messages: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
-    answers = []
-    for content in filter(None, asked):
-        messages.append({"role": "user", "content": content})
-        ids = coder.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)["input_ids"]
-        made = model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False, pad_token_id=1)[0, len(ids) :]
-        answers.append(coder.decode(made, skip_special_tokens=True))
-        messages.append({"role": "assistant", "content": answers[-1]})
-    command = ["chat", str(folder), "--system", "Be brief.", "--max-new-tokens", "5"]
-    shown = CliRunner().invoke(app, command, input="\n".join(asked))
-    assert shown.exit_code == 0, shown.stderr
-    assert shown.stdout == "".join(f"{printable(answer)}\n" for answer in answers)
-    (facts,) = lines_of(CliRunner().invoke(app, [*command, "--json"], input="\n".join(asked)).stdout)
-    assert facts["answers"] == answers and facts["tokens"] == 10
-    without = CliRunner().invoke(app, [*command[:1], str(make_folder(folder.parent / "plain")), "--json"], input="a\n")
-    assert without.exit_code == 2 and "has no chat template" in without.stderr
 
 
 def test_a_conversation_is_that_of_the_plain_model(folder: Path) -> None:

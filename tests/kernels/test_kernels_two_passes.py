@@ -131,11 +131,12 @@ def test_a_pass_writes_nothing_of_the_other(writes: Writes) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("name", [name for name in STEPS if name not in TWO_PASSES])
-def test_moments_that_depend_on_the_weight_are_not_written_apart(name: str) -> None:
-    part, rule = inputs(name, 300, torch.bfloat16, torch.bfloat16, torch.float32)
-    before = stored(part)
-    for writes in (Writes.WEIGHTS, Writes.MOMENTS):
-        with pytest.raises(ValueError, match=re.escape(f"the moments of {rule} depend on the weight")):
-            update(part, [Segment(0, 300, STEPS[name])], writes)
-    assert stored(part) == before
+def test_moments_that_depend_on_the_weight_are_not_written_apart() -> None:
+    for name in (name for name in STEPS if name not in TWO_PASSES):
+        print(name)
+        part, rule = inputs(name, 300, torch.bfloat16, torch.bfloat16, torch.float32)
+        before = stored(part)
+        for writes in (Writes.WEIGHTS, Writes.MOMENTS):
+            with pytest.raises(ValueError, match=re.escape(f"the moments of {rule} depend on the weight")):
+                update(part, [Segment(0, 300, STEPS[name])], writes)
+        assert stored(part) == before

@@ -34,7 +34,7 @@ def _weights(job: Job, placement: tuple[str, str], folder: Path, **options: obje
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("job", [models.GPT2, models.MIXTURE, Job(models.mixtral, models.language_loss)])
+@pytest.mark.parametrize("job", [models.SHALLOW, models.MIXTURE, Job(models.mixtral, models.language_loss)])
 def test_weights_depend_on_the_seed_alone(job: Job, tmp_path: Path) -> None:
     first = _weights(job, ("none", "none"), tmp_path)
     torch.manual_seed(5)
@@ -149,11 +149,11 @@ def test_a_parameter_that_is_registered_twice_stays_one() -> None:
 
 def _on_ranks(folder: Path) -> dict[str, torch.Tensor]:
     torch.manual_seed(torch.distributed.get_rank())
-    return _weights(models.GPT2, ("nvme", "nvme"), folder)
+    return _weights(models.SHALLOW, ("nvme", "nvme"), folder)
 
 
 def test_weights_do_not_depend_on_the_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    alone = _weights(models.GPT2, ("nvme", "nvme"), tmp_path)
+    alone = _weights(models.SHALLOW, ("nvme", "nvme"), tmp_path)
     for weights in ranks.run(_on_ranks, tmp_path / "ranks"):
         assert_same_tensors(weights, alone)
 
@@ -164,7 +164,7 @@ def test_an_adapter_beside_absent_weights_begins_as_peft_has_it(tmp_path: Path) 
     with offload.init():
         model = models.llama()
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    engine = offload.initialize(model=model, config=config(models.GPT2, ("none", "none"), tmp_path))[0]
+    engine = offload.initialize(model=model, config=config(models.SHALLOW, ("none", "none"), tmp_path))[0]
     weights = engine.module.state_dict()
     assert not any(value.any() for name, value in weights.items() if "lora_B" in name)
     assert all(value.any() for name, value in weights.items() if "lora_A" in name)
@@ -234,7 +234,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def begins_with(name: str, settings: Any, folder: Path) -> dict[str, torch.Tensor]:
     with offload.init(None):
         model = built(name, settings, 0)
-    engine = offload.initialize(model=model, config=config(models.GPT2, ("none", "none"), folder))[0]
+    engine = offload.initialize(model=model, config=config(models.SHALLOW, ("none", "none"), folder))[0]
     try:
         return tensors_of(engine.module)
     finally:
@@ -281,7 +281,7 @@ def test_what_a_parent_writes_is_there(family: str, tmp_path: Path) -> None:
 def _begins_with(model: Callable[[], nn.Module], folder: Path) -> dict[str, torch.Tensor]:
     with offload.init(None):
         built = model()
-    engine = offload.initialize(model=built, config=config(models.GPT2, ("nvme", "nvme"), folder))[0]
+    engine = offload.initialize(model=built, config=config(models.SHALLOW, ("nvme", "nvme"), folder))[0]
     weights = engine.module.state_dict()
     engine.destroy(remove=True)
     return weights

@@ -49,7 +49,7 @@ RESNET = Job(models.resnet, image_loss, steps=2)
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("job", [models.GPT2, LLAMA, FROZEN], ids=["tied", "llama", "frozen"])
+@pytest.mark.parametrize("job", [models.SHALLOW, LLAMA, FROZEN], ids=["tied", "llama", "frozen"])
 def test_transformers_loads_it_and_gives_the_same_logits(job: Job, dtype: str, tmp_path: Path) -> None:
     engine = trained(job._replace(dtype=dtype), tmp_path / "swap")
     ids = models.tokens(9, 9)
@@ -116,7 +116,7 @@ def test_fp32_gives_the_exact_masters(name: str, tmp_path: Path) -> None:
 
 
 def test_values_beyond_fp16_are_reported(tmp_path: Path) -> None:
-    engine = trained(models.GPT2, tmp_path / "swap")
+    engine = trained(models.SHALLOW, tmp_path / "swap")
     with torch.no_grad():
         engine.module.transformer.wpe.weight.data[0, :3] = 1e6
     engine.destroy()
@@ -125,7 +125,7 @@ def test_values_beyond_fp16_are_reported(tmp_path: Path) -> None:
 
 
 def test_shards_and_their_index(tmp_path: Path) -> None:
-    state = ended(models.GPT2, tmp_path / "swap")
+    state = ended(models.SHALLOW, tmp_path / "swap")
     export_report = exported(tmp_path / "swap" / "default", tmp_path / "out", "--max-shard-size", "100KB")
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     count = len(files)
@@ -329,7 +329,7 @@ def test_strips_are_the_elements_of_the_whole() -> None:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """A run's folder."""
-    ended(models.GPT2, tmp_path / "swap")
+    ended(models.SHALLOW, tmp_path / "swap")
     return tmp_path / "swap" / "default"
 
 
@@ -347,7 +347,7 @@ def test_a_folder_that_holds_something_is_refused(small: Path, tmp_path: Path) -
 
 
 def test_a_run_that_is_held_is_refused_with_its_holder(tmp_path: Path) -> None:
-    engine = trained(models.GPT2, tmp_path / "swap")
+    engine = trained(models.SHALLOW, tmp_path / "swap")
     for command in (
         ["export", str(tmp_path / "swap/default"), str(tmp_path / "out")],
         ["verify", str(tmp_path / "swap/default")],
@@ -355,7 +355,7 @@ def test_a_run_that_is_held_is_refused_with_its_holder(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 2 and f"in use by process {os.getpid()}" in result.stderr
         assert '"run"' not in result.stderr and "wait until it has ended" in result.stderr
-    train_step(engine, models.GPT2, 2)
+    train_step(engine, models.SHALLOW, 2)
     engine.destroy()
     assert not (tmp_path / "out").exists()
 
@@ -370,7 +370,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_without_its_files_is_refused_with_the_option_that_keeps_them(tmp_path: Path) -> None:
-    trained(models.GPT2, tmp_path / "swap").finish({})
+    trained(models.SHALLOW, tmp_path / "swap").finish({})
     run_folder = tmp_path / "swap" / "default"
     for command in (
         ["export", str(run_folder), str(tmp_path / "out")],
@@ -444,7 +444,7 @@ def test_a_partial_folder_that_is_not_ours_stays(small: Path, tmp_path: Path) ->
 
 
 def test_a_run_of_one_slot_cannot_be_exported(tmp_path: Path) -> None:
-    engine = trained(models.GPT2, tmp_path / "swap", durability="none")
+    engine = trained(models.SHALLOW, tmp_path / "swap", durability="none")
     shutil.copytree(tmp_path / "swap", tmp_path / "left")  # as a kill leaves it
     engine.destroy()
     result = run(tmp_path / "left" / "default", tmp_path / "out")

@@ -81,7 +81,7 @@ def test_a_family_comes_and_goes(name: str, dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("files", [1, 2])
 def test_files_of_torch_save_are_read(files: int, tmp_path: Path) -> None:
     """In one file, or in two with an index; a tied head is in them under both names."""
-    folder, model = tmp_path / "given", models.gpt2()
+    folder, model = tmp_path / "given", models.shallow()
     given = written(folder, model)
     (folder / "model.safetensors").unlink()
     tensors = list(model.state_dict().items())
@@ -123,12 +123,12 @@ def test_experts_that_a_folder_has_one_by_one_are_joined(tmp_path: Path) -> None
 @pytest.mark.parametrize("to_head", [True, False])
 def test_a_base_model_and_one_with_a_head_load_each_other(to_head: bool, tmp_path: Path) -> None:
     """`transformer.h.0` in the one is `h.0` in the other."""
-    full, base = models.gpt2(), T.GPT2Model(models.gpt2().config)
+    full, base = models.shallow(), T.GPT2Model(models.shallow().config)
     given = written(tmp_path / "given", base if to_head else full)
     cls = T.GPT2LMHeadModel if to_head else T.GPT2Model
     model, info = offload.load_pretrained(cls, tmp_path / "given", output_loading_info=True)
     assert info == ((), (), ())  # the head of a GPT-2 is its embedding
-    job = models.GPT2
+    job = models.SHALLOW
     state = engine_of(model, tmp_path / "swap", job).module.state_dict()
     for name, value in given.items():
         if to_head or name.startswith("transformer."):
@@ -208,7 +208,7 @@ def test_a_tied_weight_that_the_folder_has_in_two_dtypes(
 ) -> None:
     """Equal numbers are equal values; chunks of the two dtypes differ in length."""
     testing.replace(monkeypatch, "size.safetensors_piece", piece_nbytes)
-    given = written(tmp_path / "given", models.gpt2())
+    given = written(tmp_path / "given", models.shallow())
     file = tmp_path / "given" / "model.safetensors"
     stored = safetensors.torch.load_file(file)
     low = given["lm_head.weight"].bfloat16()
@@ -222,7 +222,7 @@ def test_a_tied_weight_that_the_folder_has_in_two_dtypes(
 
 
 def test_a_tied_weight_that_the_folder_has_twice(tmp_path: Path) -> None:
-    given = written(tmp_path / "given", models.gpt2())
+    given = written(tmp_path / "given", models.shallow())
     file = tmp_path / "given" / "model.safetensors"
     stored = safetensors.torch.load_file(file)
     both = {**stored, "lm_head.weight": given["lm_head.weight"].clone()}
@@ -233,7 +233,7 @@ def test_a_tied_weight_that_the_folder_has_twice(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"different values .* tie_word_embeddings=False"):
         offload.load_pretrained(CAUSAL, tmp_path / "given")
     untied = offload.load_pretrained(CAUSAL, tmp_path / "given", tie_word_embeddings=False)
-    state = engine_of(untied, tmp_path / "swap", models.GPT2).module.state_dict()
+    state = engine_of(untied, tmp_path / "swap", models.SHALLOW).module.state_dict()
     assert torch.equal(state["lm_head.weight"], both["lm_head.weight"])
     assert torch.equal(state["transformer.wte.weight"], given["transformer.wte.weight"])
 
@@ -284,12 +284,12 @@ def test_what_asks_for_no_value_works_before_initialize(tmp_path: Path) -> None:
 
 def test_a_copy_of_the_model_is_read_too(tmp_path: Path) -> None:
     """DPO's reference model: never one of random numbers."""
-    given = written(tmp_path / "given", models.gpt2())
+    given = written(tmp_path / "given", models.shallow())
     model = offload.load_pretrained(CAUSAL, tmp_path / "given")
     other = copy.deepcopy(model)
     assert other.lm_head.weight is other.transformer.wte.weight
     for index, each in enumerate((model, other)):
-        state = engine_of(each, tmp_path / f"swap{index}", models.GPT2).module.state_dict()
+        state = engine_of(each, tmp_path / f"swap{index}", models.SHALLOW).module.state_dict()
         assert_same_tensors(state, given)
 
 
@@ -376,7 +376,7 @@ def spoil_adapter(folder: Path) -> None:
 
 
 def spoil_config(folder: Path) -> None:
-    models.gpt2().config.save_pretrained(folder)
+    models.shallow().config.save_pretrained(folder)
 
 
 def spoil_no_config(folder: Path) -> None:
@@ -479,7 +479,7 @@ SPOILS = {
 def test_a_folder_that_is_not_right_is_an_error(spoil: Callable[[Path], None], tmp_path: Path) -> None:
     """Nothing is written, and nothing of a model that was given is changed."""
     given = written(tmp_path / "given")
-    written(tmp_path / "gpt2", models.gpt2())
+    written(tmp_path / "gpt2", models.shallow())
     spoil(tmp_path / "given")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     kind, message = SPOILS[spoil]

@@ -33,7 +33,7 @@ from tests.support.exported_runs import tensors as all_tensors
 from tests.support.oracle import PLACEMENTS, Job, assert_same_tensors, start, train_step
 from tests.support.oracle import weights_of as all_weights
 
-JOB = models.GPT2
+JOB = models.SHALLOW
 ON_DISK = ("nvme", "nvme")
 NAMES = {"config.json", "generation_config.json", "model.safetensors"}
 
@@ -75,7 +75,7 @@ def test_every_placement_gives_its_weights_and_masters(placement: tuple[str, str
 
 
 def test_an_engine_without_an_optimizer_saves_too(tmp_path: Path) -> None:
-    model = models.gpt2().requires_grad_(False)
+    model = models.shallow().requires_grad_(False)
     engine = offload.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1})[0]
     engine.save_pretrained(tmp_path / "out", max_shard_size=20_000)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -228,7 +228,7 @@ def test_the_key_of_deepspeed_is_honoured(
     """Its false writes nothing; here what is not said does not mean false."""
     zero = {"stage": 3} if value is None else {"stage": 3, key: value}
     engine = offload.initialize(
-        model=models.gpt2().requires_grad_(False),
+        model=models.shallow().requires_grad_(False),
         config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero},
     )[0]
     with caplog.at_level(logging.WARNING, "offload"):
@@ -723,7 +723,7 @@ LAYERS_DISK = ("nvme", "nvme")
 
 
 def gpt2_with_a_shared_block() -> nn.Module:
-    model: Any = models.gpt2()
+    model: Any = models.gpt2(layers=3)
     model.transformer.h[2] = model.transformer.h[0]
     return model
 

@@ -379,7 +379,7 @@ def test_sparse_gradients_train_with_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.works("Graphs", "`state_dict()` in the middle of a forward", "right")
 def test_a_state_dict_in_the_middle_of_a_forward(tmp_path: Path) -> None:
-    job = models.GPT2
+    job = models.SHALLOW
     engine = start(job, DISK, tmp_path / "asked", device_memory=room_for(job, 3))
     engine.module.transformer.h[1].register_forward_pre_hook(lambda *_: engine.module.state_dict() and None)
     losses = [train_step(engine, job, step) for step in range(job.steps)]

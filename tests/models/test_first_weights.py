@@ -37,7 +37,7 @@ def deferred(model: Callable[[], nn.Module]) -> nn.Module:
 MODELS = {
     "given": models.llama,
     "deferred": partial(deferred, models.llama),
-    "tied": models.gpt2,
+    "tied": models.shallow,
     "adapters": models.lora,
     "blocks": deep,
     "experts": mixtures.qwen,

@@ -18,7 +18,7 @@ DISK = ("nvme", "nvme")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.numeric
 def test_generation_in_the_middle_of_accumulation(dtype: str, tmp_path: Path) -> None:
-    job = models.GPT2._replace(dtype=dtype, accumulation=2)
+    job = models.SHALLOW._replace(dtype=dtype, accumulation=2)
     engine = start(job, DISK, tmp_path / "generating", device_memory=room_for(job, 2))
     losses = []
     for step in range(job.steps):

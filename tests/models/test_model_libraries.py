@@ -105,9 +105,7 @@ def converted() -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     model = convert_to_float8_training(
-        models.llama(),
-        config=Float8LinearConfig(emulate=True),
-        module_filter_fn=lambda module, name: name != "lm_head",
+        models.llama(), config=Float8LinearConfig(emulate=True), module_filter_fn=lambda module, name: name != "lm_head"
     )
     assert sum(type(module).__name__ == "Float8Linear" for module in model.modules()) == 14
     return model

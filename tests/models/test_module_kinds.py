@@ -81,7 +81,7 @@ def enabled(build: Callable[[], nn.Module], reentrant: bool) -> Callable[[], nn.
 
 
 def half() -> nn.Module:
-    return models.gpt2().half()
+    return models.shallow().half()
 
 
 class Case(NamedTuple):
@@ -135,10 +135,10 @@ AREAS: dict[str, dict[str, Case]] = {
         "LoRA adapters, each layer recomputed": _simple(AdaptersRecomputed),
         "LoRA adapters, reentrant": _simple(AdaptersReentrant),
         "`gradient_checkpointing_enable()`: GPT-2": Case(
-            Job(enabled(models.gpt2_dropout, False), models.language_loss, steps=4, accumulation=2)
+            Job(enabled(models.shallow_dropout, False), models.language_loss, steps=4, accumulation=2)
         ),
         "`gradient_checkpointing_enable()`, reentrant: GPT-2": Case(
-            Job(enabled(models.gpt2_dropout, True), models.language_loss, steps=4, accumulation=2)
+            Job(enabled(models.shallow_dropout, True), models.language_loss, steps=4, accumulation=2)
         ),
         "`gradient_checkpointing_enable()`: Llama": Case(
             Job(enabled(models.llama, False), models.language_loss, steps=4)
@@ -253,10 +253,7 @@ def test_a_sparse_buffer_that_no_file_holds_is_as_in_pytorch(tmp_path: Path) -> 
             lambda: nn.Sequential(nn.Linear(4, 4), nn.Embedding(8, 4, max_norm=1.5)),
             "^1 is an embedding with max_norm=1.5, which changes its weight .* set max_norm to None",
         ),
-        (
-            lambda: graph(persistent=True),
-            "buffer 0.neighbours is sparse, and files hold dense tensors",
-        ),
+        (lambda: graph(persistent=True), "buffer 0.neighbours is sparse, and files hold dense tensors"),
     ],
     ids=["complex", "frozen", "lazy", "max_norm", "sparse"],
 )

@@ -17,12 +17,11 @@ from offload.layout.units import find_units
 from tests.support import models
 
 NAMES: dict[Callable[[], nn.Module], list[str]] = {
-    models.gpt2: [
+    models.shallow: [
         "transformer.wte",
         "transformer.wpe",
         "transformer.h.0",
         "transformer.h.1",
-        "transformer.h.2",
         "transformer.ln_f",
     ],
     models.t5: [
@@ -69,26 +68,32 @@ NAMES: dict[Callable[[], nn.Module], list[str]] = {
 }
 
 
-@pytest.mark.parametrize("build", NAMES, ids=lambda build: build.__name__)
-def test_units_have_the_expected_names(build: Callable[[], nn.Module]) -> None:
-    assert [unit.name for unit in find_units(build()).units] == NAMES[build]
+def test_units_have_the_expected_names() -> None:
+    build: Callable[[], nn.Module]
+    for build in NAMES:
+        print(build)
+        assert [unit.name for unit in find_units(build()).units] == NAMES[build]
 
 
-@pytest.mark.parametrize("build", [*NAMES, models.Mixture], ids=lambda build: build.__name__)
-def test_every_parameter_is_in_one_unit(build: Callable[[], nn.Module]) -> None:
-    model = build()
-    taken = [name for unit in find_units(model).units for name in unit.parameters]
-    assert sorted(taken) == sorted(name for name, _ in model.named_parameters())
+def test_every_parameter_is_in_one_unit() -> None:
+    build: Callable[[], nn.Module]
+    for build in (*NAMES, models.Mixture):
+        print(build)
+        model = build()
+        taken = [name for unit in find_units(model).units for name in unit.parameters]
+        assert sorted(taken) == sorted(name for name, _ in model.named_parameters())
 
 
-@pytest.mark.parametrize("build", [*NAMES, models.Mixture], ids=lambda build: build.__name__)
-def test_every_owner_of_parameters_is_a_site(build: Callable[[], nn.Module]) -> None:
+def test_every_owner_of_parameters_is_a_site() -> None:
     """Also through a second name: the module that holds a tied weight needs the unit of the first."""
-    model = build()
-    found = find_units(model)
-    unit_of = {id(model.get_parameter(n)): i for i, unit in enumerate(found.units) for n in unit.parameters}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        assert unit_of[id(parameter)] in found.sites[name.rpartition(".")[0]]
+    build: Callable[[], nn.Module]
+    for build in (*NAMES, models.Mixture):
+        print(build)
+        model = build()
+        found = find_units(model)
+        unit_of = {id(model.get_parameter(n)): i for i, unit in enumerate(found.units) for n in unit.parameters}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            assert unit_of[id(parameter)] in found.sites[name.rpartition(".")[0]]
 
 
 def test_a_named_module_is_one_unit() -> None:
@@ -99,7 +104,7 @@ def test_a_named_module_is_one_unit() -> None:
 
 def test_a_name_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ConfigError, match="NoSuchBlock"):
-        find_units(models.gpt2(), ["NoSuchBlock"])
+        find_units(models.shallow(), ["NoSuchBlock"])
 
 
 parameters = st.lists(st.tuples(st.integers(0, 5000), st.booleans()), min_size=1, max_size=12)

@@ -54,11 +54,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, list[float]]] = {
         "x.x.xx.x",
         [16, 16, 16, 16, 16, 8, 8, 8],
     ),
-    "not consecutive": (
-        {"initial_scale_power": 4, "loss_scale_window": 9},
-        "x.x.xx.x",
-        [16, 16, 8, 8, 4, 2, 2, 1],
-    ),
+    "not consecutive": ({"initial_scale_power": 4, "loss_scale_window": 9}, "x.x.xx.x", [16, 16, 8, 8, 4, 2, 2, 1]),
     "the least": (
         {"initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 3, "loss_scale_window": 2},
         "xxx..",
@@ -68,10 +64,9 @@ TABLES: dict[str, tuple[dict[str, Any], str, list[float]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_a_sequence_of_overflows_gives_these_scales(name: str) -> None:
-    options, overflows, expected = TABLES[name]
-    assert scales(Fp16(enabled=True, **options), overflows) == expected
+def test_a_sequence_of_overflows_gives_these_scales() -> None:
+    for name, (options, overflows, expected) in TABLES.items():
+        assert scales(Fp16(enabled=True, **options), overflows) == expected, name
 
 
 def test_a_scale_that_is_now_dynamic_begins_as_the_config_says() -> None:
@@ -113,11 +108,7 @@ def engine_of(folder: Path, fp16: dict[str, Any], **options: Any) -> offload.Eng
         "fp16": {"enabled": True, **fp16},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "gradient_clipping": 0,
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "nvme"},
-            "offload_optimizer": {"device": "nvme"},
-        },
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
         "offload": {"nvme_path": str(folder), "device": "cpu", **options},
     }
     torch.manual_seed(0)
@@ -157,8 +148,8 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(tmp_path: Path) -> None
 
 
 def test_the_scale_is_resumed(tmp_path: Path) -> None:
-    fp16 = {"initial_scale_power": 4, "loss_scale_window": 2}
-    sizes = [60000.0, 60000.0, 1.0, 1.0, 60000.0, 60000.0, 1.0]
+    fp16 = {"initial_scale_power": 4, "loss_scale_window": 2}  # each step changes a part of what is resumed
+    sizes = [60000.0, 60000.0, 1.0, 1.0]
     unbroken = engine_of(tmp_path / "whole", fp16)
     expected = []
     for size in sizes:
@@ -194,7 +185,7 @@ def test_at_the_least_scale_an_overflow_is_an_error(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_a_plain_backward_must_be_scaled(tmp_path: Path) -> None:
+def test_each_backward_of_a_step_must_be_scaled(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, {"loss_scale": 64})
     rows = torch.ones(8, dtype=torch.float16)
     with pytest.raises(UsageError, match=r"engine\.scale\(loss\)\.backward\(\)"):
@@ -204,12 +195,6 @@ def test_a_plain_backward_must_be_scaled(tmp_path: Path) -> None:
     assert torch.allclose(weights(engine), torch.full((8,), 0.4), atol=1e-3)
     with pytest.raises(UsageError, match="multiplied by the loss scale, 64"):
         engine(rows).backward()
-    engine.destroy(remove=True)
-
-
-def test_each_backward_of_a_step_must_be_scaled(tmp_path: Path) -> None:
-    engine = engine_of(tmp_path, {"loss_scale": 64})
-    rows = torch.ones(8, dtype=torch.float16)
     engine.backward(engine(rows))
     with pytest.raises(UsageError, match="for each backward"):
         engine(rows).backward()
@@ -217,12 +202,12 @@ def test_each_backward_of_a_step_must_be_scaled(tmp_path: Path) -> None:
     one.backward()
     other.backward()
     engine.step()
-    assert torch.allclose(weights(engine), torch.full((8,), 0.2), atol=1e-3)
+    assert torch.allclose(weights(engine), torch.full((8,), 0.1), atol=1e-3)
     engine.destroy(remove=True)
 
 
 def test_elsewhere_a_scale_is_one(tmp_path: Path) -> None:
-    job = models.GPT2
+    job = models.SHALLOW
     engine = start(job, DISK, tmp_path)
     loss = job.loss(engine, 0, 0)
     assert engine.scale(loss) is loss and engine.loss_scale == 1.0
@@ -231,14 +216,11 @@ def test_elsewhere_a_scale_is_one(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_no_bit_depends_on_a_scale_that_overflows_nowhere(accumulation: int, tmp_path: Path) -> None:
+def test_no_bit_depends_on_a_scale_that_overflows_nowhere(tmp_path: Path) -> None:
     """Powers of two move the exponent alone, as long as nothing is so small that it loses bits."""
-    job = Job(Loud, _loud, steps=3, accumulation=accumulation, dtype="fp16", lr=1e-2)
-    results = [run(job._replace(loss_scale=scale), DISK, tmp_path / str(scale)) for scale in (1.0, 64.0, 1024.0)]
-    for each in results[1:]:
-        assert torch.equal(each.weights["weight"], results[0].weights["weight"])
-        assert each.norms == results[0].norms
+    job = Job(Loud, _loud, steps=3, accumulation=3, dtype="fp16", lr=1e-2)
+    one, other = (run(job._replace(loss_scale=scale), DISK, tmp_path / str(scale)) for scale in (1.0, 1024.0))
+    assert torch.equal(one.weights["weight"], other.weights["weight"]) and one.norms == other.norms
 
 
 def _loud(model: Any, step: int, micro: int) -> torch.Tensor:

@@ -63,7 +63,7 @@ from tests.support.oracle import (
 from tests.support.ranks.rank_pool import RankPool
 from tests.support.ranks.rank_pool import train as train_on_ranks
 
-JOB = models.GPT2._replace(dtype="bf16", steps=3)
+JOB = models.SHALLOW._replace(dtype="bf16", steps=3)
 RULES = {
     "AdamW": JOB,
     "Adam": JOB._replace(optimizer="Adam", params=(("adam_w_mode", False),)),
@@ -254,29 +254,22 @@ def test_states_are_read_and_set_in_fp32(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-@pytest.mark.parametrize("given", [{"bf16": {"enabled": True, "bf16_optimizer_states": True}}, {"offload": BF16}])
-def test_deepspeeds_key_and_ours_mean_the_same(given: dict[str, Any], tmp_path: Path) -> None:
-    assert load_config(given).moments == "bf16"
-    torch.manual_seed(0)
-    whole = config(JOB, DISK, tmp_path)
-    whole |= {key: {**whole[key], **value} for key, value in given.items()}
-    engine = offload.initialize(model=JOB.model(), config=whole)[0]
-    assert testing.inspect(engine).mode.name == "bf16 bf16-moments"
-    engine.destroy(remove=True)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_deepspeeds_key_and_ours_mean_the_same(tmp_path: Path) -> None:
+    theirs: dict[str, Any] = {"bf16": {"enabled": True, "bf16_optimizer_states": True}}
+    for given in (theirs, {"offload": BF16}):
+        assert load_config(given).moments == "bf16"
+    for given in (
         {},
         {"bf16": {"enabled": False, "bf16_optimizer_states": True}},
         {"bf16": {"enabled": True, "bf16_optimizer_states": False}},
         {"offload": {"moments": "fp32"}},
         {"offload": {"moments": "auto"}},
-    ],
-)
-def test_moments_are_fp32_unless_asked_for(given: dict[str, Any]) -> None:
-    assert load_config(given).moments == "fp32"
+    ):
+        assert load_config(given).moments == "fp32"
+    torch.manual_seed(0)
+    engine = offload.initialize(model=JOB.model(), config=config(JOB, DISK, tmp_path) | theirs)[0]
+    assert testing.inspect(engine).mode.name == "bf16 bf16-moments"
+    engine.destroy(remove=True)
 
 
 INT8: dict[str, Any] = {"moments": "int8"}
@@ -314,33 +307,18 @@ def test_tiles_of_any_size_give_the_same_bits(name: str, tmp_path: Path, monkeyp
 # -- what users see -----------------------------------------------------------------------------------
 
 
-def test_a_run_is_inspected_and_verified(tmp_path: Path) -> None:
-    engine = start(JOB, DISK, tmp_path, **INT8)
-    train_step(engine, JOB, 0)
-    assert testing.inspect(engine).mode.name == "bf16 int8-moments"
-    engine.destroy()
-    assert inspect(tmp_path)["runs"][0]["mode"] == "bf16 int8-moments"
-    done = CliRunner().invoke(app, ["verify", str(tmp_path / "default")])
-    assert done.exit_code == 0, done.output
-
-
 FP32_STATES = {"lr": 1e-3, "fp32_optimizer_states": True}
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_two_keys_that_disagree_are_refused() -> None:
+    theirs = {"bf16": {"enabled": True, "bf16_optimizer_states": True}}
+    for given, message in (
         ({"offload": {"moments": "fp32"}}, "leave one of them out"),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "fp32_optimizer_states": True}}},
-            "leave one of them out",
-        ),
-        ({"offload": {"moments": "int8"}}, "for int8; leave one of them out"),
-    ],
-)
-def test_two_keys_that_disagree_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config({"bf16": {"enabled": True, "bf16_optimizer_states": True}, **given})
+        ({"optimizer": {"type": "AdamW", "params": FP32_STATES}}, "leave one of them out"),
+        ({"offload": INT8}, "for int8; leave one of them out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config({**theirs, **given})
     with pytest.raises(ConfigError, match="another key for int8"):
         load_config({"optimizer": {"type": "AdamW", "params": FP32_STATES}, "offload": INT8})
 
@@ -595,23 +573,6 @@ def convert(*given: object) -> Any:
     return CliRunner().invoke(app, ["convert", *map(str, given)])
 
 
-def test_units_of_several_chunks_are_loaded_and_converted(tmp_path: Path) -> None:
-    """A unit of 2.1 million elements."""
-    job = JOB._replace(model=lambda: models.gpt2(layers=1, width=416))
-    engine = start(job, DISK, tmp_path)
-    train_step(engine, job, 0)
-    expected = {key: nearest(each) for key, each in masters(engine).items()}
-    engine.save_checkpoint(str(tmp_path / "saved"))
-    engine.destroy()
-    assert convert(tmp_path / "default", "--master", "bf24").exit_code == 0
-    for run_name, resume in (("default-bf24", "must"), ("loaded", "never")):
-        engine = start(job, DISK, tmp_path, run=run_name, resume=resume, **BF24)
-        if run_name == "loaded":
-            engine.load_checkpoint(str(tmp_path / "saved"))
-        assert_same_tensors(masters(engine), expected)
-        engine.destroy(remove=True)
-
-
 def test_a_run_of_muon_is_converted(tmp_path: Path) -> None:
     """Matrices begin elsewhere, and lack a moment."""
     engine = trained_masters(tmp_path, MUON)
@@ -627,18 +588,6 @@ def test_a_run_of_muon_is_converted(tmp_path: Path) -> None:
             assert torch.equal(states[number][key], expected), key
     train_step(engine, MUON, 2)
     engine.destroy(remove=True)
-
-
-def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
-    for dtype in ("bf16", "fp16"):
-        trained_masters(tmp_path / dtype, JOB._replace(dtype=dtype)).destroy()
-    for given, message in (
-        ((tmp_path / "bf16" / "default",), "expected --moments or --master, or both, got neither"),
-        ((tmp_path / "bf16" / "default", "--master", "fp32"), "has master in fp32 already"),
-        ((tmp_path / "fp16" / "default", "--master", "bf24"), "only masters of bf16 weights can be bf24"),
-    ):
-        done = convert(*given)
-        assert done.exit_code == 2 and message in done.output, (given, done.output)
 
 
 # -- plans --------------------------------------------------------------------------------------------
@@ -717,17 +666,27 @@ def test_a_converted_run_goes_on(name: str, dtype: str, before: str, after: str,
     engine.destroy(remove=True)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "fp32")])
-def test_units_of_several_chunks_are_converted(before: str, after: str, tmp_path: Path) -> None:
+def test_units_of_several_chunks_are_converted_and_loaded(tmp_path: Path) -> None:
     """A unit of 2.1 million elements, whose parameters begin within blocks where moments are not in 8 bits."""
     job, folder = JOB._replace(model=lambda: models.gpt2(layers=1, width=416)), tmp_path / "my files"
-    weights, moments = trained_moments(job, folder, moments=before)
-    done = convert(folder / "default", "--moments", after, "--run", "other")
+    engine = trained_masters(folder, job)
+    moments = moments_of(engine)
+    expected = {key: nearest(each) for key, each in masters(engine).items()}
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    engine.destroy()
+    done = convert(folder / "default", "--moments", "int8", "--master", "bf24", "--run", "other")
     assert done.exit_code == 0 and f"`offload rm '{folder}/default'` deletes" in done.output, "no line to paste"
-    engine = start(job, DISK, folder, moments=after, run="other", resume="must")
-    assert_same_tensors(weights, weights_of(engine))
-    assert_converted(moments_of(engine), moments, after)
+    engine = start(job, DISK, folder, run="other", resume="must", **SMALL)
+    assert_same_tensors(masters(engine), expected)
+    assert_converted(moments_of(engine), moments, "int8")
+    engine.load_checkpoint(str(tmp_path / "saved"))
+    assert_same_tensors(masters(engine), expected)
+    narrow = moments_of(engine)
+    assert_converted(narrow, moments, "int8")
+    engine.destroy()
+    assert convert(folder / "other", "--moments", "fp32", "--run", "wide").exit_code == 0
+    engine = start(job, DISK, folder, run="wide", resume="must", **BF24)
+    assert_same_tensors(moments_of(engine), narrow)
     engine.destroy(remove=True)
 
 
@@ -777,25 +736,11 @@ def test_a_run_of_two_ranks_is_converted(before: str, after: str, ranks: RankPoo
         assert_converted(found, one, after)
 
 
-def test_json_names_the_new_run(tmp_path: Path) -> None:
+def test_what_cannot_be_converted_is_refused_and_json_names_the_new_run(tmp_path: Path) -> None:
     trained_moments(JOB, tmp_path)
-    done = convert(tmp_path / "default", "--moments", "int8", "--json")
-    found = json.loads(done.stdout)
-    assert found["run"] == str(tmp_path / "default-int8") and found["step"] == 2
-    assert (found["before"], found["after"]) == (
-        {"master": "fp32", "moments": "fp32"},
-        {"master": "fp32", "moments": "int8"},
-    )
-    size = (tmp_path / "default-int8" / "rank0" / "states").stat().st_size
-    assert found["nbytes"] == size < (tmp_path / "default" / "rank0" / "states").stat().st_size
-
-
-def test_moments_that_cannot_be_converted_are_refused(tmp_path: Path) -> None:
-    trained_moments(JOB, tmp_path)
-    run = tmp_path / "default"
-    plain = JOB._replace(optimizer="SGD", lr=0.05)
-    trained_moments(plain, tmp_path, run="plain")
-    before = files(tmp_path)
+    trained_moments(JOB._replace(optimizer="SGD", lr=0.05), tmp_path, run="plain")
+    trained_moments(JOB._replace(dtype="fp16"), tmp_path, run="half")
+    run, before = tmp_path / "default", files(tmp_path)
     for given, message in (
         ((run, "--moments", "int4"), "'int4' is not one of"),
         ((run, "--moments", "fp32"), "has moments in fp32 already"),
@@ -803,22 +748,29 @@ def test_moments_that_cannot_be_converted_are_refused(tmp_path: Path) -> None:
         ((run, "--moments", "int8", "--run", "a/b"), "letters, digits, '.', '_' and '-'"),
         ((run, "--moments", "int8", "--run", "my run"), "letters, digits, '.', '_' and '-'"),
         ((run, "--moments", "int8", "--run", "plain"), "plain"),
+        ((run,), "expected --moments or --master, or both, got neither"),
+        ((run, "--master", "fp32"), "has master in fp32 already"),
+        ((tmp_path / "half", "--master", "bf24"), "only masters of bf16 weights can be bf24"),
         ((tmp_path / "plain", "--moments", "int8"), "has no moments to convert"),
         ((tmp_path / "none", "--moments", "int8"), "there is no folder"),
     ):
         done = convert(*given)
         assert done.exit_code == 2 and message in done.output, (given, done.output)
     assert files(tmp_path) == before
-
-
-def test_a_damaged_run_is_not_converted(tmp_path: Path) -> None:
-    trained_moments(JOB, tmp_path)
-    states = tmp_path / "default" / "rank0" / "states"
+    found = json.loads(convert(run, "--moments", "int8", "--json").stdout)
+    assert found["run"] == f"{run}-int8" and found["step"] == 2
+    wide, narrow = ({"master": "fp32", "moments": form} for form in ("fp32", "int8"))
+    assert (found["before"], found["after"]) == (wide, narrow)
+    states = run / "rank0" / "states"
+    size = (tmp_path / "default-int8" / "rank0" / "states").stat().st_size
+    assert found["nbytes"] == size < states.stat().st_size
+    modes = {each["run"]: each["mode"] for each in inspect(tmp_path)["runs"]}
+    assert modes["default-int8"] == "bf16 int8-moments" and _is_whole(tmp_path / "default-int8")
     for offset in range(0, states.stat().st_size, 4096):  # both slots of some state
         flip_bit(states, offset)
-    done = convert(tmp_path / "default", "--moments", "int8")
+    done = convert(run, "--moments", "int8", "--run", "damaged")
     assert done.exit_code == 2 and "is damaged, and is not converted" in done.output, done.output
-    assert not (tmp_path / "default-int8").exists()
+    assert not (tmp_path / "damaged").exists()
 
 
 @pytest.mark.slow

@@ -358,7 +358,7 @@ def _gathered_and_changed(module: nn.Module) -> None:
 @pytest.mark.parametrize("modify", [False, True])
 def test_an_exception_inside_of_gathered_is_the_users_own(modify: bool, tmp_path: Path) -> None:
     """Also where a parameter has lost its shape by then, which is an error of its own without the exception."""
-    engine = start(models.GPT2, ("nvme", "nvme"), tmp_path)
+    engine = start(models.SHALLOW, ("nvme", "nvme"), tmp_path)
     norm = engine.module.transformer.ln_f
     before = {name: value.clone() for name, value in norm.state_dict().items()}
     for error in (ZeroDivisionError, UsageError):
@@ -373,7 +373,7 @@ def test_an_exception_inside_of_gathered_is_the_users_own(modify: bool, tmp_path
 
 @pytest.mark.cpu_only("an accelerator has memory of its own, and says itself that there is none")
 def test_weights_that_have_no_room_are_left_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(models.GPT2, ("nvme", "nvme"), tmp_path)
+    engine = start(models.SHALLOW, ("nvme", "nvme"), tmp_path)
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
     with monkeypatch.context() as patch:
         testing.replace(patch, "memory.free", lambda: 1024)

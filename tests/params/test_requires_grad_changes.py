@@ -200,10 +200,10 @@ def test_what_was_unfrozen_and_changed_stops_the_engine(tmp_path: Path) -> None:
 def test_a_model_that_does_not_train(tmp_path: Path) -> None:
     """Frozen: an engine without states, whose weights still come from the disk."""
     torch.manual_seed(0)
-    model = models.gpt2().requires_grad_(False)
+    model = models.shallow().requires_grad_(False)
     with torch.no_grad():
         expected = model(input_ids=models.tokens(0, 0)).logits
-    engine = offload.initialize(model=model, config=config(models.GPT2, DISK, tmp_path))[0]
+    engine = offload.initialize(model=model, config=config(models.SHALLOW, DISK, tmp_path))[0]
     with torch.no_grad():
         assert torch.equal(engine(input_ids=models.tokens(0, 0)).logits.cpu(), expected)
     engine.destroy()

@@ -279,6 +279,7 @@ def test_an_update_that_cannot_be_undone_waits_for_step(options: dict[str, Any],
     assert found.timing.simulation.speculated == () and found.timing.miss_seconds == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "ram", "most"), [("llama-13b", 128, 47), ("llama-7b", 64, 26)], ids=["13B", "7B"])
 def test_a_step_without_durability_is_no_slower_than_a_durable_one(model: str, ram: int, most: float) -> None:
     """Each layer on the drive has two slots either way; without commits, states in RAM are not written too."""

@@ -33,11 +33,21 @@ def gpt2(layers: int = 3, width: int = 64, heads: int = 4) -> nn.Module:
     )
 
 
-def gpt2_dropout() -> nn.Module:
+def gpt2_dropout(layers: int = 3) -> nn.Module:
     """Returns a GPT-2 with dropout, for which the random generators matter."""
     return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=128, n_positions=64, use_cache=False)
+        transformers.GPT2Config(n_layer=layers, n_embd=64, n_head=4, vocab_size=128, n_positions=64, use_cache=False)
     )
+
+
+def shallow() -> nn.Module:
+    """Returns a GPT-2 of two blocks, for what a third one would not show."""
+    return gpt2(layers=2)
+
+
+def shallow_dropout() -> nn.Module:
+    """Returns `gpt2_dropout` with two blocks."""
+    return gpt2_dropout(layers=2)
 
 
 def gpt2_tiny() -> nn.Module:
@@ -210,6 +220,8 @@ def without_key_bias(name: str, value: torch.Tensor) -> torch.Tensor:
 
 GPT2 = Job(gpt2, language_loss)
 DROPOUT = Job(gpt2_dropout, language_loss)
+SHALLOW = Job(shallow, language_loss)
+SHALLOW_DROPOUT = Job(shallow_dropout, language_loss)
 MIXTURE = Job(Mixture, mixture_loss, accumulation=2, logits=64.0)  # products of rows of 33 numbers of about one
 LORA = Job(lora, language_loss)
 TINY = Job(gpt2_tiny, byte_loss, steps=6, accumulation=4, clip=0.5)

@@ -10,12 +10,7 @@ from torch import nn
 
 import offload
 from tests.support import models, rounding_bounds
-from tests.support.oracle import (
-    Job,
-    PlainEngine,
-    room_for,
-    train_step,
-)
+from tests.support.oracle import Job, PlainEngine, room_for, train_step
 
 AREA = "Looking at weights and editing them, between steps"
 

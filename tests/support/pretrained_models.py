@@ -54,7 +54,7 @@ class Family:
 T = transformers
 CAUSAL = T.AutoModelForCausalLM
 FAMILIES = {
-    "gpt2": Family(models.gpt2, CAUSAL),
+    "gpt2": Family(models.shallow, CAUSAL),
     "llama": Family(models.llama, T.LlamaForCausalLM),
     "mistral": Family(lambda: T.MistralForCausalLM(T.MistralConfig(**SMALL)), CAUSAL),
     "qwen2": Family(lambda: T.Qwen2ForCausalLM(T.Qwen2Config(**SMALL, tie_word_embeddings=True)), CAUSAL),
@@ -62,10 +62,7 @@ FAMILIES = {
     "mixtral": Family(models.mixtral, CAUSAL),
     "gemma": Family(lambda: T.GemmaForCausalLM(T.GemmaConfig(**SMALL, head_dim=8)), CAUSAL),
     "t5": Family(models.t5, T.AutoModelForSeq2SeqLM),
-    "bert": Family(
-        lambda: T.BertForMaskedLM(T.BertConfig(**models.WIDTHS, vocab_size=128)),
-        T.BertForMaskedLM,
-    ),
+    "bert": Family(lambda: T.BertForMaskedLM(T.BertConfig(**models.WIDTHS, vocab_size=128)), T.BertForMaskedLM),
     "vit": Family(
         lambda: T.ViTForImageClassification(T.ViTConfig(**models.WIDTHS, **models.IMAGES, num_labels=2)),
         T.AutoModelForImageClassification,

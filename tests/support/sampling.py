@@ -16,7 +16,7 @@ import random
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -69,6 +69,19 @@ def drawn(values: Sequence[_T], count: int) -> list[_T]:
     return [values[index] for index in sorted(chosen)]
 
 
+def draw(metafunc: pytest.Metafunc) -> None:
+    """Leaves a test marked `sample` the cases of its sample, before pytest makes an item of each.
+
+    Half of all cases are never run, and every worker would make their items. Cases with marks stay for `select`: pages
+    are written from the marks of all, and other options may deselect them.
+    """
+    mark, cases = metafunc.definition.get_closest_marker("sample"), metafunc._calls
+    if mark is None or _complete or _are_named(metafunc.config) or any(case.marks for case in cases):
+        return
+    seed = f"{metafunc.definition.nodeid} {_seed}"
+    metafunc._calls = [cases[index] for index in sample([_values(case) for case in cases], mark.args[0], seed)]
+
+
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects the cases of tests marked `sample` that are not in their sample."""
     if _complete or _are_named(config):
@@ -115,7 +128,11 @@ def sample(cases: Sequence[Mapping[str, Hashable]], count: int, seed: str) -> li
 def _case(item: pytest.Item) -> Mapping[str, Hashable]:
     """Returns the value of each parameter, an object by its identity; a test without parameters has none."""
     callspec = getattr(item, "callspec", None)
-    values = {} if callspec is None else callspec.params
+    return {} if callspec is None else _values(callspec)
+
+
+def _values(case: Any) -> Mapping[str, Hashable]:
+    values = case.params
     return {name: value if isinstance(value, str | int | float) else id(value) for name, value in values.items()}
 
 

@@ -67,17 +67,13 @@ def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **change
 def config(folder: Path, tier: str = DISK, **blocks: Any) -> dict[str, Any]:
     """Returns a config that leaves the rest to the arguments. Poison is always on."""
     return {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": tier},
-            "offload_optimizer": {"device": tier},
-        },
+        "zero_optimization": {"stage": 3, "offload_param": {"device": tier}, "offload_optimizer": {"device": tier}},
         "offload": {"nvme_path": str(folder / "swap"), "debug": {"poison": True}},
         **blocks,
     }
 
 
-def seeded(model: Any = models.gpt2) -> Any:
+def seeded(model: Any = models.shallow) -> Any:
     """Returns a model that is the same each time."""
     torch.manual_seed(0)
     return model()
@@ -105,7 +101,7 @@ def result(trainer: Any) -> Run:
     return Run(logs, {name: value.clone() for name, value in trainer.model.state_dict().items()})
 
 
-def stock(folder: Path, model: Any = models.gpt2, rows: int = FEW, **changed: Any) -> Run:
+def stock(folder: Path, model: Any = models.shallow, rows: int = FEW, **changed: Any) -> Run:
     """Trains by transformers alone."""
     trainer = transformers.Trainer(model=seeded(model), args=arguments(folder, **changed), train_dataset=Texts(rows))
     trainer.train()
@@ -113,7 +109,7 @@ def stock(folder: Path, model: Any = models.gpt2, rows: int = FEW, **changed: An
 
 
 def offloaded(
-    folder: Path, tier: str = DISK, model: Any = models.gpt2, blocks: Any = None, rows: int = FEW, **changed: Any
+    folder: Path, tier: str = DISK, model: Any = models.shallow, blocks: Any = None, rows: int = FEW, **changed: Any
 ) -> Run:
     """Trains by `OffloadTrainer`."""
     with ended(trainer(folder, tier, model, blocks, rows, **changed)) as mine:
@@ -122,19 +118,14 @@ def offloaded(
 
 
 @functools.cache
-def unbroken(model: Any = models.gpt2) -> Run:
+def unbroken(model: Any = models.shallow) -> Run:
     """Returns the result of `offloaded` with a model alone: trained once, for all tests that compare with it."""
     with tempfile.TemporaryDirectory() as folder:
         return offloaded(Path(folder), model=model)
 
 
 def trainer(
-    folder: Path,
-    tier: str = DISK,
-    model: Any = models.gpt2,
-    blocks: Any = None,
-    rows: int = MANY,
-    **changed: Any,
+    folder: Path, tier: str = DISK, model: Any = models.shallow, blocks: Any = None, rows: int = MANY, **changed: Any
 ) -> OffloadTrainer:
     return OffloadTrainer(
         model=seeded(model),
@@ -156,7 +147,7 @@ def as_job(logs: Sequence[dict[str, float]], model: Any, dtype: str = "fp32") ->
     return Job(model, lambda *_: torch.zeros(()), len(logs), lr=max(log["learning_rate"] for log in logs), dtype=dtype)
 
 
-def assert_close(mine: Run, theirs: Run, model: Any = models.gpt2, reordered: bool = False) -> None:
+def assert_close(mine: Run, theirs: Run, model: Any = models.shallow, reordered: bool = False) -> None:
     """Asserts that two runs are equal within `tests.support.rounding_bounds` for fp32."""
     job = as_job(theirs.logs, model)
     assert len(mine.logs) == len(theirs.logs)

@@ -18,7 +18,7 @@ from tests.support.oracle import Job, accumulated_step, start
 ELEMENTS = 1 << 20
 """Of a tensor that torch computes with by several threads."""
 
-MICRO_BATCHES = 8
+MICRO_BATCHES = 4
 
 
 def threads() -> int:
@@ -82,7 +82,7 @@ seen: list[int] = []
 
 
 def wide_loss(model: Any, step: int, micro: int) -> torch.Tensor:
-    return model(torch.ones(4096, 64)).pow(2).mean()
+    return model(torch.ones(1024, 64)).pow(2).mean()
 
 
 def test_micro_batches_that_wait_keep_no_team(tmp_path: Path) -> None:

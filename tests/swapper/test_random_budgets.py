@@ -14,16 +14,7 @@ import offload
 from offload import testing
 from offload.swapper.memory.host_arena import process_memory
 from tests.support.modules.module_trees import TREES, Tree, job_of, room
-from tests.support.oracle import (
-    PLACEMENTS,
-    Result,
-    assert_same,
-    least_host_memory,
-    run,
-    small_pieces,
-    start,
-    trained,
-)
+from tests.support.oracle import PLACEMENTS, Result, assert_same, least_host_memory, run, small_pieces, start, trained
 from tests.support.sampling import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of torch, with a frozen embedding

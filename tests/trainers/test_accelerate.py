@@ -31,8 +31,9 @@ _RANK = """
 import os, runpy, sys
 import torch
 torch.set_num_threads(1)
-# The server of these processes has imported both, and they have looked for DeepSpeed.
-for name in [name for name in sys.modules if name.split(".")[0] in ("accelerate", "transformers")]:
+# The server of these processes has imported them, and they have looked for DeepSpeed.
+asked = "transformers.integrations.deepspeed"
+for name in [name for name in sys.modules if name.split(".")[0] == "accelerate" or name == asked]:
     del sys.modules[name]
 import offload.deepspeed
 offload.deepspeed.install()

@@ -51,7 +51,7 @@ class Break(transformers.TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
-def broken_off(folder: Path, step: int, tier: str = DISK, model: Any = models.gpt2_dropout, **changed: Any) -> None:
+def broken_off(folder: Path, step: int, tier: str = DISK, model: Any = models.shallow_dropout, **changed: Any) -> None:
     """Train up to a step behind a checkpoint."""
     with ended(trainer(folder, tier, model, rows=FEW, **SAVED | changed)) as mine:
         mine.add_callback(Break(step))
@@ -59,7 +59,7 @@ def broken_off(folder: Path, step: int, tier: str = DISK, model: Any = models.gp
 
 
 def resumed(
-    folder: Path, checkpoint: Any = True, tier: str = DISK, model: Any = models.gpt2_dropout, **changed: Any
+    folder: Path, checkpoint: Any = True, tier: str = DISK, model: Any = models.shallow_dropout, **changed: Any
 ) -> Run:
     """Go on from the last checkpoint, with a model that knows nothing of it."""
     with ended(trainer(folder, tier, model, rows=FEW, **SAVED | changed)) as mine:
@@ -75,7 +75,7 @@ def resumed(
 @pytest.mark.parametrize("changed", [{}, {"bf16": True}, {"fp16": True}, {"lr_scheduler_type": "cosine"}], ids=str)
 def test_resumed_is_the_unbroken_run(changed: dict[str, Any], tmp_path: Path) -> None:
     """With dropout and a shuffle, from the middle of an epoch."""
-    complete = offloaded(tmp_path / "whole", model=models.gpt2_dropout, **changed)
+    complete = offloaded(tmp_path / "whole", model=models.shallow_dropout, **changed)
     broken_off(tmp_path / "broken", 3, **changed)
     assert_same(complete, resumed(tmp_path / "broken", **changed))
 
@@ -84,30 +84,31 @@ def test_resumed_where_a_sampler_draws_from_the_generator_of_all(tmp_path: Path)
     """The order of an epoch's rows is drawn again before the resumed batch, whose dropout comes of later numbers."""
     old = "group_by_length" in inspect.signature(transformers.TrainingArguments).parameters
     grouped = {"group_by_length": True} if old else {"train_sampling_strategy": "group_by_length"}
-    complete = offloaded(tmp_path / "whole", model=models.gpt2_dropout, **grouped)
+    complete = offloaded(tmp_path / "whole", model=models.shallow_dropout, **grouped)
     broken_off(tmp_path / "broken", 3, **grouped)
     assert_same(complete, resumed(tmp_path / "broken", **grouped))
 
 
-def test_transformers_loads_what_a_checkpoint_holds(tmp_path: Path) -> None:
-    with ended(trainer(tmp_path, rows=FEW, **SAVED)) as mine:
+def test_transformers_and_an_engine_of_ones_own_load_what_a_checkpoint_holds(tmp_path: Path) -> None:
+    with ended(trainer(tmp_path, rows=FEW, save_total_limit=2, **SAVED)) as mine:
         mine.train()
         mine.save_model(str(tmp_path / "final"))
         weights = result(mine).weights
-    for folder in (tmp_path / "out" / "checkpoint-6", tmp_path / "final"):
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    checkpoint = tmp_path / "out" / "checkpoint-6"
+    for folder in (checkpoint, tmp_path / "final"):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
         assert loaded.keys() == weights.keys()
         assert_same_tensors(loaded, weights)
-    names = {path.name for path in (tmp_path / "out" / "checkpoint-6").iterdir()}
-    assert {
-        "latest",
-        "global_step6",
-        "training_args.bin",
-        "trainer_state.json",
-        "rng_state.pth",
-        "scheduler.pt",
-    } <= names
-    assert "optimizer.pt" not in names
+    names = {path.name for path in checkpoint.iterdir()}
+    own = {"latest", "global_step6", "training_args.bin", "trainer_state.json", "rng_state.pth", "scheduler.pt"}
+    assert own <= names and "optimizer.pt" not in names
+    content = config(tmp_path / "other", MEMORY) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine, *_ = offload.initialize(model=seeded(), config=content)
+    folder, _ = engine.load_checkpoint(checkpoint, load_module_only=True)
+    assert folder is not None and Path(folder).name == "global_step6"
+    assert_same_tensors(engine.state_dict(), weights)
+    engine.destroy()
 
 
 def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
@@ -130,17 +131,11 @@ def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
     assert_same_tensors(saved, complete.weights)
 
 
-def test_few_checkpoints_are_left(tmp_path: Path) -> None:
-    with ended(trainer(tmp_path, rows=FEW, save_strategy="steps", save_steps=2, save_total_limit=2)) as mine:
-        mine.train()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-4", "checkpoint-6"]
-
-
 def test_save_only_model_leaves_weights_to_begin_with(tmp_path: Path) -> None:
-    broken_off(tmp_path, 3, model=models.gpt2, save_only_model=True)
+    broken_off(tmp_path, 3, model=models.shallow, save_only_model=True)
     folder = tmp_path / "out" / "checkpoint-2"
     assert not (folder / "latest").exists() and (folder / "model.safetensors").exists()
-    logs = resumed(tmp_path, model=models.gpt2, save_only_model=True).logs
+    logs = resumed(tmp_path, model=models.shallow, save_only_model=True).logs
     assert len(logs) == 6 and logs[2]["loss"] < 4.6, "the weights are those of the checkpoint, not zero"
 
 
@@ -173,12 +168,21 @@ def test_a_checkpoint_of_the_stock_trainer_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("left", [None, b'{"epoch": 0.5, "glo'], ids=["without a state", "with half a state"])
-def test_a_save_that_was_cut_short_is_passed_over(
+def test_what_a_kill_leaves_is_passed_over(
     left: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The Trainer writes its state last, so that a kill leaves the folder as it is made here."""
-    complete = unbroken(models.gpt2_dropout)
-    broken_off(tmp_path, 5)
+    """Swap files without a commit, and a save that was cut short: the Trainer writes its state last."""
+    complete = unbroken(models.shallow_dropout)
+    swap = tmp_path / "swap"
+    with ended(trainer(tmp_path, model=models.shallow_dropout, rows=FEW, **SAVED)) as first:
+        first.add_callback(Break(5))
+        first.train()
+        assert first.engine is not None and first.engine.resumable is None
+        shutil.copytree(swap, tmp_path / "left")
+    assert not any(swap.rglob("manifest.json")), "one that ends leaves nothing"
+    shutil.rmtree(swap)
+    (tmp_path / "left").rename(swap)
+    assert any(swap.rglob("manifest.json"))
     cut = tmp_path / "out" / "checkpoint-4"
     (cut / "trainer_state.json").unlink() if left is None else (cut / "trainer_state.json").write_bytes(left)
     assert_same(complete, resumed(tmp_path))
@@ -186,21 +190,13 @@ def test_a_save_that_was_cut_short_is_passed_over(
     assert (cut / "trainer_state.json").is_file()  # saved once more on the way
 
 
-def test_the_path_of_a_save_that_was_cut_short_is_told_the_one_before(tmp_path: Path) -> None:
-    broken_off(tmp_path, 7)
-    first, second, cut = (tmp_path / "out" / f"checkpoint-{step}" for step in (2, 4, 6))
-    (cut / "trainer_state.json").unlink()
-    with pytest.raises(StoreError, match=rf"{cut} contains no complete .*; resume from {second}, the one before, or"):
-        resumed(tmp_path, cut)
-    (second / "trainer_state.json").unlink()
-    with pytest.raises(StoreError, match=rf"; resume from {first}, the one before, or"):
-        resumed(tmp_path, cut)
-
-
 def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A kill in the middle of a save, or a copy that was not one."""
-    broken_off(tmp_path, 3)
-    checkpoint = tmp_path / "out" / "checkpoint-2"
+    """A kill in the middle of a save, or a copy that was not one. The error names the complete one before."""
+    broken_off(tmp_path, 5)
+    checkpoint, cut = tmp_path / "out" / "checkpoint-2", tmp_path / "out" / "checkpoint-4"
+    (cut / "trainer_state.json").unlink()
+    with pytest.raises(StoreError, match=rf"{cut} contains no complete .*; resume from {checkpoint}, the one before"):
+        resumed(tmp_path, cut)
     for name in ("trainer_state.json", "scheduler.pt", "rng_state.pth"):
         complete = (checkpoint / name).read_bytes()
         for left in (None, b"", complete[: len(complete) // 2], "a pipe"):
@@ -219,30 +215,3 @@ def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING, "offload"):
         resumed(tmp_path, checkpoint)
     assert "contains no rng_state.pth: dropout continues with other random numbers" in caplog.text
-
-
-def test_swap_files_of_a_run_that_was_killed_are_no_obstacle(tmp_path: Path) -> None:
-    """They hold no commit. What goes on is the Trainer's checkpoint."""
-    complete = unbroken(models.gpt2_dropout)
-    swap, left = tmp_path / "swap", tmp_path / "left"
-    with ended(trainer(tmp_path, model=models.gpt2_dropout, rows=FEW, **SAVED)) as first:
-        first.add_callback(Break(3))
-        first.train()
-        assert first.engine is not None and first.engine.resumable is None
-        shutil.copytree(swap, left)
-    assert not any(swap.rglob("manifest.json")), "one that ends leaves nothing"
-    shutil.rmtree(swap)
-    left.rename(swap)
-    assert any(swap.rglob("manifest.json"))
-    assert_same(complete, resumed(tmp_path))
-
-
-def test_an_engine_of_ones_own_loads_a_checkpoint(tmp_path: Path) -> None:
-    broken_off(tmp_path, 3)
-    config_of = config(tmp_path / "other", MEMORY) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    engine, *_ = offload.initialize(model=seeded(models.gpt2_dropout), config=config_of)
-    try:
-        folder, _ = engine.load_checkpoint(tmp_path / "out" / "checkpoint-2", load_module_only=True)
-        assert folder is not None and Path(folder).name == "global_step2"
-    finally:
-        engine.destroy()

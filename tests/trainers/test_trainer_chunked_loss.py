@@ -68,7 +68,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 @pytest.mark.works("Trainers", "the loss in chunks of tokens, by default: that of the stock `Trainer`", "right")
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("model", [models.gpt2, models.llama, qwen3, lora])
+@pytest.mark.parametrize("model", [models.shallow, models.llama, qwen3, lora])
 @pytest.mark.numeric
 def test_the_loss_in_chunks_is_that_of_the_stock_trainer(
     model: Callable[[], Any], calls: list[torch.Size], tmp_path: Path

@@ -46,7 +46,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 def lora() -> Any:
     """Adapters whose second half is not zero, so that both learn at once."""
     settings = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.0, fan_in_fan_out=True)
-    return peft.get_peft_model(models.gpt2(), settings)
+    return peft.get_peft_model(models.shallow(), settings)
 
 
 class OffloadSeq2SeqTrainer(OffloadMixin, transformers.Seq2SeqTrainer):
@@ -80,7 +80,7 @@ def test_prediction_by_a_model_that_trains_nothing(tmp_path: Path) -> None:
         predictions = mine.predict(Texts(5)).predictions
         assert mine.engine is not None
         rounding_bounds.same_tensor(
-            torch.from_numpy(predictions), expected.detach(), rounding_bounds.step_error(models.GPT2)
+            torch.from_numpy(predictions), expected.detach(), rounding_bounds.step_error(models.SHALLOW)
         )
 
 
@@ -206,7 +206,7 @@ def test_sft_trainer_of_trl(loss_type: str, tmp_path: Path, caplog: pytest.LogCa
     with ended(mine):
         mine.train()
         assert_close(result(mine), result(theirs))
-        rounding_bounds.same_losses(evaluations(mine), evaluations(theirs), models.GPT2)
+        rounding_bounds.same_losses(evaluations(mine), evaluations(theirs), models.SHALLOW)
         accuracies = [[log.get("mean_token_accuracy") for log in each.state.log_history] for each in (mine, theirs)]
         assert accuracies[0] == accuracies[1] and any(accuracies[0])
     assert "not computed in chunks of tokens: OffloadSFTTrainer.compute_loss may read the logits" in caplog.text
@@ -223,14 +223,14 @@ def _tokenizer() -> Any:
 
 def biases() -> Any:
     """A model of which biases alone train: BitFit."""
-    model = models.gpt2()
+    model = models.shallow()
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name.endswith("bias")
     return model
 
 
 def norms() -> Any:
-    return peft.get_peft_model(models.gpt2(), peft.LNTuningConfig(target_modules=["ln_1", "ln_f"]))
+    return peft.get_peft_model(models.shallow(), peft.LNTuningConfig(target_modules=["ln_1", "ln_f"]))
 
 
 @pytest.mark.works("Trainers", "biases or norms alone (BitFit, peft's `LNTuningConfig`)", "right")

@@ -1,7 +1,11 @@
-"""Updates of states in memory and of states on drives go side by side, in two lanes, and change no bit."""
+"""Updates of states in memory and of states on drives go side by side, in two lanes, and change no bit.
+
+No forward waits for their writes, and a log counts those that were made early.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +19,14 @@ import offload
 from offload import kernels, testing
 from offload.aio import IoQueue
 from offload.layout.update_order import Lane, next_lane
+from offload.report.figures import figures
+from offload.report.log import read_log
+from offload.report.page import page
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, use_queue
-from tests.support.oracle import Job, assert_same, config, run, small_pieces, trained
+from tests.support.early_updates import counts
+from tests.support.early_updates import train_step as early_step
+from tests.support.oracle import Job, assert_same, config, run, small_pieces, start, train_step, trained
 
 _LONGEST_HOLD = 30.0
 """Seconds after which reads that are held go on, so that a fault fails the test and does not stop it."""
@@ -72,8 +81,8 @@ def lanes(engine: offload.Engine) -> list[Lane]:
 # -- the time line ------------------------------------------------------------------------------------
 
 
-class HeldRead:
-    """A read that has ended once nobody holds reads any more."""
+class Held:
+    """A request that has ended once nobody holds requests any more."""
 
     def __init__(self, future: Any, go: threading.Event) -> None:
         self._future, self._go = future, go
@@ -90,16 +99,19 @@ class HeldRead:
 
 
 class HoldingQueue:
-    """A queue whose reads do not end while `go` is clear."""
+    """A queue whose reads, or writes, do not end while `go` is clear."""
 
-    def __init__(self) -> None:
-        self._inner, self.go, self.held = IoQueue(), threading.Event(), 0
+    def __init__(self, kind: str) -> None:
+        self._inner, self.go, self.held, self.held_nbytes = IoQueue(), threading.Event(), 0, 0
         self.backend, self.refusals, self.window_bytes = self._inner.backend, self._inner.refusals, 0
         self.go.set()
+        setattr(self, kind, functools.partial(self._hold, kind))
 
-    def read(self, *args: Any, **options: Any) -> HeldRead:
-        self.held += not self.go.is_set()
-        return HeldRead(self._inner.read(*args, **options), self.go)
+    def _hold(self, kind: str, file: Any, offset: int, buffer: memoryview, **options: Any) -> Held:
+        if not self.go.is_set():
+            self.held += 1
+            self.held_nbytes += len(buffer)
+        return Held(getattr(self._inner, kind)(file, offset, buffer, **options), self.go)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -111,7 +123,7 @@ def test_states_in_memory_are_updated_while_others_are_read(
 ) -> None:
     """In either order of use: no drive is idle while memory is updated, and memory does not wait for drives."""
     job = Job(model, chain_loss, steps=2)
-    queue = HoldingQueue()
+    queue = HoldingQueue("read")
     testing.replace(monkeypatch, "io.queue", lambda *_, **__: queue)
     engine = mixed(job, tmp_path)
     found = lanes(engine)
@@ -150,6 +162,7 @@ def test_states_in_memory_are_updated_while_others_are_read(
 # -- bits ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("optimizer", "dtype"), [("AdamW", "bf16"), ("Lamb", "fp32"), ("Muon", "fp32")], ids=["AdamW", "Lamb", "Muon"]
 )
@@ -157,7 +170,7 @@ def test_both_lanes_have_the_bits_of_memory(
     optimizer: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reads end late and in any order, so tiles of both lanes are computed in turns."""
-    job = models.GPT2._replace(optimizer=optimizer, dtype=dtype, steps=6)
+    job = models.SHALLOW._replace(optimizer=optimizer, dtype=dtype)
     alone = run(job, ("none", "none"), tmp_path / "memory")
     use_queue(monkeypatch, lambda: LateQueue(0, 0.003))
     engine = mixed(job, tmp_path / "mixed")
@@ -173,9 +186,9 @@ def test_both_lanes_have_the_bits_of_memory(
 BOTH = (Lane.MEMORY, Lane.STREAMED)
 
 
-@pytest.mark.parametrize(
-    ("begun", "reads_ended", "awaited", "last", "expected"),
-    [
+def test_the_lane_of_the_next_tile() -> None:
+    """A tile that has been read comes first, and an awaited unit in memory at least every second time."""
+    for begun, reads_ended, awaited, last, expected in (
         ((), True, None, None, None),
         ((Lane.STREAMED,), False, None, None, Lane.STREAMED),
         ((Lane.MEMORY,), True, None, Lane.STREAMED, Lane.MEMORY),
@@ -184,10 +197,86 @@ BOTH = (Lane.MEMORY, Lane.STREAMED)
         (BOTH, True, Lane.STREAMED, Lane.STREAMED, Lane.STREAMED),
         (BOTH, True, Lane.MEMORY, Lane.MEMORY, Lane.STREAMED),
         (BOTH, True, Lane.MEMORY, Lane.STREAMED, Lane.MEMORY),
-    ],
-)
-def test_the_lane_of_the_next_tile(
-    begun: tuple[Lane, ...], reads_ended: bool, awaited: Lane | None, last: Lane | None, expected: Lane | None
+    ):
+        assert next_lane(begun, reads_ended, awaited, last) is expected, (begun, reads_ended, awaited, last)
+
+
+# -- writes and reports -----------------------------------------------------------------------------
+
+JOB = models.SHALLOW
+
+
+def test_the_next_forward_ends_while_every_write_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = HoldingQueue("write")
+    testing.replace(monkeypatch, "io.queue", lambda *_, **__: queue)
+    engine = start(JOB, ("nvme", "nvme"), tmp_path, host_memory="16MiB")  # room for every state
+    worker = testing.inspect(engine).update_worker
+    assert worker is not None
+    losses = [train_step(engine, JOB, step) for step in range(2)]
+    engine.synchronize()
+    engine.backward(JOB.loss(engine, 2, 0))
+    queue.go.clear()
+    watchdog = threading.Timer(_LONGEST_HOLD, queue.go.set)
+    watchdog.start()
+    engine.step()
+    loss = JOB.loss(engine, 3, 0)  # uses the weights of every unit
+    assert not queue.go.is_set(), "the forward has waited for writes"
+    tiles = -(-max(map(len, testing.inspect(engine).trainable)) // worker.tile_numel)
+    assert queue.held > tiles > 3, "more tiles are in flight than there are buffers"
+    spec = testing.inspect(engine).store.spec  # type: ignore[union-attr]
+    assert queue.held_nbytes <= sum(sum(row.values()) for row in spec.partitions), (
+        "each state is in flight once at most"
+    )
+    queue.go.set()
+    watchdog.cancel()
+    engine.backward(loss)
+    engine.step()
+    engine.destroy(remove=True)
+    alone = run(JOB, ("none", "none"), tmp_path)
+    assert [*losses, float(loss.detach())] == [*alone.losses[:2], alone.losses[3]]
+
+
+@pytest.mark.parametrize(("placement", "pieces"), [(("cpu", "cpu"), 1), (("nvme", "nvme"), 4)], ids=["memory", "disk"])
+def test_a_unit_of_which_nothing_is_read_or_written_is_one_tile(
+    placement: tuple[str, str], pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tile that has been read comes first, and an awaited unit in memory at least every second time."""
-    assert next_lane(begun, reads_ended, awaited, last) is expected
+    """In the time between two tiles many cores would compute half a million elements."""
+    engine = start(JOB, placement, tmp_path)
+    calls, update = list[int](), kernels.update
+    testing.replace(
+        monkeypatch, "kernel.update", lambda part, *args: (calls.append(len(part.weight)), update(part, *args))
+    )
+    train_step(engine, JOB, 0)
+    engine.synchronize()
+    units = [len(trainable) for trainable in testing.inspect(engine).trainable]
+    assert (sorted(calls) == sorted(units)) == (pieces == 1)
+    assert len(calls) >= pieces * len(units) - 3
+    engine.destroy(remove=True)
+
+
+CLIPPED = 2
+"""The step that clips."""
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_each_update_that_held_or_did_not_is_counted(tmp_path: Path, speculate: bool) -> None:
+    job = models.SHALLOW._replace(dtype="bf16", steps=4 if speculate else 1, clip=0.0)
+    log = tmp_path / "log.jsonl"
+    engine = start(job, ("nvme", "nvme"), tmp_path, speculate=speculate, log=str(log))
+    for step in range(job.steps):
+        if step == CLIPPED:
+            engine.clip_grad_norm_(1e-3)
+        early_step(engine, job, step)
+    made = counts(engine)
+    engine.destroy()
+    found = read_log(log)
+    seen = [(values.get("early_updates"), values.get("early_updates_dropped")) for values in found.steps]
+    shown = page(found, figures(found), None)
+    if not speculate:
+        assert seen == [(None, None)] * job.steps and "under the backward" not in shown
+        return
+    hits, misses = (sum(int(count or 0) for count in column) for column in zip(*seen, strict=True))
+    assert (hits, misses) == (made.hits, made.misses)
+    assert [bool(dropped) for _, dropped in seen] == [step == CLIPPED for step in range(job.steps)]
+    assert hits > 0
+    assert f"Of updates under the backward, {hits} held, {misses} in 1 step came to nothing." in shown

@@ -23,7 +23,7 @@ from tests.support.oracle import Job, accumulated_step, assert_same, run, small_
 
 _LONGEST = 5.0
 """Seconds after which a kernel that is held goes on, so that a fault fails the test and does not stop it."""
-JOB = models.GPT2._replace(steps=4, dtype="bf16")
+JOB = models.SHALLOW._replace(dtype="bf16")
 IN_MEMORY = ("cpu", "cpu")
 
 
@@ -103,6 +103,7 @@ CASES: dict[str, tuple[Job, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "by"), [*((name, train_step) for name in CASES), ("AdamW, micro-batches", accumulated_step)]
 )

@@ -20,10 +20,14 @@ def mixtral(experts: int = 8) -> nn.Module:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=experts))
 
 
-def qwen(experts: int = 8) -> nn.Module:
+def qwen(experts: int = 8, layers: int = 2) -> nn.Module:
     return transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(
-            **DECODER, head_dim=8, moe_intermediate_size=48, num_experts=experts, num_experts_per_tok=2
+            **{**DECODER, "num_hidden_layers": layers},
+            head_dim=8,
+            moe_intermediate_size=48,
+            num_experts=experts,
+            num_experts_per_tok=2,
         )
     )
 
