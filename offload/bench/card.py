@@ -497,7 +497,7 @@ class _Card:
             return
         predicted = prediction(planned)
         needs = _STARTS + planned.shape.parameters / self._plan.kind.built + (_TIMED + 4) * predicted["seconds"]
-        row = {"model": model, "planned": predicted}
+        row: dict[str, Any] = {"model": model, "planned": predicted}
         self.report["rows"].append(row)
         if not self._has_time(model, needs):
             return

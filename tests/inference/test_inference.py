@@ -1,26 +1,342 @@
-"""`offload score` and `offload generate` give what the plain model gives, record by record."""
+"""A folder's files are read in place, scored and continued with the bits of the model in memory."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import random
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
+import offload
 from offload.cli.main import app
 from offload.errors import ConfigError, printable
+from offload.fileio.safetensors_stream import SafetensorsWriter, Tensor
+from offload.inference_engine import InferenceEngine
+from offload.losses import chunk_loss_of
 from offload.offline.open_model import cache_nbytes, device_nbytes, is_paged, static_cache
-from offload.sizes import format_size
+from offload.sizes import MIB, PAGE, format_size
+from offload.swapper.store.model_files import FileRange, arrange_in_place
 from tests.support.model_folders import MARKING_TEMPLATE, make_folder, tokenizer, write_lines
 from tests.support.models import WIDTHS
+from tests.support.oracle import processes
+from tests.support.processes.process_measures import DiskBytes, peak_in, peak_rss
+
+IDS = torch.arange(24).view(3, 8) * 7 % 251
+NARROW = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+}
+
+
+def llama(dtype: str = "float32", **more: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**NARROW | more)).to(getattr(torch, dtype)).eval()
+
+
+def saved(model: Any, folder: Path, shard: str = "1GB") -> Path:
+    model.save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def on_cpu(**more: Any) -> dict[str, Any]:
+    return {"offload": {"device": "cpu", **more}}
+
+
+def states_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of change of every file below a folder."""
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.works("Without training", "a folder in its files' dtype, sharded or not, tied or not", "right")
+@pytest.mark.parametrize(
+    ("dtype", "shard", "tied"), [("float32", "1GB", True), ("bfloat16", "100KB", False), ("float16", "100KB", True)]
+)
+def test_a_folder_gives_the_bits_of_the_model_in_memory(dtype: str, shard: str, tied: bool, tmp_path: Path) -> None:
+    folder = saved(llama(dtype, tie_word_embeddings=tied), tmp_path / "model", shard)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    before = states_of(tmp_path)
+    with torch.no_grad():
+        logits = model(IDS).logits
+    words = model.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    training = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "swap")}},
+    }
+    with offload.inference(folder, on_cpu() | training) as engine:
+        assert torch.equal(engine(IDS).logits, logits)
+        once = engine.io_bytes()
+        assert torch.equal(engine.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0), words)
+        assert torch.equal(engine.module.state_dict()["model.norm.weight"], model.model.norm.weight)
+    files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert once.read >= sum(each.numel() * each.element_size() for each in model.parameters())
+    # Whole pages: each unit may share its first and its last with a neighbour, in each file that it is in.
+    assert once.read <= files + 2 * PAGE * 2 * len(engine.module.model.layers)
+    assert once.written == 0
+    assert states_of(tmp_path) == before
+
+
+@pytest.mark.works("Without training", "one safetensors file beside a module of your own", "right")
+def test_a_file_alone_fills_a_module_that_init_has_built(tmp_path: Path) -> None:
+    folder = saved(model := llama(), tmp_path)
+    (folder / "config.json").unlink()
+    with pytest.raises(offload.ConfigError, match=r"no config\.json"):
+        offload.inference(folder / "model.safetensors")
+    with offload.init():
+        built = transformers.LlamaForCausalLM(model.config)
+    offload.load_pretrained(built, folder / "model.safetensors")
+    with offload.inference(built, on_cpu()) as engine, torch.no_grad():
+        assert torch.equal(engine(IDS).logits, model(IDS).logits)
+        assert "read from 1 file" in " ".join(engine.notices)
+
+
+@pytest.fixture
+def batches() -> Iterator[list[torch.Tensor]]:
+    yield [IDS + number for number in range(5)]
+
+
+@pytest.mark.works("Without training", "several batches, for which the weights are read once", "right")
+def test_batches_share_one_pass_over_the_weights(batches: list[torch.Tensor], tmp_path: Path) -> None:
+    model = llama(tie_word_embeddings=False)
+    with torch.no_grad():
+        logits = [model(each).logits for each in batches]
+    # Room for one unit: none is on the device from one pass to the next.
+    largest = max(sum(p.numel() * 4 for p in unit.parameters()) for unit in (*model.model.layers, model.lm_head))
+    with offload.inference(saved(model, tmp_path), on_cpu(device_memory=largest + 2 * PAGE)) as engine:
+        passes = []
+        for some in (batches[:1], batches, batches):
+            before = engine.io_bytes().read
+            assert all(map(torch.equal, engine.map(lambda ids: engine(ids).logits, some), logits))
+            passes.append(engine.io_bytes().read - before)
+        assert engine.pass_seconds().total > 0
+    # A unit or two are in host buffers from one pass to the next.
+    assert passes[0] / 2 < passes[2] <= passes[0], "five batches read what one reads"
+    assert passes[2] < passes[1] < 3 * passes[0], "the first runs alone, for once"
+
+
+@pytest.mark.works("Without training", "weights that are not in the files as the model has them", "right")
+def test_what_cannot_be_read_in_place_is_kept_in_host_memory_and_said(tmp_path: Path) -> None:
+    in_files = saved(llama(), tmp_path / "fp32")
+    model = transformers.LlamaForCausalLM.from_pretrained(in_files, dtype=torch.bfloat16)
+    with offload.inference(in_files, {**on_cpu(), "bf16": {"enabled": True}}) as engine, torch.no_grad():
+        # Not bit for bit: torch rounds a value in the middle of two to the even one, a split master away from zero.
+        torch.testing.assert_close(engine(IDS).logits, model(IDS).logits, rtol=0, atol=0.02)
+        assert "is stored as float32, not as bf16" in " ".join(engine.notices) and engine.io_bytes().read == 0
+    given = transformers.LlamaForCausalLM.from_pretrained(in_files, dtype=torch.bfloat16)
+    with offload.inference(given, on_cpu()) as engine, torch.no_grad():
+        assert torch.equal(engine(IDS).logits, model(IDS).logits)
+        assert "is in memory already" in " ".join(engine.notices)
+        assert next(engine.module.parameters()).dtype is torch.bfloat16
+
+
+@pytest.mark.works("Without training", "experts that files have one by one and the model stacks", "right")
+def test_experts_are_read_where_the_files_have_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**NARROW, num_local_experts=4)
+    model = transformers.MixtralForCausalLM(config).eval()
+    with offload.inference(saved(model, tmp_path), on_cpu()) as engine, torch.no_grad():
+        assert torch.equal(engine(IDS).logits, model(IDS).logits)
+        assert "kept in host memory" not in " ".join(engine.notices)
+        experts = [name for name in engine.module.state_dict() if "experts" in name]
+        assert experts and all(len(engine.module.get_parameter(name)) == 4 for name in experts)
+
+
+@pytest.mark.works("Without training", "4 bits without swap files", "refused")
+def test_quantized_forms_need_swap_files(tmp_path: Path) -> None:
+    folder = saved(llama(), tmp_path / "model")
+    with pytest.raises(offload.ConfigError, match="offload_param"):
+        offload.inference(folder, on_cpu(frozen="nf4"))
+    found = []
+    for tier in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path / "swap")}):
+        config = {**on_cpu(frozen="nf4"), "zero_optimization": {"stage": 3, "offload_param": tier}}
+        with offload.inference(folder, config) as engine:
+            found.append(engine(IDS).logits)
+    assert torch.equal(*found) and not torch.equal(found[0], llama()(IDS).logits)
+    assert not list((tmp_path / "swap").rglob("states")), "the swap files are removed at the end"
+
+
+@pytest.mark.parametrize("harm", ["truncate", "write", "replace"])
+def test_files_that_change_below_an_engine(harm: str, tmp_path: Path) -> None:
+    folder = saved(model := llama(), tmp_path)
+    file = folder / "model.safetensors"
+    engine = offload.inference(folder, on_cpu(device_memory="200KiB"))
+    engine(IDS)
+    if harm == "replace":  # a new file under the name: what is open stays as it is
+        file.with_suffix(".new").write_bytes(bytes(file.stat().st_size))
+        os.replace(file.with_suffix(".new"), file)
+        with torch.no_grad():
+            assert torch.equal(engine(IDS).logits, model(IDS).logits)
+        engine.destroy()
+        return
+    if harm == "truncate":
+        os.truncate(file, file.stat().st_size // 2)
+    else:
+        with file.open("r+b") as open_file:
+            open_file.seek(-100, os.SEEK_END)
+            open_file.write(b"x")
+    with pytest.raises(offload.IoError, match="has changed since its header was read"):
+        engine(IDS)
+    with pytest.raises(offload.EngineFailed, match="has changed since"):
+        engine(IDS)
+    engine.destroy()
+
+
+def test_a_layer_larger_than_the_host_budget_is_read_in_chunks(tmp_path: Path) -> None:
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(2048, 2600), torch.nn.Linear(2600, 2048))
+
+    model = build()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with offload.init():
+        built = build()
+    offload.load_pretrained(built, tmp_path / "model.safetensors")
+    inputs = torch.ones(2, 2048)
+    # Two host buffers of 16 MiB, for layers of 20 MiB each.
+    with offload.inference(built, on_cpu(host_memory="33MiB")) as engine, torch.no_grad():
+        assert torch.equal(engine(inputs), model(inputs))
+        assert engine.host_memory < 2 * 2048 * 2600 * 4
+
+
+def test_an_in_place_layout_has_every_byte_of_its_tensors_in_whole_pages() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        files = {name: draw.randbytes(draw.randint(6, 6 * PAGE)) for name in ("a", "b")}
+        cuts = {name: sorted(draw.sample(range(len(content)), k=6)) for name, content in files.items()}
+        pairs = [(name, *pair) for name in files for pair in itertools.pairwise(cuts[name]) if draw.random() < 0.7]
+        ranges = [FileRange(name, start, stop - start) for name, start, stop in draw.sample(pairs, k=len(pairs))]
+        starts = list(itertools.accumulate([each.nbytes for each in ranges], initial=0))
+        in_place_layout = arrange_in_place(
+            list(zip(ranges, starts, strict=False)), {name: len(files[name]) for name in files}
+        )
+        content = b"".join(files[each.path][each.start : each.stop] for each in in_place_layout.extents)
+        unit = bytearray(starts[-1])
+        for start, target in in_place_layout.pieces:
+            unit[target.start : target.stop] = content[start : start + len(target)]
+        assert unit == b"".join(files[each.path][each.start : each.stop] for each in ranges)
+        pages = [(each.path, page) for each in in_place_layout.extents for page in range(each.start, each.stop, PAGE)]
+        assert len(pages) == len(set(pages)), "no page is read twice"
+        assert all(each.start % PAGE == 0 for each in in_place_layout.extents)
+        assert all(each.stop % PAGE == 0 or each.stop == len(files[each.path]) for each in in_place_layout.extents)
+
+
+def test_bad_input_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = llama()
+    with pytest.raises(offload.BudgetError):
+        offload.inference(model, on_cpu(host_memory="1MiB", device_memory="4KiB"))
+    assert all(parameter.requires_grad and parameter.numel() for parameter in model.parameters())
+    with pytest.raises(offload.UsageError, match="a module was given"):
+        offload.inference(model, attn_implementation="eager")
+    with pytest.raises(offload.UsageError, match="expects a folder"):
+        offload.inference(7)
+    headless = saved(llama().model, tmp_path / "headless")
+    with pytest.raises(offload.ConfigError, match="output would be that of random numbers"):
+        offload.inference(headless, model_class=transformers.LlamaForSequenceClassification)
+    with offload.inference(torch.nn.Linear(2, 2), on_cpu()) as engine:
+        assert isinstance(engine, InferenceEngine)
+        with pytest.raises(offload.UsageError, match="has no generate"):
+            engine.generate(IDS)
+    with pytest.raises(offload.UsageError, match="destroyed"):
+        engine(torch.ones(2))
+
+
+LAYERS = 30
+MEMORY_IDS = [[1, 300, 17]] * 2
+
+
+def config() -> Any:
+    return transformers.LlamaConfig(
+        hidden_size=640,
+        intermediate_size=1792,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=512,
+        dtype="bfloat16",
+        tie_word_embeddings=False,
+        use_cache=False,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def write_folder(folder: Path) -> int:
+    """A Llama of random numbers in two files, made tensor by tensor; bytes of its weights."""
+    folder.mkdir()
+    config().save_pretrained(folder)
+    with torch.device("meta"):
+        named = {name: tuple(each.shape) for name, each in transformers.LlamaForCausalLM(config()).named_parameters()}
+    files: dict[str, dict[str, Tensor]] = {"one.safetensors": {}, "two.safetensors": {}}
+    for number, (name, shape) in enumerate(named.items()):
+        files[list(files)[2 * number // len(named)]][name] = Tensor(torch.bfloat16, shape)
+    generator = torch.Generator().manual_seed(0)
+    for file, tensors in files.items():
+        with SafetensorsWriter(folder / file, tensors, {"format": "pt"}) as writer:
+            for name, tensor in tensors.items():
+                writer.write_tensor(name, torch.randn(tensor.shape, generator=generator).mul_(0.02).bfloat16())
+    places = {name: file for file, tensors in files.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+
+
+def score(folder: Path, budget: int) -> dict[str, Any]:
+    """Losses of two rows, how far the peak RSS grew, and the bytes of the first pass by both counts."""
+    warm = torch.nn.Linear(64, 64).bfloat16()
+    warm(torch.ones(8, 64).bfloat16()).float().sum()
+    ids = torch.tensor(MEMORY_IDS)
+    model = offload.load_pretrained(transformers.LlamaForCausalLM, folder)
+    chunk_loss_of(model, evaluation=True, by_row=True)
+    base = psutil.Process().memory_info().rss
+    sizes = {"device": "cpu", "host_memory": budget // 2, "device_memory": budget // 2}
+    with offload.inference(model, {"offload": sizes}) as engine:
+        drive = DiskBytes()
+        losses = engine(input_ids=ids, labels=ids).loss
+        figures = {"own": engine.io_bytes().read, "drive": drive.read, "written": drive.written}
+        engine(input_ids=ids, labels=ids)
+        budgets = engine.host_memory + engine.device_memory
+    return {**figures, "losses": losses.tolist(), "grown": peak_rss() - base, "budgets": budgets}
+
+
+def plain_losses(folder: Path) -> list[float]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    chunk_loss_of(model, evaluation=True, by_row=True)
+    ids = torch.tensor(MEMORY_IDS)
+    with torch.no_grad():
+        losses: list[float] = model(input_ids=ids, labels=ids).loss.tolist()
+    return losses
+
+
+@pytest.mark.works("Without training", "files four times as large as the RAM they may take", "right")
+def test_files_of_four_times_the_memory_are_scored_and_read_once(tmp_path: Path) -> None:
+    nbytes = write_folder(tmp_path / "model")
+    found, _ = peak_in(processes(), score, tmp_path / "model", 40 * MIB)
+    assert found["losses"] == plain_losses(tmp_path / "model")
+    assert found["budgets"] <= 40 * MIB
+    print(f"{nbytes / MIB:.0f} MiB of weights, {found}")
+    assert found["grown"] <= nbytes / 4, "budgets, activations, and what the libraries take"
+    # Whole pages: a unit shares its first and its last with its neighbours, and each file has a head of its own.
+    slack = 4 * PAGE * (LAYERS + 4)
+    assert nbytes <= found["own"] <= nbytes + slack
+    assert abs(found["drive"] - found["own"]) <= MIB, "the drive has read that too, and little else"
+    assert found["written"] == 0
+
 
 CHAT = {"messages": [{"role": "user", "content": "two and two?"}, {"role": "assistant", "content": "four"}]}
 RECORDS: list[dict[str, Any]] = [
