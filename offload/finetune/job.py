@@ -204,9 +204,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     predicted, notices, beside = (
         _prediction(options, model, content, always, _has_files(config)) if world_size == 1 else ({}, (), None)
     )
-    tokens = steps * batch.micro * batch.accumulation * options.seq_len
-    operations = 6.0 * tokens * sum(map(torch.numel, model.parameters()))  # of forward and backward
-    kernels = choose_kernels(options.kernels, config, model, compute_device(config.offload.device), operations)
+    kernels = choose_kernels(options.kernels, config, model, compute_device(config.offload.device))
     apply_kernels(model, kernels.kind, config)
     loss = choose_loss(model, options.chunked_loss, off="--no-chunked-loss", evaluation=True)
     # Notices on swap folders that the engine will create. The engine itself warns of wrong folders.

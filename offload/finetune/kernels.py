@@ -2,7 +2,6 @@
 
     --kernels auto ─┬─► on a CPU                                               eager
                     └─► on a GPU ─┬─► Liger is installed, with the family      liger
-                                  ├─► the run is long, and Triton can compile  compile
                                   └─► else                                     eager
 
 Kernels of one kind differ from those of another by rounding. So a run records its kind, and a resumed run keeps it.
@@ -45,12 +44,6 @@ from offload.swapper.store.inspection import look
 
 Kernels = Literal["liger", "compile", "eager"]
 
-COMPILED_FROM = 1e17
-"""Floating-point operations of a run from which "auto" compiles blocks.
-
-A compilation takes a minute or so, a tenth of the time in which a GPU computes 1e17 operations at 1.5e14 a second. Both
-are rules of thumb (not measured).
-"""
 _LINES = {
     "liger": "norms, rotary positions and MLPs run in Liger's kernels",
     "compile": "blocks run as torch.compile makes them, which the first step waits for",
@@ -66,23 +59,18 @@ class ChosenKernels(NamedTuple):
     """A sentence on the choice; None for no line."""
 
 
-def choose_kernels(
-    wanted: str, config: Config, model: nn.Module, device: torch.device, operations: float
-) -> ChosenKernels:
+def choose_kernels(wanted: str, config: Config, model: nn.Module, device: torch.device) -> ChosenKernels:
     """Returns the kernels that the user wants, else those with which the run began, else those for this machine.
 
     With several ranks all must call this, and all receive the choice of rank 0. The model stays as it is.
 
-    Args:
-        operations: floating-point operations of the run.
-
     Raises:
         ConfigError: the kernels that the user wants, or with which the run began, cannot run here.
     """
-    return ChosenKernels(*as_the_first(lambda: _choose(wanted, config, model, device, operations), "choose kernels"))
+    return ChosenKernels(*as_the_first(lambda: _choose(wanted, config, model, device), "choose kernels"))
 
 
-def _choose(wanted: str, config: Config, model: nn.Module, device: torch.device, operations: float) -> ChosenKernels:
+def _choose(wanted: str, config: Config, model: nn.Module, device: torch.device) -> ChosenKernels:
     if wanted in get_args(Kernels):
         reason = _reason_against(wanted, config, model, device)
         if reason is not None:
@@ -96,19 +84,17 @@ def _choose(wanted: str, config: Config, model: nn.Module, device: torch.device,
                 f"the run has begun with --kernels {begun}, which cannot run here: {reason}; --kernels eager continues "
                 "with torch's own kernels, which round otherwise"
             )
-        fresh = _automatic(config, model, device, operations)
+        fresh = _automatic(config, model, device)
         return ChosenKernels(begun, None if begun == fresh.kind else f"{_LINES[begun]}, with which the run has begun")
-    return _automatic(config, model, device, operations)
+    return _automatic(config, model, device)
 
 
-def _automatic(config: Config, model: nn.Module, device: torch.device, operations: float) -> ChosenKernels:
+def _automatic(config: Config, model: nn.Module, device: torch.device) -> ChosenKernels:
     if device.type == "cpu" and not _interpreted():
         return ChosenKernels("eager")
     no_liger = _reason_against("liger", config, model, device)
     if no_liger is None:
         return ChosenKernels("liger", f"{_LINES['liger']}; --kernels eager leaves them to torch")
-    if operations >= COMPILED_FROM and _reason_against("compile", config, model, device) is None:
-        return ChosenKernels("compile", f"{_LINES['compile']}; --kernels eager leaves them as they are")
     return ChosenKernels("eager", f"{_LINES['eager']}: {no_liger}")
 
 

@@ -60,8 +60,8 @@ class TrainOptions:
         Literal["auto", "liger", "compile", "eager"],
         option(
             "What the blocks run in: liger (Liger's kernels for norms, rotary positions and MLPs), compile "
-            "(torch.compile of each block), eager (torch's own). auto: on a GPU the first of them that can run, with "
-            "compile for long runs alone; on a CPU eager; a resumed run as it began."
+            "(torch.compile of each block), eager (torch's own). auto: liger on a GPU where it is installed, else "
+            "eager; a resumed run as it began."
         ),
     ] = "auto"
     output: Annotated[
