@@ -42,6 +42,7 @@ from offload.engine.hooks import ModuleHooks, SavedTensors
 from offload.engine.micro_batches import PassSchedule
 from offload.engine.optimizer import Optimizer
 from offload.engine.params import ParamHandle, StorageForm
+from offload.engine.parts import ZeroGradients
 from offload.engine.plan import (
     Plan,
     check_fits,
@@ -57,7 +58,7 @@ from offload.engine.unit_views import UnitViews
 from offload.engine.update import Updates, UpdateWorker
 from offload.engine.update_strategy import UpdateSetting
 from offload.errors import StoreError
-from offload.experts.stacks import StackedExperts, TargetedParameters, ZeroGradients, stack_handles
+from offload.experts.stacks import StackedExperts, TargetedParameters, stack_handles
 from offload.hardware.probe import kept_window
 from offload.launch.environment import rank_number
 from offload.layout.fingerprint import describe
@@ -92,6 +93,7 @@ from offload.swapper.store.requests import DriveSpans
 from offload.swapper.store.spill_file import SpillFile
 from offload.swapper.table import WeightSource
 from offload.timeline import OFF, Timeline, open_timeline
+from offload.vocabulary.pieces import table_handles
 
 _T = TypeVar("_T")
 
@@ -290,7 +292,10 @@ def _components(
             trains=any(parts.trainable_numel),
             several_ranks=world.ranks.size > 1,
             callbacks=callbacks,
-            composed=stack_handles(model, plan.layouts, handles, plan.units.experts),
+            composed=[
+                *stack_handles(model, plan.layouts, handles, plan.units.experts),
+                *table_handles(model, plan.layouts, handles, plan.units.tables),
+            ],
             coded=parts.coded.elements,
         )
         undo.callback(weights.remove)
@@ -610,10 +615,11 @@ def _extensions(
     if quantized:
         yield UnpackedWeights(model, quantized)
     if plan.units.experts:
-        zeros = None
-        if plan.config.offload.experts == "each":
-            zeros = ZeroGradients(plan.layouts, plan.trainable, gradients, plan.device.torch)
-        yield StackedExperts(model, plan.units.experts, pager, zeros)
+        yield StackedExperts(model, plan.units.experts, pager)
+    if plan.units.experts or plan.units.tables:
+        skipped = plan.units.experts.values() if plan.config.offload.experts == "visited" else ()
+        without = frozenset(unit for units in skipped for unit in units)
+        yield ZeroGradients(plan.layouts, plan.trainable, gradients, plan.device.torch, without)
     yield TargetedParameters(model, handles)
     if plan.world.divides_model or plan.sites:
         yield ShardedViews(plan.sites)
@@ -668,7 +674,7 @@ def _move_buffers(model: nn.Module, plan: Plan) -> None:
 
 
 def _handles(plan: Plan, model: nn.Module, forms: Sequence[Sequence[StorageForm]]) -> list[list[ParamHandle]]:
-    """Returns a handle for each parameter, unit by unit; an expert's rows get parameters that are made here."""
+    """Returns a handle for each parameter, unit by unit; an expert's row or a piece gets a parameter made here."""
     device, handles = plan.device.torch, list[list[ParamHandle]]()
     for unit, (layout, mode) in enumerate(zip(plan.layouts, plan.modes, strict=True)):
         handles.append([])

@@ -18,6 +18,7 @@ import torch
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.memory_plan import whole_or_pieces
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, ScheduleChoice, takes_turns
 from offload.layout.placement import growth, usable_host
 from offload.planner import activations
@@ -106,7 +107,14 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
     The schedule "auto" chooses the shorter step.
     """
     in_turns = takes_turns(load.schedule, load.accumulation, chain(shape))
-    memory = settled(shape, hardware, load, content, in_turns)
+
+    def place(vocabulary: str) -> tuple[Shape, Memory]:
+        divided = whole.in_pieces() if vocabulary == "pieces" else whole
+        return divided, settled(divided, hardware, load, content, in_turns)
+
+    whole, config = shape.uncut or shape, load_config(content)
+    vocabulary = config.offload.vocabulary if whole.tables else "whole"
+    shape, memory = whole_or_pieces(vocabulary, config, place)
     wish = wish_of(memory.config)
     room = room_of(hardware, memory, wish, shape, load)
     if wish.tier == "nvme" and not room.drives:

@@ -1,0 +1,239 @@
+"""Tables in pieces of rows: an embedding and a head need one piece of their weight on the device at a time.
+
+A table is a parameter in parts (`engine/parts.py`). While a module runs, an embedding looks up the rows of its tokens,
+and a linear layer multiplies by the table, piece by piece in their order. Any other use of the table gives all pieces
+joined.
+
+    forward     piece 0 ─► its rows, or its part of the logits ─► piece 1 ─► …
+    backward    the last piece ─► its gradient ─► the engine ─► the piece before ─► …
+
+A gradient leaves as soon as it is made. So each use has a leaf of its own: with one leaf for both uses of a tied table,
+autograd would keep the head's gradients on the device until those of the embedding arrive, at the end of the backward.
+The engine adds the two, the head's first. A leaf has no memory, since a graph must not hold weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from offload.engine.params import ParamHandle, handle_of
+from offload.engine.parts import PartsForm, composed_handle, parts_of
+from offload.layout.flat_layout import UnitLayout
+
+_T = TypeVar("_T")
+
+# -- form ----------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """One piece of a table, in one use by a module that runs."""
+
+    handle: ParamHandle
+    rows: range
+    """The piece's rows of the table."""
+    trains: bool
+    """True if a backward may follow that makes a gradient of the piece."""
+
+    def leaf(self) -> torch.Tensor | None:
+        """Returns a new leaf of autograd, whose gradient is the piece's; None if no gradient of the piece is made.
+
+        The leaf's values have no meaning, and no memory.
+        """
+        if not self.trains:
+            return None
+        piece = self.handle
+        leaf = torch.empty((), dtype=piece.dtype, device=piece.device).expand(piece.shape).requires_grad_()
+        assert piece.take_gradient is not None, "a piece that trains has a hook"
+        leaf.register_post_accumulate_grad_hook(piece.take_gradient)
+        return leaf
+
+    def on_device(self, compute: Callable[[torch.Tensor], _T]) -> _T:
+        """Returns the result of `compute` for the weights, outside of autograd. They are on the device meanwhile."""
+        views, unit = self.handle.engine.unit_views, self.handle.unit
+        views.use(unit)
+        try:
+            return compute(self.handle.parameter.detach())
+        finally:
+            views.release_unit(unit)
+
+
+class TablePieces(PartsForm):
+    """The form of a table: each piece of its rows is a parameter of its own, in a unit of its own."""
+
+    parts_words, key = "pieces", "vocabulary"
+
+    def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the pieces as one tensor."""
+        return torch.cat(list(values))
+
+    def divide(self, values: torch.Tensor) -> Iterable[torch.Tensor]:
+        """Returns the pieces of a tensor."""
+        return values.split([part.shape[0] for part in self._parts])
+
+    def call(self, handle: ParamHandle, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the result of a lookup or a product, made piece by piece; None for another call, or between steps."""
+        if func is F.embedding:
+            return self._embedding(handle, *args, **kwargs)
+        return self._linear(handle, *args, **kwargs)
+
+    def pieces(self, handle: ParamHandle) -> tuple[Piece, ...]:
+        """Returns the pieces for one use, in order; none unless a module or a backward runs."""
+        if not handle.engine.hooks.runs_now():
+            return ()
+        trains, start, pieces = self.follow(handle) and torch.is_grad_enabled(), 0, []
+        for part in self._parts:
+            pieces.append(Piece(part, range(start, start + part.shape[0]), trains))
+            start += part.shape[0]
+        return tuple(pieces)
+
+    def _embedding(
+        self,
+        handle: ParamHandle,
+        ids: Any,
+        weight: Any,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> torch.Tensor | None:
+        if weight is not handle.parameter or max_norm is not None or sparse or handle_of(ids) is not None:
+            return None
+        pieces = self.pieces(handle)
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx += handle.shape[0]
+        return _looked_up(pieces, ids, padding_idx, scale_grad_by_freq) if pieces else None
+
+    def _linear(self, handle: ParamHandle, hidden: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
+        if weight is not handle.parameter or handle_of(hidden) is not None:
+            return None
+        if hidden.numel() == 0:  # the head of a loss in chunks, which computes the logits of no token
+            return hidden.new_empty((*hidden.shape[:-1], handle.shape[0]))
+        pieces = self.pieces(handle)
+        return _product(pieces, hidden, bias) if pieces else None
+
+
+def pieces_here(parameter: Any) -> tuple[Piece, ...]:
+    """Returns the pieces of a table for one use, in order; none for another parameter, or if no module runs."""
+    handle = handle_of(parameter)
+    if handle is None or parameter is not handle.parameter or not isinstance(handle.form, TablePieces):
+        return ()
+    return handle.form.pieces(handle)
+
+
+def table_handles(
+    model: nn.Module,
+    layouts: Sequence[UnitLayout],
+    handles: Sequence[Sequence[ParamHandle]],
+    tables: Mapping[str, range],
+) -> list[ParamHandle]:
+    """Returns a handle for each table in pieces, and makes it a placeholder. `tables` contains the units of each."""
+    pieces = {name: parts for name, parts in parts_of(layouts, handles).items() if name in tables}
+    return [
+        composed_handle(model, name, TablePieces(parts), (sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
+        for name, parts in pieces.items()
+    ]
+
+
+# -- lookup --------------------------------------------------------------------------------------------
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of one piece."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, leaf: torch.Tensor | None, ids: torch.Tensor, padding: int, by_frequency: bool, weight: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.settings = weight.shape[0], padding, by_frequency
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        # The rows of a piece receive the gradients of the same tokens, in the same order, as those of a whole table.
+        of_piece = torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.settings)
+        return of_piece, None, None, None, None
+
+
+def _looked_up(pieces: Sequence[Piece], ids: torch.Tensor, padding_idx: int | None, by_frequency: bool) -> torch.Tensor:
+    """Returns the rows of a table that `ids` name, (..., features). Only pieces with a token are visited."""
+    flat, words, features = ids.reshape(-1), pieces[-1].rows.stop, pieces[0].handle.shape[1]
+    if flat.numel() == 0:
+        return torch.empty((*ids.shape, features), dtype=pieces[0].handle.dtype, device=ids.device)
+    least, most = flat.aminmax()
+    if least < 0 or most >= words:
+        raise IndexError(f"index out of range in self: {int(least)} to {int(most)} of {words} rows")
+    # All pieces but the last have the same number of rows. Tokens keep their order within a piece.
+    piece_of = flat.div(len(pieces[0].rows), rounding_mode="floor")
+    order = piece_of.argsort(stable=True)
+    counts = piece_of.bincount(minlength=len(pieces)).tolist()
+    rows = []
+    for piece, chosen in zip(pieces, order.split(counts), strict=True):
+        if len(chosen):
+            local, leaf = flat[chosen] - piece.rows.start, piece.leaf()
+            padding = padding_idx - piece.rows.start if padding_idx in piece.rows else -1
+            rows.append(piece.on_device(partial(_Lookup.apply, leaf, local, padding, by_frequency)))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return torch.cat(rows).index_select(0, place).view(*ids.shape, features)
+
+
+# -- product -------------------------------------------------------------------------------------------
+
+
+class _Product(torch.autograd.Function):
+    """Logits of the words of one piece. The gradient of the hidden states goes to `wide`, in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        wide: torch.Tensor,
+        leaf: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        of_hidden = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_hidden = (gradient @ weight.to(gradient.dtype)).float()
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        if ctx.needs_input_grad[1]:
+            of_weight = (flat.t() @ hidden.reshape(-1, hidden.shape[-1])).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            of_bias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return of_hidden, of_weight, of_bias, None, None
+
+
+def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """Returns the dtype of products with `hidden`: its own, or that of autocast."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _product(pieces: Sequence[Piece], hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Returns `F.linear(hidden, table, bias)`."""
+    # Gradients of the hidden states, one from each piece, are summed in fp32 and rounded once.
+    wide, values = hidden.float(), hidden.detach().to(compute_dtype(hidden))
+    logits = []
+    for piece in pieces:
+        own_bias = None if bias is None else bias[piece.rows.start : piece.rows.stop]
+        logits.append(piece.on_device(partial(_Product.apply, wide, piece.leaf(), own_bias, values)))
+    return torch.cat(logits, dim=-1)
