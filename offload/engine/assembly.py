@@ -42,7 +42,6 @@ from offload.engine.hooks import ModuleHooks, SavedTensors
 from offload.engine.micro_batches import PassSchedule
 from offload.engine.optimizer import Optimizer
 from offload.engine.params import ParamHandle, StorageForm
-from offload.engine.parts import ZeroGradients
 from offload.engine.plan import (
     Plan,
     check_fits,
@@ -58,7 +57,7 @@ from offload.engine.unit_views import UnitViews
 from offload.engine.update import Updates, UpdateWorker
 from offload.engine.update_strategy import UpdateSetting
 from offload.errors import StoreError
-from offload.experts.stacks import StackedExperts, TargetedParameters, stack_handles
+from offload.experts.stacks import StackedExperts, TargetedParameters, ZeroGradients, stack_handles
 from offload.hardware.probe import kept_window
 from offload.launch.environment import rank_number
 from offload.layout.fingerprint import describe
@@ -615,11 +614,10 @@ def _extensions(
     if quantized:
         yield UnpackedWeights(model, quantized)
     if plan.units.experts:
-        yield StackedExperts(model, plan.units.experts, pager)
-    if plan.units.experts or plan.units.tables:
-        skipped = plan.units.experts.values() if plan.config.offload.experts == "visited" else ()
-        without = frozenset(unit for units in skipped for unit in units)
-        yield ZeroGradients(plan.layouts, plan.trainable, gradients, plan.device.torch, without)
+        zeros = None
+        if plan.config.offload.experts == "each":
+            zeros = ZeroGradients(plan.layouts, plan.trainable, gradients, plan.device.torch)
+        yield StackedExperts(model, plan.units.experts, pager, zeros)
     yield TargetedParameters(model, handles)
     if plan.world.divides_model or plan.sites:
         yield ShardedViews(plan.sites)

@@ -2,27 +2,19 @@
 
 The parameter of the model is always a placeholder. Each part has a parameter of its own, outside of the model, with a
 handle like any other. Between steps a read joins the parts, and an edit divides its values among them.
-
-In torch such a parameter has one gradient, which is zero in the parts that no token visited: their moments fade, and
-their weights move by momentum and decay. A part that is a unit then receives no gradient. `ZeroGradients` gives it one
-of zeros, if another part of its parameter has a gradient on any rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from offload.engine.callbacks import Extension
-from offload.engine.gradients import GradientAccumulator
 from offload.engine.params import ParamHandle, StorageForm
 from offload.errors import BudgetError, UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.torch_internals import plain_tensors
-
-# -- form ----------------------------------------------------------------------------------------------
 
 
 class PartsForm(StorageForm):
@@ -128,56 +120,3 @@ def composed_handle(model: nn.Module, name: str, form: PartsForm, shape: tuple[i
     )
     ParamHandle.release([handle])
     return handle
-
-
-# -- gradients of zeros ----------------------------------------------------------------------------------
-
-
-class ZeroGradients(Extension):
-    """The trainable parts of one engine's parameters. Belongs to the thread that calls `step()`."""
-
-    def __init__(
-        self,
-        layouts: Sequence[UnitLayout],
-        trainable: Sequence[range],
-        gradients: GradientAccumulator,
-        device: torch.device,
-        without: Collection[int] = (),
-    ) -> None:
-        """Finds the parts. This rank updates the elements `trainable` of each unit; gradients arrive on `device`.
-
-        Units in `without` are not updated without a gradient.
-        """
-        self._layouts, self._trainable, self._gradients, self._device = layouts, trainable, gradients, device
-        self._parts: dict[str, list[tuple[int, int]]] = {}
-        """Unit and position of each part of a parameter, by the parameter's name."""
-        for unit, layout in enumerate(layouts):
-            for position, segment in enumerate(layout.segments):
-                if segment.stack and segment.trainable and segment.numel and unit not in without:
-                    self._parts.setdefault(segment.stack, []).append((unit, position))
-
-    def add_gradients(self, present: Sequence[set[int]]) -> None:
-        """Adds zeros for each part without a gradient if another part of its parameter has one. No backward may run.
-
-        Args:
-            present: for each unit the segments that have a gradient on any rank; segments that receive zeros are added.
-        """
-        for parts in self._parts.values():
-            missing = [(unit, position) for unit, position in parts if position not in present[unit]]
-            if len(missing) == len(parts):
-                continue
-            for unit, position in missing:
-                present[unit].add(position)
-                segment, own = self._layouts[unit].segments[position], self._trainable[unit]
-                start, stop = max(segment.start, own.start), min(segment.stop, own.stop)
-                if start >= stop:
-                    continue  # other ranks have the part
-                # An update of the unit's other parameters may have begun: it lacks this one.
-                self._gradients.completion.changed(unit)
-                zeros = torch.zeros(stop - start, dtype=self._gradients.dtypes.values, device=self._device)
-                self._gradients.put(unit, position, start - segment.start, zeros)
-        if self._parts:
-            self._gradients.receive_totals()
-
-    def remove(self) -> None:
-        """Nothing stands on the modules."""

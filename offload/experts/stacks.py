@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from offload.engine.callbacks import Extension
+from offload.engine.gradients import GradientAccumulator
 from offload.engine.params import ParamHandle
 from offload.engine.parts import PartsForm, composed_handle, parts_of
 from offload.interrupts import uninterrupted
@@ -88,6 +89,56 @@ def stack_handles(
     ]
 
 
+# -- gradients of zeros ----------------------------------------------------------------------------------
+#
+# In torch a stacked parameter has one gradient, which is zero in the rows of experts that no token visited: their
+# moments fade, and their weights move by momentum and decay. A row that is a unit then receives no gradient. Here such
+# a row gets a gradient of zeros, if another row of its parameter has a gradient on any rank.
+
+
+class ZeroGradients:
+    """The trainable rows of all stacked parameters of one engine. Belongs to the thread that calls `step()`."""
+
+    def __init__(
+        self,
+        layouts: Sequence[UnitLayout],
+        trainable: Sequence[range],
+        gradients: GradientAccumulator,
+        device: torch.device,
+    ) -> None:
+        """Finds the rows. This rank updates the elements `trainable` of each unit; gradients arrive on `device`."""
+        self._layouts, self._trainable, self._gradients, self._device = layouts, trainable, gradients, device
+        self._rows: dict[str, list[tuple[int, int]]] = {}
+        """Unit and position of each row of a parameter, by the parameter's name."""
+        for unit, layout in enumerate(layouts):
+            for position, segment in enumerate(layout.segments):
+                if segment.stack and segment.rows is None and segment.trainable and segment.numel:
+                    self._rows.setdefault(segment.stack, []).append((unit, position))
+
+    def add(self, present: Sequence[set[int]]) -> None:
+        """Adds zeros for each row without a gradient if another row of its parameter has one. No backward may run.
+
+        Args:
+            present: for each unit the segments that have a gradient on any rank; segments that receive zeros are added.
+        """
+        for rows in self._rows.values():
+            missing = [(unit, position) for unit, position in rows if position not in present[unit]]
+            if len(missing) == len(rows):
+                continue
+            for unit, position in missing:
+                present[unit].add(position)
+                segment, own = self._layouts[unit].segments[position], self._trainable[unit]
+                start, stop = max(segment.start, own.start), min(segment.stop, own.stop)
+                if start >= stop:
+                    continue  # other ranks have the row
+                # An update of the unit's other parameters may have begun: it lacks this one.
+                self._gradients.completion.changed(unit)
+                zeros = torch.zeros(stop - start, dtype=self._gradients.dtypes.values, device=self._device)
+                self._gradients.put(unit, position, start - segment.start, zeros)
+        if self._rows:
+            self._gradients.receive_totals()
+
+
 # -- implementation ------------------------------------------------------------------------------------
 #
 # Setting of the modules of transformers whose experts are units: the loop that takes one expert after the other.
@@ -116,16 +167,24 @@ def take_one_by_one(module: nn.Module) -> Callable[[], None]:
 class StackedExperts(Extension):
     """The modules of stacked experts: loops over experts, for which the router's choice is fetched ahead."""
 
-    def __init__(self, model: nn.Module, experts: Mapping[str, range], pager: Pager) -> None:
+    def __init__(
+        self, model: nn.Module, experts: Mapping[str, range], pager: Pager, zeros: ZeroGradients | None
+    ) -> None:
         """Hooks the modules, which are sites of the engine already, and makes their forwards loops over experts.
 
-        `experts` contains the units of each module whose experts are units, expert by expert.
+        `experts` contains the units of each module whose experts are units, expert by expert. `zeros` makes gradients
+        of experts without a token; None if these are not updated.
         """
-        self._pager = pager
+        self._pager, self._zeros = pager, zeros
         self._undo: list[Callable[[], None]] = []
         for name, units in experts.items():
             module = model.get_submodule(name)
             self._undo += [self._hook(module, units), take_one_by_one(module)]
+
+    def add_gradients(self, present: Sequence[set[int]]) -> None:
+        """Adds gradients of zeros for experts without a token, unless those are not updated."""
+        if self._zeros is not None:
+            self._zeros.add(present)
 
     def remove(self) -> None:
         """Removes the hooks, and restores the modules' own configs."""

@@ -46,7 +46,7 @@ def find_tables(model: nn.Module) -> tuple[Table, ...]:
     embeddings = [module for module in modules.values() if isinstance(module, nn.Embedding)]
     words = {module.num_embeddings for module in embeddings}
     # By identity: a tied table has a name in each of its modules.
-    owned = {id(parameter): [] for parameter in model.parameters()}
+    owned: dict[int, list[str]] = {id(parameter): [] for parameter in model.parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owned[id(parameter)].append(name)
     found = [

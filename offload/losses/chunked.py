@@ -352,7 +352,7 @@ def _loss_of_pieces(
         local = torch.where(counts, labels - piece.rows.start, -1)
         found.append(
             piece.on_device(
-                partial(_Statistics.apply, wide, piece.leaf(), own_bias, values, local, terms.softcap, chunk_tokens)  # type: ignore[no-untyped-call]
+                partial(_Statistics.apply, wide, piece.leaf(), own_bias, values, local, terms.softcap, chunk_tokens)
             )
         )
     of_lse, at_label, sums = (torch.stack(each, -1) for each in zip(*found, strict=True))

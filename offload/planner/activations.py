@@ -269,6 +269,8 @@ def _head(shape: Shape, load: Load, copy: int = 0) -> int:
     # new memory of the model's dtype, a piece at a time.
     several = tokens > CHUNK_TOKENS or size == _FP32
     summed = numel * (_FP32 if several else size) + hidden
+    if shape.uncut is not None:  # gradients of the hidden states in fp32: of one piece, and the sum over pieces
+        summed += 2 * hidden * _FP32 // size
     chunk = numel * size if several and size < _FP32 else 0
     return hidden + summed + max(logits + chunk + copy, hidden + numel * size + min(SCALED_NUMEL, numel) * _FP32)
 

@@ -188,7 +188,7 @@ class Shape(NamedTuple):
             layouts += [
                 lay_out(f"{name}[{rows.start}:{rows.stop}]", [(name, parameter)], 1, rows=rows) for rows in pieces
             ]
-        uses = tuple(part for use in self.uses for part in _divided(use, places[use.unit]))
+        uses = tuple(part for use in self.uses for part in _by_pieces(use, places[use.unit]))
         experts = tuple(
             each._replace(units=range(places[each.units[0]][0], places[each.units[-1]][0] + 1)) for each in self.experts
         )
@@ -379,6 +379,14 @@ def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
         for part in (_divided(use, choices[use.unit].units, choices[use.unit]) if use.unit in choices else (use,))
     )
     return shape._replace(uses=uses)
+
+
+def _by_pieces(use: Use, units: Sequence[int]) -> Iterator[Use]:
+    """Yields the uses of the pieces of a table. The last one has what all of them save together."""
+    *before, last = _divided(use, units)
+    yield from (each._replace(saved=0, largest=0) for each in before)
+    # A head has the logits of one piece at a time, a lookup the rows of all its tokens.
+    yield last._replace(saved=use.saved, largest=use.largest if use.lookup else use.largest // len(units))
 
 
 def _divided(use: Use, units: Sequence[int], choice: Expected | None = None) -> Iterator[Use]:

@@ -75,7 +75,8 @@ class TablePieces(PartsForm):
 
     def divide(self, values: torch.Tensor) -> Iterable[torch.Tensor]:
         """Returns the pieces of a tensor."""
-        return values.split([part.shape[0] for part in self._parts])
+        sizes: Any = [part.shape[0] for part in self._parts]
+        return tuple(values.split(sizes))
 
     def call(self, handle: ParamHandle, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns the result of a lookup or a product, made piece by piece; None for another call, or between steps."""
@@ -115,7 +116,7 @@ class TablePieces(PartsForm):
         if weight is not handle.parameter or handle_of(hidden) is not None:
             return None
         if hidden.numel() == 0:  # the head of a loss in chunks, which computes the logits of no token
-            return hidden.new_empty((*hidden.shape[:-1], handle.shape[0]))
+            return torch.empty((*hidden.shape[:-1], handle.shape[0]), dtype=hidden.dtype, device=hidden.device)
         pieces = self.pieces(handle)
         return _product(pieces, hidden, bias) if pieces else None
 
@@ -146,43 +147,56 @@ def table_handles(
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of one piece."""
+    """Rows of one piece, of shape `shape`. Without any `ids` the weights are not read."""
 
     @staticmethod
     def forward(
-        ctx: Any, leaf: torch.Tensor | None, ids: torch.Tensor, padding: int, by_frequency: bool, weight: torch.Tensor
+        ctx: Any,
+        leaf: torch.Tensor | None,
+        ids: torch.Tensor,
+        padding: int,
+        by_frequency: bool,
+        shape: tuple[int, ...],
+        weight: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.settings = weight.shape[0], padding, by_frequency
-        return F.embedding(ids, weight)
+        ctx.settings, ctx.shape = (shape[0], padding, by_frequency), shape
+        return F.embedding(ids, weight) if len(ids) else weight.new_empty((0, *shape[1:]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        # The rows of a piece receive the gradients of the same tokens, in the same order, as those of a whole table.
-        of_piece = torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.settings)
-        return of_piece, None, None, None, None
+        if len(ids):
+            # A row receives the gradients of the same tokens, in the same order, as in a whole table.
+            of_piece = torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.settings)
+        else:
+            of_piece = gradient.new_zeros(ctx.shape)
+        return of_piece, *(None,) * 5
 
 
 def _looked_up(pieces: Sequence[Piece], ids: torch.Tensor, padding_idx: int | None, by_frequency: bool) -> torch.Tensor:
-    """Returns the rows of a table that `ids` name, (..., features). Only pieces with a token are visited."""
+    """Returns the rows of a table that `ids` name, (..., features). Only pieces with a token are fetched.
+
+    In torch a table has one gradient, which is zero in rows without a token: their moments fade, and their weights move
+    by momentum and decay. So each piece has a part in the graph, and receives zeros if no token visits it.
+    """
     flat, words, features = ids.reshape(-1), pieces[-1].rows.stop, pieces[0].handle.shape[1]
-    if flat.numel() == 0:
-        return torch.empty((*ids.shape, features), dtype=pieces[0].handle.dtype, device=ids.device)
-    least, most = flat.aminmax()
-    if least < 0 or most >= words:
-        raise IndexError(f"index out of range in self: {int(least)} to {int(most)} of {words} rows")
+    if flat.numel() and not (0 <= int(flat.min()) and int(flat.max()) < words):
+        raise IndexError(f"index out of range in self: {int(flat.min())} to {int(flat.max())} of {words} rows")
     # All pieces but the last have the same number of rows. Tokens keep their order within a piece.
     piece_of = flat.div(len(pieces[0].rows), rounding_mode="floor")
     order = piece_of.argsort(stable=True)
     counts = piece_of.bincount(minlength=len(pieces)).tolist()
     rows = []
     for piece, chosen in zip(pieces, order.split(counts), strict=True):
+        local, leaf, shape = flat[chosen] - piece.rows.start, piece.leaf(), piece.handle.shape
+        padding = -1 if padding_idx is None or padding_idx not in piece.rows else padding_idx - piece.rows.start
+        look_up = partial(_Lookup.apply, leaf, local, padding, by_frequency, shape)
         if len(chosen):
-            local, leaf = flat[chosen] - piece.rows.start, piece.leaf()
-            padding = padding_idx - piece.rows.start if padding_idx in piece.rows else -1
-            rows.append(piece.on_device(partial(_Lookup.apply, leaf, local, padding, by_frequency)))
+            rows.append(piece.on_device(look_up))
+        else:
+            rows.append(look_up(torch.empty(0, dtype=piece.handle.dtype, device=ids.device)))
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     return torch.cat(rows).index_select(0, place).view(*ids.shape, features)

@@ -38,6 +38,7 @@ from tests.support.oracle import (
 )
 from tests.support.ranks.rank_jobs import my_rows
 from tests.support.ranks.rank_pool import RankPool, train
+from tests.support.ranks.rank_pool import start as start_ranks
 
 MEMORY, CPU, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
 WORDS = 1000
@@ -70,7 +71,6 @@ def pieces_of(engine: offload.Engine) -> int:
 # -- numbers ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.works("Modules", "an embedding and a head in pieces of rows, tied or not", "right")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_bits_do_not_depend_on_the_tier(tied: bool, dtype: str, tmp_path: Path) -> None:
@@ -178,9 +178,7 @@ def test_a_table_larger_than_the_device_trains(tmp_path: Path) -> None:
         engine.destroy(remove=True)
 
 
-def test_pieces_are_refused_where_tables_must_be_whole(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="need whole tables"):
-        start(Job(llama, loss, sequence=2), CPU, tmp_path, vocabulary="pieces")
+def test_an_optimizer_that_looks_at_whole_parameters_leaves_tables_whole(tmp_path: Path) -> None:
     engine = start(Job(llama, loss, optimizer="LAMB"), CPU, tmp_path, vocabulary="pieces")
     assert not pieces_of(engine) and any('"vocabulary": "pieces" has no effect' in line for line in engine.notices)
     engine.destroy(remove=True)
@@ -234,6 +232,8 @@ def rows_of_tokens(model: Any, step: int, micro: int) -> torch.Tensor:
 
 
 def in_both_tiers(job: Job, folder: Path) -> tuple[Any, Any]:
+    with pytest.raises(ConfigError, match="need whole tables"):
+        start_ranks(job._replace(sequence=2), CPU, folder / "refused", vocabulary="pieces")
     return train(job, CPU, folder / "cpu", vocabulary="pieces"), train(job, DISK, folder / "disk", device_memory="64KB")
 
 
