@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from offload.engine.params import handle_of
 from offload.errors import UsageError
-from offload.vocabulary.pieces import Piece, compute_dtype, pieces_here
+from offload.vocabulary.pieces import Piece, pieces_here
 
 CHUNK_TOKENS = 1024
 """Default tokens of a chunk: enough for the matrix units of a GPU, half a GiB of logits at 128 thousand words."""
@@ -264,30 +264,32 @@ class _Statistics(torch.autograd.Function):
         weight: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         lse, at_label, total = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
-        values, own_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        dtype = hidden.dtype
         for start in range(0, len(hidden), chunk_tokens):
             of = slice(start, start + chunk_tokens)
-            logits, _ = _capped(F.linear(hidden[of], values, own_bias), softcap)
+            logits = F.linear(hidden[of], weight, bias)
+            dtype = logits.dtype  # that of autocast, which applies here, and not in the backward
+            logits, _ = _capped(logits, softcap)
             inside, chosen = _inside(labels[of], len(weight))
             lse[of] = logits.logsumexp(-1)
             at_label[of] = torch.where(inside, logits.gather(-1, chosen).squeeze(-1), 0.0)
             total[of] = logits.sum(-1)
         ctx.save_for_backward(hidden, labels, weight, bias, lse)
-        ctx.settings = softcap, chunk_tokens, wide.dtype
+        ctx.settings = softcap, chunk_tokens, dtype
         return lse, at_label, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *by: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, labels, weight, bias, lse = ctx.saved_tensors
-        softcap, chunk_tokens, wide_dtype = ctx.settings
-        values, own_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        softcap, chunk_tokens, dtype = ctx.settings
+        hidden, values, own_bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         # Divided by the largest factor of a token, products in fp16 do not underflow.
         largest = torch.stack([factor.abs().amax() for factor in by]).amax()
-        scale = torch.where(largest > 0, largest, 1.0) if hidden.dtype == torch.float16 else None
+        scale = torch.where(largest > 0, largest, 1.0) if dtype == torch.float16 else None
         factors = by if scale is None else [factor / scale for factor in by]
         sums = _Gradients(
-            torch.empty_like(hidden, dtype=wide_dtype) if ctx.needs_input_grad[0] else None,
+            torch.empty_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None,
             torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None,
             torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None,
         )
@@ -300,7 +302,7 @@ class _Statistics(torch.autograd.Function):
             gradient.scatter_add_(-1, chosen, torch.where(inside.unsqueeze(-1), of_label, 0.0))
             if slope is not None:
                 gradient *= slope
-            _add(sums, gradient.to(hidden.dtype), hidden[of], values, of)
+            _add(sums, gradient.to(dtype), hidden[of], values, of)
             del logits, gradient
         of_hidden, of_weight, of_bias = (
             total if total is None or scale is None else total.mul_(scale) for total in sums
@@ -318,6 +320,7 @@ def _capped(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns capped logits in fp32, perhaps in the memory of `logits`, and the slope of the cap, if there is one."""
     values = logits.float()
+    del logits  # in 16 bits they are no longer needed
     if softcap is None:
         return values, None
     values = values.div_(softcap).tanh_()
@@ -342,7 +345,7 @@ def _loss_of_pieces(
 ) -> torch.Tensor:
     """Returns the sum of the losses of all tokens, with one piece of the head's table on the device at a time."""
     # Gradients of the hidden states, one from each piece, are summed in fp32 and rounded once.
-    wide, values = hidden.float(), hidden.detach().to(compute_dtype(hidden))
+    wide, values = hidden.float(), hidden.detach()
     words = pieces[-1].rows.stop
     if bool((counts & ((labels < 0) | (labels >= words))).any()):
         raise IndexError(f"a label is out of range: the head has {words} words")

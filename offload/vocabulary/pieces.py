@@ -80,9 +80,10 @@ class TablePieces(PartsForm):
 
     def call(self, handle: ParamHandle, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns the result of a lookup or a product, made piece by piece; None for another call, or between steps."""
-        if func is F.embedding:
-            return self._embedding(handle, *args, **kwargs)
-        return self._linear(handle, *args, **kwargs)
+        make = self._embedding if func is F.embedding else self._linear
+        if not args:
+            return make(handle, kwargs["input"], **{name: value for name, value in kwargs.items() if name != "input"})
+        return make(handle, *args, **kwargs)
 
     def pieces(self, handle: ParamHandle) -> tuple[Piece, ...]:
         """Returns the pieces for one use, in order; none unless a module or a backward runs."""
@@ -219,7 +220,7 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
+        return F.linear(hidden, weight, bias)  # autocast applies here, and not in the backward
 
     @staticmethod
     @once_differentiable
@@ -230,22 +231,16 @@ class _Product(torch.autograd.Function):
             of_hidden = (gradient @ weight.to(gradient.dtype)).float()
         flat = gradient.reshape(-1, gradient.shape[-1])
         if ctx.needs_input_grad[1]:
-            of_weight = (flat.t() @ hidden.reshape(-1, hidden.shape[-1])).to(weight.dtype)
+            of_weight = (flat.t() @ hidden.reshape(-1, hidden.shape[-1]).to(flat.dtype)).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             of_bias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return of_hidden, of_weight, of_bias, None, None
 
 
-def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Returns the dtype of products with `hidden`: its own, or that of autocast."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
 def _product(pieces: Sequence[Piece], hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Returns `F.linear(hidden, table, bias)`."""
     # Gradients of the hidden states, one from each piece, are summed in fp32 and rounded once.
-    wide, values = hidden.float(), hidden.detach().to(compute_dtype(hidden))
+    wide, values = hidden.float(), hidden.detach()
     logits = []
     for piece in pieces:
         own_bias = None if bias is None else bias[piece.rows.start : piece.rows.stop]

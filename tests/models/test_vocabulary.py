@@ -206,20 +206,21 @@ def test_files_have_the_whole_table(dtype: str, tmp_path: Path) -> None:
     train_step(engine, job, 0)
     engine.save_pretrained(tmp_path / "model")
     engine.save_checkpoint(tmp_path / "checkpoint")
-    weights = weights_of(engine)
+    weights, state = weights_of(engine), engine.module.state_dict()
+    assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
     table = engine.module.get_input_embeddings().weight
     moment = offload.safe_get_full_optimizer_state(table, "exp_avg")
     assert moment is not None and moment.shape == table.shape
     engine.destroy(remove=True)
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert_same_tensors(loaded.state_dict(), weights)
-    for before, after in (("pieces", "whole"), ("whole", "pieces")):
-        engine = start(job._replace(seed=5), DISK, tmp_path / after, vocabulary=after)
-        engine.load_checkpoint(tmp_path / ("checkpoint" if before == "pieces" else "again"))
+    for how, source, target in (("whole", "checkpoint", "again"), ("pieces", "again", "last")):
+        engine = start(job._replace(seed=5), DISK, tmp_path / how / "run", vocabulary=how)
+        engine.load_checkpoint(tmp_path / source)
         assert_same_tensors(weights_of(engine), weights)
         found = offload.safe_get_full_optimizer_state(engine.module.get_input_embeddings().weight, "exp_avg")
         assert found is not None and torch.equal(found, moment)
-        engine.save_checkpoint(tmp_path / "again")
+        engine.save_checkpoint(tmp_path / target)
         engine.destroy(remove=True)
 
 
