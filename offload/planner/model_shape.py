@@ -383,6 +383,11 @@ def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
 
 def _by_pieces(use: Use, units: Sequence[int]) -> Iterator[Use]:
     """Yields the uses of the pieces of a table. The last one has what all of them save together."""
+    if len(units) == 1:
+        yield use._replace(unit=units[0])
+        return
+    if not use.lookup:  # a loss in chunks computes the logits of a piece once more, in the backward
+        use = use._replace(flops=use.flops * 4 / 3)
     *before, last = _divided(use, units)
     yield from (each._replace(saved=0, largest=0) for each in before)
     # A head has the logits of one piece at a time, a lookup the rows of all its tokens.
