@@ -66,7 +66,7 @@ from offload.layout.pass_order import (
 )
 from offload.layout.placement import MachineMemory, Placement, device_fixed
 from offload.layout.tiers import Partitions, check_node
-from offload.layout.units import Units, tied_numel
+from offload.layout.units import Table, Units, tied_numel
 from offload.layout.vocabulary import cut_tables
 from offload.model_io.deferred import is_deferred, origin_of
 from offload.notices import Headline, Remark, shell_command
@@ -230,11 +230,13 @@ def decide(
         )
         return _Placed(units, lines, layouts, in_place_layouts, machine, place_states(request))
 
-    vocabulary = _vocabulary(config, world, bool(cut_tables(model, "pieces", rule.name)))
+    tables = cut_tables(model, "pieces", rule.name)
+    vocabulary = _vocabulary(config, world, tables)
     units, experts, layouts, in_place_layouts, machine, placed = whole_or_pieces(
         vocabulary, config, place if vocabulary != "auto" else _together(everyone, place)
     )
-    schedule, schedule_notices = _schedule(config, batch, model, placed, machine, everyone)
+    tied = any(table.tied for table in tables if table.parameter in units.tables)
+    schedule, schedule_notices = _schedule(config, batch, model, placed, machine, everyone, tied)
 
     # The run on the drives. Ranks with different free memory may have different tiers, but either all ranks have a
     # store or none has. A kill during the first start may leave one rank's drive empty. `assemble` then decides by the
@@ -294,13 +296,22 @@ class _Placed(NamedTuple):
     placed: MemoryPlan
 
 
-def _vocabulary(config: Config, world: World, has_tables: bool) -> str:
-    """Returns "whole", "pieces", or "auto" if the budgets decide. Collective with "auto" if the model `has_tables`."""
-    asked = config.offload.vocabulary
+def _vocabulary(config: Config, world: World, tables: Sequence[Table]) -> str:
+    """Returns "whole", "pieces", or "auto" if the budgets decide. Collective with "auto".
+
+    `tables` are those that can be cut. Raises `ConfigError` if the config asks for pieces that cannot be right.
+    """
+    asked, tied = config.offload.vocabulary, next((table.parameter for table in tables if table.tied), None)
+    in_turns = config.offload.schedule == LAYER_MAJOR and tied is not None
+    if asked == "pieces" and in_turns:
+        raise ConfigError(
+            f'{tied} is tied, and "vocabulary" is "pieces": both uses add to one gradient, in another order with '
+            '"schedule": "layer_major"; leave one of these keys out'
+        )
     if asked != "auto":
         return asked
     # `_check_alone` refuses pieces there.
-    if not has_tables or world.divides_model or world.sequence.size > 1:
+    if not tables or in_turns or world.divides_model or world.sequence.size > 1:
         return "whole"
     # A run that resumes keeps its division, whatever the budgets are now.
     recorded = world.everyone.share(_recorded_vocabulary(config))
@@ -339,9 +350,18 @@ def _together(ranks: Ranks, place: Callable[[str], _Placed]) -> Callable[[str], 
 
 
 def _schedule(
-    config: Config, batch: Batch, model: nn.Module, placed: MemoryPlan, machine: MachineMemory, ranks: Ranks
+    config: Config,
+    batch: Batch,
+    model: nn.Module,
+    placed: MemoryPlan,
+    machine: MachineMemory,
+    ranks: Ranks,
+    tied_pieces: bool,
 ) -> tuple[ScheduleChoice, tuple[str, ...]]:
-    """Returns the order in which micro-batches pass through blocks, and notices for the user if it matters."""
+    """Returns the order in which micro-batches pass through blocks, and notices for the user if it matters.
+
+    `tied_pieces` as for `choose_schedule`.
+    """
     asked, blocks = config.offload.schedule, blocks_of(model, config.units)
     # This attribute is True on a block of transformers that checkpoints itself.
     by_itself = all(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in blocks)
@@ -370,6 +390,7 @@ def _schedule(
         tied_nbytes=(batch.accumulation - 1) * tied_numel(model) * placed.mode.weight_dtype.itemsize,
         # Every rank would learn of its own device alone, and all ranks need one order.
         learns=not machine.host_addressable and ranks.size == 1,
+        tied_pieces=tied_pieces,
     )
     if asked == LAYER_MAJOR and choice.schedule != LAYER_MAJOR:
         return choice, (f'"schedule": "layer_major" has no effect: {choice.reason}',)

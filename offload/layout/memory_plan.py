@@ -515,6 +515,8 @@ def whole_or_pieces(vocabulary: str, config: Config, place: Callable[[str], _T])
     try:
         return place("pieces")
     except BudgetError as error:
+        if str(error) == str(whole):  # another layer is the largest
+            raise
         raise BudgetError(f"{whole}; with tables in pieces: {error}") from None
 
 

@@ -51,6 +51,8 @@ class Table(NamedTuple):
     parameter: str
     pieces: tuple[range, ...]
     """The rows of each piece, in order."""
+    tied: bool
+    """True if several modules use a table that trains. The gradient of a piece is then the sum of those of each use."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def find_units(
         experts[stack.module] = range(len(units), len(units) + stack.rows)
         units += [Unit(f"{stack.module}[{row}]", stack.parameters, row) for row in range(stack.rows)]
     pieces: dict[str, range] = {}
-    for name, rows in tables:
+    for name, rows, _ in tables:
         pieces[name] = range(len(units), len(units) + len(rows))
         units += [Unit(f"{name}[{part.start}:{part.stop}]", (name,), rows=part) for part in rows]
     return Units(tuple(units), _sites(model, modules, units, stack_of), experts, pieces)

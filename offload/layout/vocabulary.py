@@ -60,7 +60,7 @@ def find_tables(model: nn.Module) -> tuple[Table, ...]:
     ]
     largest = max((parameter.numel() for _, parameter in found), default=0)
     tables = (
-        Table(name, pieces_of(*parameter.shape))
+        Table(name, pieces_of(*parameter.shape), parameter.requires_grad and len(owned[id(parameter)]) > 1)
         for name, parameter in found
         if parameter.numel() and parameter.numel() >= largest / _SMALLEST_SHARE
     )

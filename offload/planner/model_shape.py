@@ -181,7 +181,7 @@ class Shape(NamedTuple):
             if rest:
                 whole = len(rest) == len(layout.segments)
                 layouts.append(layout if whole else arrange(layout.name, rest, 1, in_fp32=layout.in_fp32))
-        for name, pieces in self.tables:
+        for name, pieces, _ in self.tables:
             parameter = nn.Parameter(torch.empty(segments[name].shape, device="meta"), segments[name].trainable)
             unit = next(unit for unit, layout in enumerate(self.layouts) if segments[name] in layout.segments)
             places[unit] += tuple(range(len(layouts), len(layouts) + len(pieces)))
@@ -454,7 +454,7 @@ def from_preset(name: str, sequence: int, itemsize: int) -> Shape | None:
             segment.name for layout in layouts for segment in layout.segments if segment.name.endswith("_proj.weight")
         ),
         tables=tuple(
-            Table(segment.name, pieces_of(*segment.shape))
+            Table(segment.name, pieces_of(*segment.shape), _is_tied(settings))
             for layout in layouts
             for segment in layout.segments
             if segment.shape[0] == settings["vocab_size"] and len(segment.shape) == 2

@@ -113,7 +113,8 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
         return divided, settled(divided, hardware, load, content, in_turns)
 
     whole, config = shape.uncut or shape, load_config(content)
-    vocabulary = config.offload.vocabulary if whole.tables else "whole"
+    adds_otherwise = load.schedule == LAYER_MAJOR and any(table.tied for table in whole.tables)
+    vocabulary = config.offload.vocabulary if whole.tables and not adds_otherwise else "whole"
     shape, memory = whole_or_pieces(vocabulary, config, place)
     wish = wish_of(memory.config)
     room = room_of(hardware, memory, wish, shape, load)

@@ -25,6 +25,7 @@ from offload.planner.recommend import plan
 from tests.support import models, rounding_bounds
 from tests.support.oracle import (
     Job,
+    accumulated_step,
     assert_same,
     assert_same_tensors,
     config,
@@ -177,6 +178,17 @@ def test_a_table_larger_than_the_device_trains(tmp_path: Path) -> None:
         engine.destroy(remove=True)
 
 
+def test_a_tied_table_takes_micro_batches_one_by_one(tmp_path: Path) -> None:
+    """Layer by layer both uses would add up in another order; a table of one use has the same bits in either."""
+    for tied in (False, True):
+        job = Job(partial(llama, tied, layers=2), loss, steps=1, dtype="bf16", accumulation=2)
+        plain = run(job, MEMORY, tmp_path / "plain", vocabulary="pieces")
+        order = "auto" if tied else "layer_major"
+        assert_same(run(job, DISK, tmp_path / order, accumulated_step, vocabulary="pieces", schedule=order), plain)
+    with pytest.raises(ConfigError, match="both uses add to one gradient"):
+        start(job, DISK, tmp_path / "refused", vocabulary="pieces", schedule="layer_major")
+
+
 def test_an_optimizer_that_looks_at_whole_parameters_leaves_tables_whole(tmp_path: Path) -> None:
     engine = start(Job(llama, loss, optimizer="LAMB"), CPU, tmp_path, vocabulary="pieces")
     assert not pieces_of(engine) and any('"vocabulary": "pieces" has no effect' in line for line in engine.notices)
@@ -234,7 +246,9 @@ def rows_of_tokens(model: Any, step: int, micro: int) -> torch.Tensor:
 def in_both_tiers(job: Job, folder: Path) -> tuple[Any, Any]:
     with pytest.raises(ConfigError, match="need whole tables"):
         start_ranks(job._replace(sequence=2), CPU, folder / "refused", vocabulary="pieces")
-    return train(job, CPU, folder / "cpu", vocabulary="pieces"), train(job, DISK, folder / "disk", device_memory="200KB")
+    return train(job, CPU, folder / "cpu", vocabulary="pieces"), train(
+        job, DISK, folder / "disk", device_memory="200KB"
+    )
 
 
 @pytest.mark.numeric
