@@ -246,9 +246,8 @@ def rows_of_tokens(model: Any, step: int, micro: int) -> torch.Tensor:
 def in_both_tiers(job: Job, folder: Path) -> tuple[Any, Any]:
     with pytest.raises(ConfigError, match="need whole tables"):
         start_ranks(job._replace(sequence=2), CPU, folder / "refused", vocabulary="pieces")
-    return train(job, CPU, folder / "cpu", vocabulary="pieces"), train(
-        job, DISK, folder / "disk", device_memory="200KB"
-    )
+    large = train(job, CPU, folder / "cpu", vocabulary="pieces")
+    return large, train(job, DISK, folder / "disk", device_memory="200KB")
 
 
 @pytest.mark.numeric
