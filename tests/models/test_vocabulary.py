@@ -42,14 +42,14 @@ from tests.support.ranks.rank_pool import RankPool, train
 from tests.support.ranks.rank_pool import start as start_ranks
 
 MEMORY, CPU, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
-WORDS = 1000
-ROOM = 24 << 10
-"""Bytes of device memory: a table takes five times as many in fp32, and its pieces of 64 rows 8 KiB."""
+WORDS = 1040
+ROOM = 16 << 10
+"""Bytes of device memory, for the block of `llama` or a piece: in fp32 a table takes eight times as many."""
 
 
 def llama(tied: bool = False, chunked: bool = True, layers: int = 1) -> nn.Module:
     """Returns a Llama whose tables are most of it, with its loss in chunks of tokens, or from all logits."""
-    widths = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    widths = {"hidden_size": 32, "intermediate_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
     shape = transformers.LlamaConfig(
         **widths, num_hidden_layers=layers, vocab_size=WORDS, tie_word_embeddings=tied, use_cache=False
     )
@@ -168,11 +168,11 @@ def test_a_table_larger_than_the_device_trains(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="device_memory"):
         start(job, DISK, tmp_path / "whole", device_memory=ROOM, vocabulary="whole")
     machine = described("24GB", 1 << 34, [parse_drive("7GB/s,5GB/s")])
-    for options, pieces in (({"device_memory": ROOM}, 32), ({}, 0), ({"vocabulary": "pieces"}, 32)):
+    for options, in_pieces in (({"device_memory": ROOM}, True), ({}, False), ({"vocabulary": "pieces"}, True)):
         content = config(job, DISK, tmp_path, **options)
         shape = from_training(llama(), 20, torch.float32, division_of(load_config(content)), {})
         engine = start(job, DISK, tmp_path / "planned", **options)
-        assert pieces_of(engine) == pieces
+        assert (pieces_of(engine) > 0) is in_pieces
         planned = plan(shape, machine, Load(2), content)
         assert planned.shape.layouts == testing.inspect(engine).layouts
         engine.destroy(remove=True)
