@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from offload.engine.params import handle_of
 from offload.errors import UsageError
-from offload.vocabulary.pieces import Piece, pieces_here
+from offload.vocabulary.pieces import Piece, pieces_in
 
 CHUNK_TOKENS = 1024
 """Default tokens of a chunk: enough for the matrix units of a GPU, half a GiB of logits at 128 thousand words."""
@@ -261,6 +261,7 @@ class _Statistics(torch.autograd.Function):
         labels: torch.Tensor,
         softcap: float | None,
         chunk_tokens: int,
+        piece: Piece,
         weight: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         lse, at_label, total = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
@@ -274,14 +275,29 @@ class _Statistics(torch.autograd.Function):
             lse[of] = logits.logsumexp(-1)
             at_label[of] = torch.where(inside, logits.gather(-1, chosen).squeeze(-1), 0.0)
             total[of] = logits.sum(-1)
-        ctx.save_for_backward(hidden, labels, weight, bias, lse)
-        ctx.settings = softcap, chunk_tokens, dtype
+        ctx.save_for_backward(hidden, labels, weight if piece.runs else None, bias, lse)
+        ctx.settings, ctx.piece = (softcap, chunk_tokens, dtype), piece
         return lse, at_label, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *by: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, labels, weight, bias, lse = ctx.saved_tensors
+        make = partial(_Statistics._gradients, ctx, by, hidden, labels, bias, lse)
+        sums: _Gradients = ctx.piece.again(make) if weight is None else make(weight)
+        return *sums, *(None,) * 6
+
+    @staticmethod
+    def _gradients(
+        ctx: Any,
+        by: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        bias: torch.Tensor | None,
+        lse: torch.Tensor,
+        weight: torch.Tensor,
+    ) -> _Gradients:
+        """Returns the gradients in the dtypes that autograd expects. `by` are those of the three numbers."""
         softcap, chunk_tokens, dtype = ctx.settings
         hidden, values, own_bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         # Divided by the largest factor of a token, products in fp16 do not underflow.
@@ -291,7 +307,7 @@ class _Statistics(torch.autograd.Function):
         sums = _Gradients(
             torch.empty_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None,
             torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None,
-            torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None,
+            torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None,
         )
         for start in range(0, len(hidden), chunk_tokens):
             of = slice(start, start + chunk_tokens)
@@ -307,11 +323,10 @@ class _Statistics(torch.autograd.Function):
         of_hidden, of_weight, of_bias = (
             total if total is None or scale is None else total.mul_(scale) for total in sums
         )
-        return (
+        return _Gradients(
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None else of_bias.to(bias.dtype),
-            *(None,) * 5,
+            None if of_bias is None or bias is None else of_bias.to(bias.dtype),
         )
 
 
@@ -353,11 +368,8 @@ def _loss_of_pieces(
     for piece in pieces:
         own_bias = None if bias is None else bias[piece.rows.start : piece.rows.stop]
         local = torch.where(counts, labels - piece.rows.start, -1)
-        found.append(
-            piece.on_device(
-                partial(_Statistics.apply, wide, piece.leaf(), own_bias, values, local, terms.softcap, chunk_tokens)
-            )
-        )
+        given = (wide, piece.leaf(), own_bias, values, local, terms.softcap, chunk_tokens, piece)
+        found.append(piece.on_device(partial(_Statistics.apply, *given)))
     of_lse, at_label, sums = (torch.stack(each, -1) for each in zip(*found, strict=True))
     lse = of_lse.logsumexp(-1)
     average = sums.sum(-1) / words if terms.label_smoothing else 0.0
@@ -378,10 +390,10 @@ def _weight_and_bias(
 ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[Piece, ...]]:
     """Returns weight and bias of a head; `head` may be just the weight. Paged weights are fetched first.
 
-    A weight that is in pieces while its module runs remains a placeholder; its pieces are the third result.
+    A weight in pieces remains a placeholder; its pieces are the third result.
     """
     if isinstance(head, torch.Tensor):
-        pieces = pieces_here(head)
+        pieces = pieces_in(head)
         return head if pieces else _brought(head), None, pieces
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
     if not isinstance(weight, torch.Tensor):
@@ -389,7 +401,7 @@ def _weight_and_bias(
             f"the head is a {type(head).__name__} without a weight; pass a linear layer or its weight, and compute "
             "the loss of another head from its logits"
         )
-    pieces = pieces_here(weight)
+    pieces = pieces_in(weight)
     return weight if pieces else _brought(weight), None if bias is None else _brought(bias), pieces
 
 

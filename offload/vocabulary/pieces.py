@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from offload.engine.params import ParamHandle, handle_of
 from offload.engine.parts import PartsForm, composed_handle, parts_of
+from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
 
 _T = TypeVar("_T")
@@ -33,13 +34,17 @@ _T = TypeVar("_T")
 
 
 class Piece(NamedTuple):
-    """One piece of a table, in one use by a module that runs."""
+    """One piece of a table, in one use."""
 
     handle: ParamHandle
     rows: range
     """The piece's rows of the table."""
     trains: bool
     """True if a backward may follow that makes a gradient of the piece."""
+    runs: bool
+    """True if a module or a backward runs, which has the weights on the device; False between steps."""
+    updates: int
+    """Number of times that the weights have changed."""
 
     def leaf(self) -> torch.Tensor | None:
         """Returns a new leaf of autograd, whose gradient is the piece's; None if no gradient of the piece is made.
@@ -55,13 +60,28 @@ class Piece(NamedTuple):
         return leaf
 
     def on_device(self, compute: Callable[[torch.Tensor], _T]) -> _T:
-        """Returns the result of `compute` for the weights, outside of autograd. They are on the device meanwhile."""
+        """Returns the result of `compute` for the weights, outside of autograd. They are on the device meanwhile.
+
+        Between steps `compute` receives a copy. It must not save the copy for a backward, but call `again` there.
+        """
+        if not self.runs:
+            return compute(self.handle.read())
         views, unit = self.handle.engine.unit_views, self.handle.unit
         views.use(unit)
         try:
             return compute(self.handle.parameter.detach())
         finally:
             views.release_unit(unit)
+
+    def again(self, compute: Callable[[torch.Tensor], _T]) -> _T:
+        """Returns the result of `compute` for the weights of a use between steps, in its backward."""
+        engine = self.handle.engine
+        if engine.updates(self.handle.unit) != self.updates:
+            raise UsageError(
+                f"backward through a graph made before step(): the weights of {self.handle.name} have changed since"
+            )
+        engine.hooks.runs_now()  # the backward begins at the latest now
+        return self._replace(runs=True).on_device(compute)
 
 
 class TablePieces(PartsForm):
@@ -86,13 +106,13 @@ class TablePieces(PartsForm):
         return make(handle, *args, **kwargs)
 
     def pieces(self, handle: ParamHandle) -> tuple[Piece, ...]:
-        """Returns the pieces for one use, in order; none unless a module or a backward runs."""
-        if not handle.engine.hooks.runs_now():
-            return ()
-        trains, start, pieces = self.follow(handle) and torch.is_grad_enabled(), 0, []
+        """Returns the pieces for one use, in order."""
+        engine, start, pieces = handle.engine, 0, []
+        runs, trains = engine.hooks.runs_now(), self.follow(handle) and torch.is_grad_enabled()
         for part in self._parts:
-            pieces.append(Piece(part, range(start, start + part.shape[0]), trains))
-            start += part.shape[0]
+            rows = range(start, start + part.shape[0])
+            pieces.append(Piece(part, rows, trains, runs, engine.updates(part.unit)))
+            start = rows.stop
         return tuple(pieces)
 
     def _embedding(
@@ -108,22 +128,22 @@ class TablePieces(PartsForm):
     ) -> torch.Tensor | None:
         if weight is not handle.parameter or max_norm is not None or sparse or handle_of(ids) is not None:
             return None
-        pieces = self.pieces(handle)
+        if not handle.engine.hooks.runs_now():
+            return None
         if padding_idx is not None and padding_idx < 0:
             padding_idx += handle.shape[0]
-        return _looked_up(pieces, ids, padding_idx, scale_grad_by_freq) if pieces else None
+        return _looked_up(self.pieces(handle), ids, padding_idx, scale_grad_by_freq)
 
     def _linear(self, handle: ParamHandle, hidden: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
         if weight is not handle.parameter or handle_of(hidden) is not None:
             return None
         if hidden.numel() == 0:  # the head of a loss in chunks, which computes the logits of no token
             return torch.empty((*hidden.shape[:-1], handle.shape[0]), dtype=hidden.dtype, device=hidden.device)
-        pieces = self.pieces(handle)
-        return _product(pieces, hidden, bias) if pieces else None
+        return _product(self.pieces(handle), hidden, bias) if handle.engine.hooks.runs_now() else None
 
 
-def pieces_here(parameter: Any) -> tuple[Piece, ...]:
-    """Returns the pieces of a table for one use, in order; none for another parameter, or if no module runs."""
+def pieces_in(parameter: Any) -> tuple[Piece, ...]:
+    """Returns the pieces of a table for one use, in order; none for another parameter."""
     handle = handle_of(parameter)
     if handle is None or parameter is not handle.parameter or not isinstance(handle.form, TablePieces):
         return ()

@@ -15,7 +15,7 @@ from torch.nn import functional
 import offload
 from offload import testing
 from offload.config import load_config
-from offload.errors import BudgetError, ConfigError
+from offload.errors import BudgetError, ConfigError, UsageError
 from offload.layout.memory_plan import division_of
 from offload.losses import causal_lm, chunk_loss_of
 from offload.planner.activations import Load
@@ -130,6 +130,34 @@ def test_all_terms_of_a_loss_are_those_of_a_whole_head(tmp_path: Path) -> None:
     job = Job(Capped, lambda model, step, micro: model(models.tokens(step, micro, (2, 20), WORDS)), steps=2)
     whole, pieces = (run(job, CPU, tmp_path / how, vocabulary=how) for how in ("whole", "pieces"))
     rounding_bounds.same_training(pieces, whole, job, reordered=True)
+
+
+class HiddenStates(nn.Module):
+    """A Llama that returns its hidden states, or its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = llama(tied=True, chunked=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        hidden: torch.Tensor = self.inner.model(input_ids=ids).last_hidden_state
+        return hidden if labels is None else causal_lm(hidden, self.inner.lm_head, labels, chunk_tokens=24)
+
+
+def test_a_loss_outside_of_the_model_has_the_same_gradients(tmp_path: Path) -> None:
+    """There it needs one piece at a time as well, and a step in between is an error."""
+    job, ids, gradients = Job(HiddenStates, loss), models.tokens(0, 0, (2, 20), WORDS), []
+    for inside in (True, False):
+        engine = start(job, DISK, tmp_path / str(inside), device_memory=ROOM)
+        head = engine.module.inner.lm_head
+        engine.backward(engine(ids, ids) if inside else causal_lm(engine(ids), head, ids, chunk_tokens=24))
+        gradients.append(offload.safe_get_full_grad(head.weight).clone())
+        old = causal_lm(torch.randn(1, 20, 32, device=head.weight.device), head, ids[:1])
+        engine.step()
+        with pytest.raises(UsageError, match="made before step"):
+            old.backward()
+        engine.destroy(remove=True)
+    assert torch.equal(*gradients) and gradients[0].any()
 
 
 def test_all_logits_are_computed_if_they_are_wanted(tmp_path: Path) -> None:
