@@ -2,7 +2,7 @@
 
 A table is a parameter in parts (`engine/parts.py`). While a module runs, an embedding looks up the rows of its tokens,
 and a linear layer multiplies by the table, piece by piece in their order. Any other use of the table gives all pieces
-joined.
+joined. The loss in chunks (`losses/chunked.py`) takes one piece after the other, also between steps.
 
     forward     piece 0 ─► its rows, or its part of the logits ─► piece 1 ─► …
     backward    the last piece ─► its gradient ─► the engine ─► the piece before ─► …
