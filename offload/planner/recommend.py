@@ -108,11 +108,13 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
     """
     in_turns = takes_turns(load.schedule, load.accumulation, chain(shape))
 
+    whole, config = shape.uncut or shape, load_config(content)
+    cut = None if shape.uncut is None else shape  # by an earlier plan
+
     def place(vocabulary: str) -> tuple[Shape, Memory]:
-        divided = whole.in_pieces() if vocabulary == "pieces" else whole
+        divided = whole if vocabulary == "whole" else cut or whole.in_pieces()
         return divided, settled(divided, hardware, load, content, in_turns)
 
-    whole, config = shape.uncut or shape, load_config(content)
     adds_otherwise = load.schedule == LAYER_MAJOR and any(table.tied for table in whole.tables)
     vocabulary = config.offload.vocabulary if whole.tables and not adds_otherwise else "whole"
     shape, memory = whole_or_pieces(vocabulary, config, place)
