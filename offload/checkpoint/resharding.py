@@ -99,8 +99,13 @@ def as_rows(
 
 
 def _row_of(place: tuple[int, ParameterSegment], row: ParameterSegment) -> tuple[int, ParameterSegment]:
-    """Returns the place of one row of a whole parameter. All rows have the same number of stored elements."""
+    """Returns the place of one row, or of a piece, of a whole parameter. All rows have equally many stored elements."""
     unit, whole = place
+    if row.rows is not None:
+        if whole.shape[1:] != row.shape[1:] or row.rows.stop > whole.shape[0]:
+            return place  # the difference is reported
+        start = whole.start + row.first
+        return unit, whole._replace(shape=row.shape, start=start, numel=row.numel, stack=row.stack, rows=row.rows)
     if whole.shape[1:] != row.shape or row.row >= whole.shape[0]:
         return place  # the difference is reported
     numel = whole.numel // whole.shape[0]
@@ -111,11 +116,14 @@ def _row_of(place: tuple[int, ParameterSegment], row: ParameterSegment) -> tuple
 def all_places(
     segment: ParameterSegment, saved: Mapping[str, tuple[int, ParameterSegment]]
 ) -> list[tuple[int, ParameterSegment]]:
-    """Returns the places of a segment in a checkpoint: one, none, or one for each row of a whole parameter."""
+    """Returns the places of a segment in a checkpoint: one, none, or one for each row or piece of a whole parameter."""
     if segment.name in saved:
         return [saved[segment.name]]
     if segment.stack or not segment.shape:
         return []
+    pieces = {at.rows.start: (unit, at) for unit, at in saved.values() if at.stack == segment.name and at.rows}
+    if pieces:
+        return [pieces[start] for start in sorted(pieces)]
     rows = [saved.get(f"{segment.name}[{row}]") for row in range(segment.shape[0])]
     return [row for row in rows if row is not None] if None not in rows else []
 
@@ -124,11 +132,8 @@ def parameter_shapes(named: Iterable[tuple[str, ParameterSegment]]) -> dict[str,
     """Returns the shape of each parameter, by the names of segments; rows are joined, under the parameter's name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, segment in named:
-        if segment.stack:
-            rows = shapes.get(segment.stack, (0,))[0] + 1
-            shapes[segment.stack] = (rows, *segment.shape)
-        else:
-            shapes[name] = segment.shape
+        whole = segment.stack or name
+        shapes[whole] = segment.joined_to(shapes.get(whole))
     return shapes
 
 

@@ -93,6 +93,7 @@ from offload.swapper.store.requests import DriveSpans
 from offload.swapper.store.spill_file import SpillFile
 from offload.swapper.table import WeightSource
 from offload.timeline import OFF, Timeline, open_timeline
+from offload.vocabulary.pieces import table_handles
 
 _T = TypeVar("_T")
 
@@ -291,7 +292,10 @@ def _components(
             trains=any(parts.trainable_numel),
             several_ranks=world.ranks.size > 1,
             callbacks=callbacks,
-            composed=stack_handles(model, plan.layouts, handles, plan.units.experts),
+            composed=[
+                *stack_handles(model, plan.layouts, handles, plan.units.experts),
+                *table_handles(model, plan.layouts, handles, plan.units.tables),
+            ],
             coded=parts.coded.elements,
         )
         undo.callback(weights.remove)
@@ -674,7 +678,7 @@ def _move_buffers(model: nn.Module, plan: Plan) -> None:
 
 
 def _handles(plan: Plan, model: nn.Module, forms: Sequence[Sequence[StorageForm]]) -> list[list[ParamHandle]]:
-    """Returns a handle for each parameter, unit by unit; an expert's rows get parameters that are made here."""
+    """Returns a handle for each parameter, unit by unit; an expert's row or a piece gets a parameter made here."""
     device, handles = plan.device.torch, list[list[ParamHandle]]()
     for unit, (layout, mode) in enumerate(zip(plan.layouts, plan.modes, strict=True)):
         handles.append([])

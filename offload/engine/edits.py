@@ -281,7 +281,18 @@ class WeightEdits:
                     state[key] = handle.form.saved(handle, state[key], functools.partial(self._copy_of, handle))
 
     def _copy_of(self, handle: ParamHandle) -> torch.Tensor:
-        return handle.form.join([self.weight(part.unit, part.position) for part in handle.parts])
+        """Returns a CPU copy of a parameter, which is the same tensor as long as somebody holds it, as in `weight`."""
+        if handle.unit >= 0:  # one segment, which is all of it
+            return self.weight(handle.unit, handle.position)
+        if not self.hooks.running:
+            self.flush()
+        # No count ever falls, so their sum names the weights of all parts.
+        key = (-1, id(handle), sum(self._pager.updates(part.unit) for part in handle.parts))
+        copy = self._copies.get(key)
+        if copy is None or copy._version:
+            copy = handle.form.join([self.weight(part.unit, part.position) for part in handle.parts])
+            self._copies[key] = copy
+        return copy
 
     def handle(self, parameter: Any) -> ParamHandle | None:
         """Returns the handle of `parameter`, also while materialized; None for a parameter of a copy of the model."""

@@ -172,7 +172,7 @@ def fill_tiers(
     last = {segment.parameter: index for index in order for segment in layouts[index].segments}
     for index in order:
         layout = layouts[index]
-        # A stack of experts has rows in several units, and is empty after the last of them.
+        # A stack of experts or a table in pieces has rows in several units, and is empty after the last of them.
         ending = [form for form in forms[index] if last[form.segment.parameter] == index]
         if index in in_place:
             for form in ending:

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import __file__ as grad_scaler_file
 from torch.distributed.utils import __file__ as wrappers_file
+from torch.nn import functional as F
 from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 from torch.utils.checkpoint import __file__ as checkpoint_file
 
@@ -160,6 +161,13 @@ class StorageForm:
 
     def item(self, handle: ParamHandle, index: Any) -> torch.Tensor | None:
         """Returns `parameter[index]` if this form reads less than the whole parameter for it; None otherwise."""
+        return None
+
+    def call(self, handle: ParamHandle, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the result of `func` if this form needs less than the whole parameter for it; None otherwise.
+
+        `func` is a function of `RULES` that calls this method: a lookup of rows, or a product.
+        """
         return None
 
     def read(self, handle: ParamHandle) -> torch.Tensor:
@@ -655,6 +663,14 @@ def _index(func: Any, tensor: Any, index: Any) -> Any:
     return item if isinstance(tensor, PagedParameter) else item.detach()
 
 
+def _lookup_or_product(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Implements `F.embedding` and `F.linear`; fetches less than the whole weight if its form supports that."""
+    weight = args[1] if len(args) > 1 else kwargs.get("weight")
+    handle = handle_of(weight)
+    result = None if handle is None else handle.form.call(handle, func, args, kwargs)
+    return call_with_weights(func, args, kwargs) if result is None else result
+
+
 def _is_compatible(func: Any, tensor: Any, values: Any) -> bool:
     """Answers the query of `nn.Module.to` and others about how to replace a parameter."""
     handle = handle_of(tensor)
@@ -847,6 +863,8 @@ RULES: Mapping[Any, Callable[..., Any]] = {
     },
     SHALLOW_COPY_QUERY: _is_compatible,
     TENSOR.__getitem__: _index,
+    F.embedding: _lookup_or_product,
+    F.linear: _lookup_or_product,
     TENSOR.copy_: _copy,
     TENSOR.requires_grad_: _set_requires_grad,
     TENSOR.requires_grad.__set__: _set_requires_grad,

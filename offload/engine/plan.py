@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from offload.engine.saved_state import ModuleEntries
 from offload.engine.shared_memory import check_shared_memory
 from offload.engine.snapshot import Snapshot, persistent_buffers
 from offload.engine.state import Differences
-from offload.errors import ConfigError, StoreError, UsageError
+from offload.errors import BudgetError, ConfigError, StoreError, UsageError
 from offload.hardware import probe
 from offload.hardware.system import check_folders, folder_notices
 from offload.kernels import cuda
@@ -49,6 +49,7 @@ from offload.layout.memory_plan import (
     place_states,
     plan_memory,
     wanted_slots,
+    whole_or_pieces,
     with_shadows,
 )
 from offload.layout.modes import Mode, dtype_name
@@ -66,7 +67,8 @@ from offload.layout.pass_order import (
 from offload.layout.peak_memory import BesideBudgets
 from offload.layout.placement import MachineMemory, Placement, device_fixed
 from offload.layout.tiers import Partitions, check_node
-from offload.layout.units import Units, tied_numel
+from offload.layout.units import Table, Units, tied_numel
+from offload.layout.vocabulary import cut_tables
 from offload.model_io.deferred import is_deferred, origin_of
 from offload.notices import Headline, Remark, shell_command
 from offload.parallel.sharded_params import FoundShards, Site, is_dtensor
@@ -192,33 +194,33 @@ def decide(
     division = division_of(config, rule.name)
     if world.divides_model:  # `_check_config` has refused configs that name weights
         division = dataclasses.replace(division, keep_in_fp32=())
-    units, stacks, experts = divide(model, division)
-    stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks), units.in_fp32)
-    layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept_states, stored, matrices), mode, mesh.shards)
-    _check_batch_norm(model, mode, device.torch, buffers, units.in_fp32)
-    # This check comes before the disks are inspected, because ranks with different configs would look for different
-    # runs.
-    _check_same(world, config, batch, mode, layouts, model, rule.facts(device))
-
-    # The free memory decides the tiers of the states. The ranks of one machine divide its memory evenly.
     device_kernels, why_not = _device_kernels(device)
-    in_place_layouts = () if find_in_place_layouts is None else find_in_place_layouts(layouts, mode)
-    limit = tightest_limit(everyone.here)
-    machine = MachineMemory(
-        free_host=limit.free,
-        free_device=device.free_bytes(),
-        host_addressable=device.host_addressable,
-        # An engine that reads the model's own files has no swap files. All other units then stay in host memory.
-        drives=bool(config.drives) and not in_place_layouts,
-        other_engines=process_memory().needed_bytes,
-        device_kernels=device_kernels,
-        unified=device.unified,
-        limit=str(limit),
-        weights_held=_weights_held(model),
-    )
-    blocks = blocks_of(model, config.units)
-    placed = place_states(
-        MemoryRequest(
+    blocks, held = blocks_of(model, config.units), _weights_held(model)
+
+    def place(vocabulary: str) -> _Placed:
+        units, stacks, lines = divide(model, dataclasses.replace(division, vocabulary=vocabulary))
+        stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks), units.in_fp32)
+        layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept_states, stored, matrices), mode, mesh.shards)
+        _check_batch_norm(model, mode, device.torch, buffers, units.in_fp32)
+        # This check comes before the disks are inspected, because ranks with different configs would look for different
+        # runs.
+        _check_same(world, config, batch, mode, layouts, model, rule.facts(device))
+        # The free memory decides the tiers of the states. The ranks of one machine divide its memory evenly.
+        in_place_layouts = () if find_in_place_layouts is None else find_in_place_layouts(layouts, mode)
+        limit = tightest_limit(everyone.here)
+        machine = MachineMemory(
+            free_host=limit.free,
+            free_device=device.free_bytes(),
+            host_addressable=device.host_addressable,
+            # An engine that reads the model's own files has no swap files. All other units then stay in host memory.
+            drives=bool(config.drives) and not in_place_layouts,
+            other_engines=process_memory().needed_bytes,
+            device_kernels=device_kernels,
+            unified=device.unified,
+            limit=str(limit),
+            weights_held=held,
+        )
+        request = MemoryRequest(
             config=config,
             layouts=layouts,
             optimizer=rule.name,
@@ -233,8 +235,15 @@ def decide(
             tied=bool(tied_numel(model)),
             beside=beside,
         )
+        return _Placed(units, lines, layouts, in_place_layouts, machine, place_states(request))
+
+    tables = cut_tables(model, "pieces", rule.name)
+    vocabulary = _vocabulary(config, world, tables)
+    units, experts, layouts, in_place_layouts, machine, placed = whole_or_pieces(
+        vocabulary, config, place if vocabulary != "auto" else _together(everyone, place)
     )
-    schedule, schedule_notices = _schedule(config, batch, model, blocks, placed, machine, everyone)
+    tied = any(table.tied for table in tables if table.parameter in units.tables)
+    schedule, schedule_notices = _schedule(config, batch, model, blocks, placed, machine, everyone, tied)
 
     # The run on the drives. Ranks with different free memory may have different tiers, but either all ranks have a
     # store or none has. A kill during the first start may leave one rank's drive empty. `assemble` then decides by the
@@ -289,6 +298,71 @@ def _weights_held(model: nn.Module) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+class _Placed(NamedTuple):
+    """A division of the model, and the tiers of its states."""
+
+    units: Units
+    lines: tuple[str, ...]
+    """Lines for the user on experts and tables."""
+    layouts: tuple[UnitLayout, ...]
+    in_place_layouts: tuple[InPlaceLayout | None, ...]
+    machine: MachineMemory
+    placed: MemoryPlan
+
+
+def _vocabulary(config: Config, world: World, tables: Sequence[Table]) -> str:
+    """Returns "whole", "pieces", or "auto" if the budgets decide. Collective with "auto".
+
+    `tables` are those that can be cut. Raises `ConfigError` if the config asks for pieces that cannot be right.
+    """
+    asked, tied = config.offload.vocabulary, next((table.parameter for table in tables if table.tied), None)
+    in_turns = config.offload.schedule == LAYER_MAJOR and tied is not None
+    if asked == "pieces" and in_turns:
+        raise ConfigError(
+            f'{tied} is tied, and "vocabulary" is "pieces": both uses add to one gradient, in another order with '
+            '"schedule": "layer_major"; leave one of these keys out'
+        )
+    if asked != "auto":
+        return asked
+    # `_check_config` refuses pieces there.
+    if not tables or in_turns or world.divides_model or world.sequence.size > 1:
+        return "whole"
+    # A run that resumes keeps its division, whatever the budgets are now.
+    recorded = world.everyone.share(_recorded_vocabulary(config))
+    return next((own for own in recorded if own is not None), "auto")
+
+
+def _recorded_vocabulary(config: Config) -> str | None:
+    """Returns "whole" or "pieces" as the run that this start resumes has its tables; None if there is no such run."""
+    if config.offload.resume not in ("auto", "must") or not config.drives:
+        return None
+    for folder in rank_folders(Path(config.drives[0]) / config.offload.run):
+        manifest = look(folder).manifest
+        if manifest is not None:
+            units = manifest.spec.fingerprint.get("units", ())
+            return "pieces" if any("rows" in entry for unit in units for entry in unit["parameters"]) else "whole"
+    return None
+
+
+def _together(ranks: Ranks, place: Callable[[str], _Placed]) -> Callable[[str], _Placed]:
+    """Returns a function as `place` that raises `BudgetError` on every rank if whole tables do not fit on one."""
+
+    def place_alike(vocabulary: str) -> _Placed:
+        if vocabulary != "whole":
+            return place(vocabulary)
+        result: _Placed | BudgetError
+        try:
+            result = place(vocabulary)
+        except BudgetError as error:
+            result = error
+        if any(ranks.share(isinstance(result, BudgetError))):
+            raise result if isinstance(result, BudgetError) else BudgetError("whole tables do not fit on another rank")
+        assert isinstance(result, _Placed)
+        return result
+
+    return place_alike
+
+
 def _schedule(
     config: Config,
     batch: Batch,
@@ -297,8 +371,12 @@ def _schedule(
     placed: MemoryPlan,
     machine: MachineMemory,
     ranks: Ranks,
+    tied_pieces: bool,
 ) -> tuple[ScheduleChoice, tuple[str, ...]]:
-    """Returns the order in which micro-batches pass through `blocks`, and notices for the user if it matters."""
+    """Returns the order in which micro-batches pass through `blocks`, and notices for the user if it matters.
+
+    `tied_pieces` as for `choose_schedule`.
+    """
     asked = config.offload.schedule
     # This attribute is True on a block of transformers that checkpoints itself.
     by_itself = all(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in blocks)
@@ -327,6 +405,7 @@ def _schedule(
         tied_nbytes=(batch.accumulation - 1) * tied_numel(model) * placed.mode.weight_dtype.itemsize,
         # Every rank would learn of its own device alone, and all ranks need one order.
         learns=not machine.host_addressable and ranks.size == 1,
+        tied_pieces=tied_pieces,
     )
     if asked == LAYER_MAJOR and choice.schedule != LAYER_MAJOR:
         return choice, (f'"schedule": "layer_major" has no effect: {choice.reason}',)
@@ -490,6 +569,11 @@ def _check_config(config: Config, world: World) -> None:
     if world.divides_model and config.dtype != "fp32" and names != "auto" and names:
         raise ConfigError(
             f'"keep_in_fp32" names {names[0]}, but tensor parallelism and pipelines have all weights in one dtype: '
+            "leave the key out, or train with ZeRO alone"
+        )
+    if config.offload.vocabulary == "pieces" and (world.divides_model or world.sequence.size > 1):
+        raise ConfigError(
+            '"vocabulary" is "pieces", but tensor parallelism, pipelines and sequence parallelism need whole tables: '
             "leave the key out, or train with ZeRO alone"
         )
     check_tier(config.activation_tier, bool(config.drives))

@@ -1,9 +1,7 @@
 """Stacked parameters whose rows are units of their own: the model and the user still see one parameter.
 
-The parameter of the model is always a placeholder. Each row has a parameter of its own, outside of the model, with a
-handle like any other. While a module runs, `stack[expert]` gives the row's parameter, whose unit is then on the device;
-any other use of the stack, such as a product over all experts, gives all rows joined. Between steps a read joins the
-rows, and an edit divides its values among them.
+A stack is a parameter in parts (`engine/parts.py`). While a module runs, `stack[expert]` gives the row's parameter,
+whose unit is then on the device; any other use of the stack, such as a product over all experts, gives all rows joined.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from torch import nn
 
 from offload.engine.callbacks import Extension
 from offload.engine.gradients import GradientAccumulator
-from offload.engine.params import ParamHandle, StorageForm
-from offload.errors import BudgetError, UsageError
+from offload.engine.params import ParamHandle
+from offload.engine.parts import PartsForm, composed_handle, parts_of
 from offload.interrupts import uninterrupted
 from offload.layout.experts import LOOP, is_parameter_adapter
 from offload.layout.flat_layout import UnitLayout
@@ -28,19 +26,18 @@ from offload.torch_internals import outside_of_compiled_code, plain_tensors
 # -- rows ----------------------------------------------------------------------------------------------
 
 
-class StackedRows(StorageForm):
+class StackedRows(PartsForm):
     """The form of a stacked parameter: each of its rows is a parameter of its own, in a unit of its own."""
+
+    parts_words, key = "experts", "experts"
 
     def __init__(self, rows: Sequence[ParamHandle], experts: Collection[int]) -> None:
         """Joins rows.
 
         `experts` are the units of all experts of the model. In a module the unit of one expert makes room for the next.
         """
-        self._rows, self._experts = tuple(rows), experts
-
-    def parts(self, handle: ParamHandle) -> Sequence[ParamHandle]:
-        """Returns the handles of the rows."""
-        return self._rows
+        super().__init__(rows)
+        self._experts = experts
 
     def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the rows as one tensor."""
@@ -61,7 +58,7 @@ class StackedRows(StorageForm):
             index = int(index)
         if type(index) is not int:
             return None
-        row = self._rows[index]
+        row = self.parts(handle)[index]
         if not handle.engine.hooks.turn_to(row.unit, self._experts):
             return None
         if not row.materialized:  # frozen, in a recomputation
@@ -72,59 +69,6 @@ class StackedRows(StorageForm):
         if parameter.requires_grad is not trains:
             parameter.requires_grad_(trains)
         return parameter
-
-    def here(self, handle: ParamHandle) -> torch.Tensor | None:
-        """Returns all rows as one tensor with their graph, if a module or a backward runs; None otherwise.
-
-        Raises `BudgetError` if they do not fit on the device together.
-        """
-        tensors = [values for row in self._rows if (values := row.here()) is not None]
-        if len(tensors) < len(self._rows):
-            return None
-        with plain_tensors():
-            trains = handle.parameter.requires_grad
-        for row, values in zip(self._rows, tensors, strict=True):
-            if values is not row.parameter:  # a view of a frozen one, which pins its unit
-                continue
-            if not row.materialized:
-                raise BudgetError(
-                    f"all experts of {handle.name} are used at once, and they do not fit on the device together; raise "
-                    '"device_memory" in the "offload" block, or use an implementation that takes them one by one'
-                )
-            row.parameter.requires_grad_(trains)
-        return torch.stack(tensors)
-
-    def fetch(self, handle: ParamHandle, stays: bool) -> bool:
-        """Returns False if neither a module nor a backward runs. A stack has no memory that could be fetched.
-
-        Raises `UsageError` if a module or a backward runs.
-        """
-        if handle.engine.hooks.runs_now():
-            raise UsageError(
-                f"the memory of {handle.name} was asked for, or changed, while the model runs, but each of its experts "
-                'is paged by itself; set "experts": "whole" in the "offload" block'
-            )
-        return False
-
-    def read(self, handle: ParamHandle) -> torch.Tensor:
-        """Returns a copy of the newest weights of all rows, on the compute device."""
-        return torch.stack([row.read() for row in self._rows])
-
-    def edit(self, handle: ParamHandle, values: torch.Tensor) -> None:
-        """Replaces the weights of all rows by `values`, which must have the parameter's shape.
-
-        Raises `UsageError` if a module or a backward runs.
-        """
-        handle.fetch()
-        for row, row_values in zip(self._rows, values, strict=True):
-            row.edit(row_values)
-
-    def unit_for_others(self, handle: ParamHandle) -> int:
-        """Raises `UsageError`: a module that does not own the stack cannot name the rows that it will use."""
-        raise UsageError(
-            f"{handle.name} cannot be registered with another module, since each of its experts is paged by "
-            'itself; set "experts": "whole" in the "offload" block'
-        )
 
 
 def stack_handles(
@@ -138,27 +82,11 @@ def stack_handles(
     `experts` contains the units of each module whose experts are units.
     """
     units = frozenset(unit for of_module in experts.values() for unit in of_module)
-    rows: dict[str, list[ParamHandle]] = {}
-    # Experts of a stack are units one after the other, so that its rows come in their order.
-    for layout, unit_handles in zip(layouts, handles, strict=True):
-        for segment, handle in zip(layout.segments, unit_handles, strict=True):
-            if segment.stack:
-                rows.setdefault(segment.stack, []).append(handle)
-    stacks = [
-        ParamHandle(
-            parameter=model.get_parameter(name),
-            name=name,
-            form=StackedRows(row_handles, units),
-            unit=-1,
-            position=-1,
-            dtype=row_handles[0].dtype,
-            shape=(len(row_handles), *row_handles[0].shape),
-            device=row_handles[0].device,
-        )
-        for name, row_handles in rows.items()
+    rows = {name: parts for name, parts in parts_of(layouts, handles).items() if parts[0].unit in units}
+    return [
+        composed_handle(model, name, StackedRows(parts, units), (len(parts), *parts[0].shape))
+        for name, parts in rows.items()
     ]
-    ParamHandle.release(stacks)
-    return stacks
 
 
 # -- gradients of zeros ----------------------------------------------------------------------------------
@@ -184,7 +112,7 @@ class ZeroGradients:
         """Unit and position of each row of a parameter, by the parameter's name."""
         for unit, layout in enumerate(layouts):
             for position, segment in enumerate(layout.segments):
-                if segment.stack and segment.trainable and segment.numel:
+                if segment.stack and segment.rows is None and segment.trainable and segment.numel:
                     self._rows.setdefault(segment.stack, []).append((unit, position))
 
     def add(self, present: Sequence[set[int]]) -> None:

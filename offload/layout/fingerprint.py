@@ -88,8 +88,10 @@ def _described(segment: ParameterSegment) -> dict[str, Any]:
     # Likewise: written only for weights that are stored as the bytes of their inner tensors.
     if segment.inner:
         entry |= {"inner": _fields(segment.inner), "kind": segment.kind, "numel": segment.numel}
-    # Likewise: written only for the rows of stacked experts.
-    if segment.stack:
+    # Likewise: written only for the rows of stacked experts, and for pieces of tables.
+    if segment.rows is not None:
+        entry |= {"stack": segment.stack, "rows": [segment.rows.start, segment.rows.stop]}
+    elif segment.stack:
         entry |= {"stack": segment.stack, "row": segment.row}
     return entry
 
@@ -147,6 +149,7 @@ def _check_geometry(layouts: Sequence[UnitLayout], mode: Mode, ranks: int) -> No
     The caller has checked the kinds of all values. This function checks their sizes.
     """
     rows = Counter(segment.stack for layout in layouts for segment in layout.segments)
+    table_stops: dict[str, int] = {}
     names = Counter(segment.name for layout in layouts for segment in layout.segments)
     for layout in layouts:
         if layout.trainable_stop > layout.numel or layout.trainable_stop % ranks or layout.numel % ranks:
@@ -167,7 +170,13 @@ def _check_geometry(layouts: Sequence[UnitLayout], mode: Mode, ranks: int) -> No
             if not (fits and apart and names[segment.name] == 1):
                 where = f"{segment.name} of shape {list(segment.shape)} at {segment.start} to {segment.stop}"
                 raise _no_layout(layout.name, where)
-            if segment.stack and segment.row >= rows[segment.stack]:
+            if segment.rows is not None:
+                start, stop = segment.rows.start, segment.rows.stop
+                whole_rows = segment.stack and segment.shape and segment.shape[0] == len(segment.rows) > 0
+                if not whole_rows or start != table_stops.get(segment.stack, 0):
+                    raise _no_layout(layout.name, f"rows {start} to {stop} of {segment.stack}")
+                table_stops[segment.stack] = stop
+            elif segment.stack and segment.row >= rows[segment.stack]:
                 raise _no_layout(layout.name, f"row {segment.row} of {rows[segment.stack]} of {segment.stack}")
             end = segment.stop
 
@@ -208,6 +217,7 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
                 stack=parameter.get("stack", ""),
                 row=parameter.get("row", 0),
                 kind=parameter.get("kind", ""),
+                rows=range(*parameter["rows"]) if "rows" in parameter else None,
             )
             for parameter in unit["parameters"]
         ),

@@ -206,9 +206,13 @@ class ParameterSegment(NamedTuple):
     inner: tuple[StateField, ...] = ()
     """Inner tensors of a parameter that another library has quantized, and that is stored as their bytes."""
     stack: str = ""
-    """Name of the model's parameter, if this is one expert's row of it; empty for a whole parameter."""
+    """Name of the model's parameter, if this is one expert's row or a piece of it; empty for a whole parameter."""
     row: int = 0
     """Index of the expert in the stack."""
+    kind: str = ""
+    """Class of a parameter with inner tensors, and other facts that decide how its bytes are read."""
+    rows: range | None = None
+    """Rows of the table that are this piece; None for an expert's row and for a whole parameter."""
 
     @property
     def parameter(self) -> str:
@@ -218,14 +222,25 @@ class ParameterSegment(NamedTuple):
     @property
     def first(self) -> int:
         """Index of the first value in the model's parameter; 0 for a whole parameter."""
+        if self.rows is not None:
+            return self.rows.start * math.prod(self.shape[1:])
         return self.row * self.value_numel
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Returns the values of the segment, as a view of the model's parameter."""
+        if self.rows is not None:
+            return parameter[self.rows.start : self.rows.stop]
         return parameter[self.row] if self.stack else parameter
 
-    kind: str = ""
-    """Class of a parameter with inner tensors, and other facts that decide how its bytes are read."""
+    def joined_to(self, before: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Returns the shape of the model's parameter as far as this segment; `before` is the shape without it, if any.
+
+        The segments of a parameter come in their order.
+        """
+        if not self.stack:
+            return self.shape
+        rows = before[0] if before else 0
+        return (rows + 1, *self.shape) if self.rows is None else (rows + self.shape[0], *self.shape[1:])
 
     @property
     def value_numel(self) -> int:
@@ -339,6 +354,7 @@ def lay_out(
     matrices: Collection[str] | None = None,
     row: int | None = None,
     in_fp32: bool = False,
+    rows: range | None = None,
 ) -> UnitLayout:
     """Places parameters one after the other, each at a multiple of 32 elements, and returns the layout.
 
@@ -347,12 +363,15 @@ def lay_out(
             row.
         matrices: names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
         row: the expert whose rows of the parameters are laid out; None for whole parameters.
+        rows: the rows of the table that are laid out, as values; None for whole parameters.
     """
     segments = []
     for parameter_name, parameter in parameters:
         shape = tuple(parameter.shape if row is None else parameter.shape[1:])
+        if rows is not None:
+            shape = (len(rows), *shape[1:])
         storage = FrozenStorage("", math.prod(shape))
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and rows is None:
             storage = stored.get(parameter_name, storage)
         segment = ParameterSegment(
             parameter_name,
@@ -366,6 +385,10 @@ def lay_out(
         )
         if row is not None:
             segment = segment._replace(name=f"{parameter_name}[{row}]", stack=parameter_name, row=row)
+        if rows is not None:
+            segment = segment._replace(
+                name=f"{parameter_name}[{rows.start}:{rows.stop}]", stack=parameter_name, rows=rows
+            )
         segments.append(segment)
     return arrange(name, segments, world_size, matrices, in_fp32=in_fp32)
 
@@ -442,7 +465,7 @@ def layouts_of(
     def layout(unit: Unit) -> UnitLayout:
         parameters = [(name, model.get_parameter(name)) for name in unit.parameters]
         name = f"{unit.name or 'the root'} in fp32" if unit.in_fp32 else unit.name
-        laid_out = lay_out(name, parameters, world_size, stored, matrices, unit.row, unit.in_fp32)
+        laid_out = lay_out(name, parameters, world_size, stored, matrices, unit.row, unit.in_fp32, unit.rows)
         return with_kept(laid_out, kept, world_size)
 
     return tuple(layout(unit) for unit in units.units)

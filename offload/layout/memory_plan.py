@@ -10,15 +10,15 @@ communicates with other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from offload.config import Config, OptimizerBlock
-from offload.errors import ConfigError
+from offload.errors import BudgetError, ConfigError
 from offload.layout.experts import cut_stacks, described, other_implementations, rows_of
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.modes import ADAM, DTYPES, RULE_LAYOUTS, Mode, make_mode
@@ -38,12 +38,16 @@ from offload.layout.tiers import (
     partitions,
 )
 from offload.layout.units import Stack, Units, find_units, parameters_in_fp32
+from offload.layout.vocabulary import cut_tables
+from offload.layout.vocabulary import described as described_tables
 from offload.sizes import align_up, format_size
 from offload.states import State, Tier
 from offload.swapper.policy import Limits
 from offload.swapper.store.format import MAX_UNITS_OF_THREE_SLOTS
 from offload.swapper.store.model_files import InPlaceLayout
 from offload.swapper.table import UnitSize, pieces_of
+
+_T = TypeVar("_T")
 
 # -- config request ------------------------------------------------------------------------------------
 #
@@ -474,6 +478,8 @@ class Division:
     """Name of the optimizer's rule."""
     keep_in_fp32: Literal["auto"] | Sequence[str] = ()
     """As in the config, if other weights are in 16 bits."""
+    vocabulary: str = "whole"
+    """"whole" or "pieces"; `whole_or_pieces` decides if the config says "auto"."""
 
 
 class DividedModel(NamedTuple):
@@ -496,7 +502,30 @@ def division_of(config: Config | None, rule: str | None = None) -> Division:
         # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
         rule = ADAM if config.optimizer is None else rule_name(config.optimizer)
     keep = () if config.dtype == "fp32" else config.offload.keep_in_fp32
-    return Division(config.units, config.offload.experts, rule, keep)
+    vocabulary = "pieces" if config.offload.vocabulary == "pieces" else "whole"
+    return Division(config.units, config.offload.experts, rule, keep, vocabulary)
+
+
+def whole_or_pieces(vocabulary: str, config: Config, place: Callable[[str], _T]) -> _T:
+    """Returns the result of `place` for "whole" tables or for tables in "pieces".
+
+    With "auto" tables are whole, unless the config sets a device budget, and whole ones raise `BudgetError`. Then they
+    are in pieces, if these fit.
+    """
+    if vocabulary != "auto":
+        return place(vocabulary)
+    try:
+        return place("whole")
+    except BudgetError as error:
+        if config.offload.device_memory is None:
+            raise
+        whole = error
+    try:
+        return place("pieces")
+    except BudgetError as error:
+        if str(error) == str(whole):  # another layer is the largest
+            raise
+        raise BudgetError(f"{whole}; with tables in pieces: {error}") from None
 
 
 def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:
@@ -511,7 +540,8 @@ def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:
     in_fp32 = parameters_in_fp32(model, division.keep_in_fp32)
     if division.keep_in_fp32 == "auto":
         in_fp32 -= rows_of(all_stacks).keys()
-    units = find_units(model, division.named, all_stacks, in_fp32)
+    tables = cut_tables(model, division.vocabulary, division.rule)
+    units = find_units(model, division.named, all_stacks, in_fp32, tables)
     # A stack may be inside of a unit that the user has named, or its experts may be too small.
     stacks = tuple(stack for stack in all_stacks if stack.module in units.experts)
     if stacked := sorted(in_fp32 & rows_of(stacks).keys()):
@@ -520,4 +550,4 @@ def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:
             '"experts": "whole", or leave the name out'
         )
     lines = described(stacks, other_implementations(model, stacks), division.experts)
-    return DividedModel(units, stacks, (*notices, *lines))
+    return DividedModel(units, stacks, (*notices, *lines, *described_tables(units, division.vocabulary)))

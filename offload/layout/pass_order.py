@@ -67,6 +67,7 @@ def choose_schedule(
     free_nbytes: int | None,
     tied_nbytes: int = 0,
     learns: bool = False,
+    tied_pieces: bool = False,
 ) -> ScheduleChoice:
     """Returns the schedule of a run.
 
@@ -87,6 +88,8 @@ def choose_schedule(
             gradient for each micro-batch until its embedding has a gradient too. Used only if `activation_nbytes` is
             unknown.
         learns: True if a step can show the bytes of the activations.
+        tied_pieces: True if a table in pieces has several uses. Each adds its gradient by itself, for all micro-batches
+            in layer-major order before the next use: the sum would have other bits.
     """
     assert asked in SCHEDULES, asked  # the config and the command line check what a user wrote
     if asked == MICRO_BATCH_MAJOR:
@@ -95,6 +98,8 @@ def choose_schedule(
         return ScheduleChoice(MICRO_BATCH_MAJOR, "a step has one micro-batch, so both orders are the same")
     if blocks < _LEAST_BLOCKS:
         return ScheduleChoice(MICRO_BATCH_MAJOR, "the model is no chain of repeated blocks")
+    if tied_pieces:
+        return ScheduleChoice(MICRO_BATCH_MAJOR, "both uses of a tied table in pieces add up their gradients")
     if asked == LAYER_MAJOR:
         return ScheduleChoice(LAYER_MAJOR, "the config asks for it")
     if not moves and not sends:

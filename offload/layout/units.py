@@ -29,9 +29,11 @@ class Unit:
     name: str
     parameters: tuple[str, ...]
     row: int | None = None
-    """The expert whose rows of these parameters are the unit; None for whole parameters."""
+    """The expert whose rows of these parameters are the unit; None for whole parameters and for pieces of a table."""
     in_fp32: bool = False
     """True if the weights stay in fp32, whatever the dtype of other weights is."""
+    rows: range | None = None
+    """The rows of the table that are the unit; None for whole parameters and for experts."""
 
 
 class Stack(NamedTuple):
@@ -41,6 +43,16 @@ class Stack(NamedTuple):
     parameters: tuple[str, ...]
     rows: int
     """Number of experts, the first size of each parameter."""
+
+
+class Table(NamedTuple):
+    """The weight of an embedding, of a head, or of both, which is cut into pieces of rows."""
+
+    parameter: str
+    pieces: tuple[range, ...]
+    """The rows of each piece, in order."""
+    tied: bool
+    """True if several modules use a table that trains. The gradient of a piece is then the sum of those of each use."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,8 @@ class Units:
     sites: dict[str, tuple[int, ...]]
     experts: dict[str, range] = field(default_factory=dict)
     """For each module whose experts are units, the range of these units in the order of the experts."""
+    tables: dict[str, range] = field(default_factory=dict)
+    """For each table in pieces, by the parameter's name, the range of the pieces' units in the order of the rows."""
 
     @property
     def in_fp32(self) -> frozenset[str]:
@@ -67,6 +81,7 @@ def find_units(
     named: Sequence[str] = (),
     stacks: Sequence[Stack] = (),
     in_fp32: Collection[str] = (),
+    tables: Sequence[Table] = (),
 ) -> Units:
     """Divides the parameters of `model` into units.
 
@@ -81,27 +96,35 @@ def find_units(
         stacks: modules whose experts are units. A stack stays whole if it is within a module of `named`, or if its
             experts are too small to be units.
         in_fp32: names of parameters that stay in fp32; see `parameters_in_fp32`.
+        tables: parameters whose pieces of rows are units. A table stays whole if a candidate contains it, or if it
+            stays in fp32.
     """
     modules = dict(model.named_modules())
     candidates = _candidates(modules, named)
     owners = {name: _owner(name, candidates) for name, _ in model.named_parameters()}
+    tables = [table for table in tables if owners[table.parameter] is None and table.parameter not in in_fp32]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     stacks = _large_stacks(stacks, _named_modules(modules, named), owners, sizes)
     stack_of = {name: stack for stack in stacks for name in stack.parameters}
-    owners = {name: candidate for name, candidate in owners.items() if name not in stack_of}
+    in_parts = stack_of.keys() | {table.parameter for table in tables}
+    owners = {name: candidate for name, candidate in owners.items() if name not in in_parts}
     owners = _join_small(owners, sizes, max((_row_numel(stack, sizes) for stack in stacks), default=0))
     groups: dict[tuple[str, bool], list[str]] = {}
     for name, candidate in owners.items():
         module = _direct_owner(name, modules) if candidate is None else candidate
         groups.setdefault((module, name in in_fp32), []).append(name)
     # A module that is a candidate and owns parameters directly yields the same key twice, hence one group.
-    units = [Unit(name, tuple(parameters), None, wide) for (name, wide), parameters in groups.items()]
-    # Experts come last, so that all other units are numbered as if there were none.
+    units = [Unit(name, tuple(parameters), in_fp32=wide) for (name, wide), parameters in groups.items()]
+    # Experts and pieces come last, so that all other units are numbered as if there were none.
     experts: dict[str, range] = {}
     for stack in stacks:
         experts[stack.module] = range(len(units), len(units) + stack.rows)
         units += [Unit(f"{stack.module}[{row}]", stack.parameters, row) for row in range(stack.rows)]
-    return Units(tuple(units), _sites(model, modules, units, stack_of), experts)
+    pieces: dict[str, range] = {}
+    for name, rows, _ in tables:
+        pieces[name] = range(len(units), len(units) + len(rows))
+        units += [Unit(f"{name}[{part.start}:{part.stop}]", (name,), rows=part) for part in rows]
+    return Units(tuple(units), _sites(model, modules, units, stack_of), experts, pieces)
 
 
 def _large_stacks(
@@ -182,9 +205,10 @@ def _sites(
     """Returns the modules that get hooks, with the units each needs.
 
     These are each unit's own module and every module that owns parameters, because recomputation may call the latter
-    alone. A module of stacked experts needs no expert's unit until it uses the expert.
+    alone. A module of stacked experts needs no expert's unit until it uses the expert, and the module of a table no
+    piece until it uses the piece.
     """
-    whole = [(index, unit) for index, unit in enumerate(units) if unit.row is None]
+    whole = [(index, unit) for index, unit in enumerate(units) if unit.row is None and unit.rows is None]
     unit_of = {id(model.get_parameter(name)): index for index, unit in whole for name in unit.parameters}
     all_modules = dict(model.named_modules(remove_duplicate=False))  # a module may be in two places
     first_name = {id(module): name for name, module in reversed(modules.items())}
@@ -197,7 +221,9 @@ def _sites(
             needs.setdefault(stack_of[name].module, set())
             continue
         owner = first_name[id(all_modules[_direct_owner(name, all_modules)])]
-        needs.setdefault(owner, set()).add(unit_of[id(parameter)])
+        needed = needs.setdefault(owner, set())
+        if id(parameter) in unit_of:  # else it is a table in pieces
+            needed.add(unit_of[id(parameter)])
     sites = {name: tuple(sorted(needs[name])) for name in modules if name in needs}
     return {name: needed for name, needed in sites.items() if not _is_compiled_into(name, needed, modules, sites)}
 

@@ -16,10 +16,20 @@ is another one or the graph is retained.
 
 Gradients are stored before the division by the number of tokens and before the loss scale. So fp16 gradients do not
 underflow, and the backward can apply any scale.
+
+A head whose table is in pieces (`vocabulary/pieces.py`) is on the device one piece at a time:
+
+    forward     piece 0 ─► three numbers of each token ─► piece 1 ─► … ─► the loss of each token
+    backward    the last piece: its logits again ─► its gradients ─► the piece before ─► …
+
+`words` is then the rows of a piece. The backward computes all logits once more, since the gradient of a logit needs the
+logsumexp over all pieces.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +40,7 @@ from torch.nn import functional as F
 from offload.engine.params import handle_of
 from offload.errors import UsageError
 from offload.torch_internals import graph_is_retained
+from offload.vocabulary.pieces import Piece, pieces_in
 
 CHUNK_TOKENS = 1024
 """Default tokens of a chunk: enough for the matrix units of a GPU, half a GiB of logits at 128 thousand words."""
@@ -93,7 +104,7 @@ def causal_lm(
     Raises:
         UsageError: if shapes do not fit together, the labels are not int64, or a number is out of its range.
     """
-    weight, bias = _weight_and_bias(head)
+    weight, bias, pieces = _weight_and_bias(head)
     _check(hidden, weight, labels, label_smoothing, softcap, chunk_tokens)
     labels = labels.to(hidden.device)
     if shift:
@@ -103,9 +114,16 @@ def causal_lm(
     divisor: Any = counts.sum() if num_items_in_batch is None else num_items_in_batch
     terms = _Terms(label_smoothing, z_loss, softcap)
     flat = hidden.reshape(-1, hidden.shape[-1])
+    if pieces:
+        total = _loss_of_pieces(pieces, flat, bias, labels, counts, terms, chunk_tokens)
+        return _mean(total, divisor)
     # torch disables gradients inside a Function's forward, so the forward needs to know the mode outside it.
     with_gradients = torch.is_grad_enabled()
     total = _Loss.apply(flat, weight, bias, labels, counts, terms, chunk_tokens, with_gradients)  # type: ignore[no-untyped-call]
+    return _mean(total, divisor)
+
+
+def _mean(total: torch.Tensor, divisor: Any) -> torch.Tensor:
     if isinstance(divisor, torch.Tensor):
         divisor = divisor.to(total.device, torch.float32)  # a number of fp64 would make the loss one
     result: torch.Tensor = total / divisor
@@ -226,17 +244,168 @@ def _add(sums: _Gradients, gradient: torch.Tensor, hidden: torch.Tensor, weight:
         sums.bias.add_(gradient.sum(0, dtype=torch.float32))
 
 
-def _weight_and_bias(head: nn.Module | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns weight and bias of a head; `head` may be just the weight. Paged weights are fetched first."""
+# -- pieces of a table ---------------------------------------------------------------------------------
+
+
+class _Statistics(torch.autograd.Function):
+    """Three numbers of each token, (tokens,) fp32, from the logits of one piece, chunk by chunk.
+
+    These are the logsumexp, the logit of the label, which is 0 if the label is not in the piece, and the sum. The
+    gradient of the hidden states goes to `wide`, in fp32. `labels` are counted from the piece's first row.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        wide: torch.Tensor,
+        leaf: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        softcap: float | None,
+        chunk_tokens: int,
+        piece: Piece,
+        weight: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        lse, at_label, total = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        dtype = hidden.dtype
+        for start in range(0, len(hidden), chunk_tokens):
+            of = slice(start, start + chunk_tokens)
+            logits = F.linear(hidden[of], weight, bias)
+            dtype = logits.dtype  # that of autocast, which applies here, and not in the backward
+            logits, _ = _capped(logits, softcap)
+            inside, chosen = _inside(labels[of], len(weight))
+            lse[of] = logits.logsumexp(-1)
+            at_label[of] = torch.where(inside, logits.gather(-1, chosen).squeeze(-1), 0.0)
+            total[of] = logits.sum(-1)
+        ctx.save_for_backward(hidden, labels, weight if piece.runs else None, bias, lse)
+        ctx.settings, ctx.piece = (softcap, chunk_tokens, dtype), piece
+        return lse, at_label, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *by: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, labels, weight, bias, lse = ctx.saved_tensors
+        make = partial(_Statistics._gradients, ctx, by, hidden, labels, bias, lse)
+        sums: _Gradients = ctx.piece.again(make) if weight is None else make(weight)
+        return *sums, *(None,) * 6
+
+    @staticmethod
+    def _gradients(
+        ctx: Any,
+        by: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        bias: torch.Tensor | None,
+        lse: torch.Tensor,
+        weight: torch.Tensor,
+    ) -> _Gradients:
+        """Returns the gradients in the dtypes that autograd expects. `by` are those of the three numbers."""
+        softcap, chunk_tokens, dtype = ctx.settings
+        hidden, values, own_bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        # Divided by the largest factor of a token, products in fp16 do not underflow.
+        largest = torch.stack([factor.abs().amax() for factor in by]).amax()
+        scale = torch.where(largest > 0, largest, 1.0) if dtype == torch.float16 else None
+        factors = by if scale is None else [factor / scale for factor in by]
+        sums = _Gradients(
+            torch.empty_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None,
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None,
+            torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None,
+        )
+        for start in range(0, len(hidden), chunk_tokens):
+            of = slice(start, start + chunk_tokens)
+            logits, slope = _capped(F.linear(hidden[of], values, own_bias), softcap, with_slope=True)
+            inside, chosen = _inside(labels[of], len(weight))
+            of_lse, of_label, of_sum = (factor[of].unsqueeze(-1) for factor in factors)
+            gradient = logits.sub_(lse[of].unsqueeze(-1)).exp_().mul_(of_lse).add_(of_sum)
+            gradient.scatter_add_(-1, chosen, torch.where(inside.unsqueeze(-1), of_label, 0.0))
+            if slope is not None:
+                gradient *= slope
+            _add(sums, gradient.to(dtype), hidden[of], values, of)
+            del logits, gradient
+        of_hidden, of_weight, of_bias = (
+            total if total is None or scale is None else total.mul_(scale) for total in sums
+        )
+        return _Gradients(
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None or bias is None else of_bias.to(bias.dtype),
+        )
+
+
+def _capped(
+    logits: torch.Tensor, softcap: float | None, with_slope: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns capped logits in fp32, perhaps in the memory of `logits`, and the slope of the cap, if there is one."""
+    values = logits.float()
+    del logits  # in 16 bits they are no longer needed
+    if softcap is None:
+        return values, None
+    values = values.div_(softcap).tanh_()
+    slope = 1 - values.square() if with_slope else None
+    return values.mul_(softcap), slope
+
+
+def _inside(labels: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns which labels are in a piece of `rows` rows, (tokens,), and the row to read for each, (tokens, 1)."""
+    inside = (labels >= 0) & (labels < rows)
+    return inside, torch.where(inside, labels, 0).unsqueeze(-1)
+
+
+def _loss_of_pieces(
+    pieces: Sequence[Piece],
+    hidden: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    counts: torch.Tensor,
+    terms: _Terms,
+    chunk_tokens: int,
+) -> torch.Tensor:
+    """Returns the sum of the losses of all tokens, with one piece of the head's table on the device at a time."""
+    # Gradients of the hidden states, one from each piece, are summed in fp32 and rounded once.
+    wide, values = hidden.float(), hidden.detach()
+    words = pieces[-1].rows.stop
+    if bool((counts & ((labels < 0) | (labels >= words))).any()):
+        raise IndexError(f"a label is out of range: the head has {words} words")
+    found = []
+    for piece in pieces:
+        own_bias = None if bias is None else bias[piece.rows.start : piece.rows.stop]
+        local = torch.where(counts, labels - piece.rows.start, -1)
+        given = (wide, piece.leaf(), own_bias, values, local, terms.softcap, chunk_tokens, piece)
+        found.append(piece.on_device(partial(_Statistics.apply, *given)))
+    of_lse, at_label, sums = (torch.stack(each, -1) for each in zip(*found, strict=True))
+    lse = of_lse.logsumexp(-1)
+    average = sums.sum(-1) / words if terms.label_smoothing else 0.0
+    losses = (
+        lse
+        - (1 - terms.label_smoothing) * at_label.sum(-1)
+        - terms.label_smoothing * average
+        + terms.z_loss * lse.square()
+    )
+    return torch.where(counts, losses, 0.0).sum()
+
+
+# -- arguments -----------------------------------------------------------------------------------------
+
+
+def _weight_and_bias(
+    head: nn.Module | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None, tuple[Piece, ...]]:
+    """Returns weight and bias of a head; `head` may be just the weight. Paged weights are fetched first.
+
+    A weight in pieces remains a placeholder; its pieces are the third result.
+    """
     if isinstance(head, torch.Tensor):
-        return _brought(head), None
+        pieces = pieces_in(head)
+        return head if pieces else _brought(head), None, pieces
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
     if not isinstance(weight, torch.Tensor):
         raise UsageError(
             f"the head is a {type(head).__name__} without a weight; pass a linear layer or its weight, and compute "
             "the loss of another head from its logits"
         )
-    return _brought(weight), None if bias is None else _brought(bias)
+    pieces = pieces_in(weight)
+    return weight if pieces else _brought(weight), None if bias is None else _brought(bias), pieces
 
 
 def _brought(parameter: torch.Tensor) -> torch.Tensor:

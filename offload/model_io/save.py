@@ -15,7 +15,6 @@ import math
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -349,7 +348,9 @@ def make_plan(
         return by_source.get(name, {}) if by_class else {alias: SavedPart(name, 0, shape) for alias in aliases}
 
     tensors: dict[str, Tensor] = {}
-    rows = Counter(segment.stack for layout in layouts for segment in layout.segments)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for segment in (segment for layout in layouts for segment in layout.segments):
+        shapes[segment.parameter] = segment.joined_to(shapes.get(segment.parameter))
     for layout in layouts:
         own_dtype = checked or layout.mode_in(mode).weight_dtype
         for segment in layout.segments:
@@ -361,9 +362,9 @@ def make_plan(
                     "cannot be written as values: save the adapters by engine.save_pretrained of a model of peft, or "
                     "what trains by exclude_frozen_parameters=True"
                 )
-            # Experts that are units of their own are one tensor in the files, as they are one parameter in the model.
-            shape = (rows[segment.stack], *segment.shape) if segment.stack else segment.shape
-            names = [segment.parameter, *(alias for alias, first in tied.items() if first == segment.name)]
+            # Experts, or pieces, that are units are one tensor in the files, as they are one parameter in the model.
+            shape = shapes[segment.parameter]
+            names = [segment.parameter, *(alias for alias, first in tied.items() if first == segment.parameter)]
             own = [alias for alias in names if alias not in left_out] or [max(names)]
             parts = written(segment.parameter, shape, own)
             if not parts:

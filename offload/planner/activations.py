@@ -285,14 +285,18 @@ def _head(shape: Shape, load: Load, copy: int = 0) -> int:
     # The head's input stays. Several chunks sum the head's gradients in fp32. The backward later scales a sum of the
     # model's dtype in place, another one into new memory, a piece at a time.
     summed, chunk = _summed(shape, load)
+    of_hidden = hidden
+    if shape.uncut is not None:  # gradients of the hidden states in fp32: of one piece, and the sum over pieces
+        of_hidden += 2 * hidden * _FP32 // size
     scaled = chunk + min(SCALED_NUMEL, summed) * _FP32
-    return hidden + summed + hidden + max(logits + chunk + copy, scaled)
+    return hidden + summed + of_hidden + max(logits + chunk + copy, scaled)
 
 
 def _summed(shape: Shape, load: Load) -> tuple[int, int]:
     """Returns the bytes of the head's gradient in a chunked loss: the sum's, and those of a second one of 16 bits."""
     numel, size = shape.layouts[shape.uses[-1].unit].trainable_stop, shape.itemsize  # a frozen head has no gradient
-    in_fp32 = size < _FP32 and load.batch * shape.sequence > CHUNK_TOKENS
+    # The gradient of a piece of a table is summed in fp32 whatever the number of chunks is.
+    in_fp32 = size < _FP32 and (shape.uncut is not None or load.batch * shape.sequence > CHUNK_TOKENS)
     return numel * (_FP32 if in_fp32 else size), numel * size if in_fp32 else 0
 
 

@@ -8,6 +8,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +23,10 @@ from offload.layout.experts import find_stacks, rows_of
 from offload.layout.flat_layout import ParameterSegment, UnitLayout, arrange, lay_out, layouts_of
 from offload.layout.frozen import quantized_by_other_library, stored_weights
 from offload.layout.memory_plan import Division, divide
+from offload.layout.modes import RULE_LAYOUTS
 from offload.layout.optimizer_states import matrices_of
+from offload.layout.units import Table
+from offload.layout.vocabulary import find_tables, pieces_of
 from offload.planner.simulation.simulate import Expected
 from offload.presets import (
     LLAMA,
@@ -118,6 +122,10 @@ class Shape(NamedTuple):
     """The experts of each layer whose experts are units."""
     adapted: bool = False
     """True if only adapters are trained. A saved model then consists of the adapters."""
+    tables: tuple[Table, ...] = ()
+    """Whole tables of the vocabulary that `in_pieces` cuts."""
+    uncut: Shape | None = None
+    """The shape with whole tables, if this one has them in pieces."""
 
     @property
     def parameters(self) -> int:
@@ -157,7 +165,34 @@ class Shape(NamedTuple):
             )
             for use in self.uses
         )
-        return self._replace(uses=uses, temporary=scaled(self.temporary), sequence=sequence)
+        uncut = None if self.uncut is None else self.uncut.at(sequence)
+        return self._replace(uses=uses, temporary=scaled(self.temporary), sequence=sequence, uncut=uncut)
+
+    def in_pieces(self) -> Shape:
+        """Returns the shape with its tables in pieces, as `find_units` divides them: each use visits all pieces."""
+        cut = {table.parameter for table in self.tables}
+        layouts: list[UnitLayout] = []
+        places: list[tuple[int, ...]] = []
+        """The new units of each unit: itself, if it keeps any parameter, and the pieces of its tables."""
+        segments = {segment.name: segment for layout in self.layouts for segment in layout.segments}
+        for layout in self.layouts:
+            rest = [segment for segment in layout.segments if segment.name not in cut]
+            places.append((len(layouts),) if rest else ())
+            if rest:
+                whole = len(rest) == len(layout.segments)
+                layouts.append(layout if whole else arrange(layout.name, rest, 1, in_fp32=layout.in_fp32))
+        for name, pieces, _ in self.tables:
+            parameter = nn.Parameter(torch.empty(segments[name].shape, device="meta"), segments[name].trainable)
+            unit = next(unit for unit, layout in enumerate(self.layouts) if segments[name] in layout.segments)
+            places[unit] += tuple(range(len(layouts), len(layouts) + len(pieces)))
+            layouts += [
+                lay_out(f"{name}[{rows.start}:{rows.stop}]", [(name, parameter)], 1, rows=rows) for rows in pieces
+            ]
+        uses = tuple(part for use in self.uses for part in _by_pieces(use, places[use.unit]))
+        experts = tuple(
+            each._replace(units=range(places[each.units[0]][0], places[each.units[-1]][0] + 1)) for each in self.experts
+        )
+        return self._replace(layouts=tuple(layouts), uses=uses, experts=experts, tables=(), uncut=self)
 
 
 @functools.lru_cache
@@ -339,14 +374,29 @@ def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
         for each in shape.experts
     }
     uses = tuple(
-        part for use in shape.uses for part in (_divided(use, choices[use.unit]) if use.unit in choices else (use,))
+        part
+        for use in shape.uses
+        for part in (_divided(use, choices[use.unit].units, choices[use.unit]) if use.unit in choices else (use,))
     )
     return shape._replace(uses=uses)
 
 
-def _divided(use: Use, choice: Expected) -> Iterator[Use]:
-    count = len(choice.units)
-    for position, unit in enumerate(choice.units):
+def _by_pieces(use: Use, units: Sequence[int]) -> Iterator[Use]:
+    """Yields the uses of the pieces of a table. The last one has what all of them save together."""
+    if len(units) == 1:
+        yield use._replace(unit=units[0])
+        return
+    if not use.lookup:  # a loss in chunks computes the logits of a piece once more, in the backward
+        use = use._replace(flops=use.flops * 4 / 3)
+    *before, last = _divided(use, units)
+    yield from (each._replace(saved=0, largest=0) for each in before)
+    # A head has the logits of one piece at a time, a lookup the rows of all its tokens.
+    yield last._replace(saved=use.saved, largest=use.largest if use.lookup else use.largest // len(units))
+
+
+def _divided(use: Use, units: Sequence[int], choice: Expected | None = None) -> Iterator[Use]:
+    count = len(units)
+    for position, unit in enumerate(units):
         # The first part receives the remainder of the integer division.
         rest = {
             name: getattr(use, name) // count + (getattr(use, name) % count if position == 0 else 0)
@@ -358,7 +408,7 @@ def _divided(use: Use, choice: Expected) -> Iterator[Use]:
             nbytes=use.nbytes / count,
             attention=use.attention / count,
             mlp_flops=use.mlp_flops / count,
-            choice=choice if position == 0 else Expected(),
+            choice=choice if choice is not None and position == 0 else Expected(),
             **rest,
         )
 
@@ -402,6 +452,12 @@ def from_preset(name: str, sequence: int, itemsize: int) -> Shape | None:
         itemsize=itemsize,
         matrices=frozenset(
             segment.name for layout in layouts for segment in layout.segments if segment.name.endswith("_proj.weight")
+        ),
+        tables=tuple(
+            Table(segment.name, pieces_of(*segment.shape), _is_tied(settings))
+            for layout in layouts
+            for segment in layout.segments
+            if segment.shape[0] == settings["vocab_size"] and len(segment.shape) == 2
         ),
     )
 
@@ -522,7 +578,8 @@ def from_name(
     named = units.named if isinstance(units, Division) else units
     known = None if named or layers is not None else from_preset(name, sequence, dtype.itemsize)
     if known is not None:
-        return known
+        whole = isinstance(units, Division) and not RULE_LAYOUTS[units.rule].elementwise
+        return known._replace(tables=()) if whole else known
     config = config_of(name, layers)
     if quantized_bits(config) is not None:
         raise ConfigError(
@@ -706,7 +763,11 @@ def _counted(
     division: Division | Sequence[str],
     frozen: tuple[str | None, torch.dtype] = (None, torch.bfloat16),
 ) -> Shape:
-    units, stacks, _ = divide(model, division)
+    by = division if isinstance(division, Division) else Division(division)
+    units, stacks, _ = divide(model, replace(by, vocabulary="whole"))
+    # In the order of the units that `find_units` makes of pieces.
+    of_pieces = divide(model, replace(by, vocabulary="pieces")).units.tables
+    tables = tuple(table for table in find_tables(model) if table.parameter in of_pieces)
     stored = stored_weights(model, *frozen, rows_of(stacks), units.in_fp32)
     ids = torch.zeros(1, sequence, dtype=torch.long)
     counter = Counter({weight.untyped_storage()._cdata for weight in weights}, sequence)
@@ -746,6 +807,7 @@ def _counted(
             for name, every in units.experts.items()
             if (module := id(model.get_submodule(name))) in per_token
         ),
+        tables=tables,
     )
 
 

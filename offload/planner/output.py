@@ -103,6 +103,7 @@ def heading(planned: Planned) -> list[str]:
         f"{', activations recomputed' if load.recompute else ''}"
         f"{', attention kept' if load.keep_attention else ''}"
         f"{', loss in chunks' if load.chunked_loss else ', all logits in memory'}"
+        f"{', tables of the vocabulary in pieces' if shape.uncut is not None else ''}"
         f"{f', MLPs in tiles of {tile_tokens(shape, load)} tokens' if is_tiled(shape, load) else ''}",
         *_describe_experts(planned),
         *planned.memory.notices,

@@ -18,6 +18,7 @@ import torch
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.memory_plan import whole_or_pieces
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, ScheduleChoice, takes_turns
 from offload.layout.peak_memory import PeakMemory
 from offload.layout.placement import growth, usable_host
@@ -112,7 +113,17 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
     The schedule "auto" chooses the shorter step.
     """
     in_turns = takes_turns(load.schedule, load.accumulation, chain(shape))
-    memory = settled(shape, hardware, load, content, in_turns)
+
+    whole, config = shape.uncut or shape, load_config(content)
+    cut = None if shape.uncut is None else shape  # by an earlier plan
+
+    def place(vocabulary: str) -> tuple[Shape, Memory]:
+        divided = whole if vocabulary == "whole" else cut or whole.in_pieces()
+        return divided, settled(divided, hardware, load, content, in_turns)
+
+    adds_otherwise = load.schedule == LAYER_MAJOR and any(table.tied for table in whole.tables)
+    vocabulary = config.offload.vocabulary if whole.tables and not adds_otherwise else "whole"
+    shape, memory = whole_or_pieces(vocabulary, config, place)
     wish = wish_of(memory.config)
     room = room_of(hardware, memory, wish, shape, load)
     if wish.tier == "nvme" and not room.drives:

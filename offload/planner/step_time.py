@@ -809,4 +809,5 @@ def choice_of(shape: Shape, hardware: Hardware, load: Load, memory: Memory, wish
         checkpointed=tried.recompute,
         activation_nbytes=scarcest[0],
         free_nbytes=scarcest[1],
+        tied_pieces=shape.uncut is not None and any(table.tied for table in shape.uncut.tables),
     )

@@ -101,9 +101,8 @@ def plan_states(source: TrainedSource, path: Path, kind: str) -> StatesPlan:
                     "has no form: export its weights, without --format"
                 )
             if segment.trainable or source.frozen:
-                # Counted: each row of stacked experts is a segment of its own.
-                rows = shapes.get(segment.parameter, (0,))[0] + 1
-                shapes[segment.parameter] = (rows, *segment.shape) if segment.stack else segment.shape
+                # Joined: each row of stacked experts and each piece of a table is a segment of its own.
+                shapes[segment.parameter] = segment.joined_to(shapes.get(segment.parameter))
             if segment.trainable:
                 trainable[segment.parameter] = max(count, trainable.get(segment.parameter, 0))
     return StatesPlan(layouts, mode, int(source.description["world_size"]), shapes, trainable)
@@ -211,7 +210,7 @@ class _StateFiles:
             writer = TorchFileWriter(*self._place(*key, Tensor(torch.float32, shape)))
             writer.begin()
             self._open[key] = (writer, 0)
-        # Elements come in order: units, ranks and rows of experts all ascend.
+        # Elements come in order: units, ranks, rows of experts and pieces all ascend.
         writer, done = self._open.pop(key)
         flat: Any = values.contiguous().view(torch.uint8).numpy()
         writer.write(memoryview(flat))

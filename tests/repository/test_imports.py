@@ -24,7 +24,7 @@ PACKAGE = ROOT / "offload"
 
 CIRCLE = ("engine", "distributed", "checkpoint", "model_io")
 """The core of the engine, whose folders know each other, and none of the features."""
-FEATURES = ("activations", "experts", "optimizers", "parallel", "passes", "quantized")
+FEATURES = ("activations", "experts", "optimizers", "parallel", "passes", "quantized", "vocabulary")
 """Features of the engine, each behind a seam of the core."""
 COMPOSITION = ("engine.plan", "engine.build_optimizer", "engine.assembly", "engine.setup")
 """Modules that choose features and put an engine together."""

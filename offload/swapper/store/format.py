@@ -447,6 +447,7 @@ _PARAMETER = fields(
         "kind": text(),
         "stack": text(),
         "row": whole(),
+        "rows": rows(_DIMENSION, 2, 2),
     },
 )
 _UNIT = fields(

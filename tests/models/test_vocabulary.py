@@ -1,0 +1,292 @@
+"""Tables of a vocabulary in pieces train as whole ones do, in less device memory than a table takes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+import offload
+from offload import testing
+from offload.config import load_config
+from offload.errors import BudgetError, ConfigError, UsageError
+from offload.layout.memory_plan import division_of
+from offload.losses import causal_lm, chunk_loss_of
+from offload.planner.activations import Load
+from offload.planner.hardware import described, parse_drive
+from offload.planner.model_shape import from_training
+from offload.planner.recommend import plan
+from tests.support import models, rounding_bounds
+from tests.support.oracle import (
+    Job,
+    accumulated_step,
+    assert_same,
+    assert_same_tensors,
+    config,
+    kill_and_resume,
+    plain_loop,
+    run,
+    same_bits,
+    start,
+    train_step,
+    weights_of,
+)
+from tests.support.ranks.rank_jobs import my_rows
+from tests.support.ranks.rank_pool import RankPool, train
+from tests.support.ranks.rank_pool import start as start_ranks
+
+MEMORY, CPU, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
+WORDS = 1040
+ROOM = 16 << 10
+"""Bytes of device memory, for the block of `llama` or a piece: in fp32 a table takes eight times as many."""
+
+
+def llama(tied: bool = False, chunked: bool = True, layers: int = 1) -> nn.Module:
+    """Returns a Llama whose tables are most of it, with its loss in chunks of tokens, or from all logits."""
+    widths = {"hidden_size": 32, "intermediate_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape = transformers.LlamaConfig(
+        **widths, num_hidden_layers=layers, vocab_size=WORDS, tie_word_embeddings=tied, use_cache=False
+    )
+    model = transformers.LlamaForCausalLM(shape)
+    if chunked:
+        chunk_loss_of(model, chunk_tokens=24)
+    return model
+
+
+def loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    ids = models.tokens(step, micro, (2, 20), WORDS)
+    return model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
+
+
+def pieces_of(engine: offload.Engine) -> int:
+    """Returns how many units of the engine are pieces."""
+    return sum(layout.name.endswith("]") for layout in testing.inspect(engine).layouts)
+
+
+# -- numbers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bits_do_not_depend_on_the_tier(tied: bool, dtype: str, tmp_path: Path) -> None:
+    """And the numbers are those of plain PyTorch, but for roundings."""
+    job = Job(partial(llama, tied), loss, steps=2, dtype=dtype, accumulation=2 if tied else 1)
+    pieces = same_bits(job, tmp_path, (MEMORY, CPU, DISK), vocabulary="pieces")
+    if dtype == "fp32":
+        rounding_bounds.same_training(pieces, plain_loop(job), job, reordered=True)
+    else:
+        whole = run(job, MEMORY, tmp_path / "whole")
+        rounding_bounds.same_training(pieces, whole, job, reordered=True)
+
+
+class Classified(nn.Module):
+    """An embedding with a row of padding, and a head of few classes, which is no table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 32, padding_idx=5)
+        self.layers = nn.ModuleList([nn.Linear(32, 32)])
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers[0](self.embedding(ids)).relu())  # type: ignore[no-any-return]
+
+
+def classes(model: Any, step: int, micro: int) -> torch.Tensor:
+    ids = models.tokens(step, micro, (2, 20), WORDS)
+    ids[0, :4] = 5
+    found = model(ids).flatten(0, 1)
+    return functional.cross_entropy(found, ids.flatten().to(found.device) % 3)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_lookup_has_the_bits_of_a_whole_table(dtype: str, tmp_path: Path) -> None:
+    """Rows without a token too: their moments fade, and their weights decay. A clip would add in another order."""
+    job = Job(Classified, classes, steps=3, clip=0.0, dtype=dtype, accumulation=2, lr=1e-2)
+    whole, pieces = (run(job, DISK, tmp_path / how, vocabulary=how) for how in ("whole", "pieces"))
+    assert pieces.losses == whole.losses
+    assert_same_tensors(pieces.weights, whole.weights)
+
+
+def test_all_terms_of_a_loss_are_those_of_a_whole_head(tmp_path: Path) -> None:
+    terms = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0}
+
+    class Capped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return causal_lm(self.embedding(ids), self.head, ids, chunk_tokens=7, num_items_in_batch=30, **terms)
+
+    job = Job(Capped, lambda model, step, micro: model(models.tokens(step, micro, (2, 20), WORDS)), steps=2)
+    whole, pieces = (run(job, CPU, tmp_path / how, vocabulary=how) for how in ("whole", "pieces"))
+    rounding_bounds.same_training(pieces, whole, job, reordered=True)
+
+
+class HiddenStates(nn.Module):
+    """A Llama that returns its hidden states, or its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = llama(tied=True, chunked=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        hidden: torch.Tensor = self.inner.model(input_ids=ids).last_hidden_state
+        return hidden if labels is None else causal_lm(hidden, self.inner.lm_head, labels, chunk_tokens=24)
+
+
+def test_a_loss_outside_of_the_model_has_the_same_gradients(tmp_path: Path) -> None:
+    """There it needs one piece at a time as well, and a step in between is an error."""
+    job, ids, gradients = Job(HiddenStates, loss), models.tokens(0, 0, (2, 20), WORDS), []
+    for inside in (True, False):
+        engine = start(job, DISK, tmp_path / str(inside), device_memory=ROOM)
+        head = engine.module.inner.lm_head
+        engine.backward(engine(ids, ids) if inside else causal_lm(engine(ids), head, ids, chunk_tokens=24))
+        gradients.append(offload.safe_get_full_grad(head.weight).clone())
+        old = causal_lm(torch.randn(1, 20, 32, device=head.weight.device), head, ids[:1])
+        engine.step()
+        with pytest.raises(UsageError, match="made before step"):
+            old.backward()
+        engine.destroy(remove=True)
+    assert torch.equal(*gradients) and gradients[0].any()
+
+
+def test_all_logits_are_computed_if_they_are_wanted(tmp_path: Path) -> None:
+    job = Job(partial(llama, tied=True, chunked=False), loss, steps=2)
+    whole, pieces = (run(job, CPU, tmp_path / how, vocabulary=how) for how in ("whole", "pieces"))
+    rounding_bounds.same_training(pieces, whole, job, reordered=True)
+    engine = start(job, DISK, tmp_path / "again", vocabulary="pieces")
+    ids = models.tokens(0, 0, (2, 20), WORDS)
+    with torch.no_grad():
+        logits = engine(input_ids=ids).logits.cpu()
+        torch.manual_seed(job.seed)
+        assert torch.equal(logits.argmax(-1), job.model()(input_ids=ids).logits.argmax(-1))
+    # Between steps a lookup by the module alone reads the whole table, and its gradient becomes the parameter's.
+    table = engine.module.get_input_embeddings()
+    engine.backward(table(ids.to(table.weight.device)).sum())
+    gradient = offload.safe_get_full_grad(table.weight)
+    assert gradient is not None and torch.equal(gradient.cpu().sum(-1), ids.flatten().bincount(minlength=WORDS) * 32.0)
+    engine.destroy(remove=True)
+
+
+def test_what_is_no_word_is_refused_as_in_torch(tmp_path: Path) -> None:
+    engine = start(Job(llama, loss), CPU, tmp_path, vocabulary="pieces")
+    ids = models.tokens(0, 0, (2, 20), WORDS)
+    with pytest.raises(IndexError):
+        engine(input_ids=ids + WORDS)
+    with pytest.raises(IndexError):
+        engine(input_ids=ids, labels=ids + WORDS)
+    engine.destroy(remove=True)
+
+
+# -- memory -------------------------------------------------------------------------------------------
+
+
+def test_a_table_larger_than_the_device_trains(tmp_path: Path) -> None:
+    """By default, and where the config asks for whole tables it is an error. A plan decides as the run does."""
+    job = Job(llama, loss, steps=2)
+    small = run(job, DISK, tmp_path / "small", device_memory=ROOM)
+    assert_same(small, run(job, MEMORY, tmp_path / "memory", vocabulary="pieces"))
+    with pytest.raises(BudgetError, match="device_memory"):
+        start(job, DISK, tmp_path / "whole", device_memory=ROOM, vocabulary="whole")
+    machine = described("24GB", 1 << 34, [parse_drive("7GB/s,5GB/s")])
+    for options, in_pieces in (({"device_memory": ROOM}, True), ({}, False), ({"vocabulary": "pieces"}, True)):
+        content = config(job, DISK, tmp_path, **options)
+        shape = from_training(llama(), 20, torch.float32, division_of(load_config(content)), {})
+        engine = start(job, DISK, tmp_path / "planned", **options)
+        assert (pieces_of(engine) > 0) is in_pieces
+        planned = plan(shape, machine, Load(2), content)
+        assert planned.shape.layouts == testing.inspect(engine).layouts
+        engine.destroy(remove=True)
+
+
+def test_a_tied_table_takes_micro_batches_one_by_one(tmp_path: Path) -> None:
+    """Layer by layer both uses would add up in another order; a table of one use has the same bits in either."""
+    for tied in (False, True):
+        job = Job(partial(llama, tied, layers=2), loss, steps=1, dtype="bf16", accumulation=2)
+        plain = run(job, MEMORY, tmp_path / "plain", vocabulary="pieces")
+        order = "auto" if tied else "layer_major"
+        assert_same(run(job, DISK, tmp_path / order, accumulated_step, vocabulary="pieces", schedule=order), plain)
+    with pytest.raises(ConfigError, match="both uses add to one gradient"):
+        start(job, DISK, tmp_path / "refused", vocabulary="pieces", schedule="layer_major")
+
+
+def test_an_optimizer_that_looks_at_whole_parameters_leaves_tables_whole(tmp_path: Path) -> None:
+    engine = start(Job(llama, loss, optimizer="LAMB"), CPU, tmp_path, vocabulary="pieces")
+    assert not pieces_of(engine) and any('"vocabulary": "pieces" has no effect' in line for line in engine.notices)
+    engine.destroy(remove=True)
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_resumes_in_its_own_division(tmp_path: Path) -> None:
+    job = Job(partial(llama, tied=True), loss, steps=6, dtype="bf16")
+    unbroken = run(job, MEMORY, tmp_path / "unbroken", vocabulary="pieces")
+    (tmp_path / "killed").mkdir()
+    assert_same(kill_and_resume(job, DISK, tmp_path / "killed", kills=1, device_memory=ROOM), unbroken)
+    start(job, DISK, tmp_path / "first", device_memory=ROOM).destroy()
+    engine = start(job, DISK, tmp_path / "first", resume="must")
+    assert pieces_of(engine)
+    engine.destroy(remove=True)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_files_have_the_whole_table(dtype: str, tmp_path: Path) -> None:
+    """A saved model is one of transformers', and a checkpoint loads whether tables are whole or not."""
+    job = Job(partial(llama, tied=True), loss, steps=2, dtype=dtype, clip=0.0)
+    engine = start(job, DISK, tmp_path / "pieces", vocabulary="pieces")
+    train_step(engine, job, 0)
+    engine.save_pretrained(tmp_path / "model")
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    weights, state = weights_of(engine), engine.module.state_dict()
+    assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+    table = engine.module.get_input_embeddings().weight
+    moment = offload.safe_get_full_optimizer_state(table, "exp_avg")
+    assert moment is not None and moment.shape == table.shape
+    engine.destroy(remove=True)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert_same_tensors(loaded.state_dict(), weights)
+    for how, source, target in (("whole", "checkpoint", "again"), ("pieces", "again", "last")):
+        engine = start(job._replace(seed=5), DISK, tmp_path / how / "run", vocabulary=how)
+        engine.load_checkpoint(tmp_path / source)
+        assert_same_tensors(weights_of(engine), weights)
+        found = offload.safe_get_full_optimizer_state(engine.module.get_input_embeddings().weight, "exp_avg")
+        assert found is not None and torch.equal(found, moment)
+        engine.save_checkpoint(tmp_path / target)
+        engine.destroy(remove=True)
+
+
+# -- ranks --------------------------------------------------------------------------------------------
+
+
+def rows_of_tokens(model: Any, step: int, micro: int) -> torch.Tensor:
+    ids = my_rows(models.tokens(step, micro, (2, 20), WORDS))
+    return model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
+
+
+def in_both_tiers(job: Job, folder: Path) -> tuple[Any, Any]:
+    with pytest.raises(ConfigError, match="need whole tables"):
+        start_ranks(job._replace(sequence=2), CPU, folder / "refused", vocabulary="pieces")
+    large = train(job, CPU, folder / "cpu", vocabulary="pieces")
+    return large, train(job, DISK, folder / "disk", device_memory="200KB")
+
+
+@pytest.mark.numeric
+def test_ranks_look_up_pieces_of_their_own(ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(partial(llama, tied=True), rows_of_tokens, steps=2)
+    (one, small), (other, _) = ranks.run(in_both_tiers, job, tmp_path / "two")
+    assert_same(one, other, "ranks")
+    assert_same(one, small, "tiers")
+    alone = train(job, CPU, tmp_path / "one", vocabulary="pieces")
+    rounding_bounds.same_training(one, alone, job, reordered=True)
