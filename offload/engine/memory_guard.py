@@ -13,6 +13,7 @@ activations are freed with the error, and a smaller batch may follow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from torch import nn
 
 from offload.aio import resident_bytes
 from offload.engine.callbacks import Extension
+from offload.engine.params import handle_of
 from offload.errors import BudgetError
 from offload.layout.peak_memory import CHUNK_TOKENS, PeakMemory
 from offload.sizes import format_size
@@ -46,6 +48,9 @@ class _Layer(NamedTuple):
     features: int
     """Results of the module for one token."""
     numel: int
+    """Elements of the matrix that are used at once: all, or those of the largest of its parts."""
+    rows: int
+    """Results of the module for one token that are made at once, by a loss in chunks."""
     logits: bool
     tied: bool
     """True if another module owns the matrix too."""
@@ -108,7 +113,7 @@ class MemoryGuard(Extension):
         in_chunks = layer.logits and not tokens
         if in_chunks:  # the head computes no token, and the loss of this library one chunk after the other
             tokens = min(self._tokens, CHUNK_TOKENS)
-            if values.dtype is not torch.float32 and self._tokens > CHUNK_TOKENS:
+            if values.dtype is not torch.float32 and (self._tokens > CHUNK_TOKENS or layer.rows < layer.features):
                 summed = _FP32 * layer.numel
         elif is_float:
             self._tokens = tokens
@@ -117,7 +122,8 @@ class MemoryGuard(Extension):
         times = _OF_LAYER
         if layer.logits:
             times = _OF_LOSS if values.dtype is torch.float32 else _OF_LOSS + 1
-        self._check(tokens * layer.features * _FP32 * times + summed)
+        results = layer.rows if in_chunks else layer.features
+        self._check(tokens * results * _FP32 * times + summed)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._removers and not inside_backward():
@@ -156,9 +162,11 @@ def _layers(model: nn.Module) -> dict[nn.Module, _Layer]:
         lookup = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         # A convolution of GPT-2 has its matrix the other way round.
         features = weight.shape[1] if lookup else getattr(module, "nf", weight.shape[0])
-        numel = weight.numel()
-        is_wide = not lookup and features**2 > _WIDER * numel
-        found[module] = _Layer(features, numel, is_wide, owners.count(id(weight)) > 1)
+        is_wide = not lookup and features**2 > _WIDER * weight.numel()
+        parts = () if (handle := handle_of(weight)) is None else handle.parts
+        part = max((math.prod(part.shape) for part in parts), default=weight.numel())
+        rows = features * part // weight.numel() if is_wide else features
+        found[module] = _Layer(features, part, rows, is_wide, owners.count(id(weight)) > 1)
     return found
 
 
