@@ -497,7 +497,7 @@ class _Card:
             return
         predicted = prediction(planned)
         needs = _STARTS + planned.shape.parameters / self._plan.kind.built + (_TIMED + 4) * predicted["seconds"]
-        row = {"model": model, "planned": predicted}
+        row: dict[str, Any] = {"model": model, "planned": predicted}
         self.report["rows"].append(row)
         if not self._has_time(model, needs):
             return
@@ -505,7 +505,7 @@ class _Card:
         settings = ready(planned)
         settings["offload"] |= {"device": self._plan.device.type, "run": "bench-card"}
         files.mkdir()
-        job: dict[str, Any] = {name: predicted[name] for name in _OF_WORK if name in predicted}
+        job = {name: predicted[name] for name in _OF_WORK if name in predicted}
         job |= {"model": model, "limit": self._plan.gpu_memory, "until": self._end - _LEAVING}
         job |= {"settings": settings, "folder": str(files), "device": self._plan.device.type}
         try:
