@@ -505,7 +505,7 @@ class _Card:
         settings = ready(planned)
         settings["offload"] |= {"device": self._plan.device.type, "run": "bench-card"}
         files.mkdir()
-        job: dict[str, Any] = {name: predicted[name] for name in _OF_WORK if name in predicted}
+        job = {name: predicted[name] for name in _OF_WORK if name in predicted}
         job |= {"model": model, "limit": self._plan.gpu_memory, "until": self._end - _LEAVING}
         job |= {"settings": settings, "folder": str(files), "device": self._plan.device.type}
         try:

@@ -152,8 +152,11 @@ def test_the_page_of_a_gpu(tmp_path: Path) -> None:
         "deepspeed cpu/cpu": "skipped: DeepSpeed is not installed",
         "plain": "OutOfMemoryError: CUDA out of memory",
     }
-    peers = {"model": "llama-3b", "micro_batches": 4, "batch_size": 4, "seq_len": 2048}
+    peers: dict[str, Any] = {"model": "llama-3b", "micro_batches": 4, "batch_size": 4, "seq_len": 2048}
     peers["rows"] = [{"name": name, "refused": reason, **peer} for name, reason in reasons.items()]
+    ours = {"step_seconds": 8.0, "tokens_per_second": 4096.0, "over_plain": 1.5, "loss_difference": 0.0}
+    ours |= {"peak_device_bytes": 7 * GIB, "peak_host_bytes": 50 * GIB}
+    peers["rows"].append({"name": "offload cpu/cpu", "refused": None, **ours})
     facts = {"gpu": "A card", "gpu_memory": 80 * GIB, "processor": "a processor", "cores": 16, "memory": 128 * GIB}
     row = {"model": "llama-3b", "planned": planned, "figures": figures}
     report: dict[str, Any] = {
@@ -176,6 +179,7 @@ def test_the_page_of_a_gpu(tmp_path: Path) -> None:
         "#" * 38 + "u" * 6,
         "not installed",
         "does not fit",
+        "8.000 s     4,096        1.50  50.0 GiB   7.0 GiB   equal",
         "llama-70b does not fit: a budget is too small",
     ):
         assert words in page, (words, page)
