@@ -40,7 +40,7 @@ def _hub_folder(name: str, config_only: bool) -> Path:
     """Returns the folder in the hub's cache. Fetches what the cache lacks, with a progress bar."""
     try:
         import huggingface_hub
-        from huggingface_hub import errors
+        from huggingface_hub import constants, errors
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{name} is no folder; to fetch a model of the hub, run: pip install 'offload[hf]'"
@@ -55,6 +55,11 @@ def _hub_folder(name: str, config_only: bool) -> Path:
             return folder
     except (errors.LocalEntryNotFoundError, errors.EntryNotFoundError):
         pass
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(
+            f"there is no folder {name}, HF_HUB_OFFLINE is set, and the hub's cache does not have the model: unset the "
+            f"variable, or fetch the model where there is a network: hf download {name}"
+        )
     try:
         return _fetch(huggingface_hub, name, config_only, **more)
     except errors.GatedRepoError as error:
@@ -67,7 +72,7 @@ def _hub_folder(name: str, config_only: bool) -> Path:
             f"there is no folder {name}, and the hub has no model of that name that you may see: correct the name, or "
             "run: hf auth login"
         ) from error
-    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError, ValueError) as error:
+    except (errors.HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"there is no folder {name}, and it cannot be fetched from the hub ({type(error).__name__}: "

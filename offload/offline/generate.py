@@ -128,6 +128,11 @@ def completions(
 
 def check_chat_template(tokenizer: Any, config: Any) -> None:
     """Raises `ConfigError` if the tokenizer has no chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(
+            "the model's tokenizer has no chat template: give a folder with one (chat_template.jinja), or continue a "
+            "text by offload generate --prompt"
+        )
     encode_prompt(Chat("the conversation", [{"role": "user", "content": "Hello"}]), tokenizer)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from offload.errors import ConfigError, OffloadError, StoreError
+from offload.errors import ConfigError, NumericsError, OffloadError, StoreError
 from offload.fileio.inner_files import read_bounded
 from offload.fileio.safetensors_stream import SafetensorsWriter, unrepeated
 from offload.hub import local_model
@@ -152,6 +152,8 @@ class MergePlan:
         """
         settings = _read_settings(adapter)
         folder = _base_of(settings, adapter) if base is None else Path(local_model(base))
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}; give the folder of the base model by --base")
         check_folder(folder)
         tensors = stored_tensors(folder)
         unsafe = next((stored.path for stored in tensors.values() if stored.path.suffix != ".safetensors"), None)
@@ -171,6 +173,7 @@ class MergePlan:
         `progress` is called with the bytes of each piece that was written.
 
         Raises:
+            NumericsError: A merged weight has inf or NaN.
             StoreError: `out` contains something else, its drive has no room, or a file of the base has changed.
             IoError: Something cannot be read or written.
         """
@@ -221,6 +224,11 @@ def _merged(stored: Stored, change: _Change | None) -> Iterator[tuple[int, memor
     for first in range(0, stored.shape[0], rows):
         part = range(first, min(first + rows, stored.shape[0]))
         values = apply(part, _rows_of(stored, part)).to(stored.dtype).contiguous()
+        if not values.isfinite().all():
+            raise NumericsError(
+                f"{stored.name} has inf or NaN after the merge: look at the adapter's training, and at the weights of "
+                f"{stored.path}"
+            )
         yield first * width * itemsize, _bytes_of(values.view(-1))
 
 
@@ -402,7 +410,12 @@ def _low_rank(
         raise ConfigError(
             f"{weights}: expected the norm of each row of {module:.99} for DoRA; merge the adapter by peft"
         )
-    rank = a.shape[0]
+    rank, written = a.shape[0], _of_module(settings.get("rank_pattern"), module, settings.get("r"))
+    if rank != written:
+        raise ConfigError(
+            f"{weights} has matrices of rank {rank} for {module:.99}, and {ADAPTER_CONFIG} says {written!r:.99}: these "
+            "are files of two adapters, or one was changed"
+        )
     scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
     return _LowRank(a, b, scaling, transposed, parts.get("base_layer"), magnitude)
 

@@ -135,6 +135,8 @@ def check_target(out: Path) -> None:
     """Raises `StoreError` if `out` exists and is not an empty folder, is a mount point, or has no parent folder."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise StoreError(f"{out} exists already; give a folder that does not exist, or an empty one")
+    if out.is_symlink() and not out.exists():
+        raise StoreError(f"{out} is a link to a folder that is not there; make the folder, or give another")
     # A mount point cannot be renamed, so the folder could not be put in place at the end.
     if out.is_mount():
         raise StoreError(f"{out} is a drive's root, which cannot be replaced; give a folder in it")

@@ -119,7 +119,12 @@ def test_what_cannot_be_fetched_is_an_error_that_says_why(hub: Hub, monkeypatch:
         local_model("owner/typo")
     with pytest.raises(ConfigError, match="its owner asks for a consent: accept it"):
         local_model("owner/gated")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        ConfigError, match=r"cannot be fetched from the hub \(.*hf download owner/tiny --local-dir tiny"
+    ):
+        local_model("owner/tiny")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = CliRunner().invoke(app, ["generate", "owner/tiny", "--prompt", "a"])
-    assert result.exit_code != 0 and "cannot be fetched from the hub (" in result.output
-    assert "hf download owner/tiny --local-dir tiny" in result.output
+    assert result.exit_code != 0 and "HF_HUB_OFFLINE is set" in result.output
+    assert "hf download owner/tiny" in result.output

@@ -144,6 +144,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "another base": (_other_base, "does not fit model.layers.0.mlp"),
     "another model": (lambda a, b: _renamed(a, "mlp", "mixer"), "does not have: give the folder"),
     "half of a product": (lambda a, b: _renamed(a, "lora_A", "lora_C"), "expected matrices A"),
+    "another rank": (lambda a, b: _setting(a, r=8), "of rank 4 for"),
     "no adapter": (lambda a, b: (a / "adapter_config.json").unlink(), "expected the folder of an adapter"),
 }
 
@@ -157,6 +158,18 @@ def test_what_would_be_another_model_is_an_error_and_writes_nothing(case: str, b
     result = call(tmp_path / "adapter", tmp_path / "out")
     assert result.exit_code == 2 and words in result.output
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_finite_is_no_model_and_a_link_to_nothing_no_folder(base: Path, tmp_path: Path) -> None:
+    adapted(base, tmp_path / "adapter", target_modules=["up_proj"])
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    result = call(tmp_path / "adapter", tmp_path / "link", "--base", base)
+    assert result.exit_code == 2 and "link to a folder that is not there" in result.output
+    save_file({name: values.fill_(torch.nan) for name, values in load_file(path).items()}, path)
+    result = call(tmp_path / "adapter", tmp_path / "out", "--base", base)
+    assert result.exit_code == 1 and "has inf or NaN after the merge" in result.output
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
 @pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings")

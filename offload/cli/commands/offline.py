@@ -318,7 +318,10 @@ def _messages() -> Iterator[str]:
         line = sys.stdin.readline()
         if not line:
             return
-        if line.strip():
+        # Python represents bytes that are not UTF-8 by surrogates, which tokenizers reject.
+        if any("\ud800" <= each <= "\udfff" for each in line):
+            _say("a line that is not UTF-8 is left out")
+        elif line.strip():
             yield line.strip()
 
 
