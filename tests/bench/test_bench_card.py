@@ -37,6 +37,7 @@ def probed(folder: Path) -> Probed:
 
 
 @WITHOUT_GPU
+@pytest.mark.slow  # the whole command, in six processes; its parts have tests of their own
 def test_a_row_and_a_run_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"CPU": TINY, "STEPS": 4, "KILLED_AFTER": 2, "_PROBE_SECONDS": 0.2, "_TIMED": 1}.items():
         monkeypatch.setattr(card, name, value)
