@@ -71,11 +71,12 @@ def choose_kernels(wanted: str, config: Config, model: nn.Module, device: torch.
 
 
 def _choose(wanted: str, config: Config, model: nn.Module, device: torch.device) -> ChosenKernels:
-    if wanted in get_args(Kernels):
-        reason = _reason_against(wanted, config, model, device)
+    kind: Kernels | None = next((kind for kind in get_args(Kernels) if kind == wanted), None)
+    if kind is not None:
+        reason = _reason_against(kind, config, model, device)
         if reason is not None:
-            raise ConfigError(f"--kernels {wanted} cannot run here: {reason}; --kernels eager needs nothing")
-        return ChosenKernels(wanted)  # type: ignore[arg-type]
+            raise ConfigError(f"--kernels {kind} cannot run here: {reason}; --kernels eager needs nothing")
+        return ChosenKernels(kind)
     begun = _of_run(config)
     if begun is not None:
         reason = _reason_against(begun, config, model, device)

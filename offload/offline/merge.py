@@ -19,15 +19,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from offload.errors import ConfigError, NumericsError, OffloadError, StoreError
+from offload.errors import ConfigError, NumericsError, StoreError
 from offload.fileio.inner_files import read_bounded
 from offload.fileio.safetensors_stream import SafetensorsWriter, unrepeated
 from offload.hub import local_model
-from offload.inference_engine import read_model
 from offload.model_io.deferred import origin_of
 from offload.model_io.folder import CONFIG, GENERATION, INDEX, SINGLE, Stored, stored_tensors
 from offload.model_io.save import TOKENIZER, arriving, check_room, copy_tokenizer
-from offload.presets import check_folder, error_message, require_transformers
+from offload.offline.open_model import deferred_model
+from offload.presets import check_folder, require_transformers
 from offload.sizes import MIB
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -304,12 +304,7 @@ class _Parameter(NamedTuple):
 def _places(base: Path) -> dict[str, _Parameter]:
     """Returns the parameters of the base model by each of their names. Reads headers of files alone."""
     require_transformers()
-    try:
-        model = read_model(base, None, {"trust_remote_code": False})
-    except OffloadError:
-        raise
-    except Exception as error:  # transformers may raise any error for the values of a foreign file
-        raise ConfigError(f"cannot build the model of {base}: {error_message(error)}") from error
+    model = deferred_model(base)
     config: Any = model.config
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"the weights of {base} are quantized: give the folder of the model before by --base")

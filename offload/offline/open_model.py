@@ -202,12 +202,7 @@ def open_model(
     require_transformers()
     content = placement.content()  # a wrong config is reported before the model is built
     tokenizer = read_tokenizer(folder)
-    try:
-        model = read_model(folder, None, {"trust_remote_code": False})
-    except OffloadError:
-        raise
-    except Exception as error:  # transformers may raise any error for the values of a foreign file
-        raise ConfigError(f"cannot build the model of {folder}: {error_message(error)}") from error
+    model = deferred_model(folder)
     # Decided by the class name, since transformers has no other mark of a head's purpose.
     rewards = type(model).__name__.endswith("ForSequenceClassification")
     # Called before the engine takes the model over: hooks that are registered later may be removed.
@@ -226,6 +221,16 @@ def open_model(
         )
     engine = inference(model, content)
     return OpenModel(engine=engine, tokenizer=tokenizer, rewards=rewards, chunked=chunked, lines=lines)
+
+
+def deferred_model(folder: Path) -> nn.Module:
+    """Returns the model of a folder, with deferred parameters. Raises `ConfigError` if it cannot be built."""
+    try:
+        return read_model(folder, None, {"trust_remote_code": False})
+    except OffloadError:
+        raise
+    except Exception as error:  # transformers may raise any error for the values of a foreign file
+        raise ConfigError(f"cannot build the model of {folder}: {error_message(error)}") from error
 
 
 def _prepare(model: nn.Module, rewards: bool) -> tuple[bool, tuple[str, ...]]:
