@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -93,9 +94,13 @@ class Process:
             return None
 
     def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
-        """Reads both outputs to their ends, and wait."""
+        """Reads both outputs to their ends, and waits.
+
+        Raises `TimeoutExpired` also if the process has ended and a child of it holds an output open.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
         readers = [
-            threading.Thread(target=self._read, args=(index, stream))
+            threading.Thread(target=self._read, args=(index, stream), daemon=True)
             for index, stream in enumerate((self.stdout, self.stderr))
             if stream is not None
         ]
@@ -103,7 +108,9 @@ class Process:
             reader.start()
         self.wait(timeout)
         for reader in readers:
-            reader.join()
+            reader.join(None if end is None else max(0.0, end - time.monotonic()))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return self._out[0], self._out[1]
 
     def _read(self, index: int, stream: IO[str]) -> None:
