@@ -344,7 +344,8 @@ def balanced(weights: Sequence[int], parts: int) -> list[int]:
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """A `DeepSpeedEngine` over a `PipelineModule`, by torch's 1F1B schedule. Created by `deepspeed.initialize`."""
+    """A `DeepSpeedEngine` over a `PipelineModule`, by torch's 1F1B schedule, or by
+    GPipe's with fewer micro-batches than stages. Created by `deepspeed.initialize`."""
 
     def __init__(self, engine: Engine, model: PipelineModule, loader: Any) -> None:
         """Takes the place of an engine of `offload.initialize`; `loader` yields the batches of `training_data`."""
@@ -440,7 +441,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _schedule(self, micro_batches: int, evaluates: bool) -> Any:
         """Returns torch's schedule for so many micro-batches. torch prepares each for training or for evaluation."""
         # Imported here, since torch's pipelines take a while to import.
-        from torch.distributed.pipelining import Schedule1F1B
+        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
         key = (micro_batches, evaluates)
         # Created at the first use, as the number of micro-batches may change between steps.
@@ -450,7 +451,9 @@ class PipelineEngine(DeepSpeedEngine):
             # A loss may have buffers, such as class weights. The engine does not move them, as the loss is not part of
             # the model.
             loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
-            self._schedules[key] = Schedule1F1B(stage, micro_batches, loss_fn=loss)
+            # 1F1B wants as many micro-batches as stages. Fewer never fill the pipeline, so all forwards may come first.
+            kind = Schedule1F1B if micro_batches >= self._model.num_stages else ScheduleGPipe
+            self._schedules[key] = kind(stage, micro_batches, loss_fn=loss)
         return self._schedules[key]
 
     def _taken(self, data_iter: Iterator[Any] | None, count: int, call: str) -> tuple[tuple[Any, ...], Any]:
