@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from offload.activations.checkpoints import blocks_of
 from offload.aio.protocols import Queue
 from offload.config import Batch, Config, load_config, read_json
 from offload.distributed.world import World
@@ -33,6 +32,7 @@ from offload.layout.flat_layout import ParameterSegment, UnitLayout
 from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, quantized_by_other_library
 from offload.layout.modes import DTYPES, Mode, dtype_name
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.layout.units import blocks_of
 from offload.metrics.meter import cause_of
 from offload.model_io.deferred import is_deferred, origin_of
 from offload.model_io.folder import CONFIG, FileBytes, Stored, StoredRun, stored_tensors

@@ -243,34 +243,6 @@ class UnitCheckpoints(ActivationPolicy):
             call.generator.close()  # pops its pair of saved-tensor hooks
 
 
-def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns the names of the blocks of a model that are computed again: the repeated ones, outermost first.
-
-    They are the children of a `ModuleList` that have parameters and are not inside of another block. In a model without
-    a `ModuleList` they are those of a `Sequential`. Modules that the user has named as units take the place of those
-    around them.
-    """
-    modules = dict(model.named_modules())
-    for kind in (nn.ModuleList, nn.Sequential):
-        lists = [name for name, module in modules.items() if isinstance(module, kind)]
-        block_lists = [
-            f"{name}.{child}" if name else child
-            for name in lists
-            for child, module in modules[name].named_children()
-            if any(True for _ in module.parameters())
-        ]
-        if block_lists:
-            break
-    chosen = {name for name, module in modules.items() if name and (name in named or type(module).__name__ in named)}
-    outermost: list[str] = []
-    for name in modules:  # outer modules come first
-        inside = any(name.startswith(f"{outer}.") for outer in outermost)
-        around = any(name_chosen.startswith(f"{name}.") for name_chosen in chosen)
-        if (name in chosen or (name in block_lists and not around)) and not inside:
-            outermost.append(name)
-    return tuple(outermost)
-
-
 def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns a block's arguments without a cache of transformers; see [Note: cache]."""
     if not any(_is_cache(value) for value in (*args, *kwargs.values())):

@@ -735,6 +735,23 @@ class TorchAutocast(Block):
     )
 
 
+class Compile(Block):
+    """Each block of the model is compiled by itself, as `block.compile()` before `initialize` does."""
+
+    TUNING = split_names("deepcompile free_activation offload_activation offload_opt_states double_buffer debug_log")
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "deepcompile": "weights are fetched ahead by the recorded order, outside of the graphs"
+    }
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(False, description="whether torch compiles each block; engine.compile() does it later")
+    backend: str = Field("inductor", description="backend of torch.compile")
+    kwargs: dict[str, Any] = Field(
+        {},
+        description='further keywords of torch.compile; "dynamic" is false by default',
+    )
+
+
 class DataTypes(Block):
     """Dtypes other than that of the mode."""
 

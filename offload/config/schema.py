@@ -13,6 +13,7 @@ from offload.config.blocks import (
     Aio,
     Bf16,
     Block,
+    Compile,
     Count,
     CsvMonitor,
     DataTypes,
@@ -103,7 +104,6 @@ class Config(Block):
             "asks for matrix products in fp8",
             "call torchao.float8.convert_to_float8_training on the model before offload.initialize, and remove it",
         ),
-        "compile": missing("has DeepSpeed compile the model", "call torch.compile on the model, or remove it"),
         "hybrid_engine": missing(
             "generates text by kernels of DeepSpeed", "model.generate works under the engine without it; remove it"
         ),
@@ -157,6 +157,7 @@ class Config(Block):
     torch_autocast: TorchAutocast = Field(
         TorchAutocast(), description="fp32 weights, and torch's autocast around each forward"
     )
+    compile: Compile = Field(Compile(), description="each block of the model as torch.compile makes it")
     data_types: DataTypes = Field(DataTypes(), description="see below")
     aio: Aio = Field(Aio(), description="see below")
     steps_per_print: Annotated[int, BeforeValidator(steps_or_never), Field(ge=0)] | None = Field(

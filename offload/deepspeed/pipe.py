@@ -344,8 +344,7 @@ def balanced(weights: Sequence[int], parts: int) -> list[int]:
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """A `DeepSpeedEngine` over a `PipelineModule`, by torch's 1F1B schedule, or by
-    GPipe's with fewer micro-batches than stages. Created by `deepspeed.initialize`."""
+    """A `DeepSpeedEngine` over a `PipelineModule`, by torch's 1F1B or GPipe schedule. Made by `initialize`."""
 
     def __init__(self, engine: Engine, model: PipelineModule, loader: Any) -> None:
         """Takes the place of an engine of `offload.initialize`; `loader` yields the batches of `training_data`."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offload import kernels
-from offload.activations.checkpoints import UnitCheckpoints, blocks_of
+from offload.activations.checkpoints import UnitCheckpoints
 from offload.activations.kept_inputs import DiskSlots, HostBlocks, KeptInputs, Staging
 from offload.activations.tiles import TiledMlps
 from offload.aio import IoQueue
@@ -68,6 +68,7 @@ from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.pass_order import LAYER_MAJOR
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS, usable_host
 from offload.layout.tiers import copied_memory
+from offload.layout.units import blocks_of
 from offload.layout.update_order import SecondPasses
 from offload.metrics.meter import ComputeSpans, Listener, Meter, Relay, StepMeter, compute_spans
 from offload.metrics.writers import check_monitor, make_reporter

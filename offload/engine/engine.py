@@ -36,6 +36,7 @@ from offload.distributed.process_group import Communication
 from offload.engine import step
 from offload.engine.access import OptimizerStates, ParamAccess
 from offload.engine.callbacks import Edit, EngineCallbacks
+from offload.engine.compiled_blocks import compile_blocks
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import InputCast, Loader, check_data, load
 from offload.engine.device_budget import DeviceBudget, FreedBytes, MemoryReport, Sleep, base_bytes, memory_report
@@ -895,25 +896,34 @@ class Engine(ModelEngine):
         self._core.refuse_in_turn("zero_grad")
         self._core.forget_gradients()
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raises `UsageError`: an engine is not compiled as a whole.
+    def compile(
+        self,
+        backend: str | Callable[..., Any] | None = None,
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Has torch compile each block of the model by itself, as the config's "compile" block does at the start.
 
-        Blocks are compiled before `initialize`, so that the hooks that fetch weights stay outside of the graphs.
-        Defined because DeepSpeed has the call. Without it the call would reach `compile` of the model, which would
-        trace through the hooks.
+        The hooks that fetch weights stay outside of the graphs. A run that resumes must call it at the same step: a
+        compiled block differs from its original by rounding.
 
         Args:
-            *args: ignored.
-            **kwargs: ignored.
+            backend: Of `torch.compile`; None for the config's, which is "inductor" by default.
+            compile_kwargs: Further keywords of `torch.compile`, beside those of the config.
+            schedule: Must be None. DeepSpeed's passes over graphs move weights, which this engine does outside.
+            compiled_autograd_enabled: Must be False.
 
         Raises:
-            UsageError: always.
+            UsageError: If an argument has an unsupported value, or micro-batches take turns just now.
+            ConfigError: If blocks of this model were not tried, or torch would record CUDA graphs.
         """
-        raise UsageError(
-            "an engine cannot be compiled as one graph, because weights are paged between its blocks: call "
-            "block.compile() for each block of the model before offload.initialize, as `for block in model.layers: "
-            "block.compile()`, with the backend and other keywords there"
-        )
+        if schedule is not None or compiled_autograd_enabled:
+            raise UsageError("engine.compile compiles blocks: leave schedule and compiled_autograd_enabled out")
+        self._core.refuse_in_turn("compile")
+        config = self._settings.config
+        options = {"backend": backend or config.compile.backend, **config.compile.kwargs, **(compile_kwargs or {})}
+        compile_blocks(self.module, config, options)
 
     # -- between steps -----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.activations.checkpoints import blocks_of, check_tier
+from offload.activations.checkpoints import check_tier
 from offload.activations.tiles import choose as choose_mlps
 from offload.activations.tiles import notices as tile_notices
 from offload.config import Batch, Config
@@ -67,7 +67,7 @@ from offload.layout.pass_order import (
 from offload.layout.peak_memory import BesideBudgets
 from offload.layout.placement import MachineMemory, Placement, device_fixed
 from offload.layout.tiers import Partitions, check_node
-from offload.layout.units import Table, Units, tied_numel
+from offload.layout.units import Table, Units, blocks_of, tied_numel
 from offload.layout.vocabulary import cut_tables
 from offload.model_io.deferred import is_deferred, origin_of
 from offload.notices import Headline, Remark, shell_command

@@ -29,6 +29,7 @@ from offload.distributed.process_group import UNABLE, Ranks, join_ranks, meet_ot
 from offload.distributed.world import World
 from offload.engine import build_optimizer
 from offload.engine.assembly import STARTING, assemble
+from offload.engine.compiled_blocks import compiled_blocks
 from offload.engine.data import Loader, check_data, load
 from offload.engine.dtype_mismatch import precision_notices
 from offload.engine.engine import Engine
@@ -184,9 +185,13 @@ def start(
             world = join(settings, model, device, ranks, shards)
             together = bool(shards.dtensors) or world.shares_batches or isinstance(model, PipelineStages)
             settings = _of_a_column(settings, world, one_at_a_time=together)
+            if together and settings.compile.enabled:
+                raise ConfigError(
+                    "compiled blocks were not tried in a model that is divided among processes: leave compile out"
+                )
             batch = resolve_batch(settings, world.data_ranks)
             _check_same_data(world.everyone, training_data)
-            with taken_over(model, shards) as taken:
+            with compiled_blocks(model, settings), taken_over(model, shards) as taken:
                 taken.translate_optimizer(optimizer)
                 groups = build_optimizer.choose(
                     settings.optimizer, model, optimizer, taken.translated(model_parameters)

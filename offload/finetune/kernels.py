@@ -10,10 +10,6 @@ Liger replaces norms, rotary positions and gated MLPs. Its losses are left out. 
 saves the same memory, and adds up the gradient of the head in fp32, where Liger's adds in the dtype of the weights. It
 also leaves the forward of the model to transformers, so that evaluations and resumed runs compute as before. MLPs in
 tiles and experts that are units are left out too: the engine runs their own forward.
-
-A compiled graph is one of its shapes alone. By default torch makes a graph for all shapes once it has seen two, which
-then takes the place of the first. A run that is resumed in between would continue with another graph than the unbroken
-one, and so with other bits.
 """
 
 from __future__ import annotations
@@ -30,14 +26,13 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import nn
 
-from offload.activations.checkpoints import blocks_of
 from offload.config import Config
 from offload.distributed.process_group import as_the_first
+from offload.engine.compiled_blocks import compile_blocks, reason_against
 from offload.engine.snapshot import Snapshot
 from offload.errors import ConfigError
 from offload.fileio.plain_json import from_plain
 from offload.layout.experts import find_stacks
-from offload.layout.frozen import quantized_by_other_library
 from offload.losses.causal_model import inside_adapters
 from offload.swapper.store import rank_folders, run_status
 from offload.swapper.store.inspection import look
@@ -120,13 +115,8 @@ def _reason_against(kind: str, config: Config, model: nn.Module, device: torch.d
 
     What torch compiles for a CPU is left to torch to check.
     """
-    untried = {
-        "keep_attention": config.offload.keep_attention,
-        "weights in 4 or 8 bits": config.offload.frozen is not None or bool(quantized_by_other_library(model)),
-        "experts that are units": bool(find_stacks(model)),
-    }
-    if kind == "compile" and any(untried.values()):
-        return f"compiled blocks were not tried with {next(what for what, there in untried.items() if there)}"
+    if kind == "compile" and (reason := reason_against(model, config)) is not None:
+        return reason
     if kind == "eager" or (kind == "compile" and device.type == "cpu"):
         return None
     if kind == "liger":
@@ -198,5 +188,4 @@ def apply_kernels(model: nn.Module, kind: Kernels, config: Config) -> None:
         )
         patch(model=base, **{name: False for name in left_out if name in known})
     elif kind == "compile":
-        for name in blocks_of(model, config.units):
-            model.get_submodule(name).compile(dynamic=False)
+        compile_blocks(model, config, {})

@@ -27,7 +27,6 @@ _REFUSED = {
     "fsdp": "the engine shards what FSDP would; leave fsdp out",
     "parallelism_config": "the engine is data-parallel; leave it out",
     "auto_find_batch_size": "the engine begins with one batch size; set per_device_train_batch_size",
-    "torch_compile": "weights are paged; compile blocks of the model before the Trainer receives it",
     "fp16_full_eval": "an evaluation runs in the dtype of the training; leave it out",
     "bf16_full_eval": "an evaluation runs in the dtype of the training; leave it out",
 }
@@ -103,6 +102,11 @@ def values_of_arguments(content: Mapping[str, Any], args: Any) -> list[ScriptVal
     if not value_of(content, "torch_autocast.enabled"):
         values.append(ScriptValue("bf16.enabled", bool(args.bf16), "bf16"))
         values.append(ScriptValue("fp16.enabled", bool(args.fp16), "fp16"))
+    if args.torch_compile:
+        mode = {} if args.torch_compile_mode is None else {"mode": args.torch_compile_mode}
+        values.append(ScriptValue("compile.enabled", True, "torch_compile"))
+        values.append(ScriptValue("compile.backend", args.torch_compile_backend, "torch_compile_backend"))
+        values.append(ScriptValue("compile.kwargs", mode, "torch_compile_mode"))
     values.append(ScriptValue("offload.device", args.device.type, "the device of the arguments"))
     # The Trainer resumes from its own checkpoints, so commits of the engine would only cost writes.
     values.append(

@@ -185,6 +185,8 @@ class OffloadMixin(_Base):
         self.accelerator.offload_config = without(self._content, "optimizer", "scheduler")
         # The engine handles precision: Accelerate must neither autocast nor scale the loss a second time.
         self.accelerator.native_amp, self.accelerator.scaler = False, None
+        # Nor may it compile the whole model: the engine compiles the blocks.
+        self.accelerator.state.dynamo_plugin.backend = "NO"
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: the engine places weights."""

@@ -148,6 +148,34 @@ def _row_numel(stack: Stack, sizes: Mapping[str, int]) -> int:
     return sum(sizes[name] for name in stack.parameters) // stack.rows
 
 
+def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> tuple[str, ...]:
+    """Returns the names of the blocks of a model: the repeated modules, outermost first.
+
+    They are the children of a `ModuleList` that have parameters and are not inside of another block. In a model without
+    a `ModuleList` they are those of a `Sequential`. Modules that the user has named as units take the place of those
+    around them.
+    """
+    modules = dict(model.named_modules())
+    for kind in (nn.ModuleList, nn.Sequential):
+        lists = [name for name, module in modules.items() if isinstance(module, kind)]
+        block_lists = [
+            f"{name}.{child}" if name else child
+            for name in lists
+            for child, module in modules[name].named_children()
+            if any(True for _ in module.parameters())
+        ]
+        if block_lists:
+            break
+    chosen = {name for name, module in modules.items() if name and (name in named or type(module).__name__ in named)}
+    outermost: list[str] = []
+    for name in modules:  # outer modules come first
+        inside = any(name.startswith(f"{outer}.") for outer in outermost)
+        around = any(name_chosen.startswith(f"{name}.") for name_chosen in chosen)
+        if (name in chosen or (name in block_lists and not around)) and not inside:
+            outermost.append(name)
+    return tuple(outermost)
+
+
 def _named_modules(modules: Mapping[str, nn.Module], named: Sequence[str]) -> list[str]:
     return [n for n, m in modules.items() if n and (n in named or type(m).__name__ in named)]
 

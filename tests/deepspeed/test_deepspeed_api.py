@@ -226,16 +226,6 @@ def test_keywords_of_load_checkpoint(tmp_path: Path) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("given", [{}, {"backend": "inductor", "compile_kwargs": {}}], ids=["plain", "DeepSpeed's"])
-def test_compile_raises_an_error_with_the_fix_and_leaves_the_model(given: dict[str, Any]) -> None:
-    engine = begin()
-    with pytest.raises(UsageError, match=r"block\.compile\(\) for each block .*before offload\.initialize"):
-        engine.compile(**given)
-    assert engine.module._compiled_call_impl is None
-    assert engine(torch.ones(1, 2)).shape == (1, 2)
-    engine.destroy()
-
-
 def test_names_that_are_not_here_say_what_is() -> None:
     for name, message in (
         ("zero", r"offload\.init is zero\.Init, offload\.gathered"),

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+import offload
+from offload.errors import BudgetError, ConfigError, UsageError
 from tests.models.test_module_kinds import DISK, MEMORY
 from tests.support import models, rounding_bounds
 from tests.support.modules.module_kinds import WIDTH, Layers
-from tests.support.oracle import Job, plain_loop, room_for, run, start, train_step
+from tests.support.oracle import Job, config, plain_loop, room_for, run, start, train_step
 
 
 class Eager(Layers):
@@ -111,6 +113,57 @@ def test_a_compiled_block_is_one_graph_and_stays_it(tmp_path: Path) -> None:
     for graph in Counted.graphs:
         calls = [node.target.__name__ for node in graph.nodes if node.op.startswith("call")]
         assert calls == ["linear", "gelu", "linear"], "all of a block"
+
+
+def start_compiled(model: nn.Module, job: Job, folder: Path, **options: Any) -> offload.Engine:
+    settings = config(job, DISK, folder, **options)
+    return offload.initialize(model=model, config=settings | {"compile": {"enabled": True, "backend": "aot_eager"}})[0]
+
+
+def is_compiled(model: Any) -> list[bool]:
+    return [block._compiled_call_impl is not None for block in model.layers]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("config", marks=pytest.mark.works("Graphs", '`"compile"` of the config', "right")),
+        pytest.param("call", marks=pytest.mark.works("Graphs", "`engine.compile()`", "right")),
+    ],
+)
+def test_the_config_or_a_call_compiles_each_block(way: str, tmp_path: Path) -> None:
+    """With the bits of blocks that the user has compiled."""
+    job = Job(Eager, models.mixture_loss, steps=3)
+    torch.manual_seed(job.seed)
+    begin = start_compiled if way == "config" else started
+    engine = begin(job.model(), job, tmp_path / "disk", device_memory=room_for(job, 2))
+    if way == "call":
+        engine.compile(backend="aot_eager", compile_kwargs={})
+    assert all(is_compiled(engine.module))
+    losses = [train_step(engine, job, step) for step in range(job.steps)]
+    engine.destroy(remove=True)
+    torch.compiler.reset()
+    assert losses == run(job._replace(model=Compiled), MEMORY, tmp_path / "memory").losses
+
+
+def started(model: nn.Module, job: Job, folder: Path, **options: Any) -> offload.Engine:
+    return offload.initialize(model=model, config=config(job, DISK, folder, **options))[0]
+
+
+def test_what_cannot_be_compiled_is_an_error_and_leaves_the_model(tmp_path: Path) -> None:
+    job = Job(Eager, models.mixture_loss)
+    model = job.model()
+    with pytest.raises(BudgetError):
+        start_compiled(model, job, tmp_path, device_memory=1024)
+    assert not any(is_compiled(model)), "a start that fails takes it back"
+    engine = started(model, job, tmp_path)
+    with pytest.raises(ConfigError, match="records CUDA graphs"):
+        engine.compile(compile_kwargs={"mode": "reduce-overhead"})
+    with pytest.raises(UsageError, match="leave schedule and compiled_autograd_enabled out"):
+        engine.compile(compiled_autograd_enabled=True)
+    assert not any(is_compiled(engine.module))
+    engine.destroy(remove=True)
 
 
 def llama(recompute: bool, compiled: bool) -> nn.Module:

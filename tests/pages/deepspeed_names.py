@@ -142,7 +142,12 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
                 "wall_clock_breakdown zero_cpu_offload dp_world_size".split()
             ),
         ),
-        Name(f"{ENGINE}.compile", REFUSED, "`block.compile()` for each block before `initialize`"),
+        Name(
+            f"{ENGINE}.compile",
+            RIGHT,
+            "compiles each block by itself; no `schedule`, no `compiled_autograd_enabled`",
+            "self backend compile_kwargs schedule compiled_autograd_enabled",
+        ),
         Name(f"{ENGINE}.set_train_micro_batch_size", REFUSED, "`set_train_batch_size` changes the number of them"),
         Name(
             f"{ENGINE}.offload_states",
@@ -372,7 +377,8 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         Name(
             "PipelineModule",
             RIGHT,
-            "by torch's 1F1B schedule; no `topology`, `dynamic_shape` or checkpointing of your own; see "
+            "by torch's 1F1B schedule, or GPipe's with fewer micro-batches than stages; no `topology`, "
+            "`dynamic_shape` or checkpointing of your own; see "
             "[pipelines](../guides/pipeline-parallelism.md)",
             "layers num_stages topology loss_fn seed_layers seed_fn base_seed partition_method "
             "activation_checkpoint_interval activation_checkpoint_func checkpointable_layers dynamic_shape",

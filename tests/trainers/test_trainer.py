@@ -91,6 +91,15 @@ def test_bf16_keeps_fp32_masters_and_follows_fp32(tmp_path: Path) -> None:
         assert one["learning_rate"] == other["learning_rate"]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch.compile itself
+def test_torch_compile_compiles_each_block(tmp_path: Path) -> None:
+    """The stock Trainer compiles the whole model."""
+    compiled = {"torch_compile_backend": "aot_eager"}
+    mine, plain = offloaded(tmp_path / "mine", **compiled), stock(tmp_path / "stock", **compiled)
+    assert_close(mine, plain)
+
+
 @pytest.mark.numeric
 def test_torch_autocast_is_the_stock_trainers_bf16(tmp_path: Path) -> None:
     """fp32 weights, and matrix products in bf16: the same graph up to the order of sums of a clip."""
