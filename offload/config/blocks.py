@@ -738,18 +738,23 @@ class TorchAutocast(Block):
 class Compile(Block):
     """Each block of the model is compiled by itself, as `block.compile()` before `initialize` does."""
 
-    TUNING = split_names("deepcompile free_activation offload_activation offload_opt_states double_buffer debug_log")
-    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
-        "deepcompile": "weights are fetched ahead by the recorded order, outside of the graphs"
-    }
+    TUNING = split_names("free_activation offload_activation offload_opt_states double_buffer debug_log")
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
-    enabled: bool = Field(False, description="whether torch compiles each block; engine.compile() does it later")
+    enabled: bool = Field(False, description="whether torch compiles each block, also as deepcompile")
     backend: str = Field("inductor", description="backend of torch.compile")
     kwargs: dict[str, Any] = Field(
         {},
         description='further keywords of torch.compile; "dynamic" is false by default',
     )
+
+    @classmethod
+    def arranged(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the content with `deepcompile`, DeepSpeed's compiler, as `enabled`."""
+        if "deepcompile" not in content:
+            return content
+        others = {key: value for key, value in content.items() if key != "deepcompile"}
+        return {"enabled": content["deepcompile"], **others}
 
 
 class DataTypes(Block):

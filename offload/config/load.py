@@ -516,7 +516,7 @@ def _is_on(value: Any) -> bool:
 
 def _switches(block: Mapping[str, Any]) -> Iterator[bool]:
     for key, value in block.items():
-        if key in ("enabled", "deepcompile"):
+        if key == "enabled":
             yield _is_on(value)
         elif isinstance(value, Mapping):
             yield from _switches(value)

@@ -71,6 +71,9 @@ HONOURED: dict[str, Any] = {
     "bf16.bf16_optimizer_states": True,
     "dataloader_drop_last": True,
     "torch_autocast.enabled": True,
+    "compile.enabled": True,
+    "compile.backend": "eager",
+    "compile.deepcompile": True,
     "data_types.grad_accum_dtype": "fp32",
     "data_types.param_dtype": "fp32",
     "data_types.buffer_dtype": "fp32",
@@ -150,7 +153,6 @@ REFUSED: dict[str, Any] = {
     "expert_parallel": {"size": 2},
     "load_universal_checkpoint": True,
     "tensor_parallel": {"autotp_size": 2},
-    "compile": {"deepcompile": True},
     "zenflow": {"topk_ratio": 0.1},
     **{
         key: {"enabled": True}
@@ -238,7 +240,6 @@ def test_the_message_names_the_key_and_the_fix() -> None:
         ),
         ({"optimizer": {"type": "ZeroOneAdam", "params": {"var_freeze_step": 1}}}, "ZeroOneAdam compresses"),
         ({"data_parallel_size": 4}, "the number of processes, which the launcher sets"),
-        ({"compile": {"deepcompile": True}}, "torch.compile on the model"),
         ({"hybrid_engine": {"enabled": True}}, "model.generate works under the engine"),
         ({"tensor_parallel": {"autotp_size": 2}}, "splits each layer over ranks"),
         ({"tensor_parallel": True}, "splits each layer over ranks"),
