@@ -340,9 +340,19 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             )
         if stage == 0:
             reduced += '; "stage": 0 without "mics_shard_size" keeps all of them on each rank, as in DeepSpeed'
+        gathers = "weights are gathered for each use"
+        if config.weight_tier == "none":
+            need, nbytes = plan.placement.device_need, plan.placement.device_nbytes
+            gathers = "gathered weights stay on the device until their update"
+            if nbytes < need.weights and need.most < need.weights:
+                gathers = (
+                    f"the device has no room for all weights ({format_size(need.weights)}), which are gathered again"
+                )
+            elif nbytes < need.weights:
+                gathers += ", as far as the first steps leave room"
         lines.append(
-            f"ZeRO stage {stage} on {plan.world.ranks.size} ranks is trained as stage 3: weights, gradients and states "
-            f"are partitioned; {reduced}"
+            f"ZeRO stage {stage} on {plan.world.ranks.size} ranks: weights, gradients and states are partitioned, and "
+            f"{gathers}; {reduced}"
         )
     node = config.zero_optimization.zero_hpz_partition_size
     if parts.node.nbytes:

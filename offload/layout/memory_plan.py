@@ -76,6 +76,7 @@ def placement_request(config: Config, accumulation: int = 1, early: bool = False
         small_unit=zero.stage3_param_persistence_threshold,
         live=zero.stage3_max_live_parameters,
         tile=zero.sub_group_size,
+        keeps_weights=zero.stage < 3 and param.device == "none",
         accumulation=accumulation,
         early=early,
         # Inputs that never leave the device need no host memory.

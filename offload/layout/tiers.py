@@ -362,6 +362,8 @@ class PlacementRequest:
     """Elements on the device at a time, besides resident ones (`stage3_max_live_parameters`)."""
     tile: int | None = None
     """Largest number of elements of a tile (`sub_group_size`)."""
+    keeps_weights: bool = False
+    """True if gathered weights stay on the device until their update, where the device has room by default."""
     accumulation: int = 1
     """Micro-batches of an optimizer step."""
     early: bool = False

@@ -406,6 +406,45 @@ def test_micro_batches_that_take_turns_change_no_bit(ranks: RankPool, tmp_path: 
     assert reductions == as_many == SUMS.steps * len(find_units(SUMS.model()).units)
 
 
+def gathers_of_steps(stage: int, folder: Path) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Returns the gathers of weights in each step, and the weights after the last. No memory is named."""
+    job = SUMS._replace(stage=stage, model=Chain, loss=chain_loss)
+    engine = start(job, ("none", "cpu"), folder, schedule="micro_batch_major")
+    gathers = []
+    for step in range(job.steps):
+        before = engine.communication()
+        engine.accumulate(range(job.accumulation), functools.partial(job.loss, engine, step))
+        engine.step()
+        gathers.append(engine.communication().since(before).weights.collectives)
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    return gathers, weights
+
+
+class Chain(nn.Sequential):
+    """More layers than a small arena holds."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(32, 32) for _ in range(8)))
+
+
+def chain_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    rows = torch.randn(2, 32, generator=torch.Generator().manual_seed(8 * step + micro))
+    loss: torch.Tensor = model(rows).pow(2).mean()
+    return loss
+
+
+def test_stages_1_and_2_gather_each_weight_once_a_step_and_stage_3_for_each_use(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    expected: dict[str, torch.Tensor] | None = None
+    for stage in (2, 3):  # these two reduce each micro-batch, so their bits are equal
+        gathers, weights = ranks.run(gathers_of_steps, stage, tmp_path)[0]
+        assert all(count == 8 for count in gathers) if stage == 2 else min(gathers) > 2 * 8, gathers
+        assert_same_tensors(weights, expected or weights)
+        expected = weights
+
+
 # -- memory -------------------------------------------------------------------------------------------
 
 
