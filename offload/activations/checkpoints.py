@@ -44,7 +44,7 @@ from offload.engine.hooks import other_hooks
 from offload.engine.params import handle_of
 from offload.errors import ConfigError, UsageError
 from offload.interrupts import uninterrupted
-from offload.notices import Remark
+from offload.notices import Remark, show
 from offload.sizes import count_of
 from offload.swapper.memory.device import Device
 from offload.torch_internals import (
@@ -132,7 +132,7 @@ class UnitCheckpoints(ActivationPolicy):
         forward, again = self._forward_seconds, self._recomputation_seconds
         if self._profile:
             rows = ", ".join(f"{name} {forward[name]:.4f} and {again[name]:.4f}" for name in self._blocks)
-            logger.info("step %d, seconds of forward and recomputation: %s", step, rows)
+            show(f"step {step}, seconds of forward and recomputation: {rows}", logger)
         forward.clear()
         again.clear()
 

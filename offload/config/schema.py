@@ -270,5 +270,10 @@ class Config(Block):
                 self.offload.keep_attention and self.activation_tier is None,
                 'keep_attention has no effect: no block is computed again, since "activations" is not set',
             ),
+            (
+                self.activation_checkpointing.profile and self.activation_tier is None,
+                "activation_checkpointing.profile has no effect: no block is computed again; set "
+                '"number_checkpoints" beside it, or "activations" in the "offload" block',
+            ),
         )
         return tuple(line for holds, line in lines if holds)

@@ -21,6 +21,7 @@ MODULES: dict[str, dict[str, str]] = {
         "comm": "init_distributed",
         "config": "DeepSpeedConfig DeepSpeedConfigError",
         "engine": "DeepSpeedEngine DeepSpeedOptimizer",
+        "lr_schedules": "add_tuning_arguments",
         "accelerator": "get_accelerator",
         "initialization": "InferenceEngine add_config_arguments init_inference initialize",
         "pipe": "PipelineEngine PipelineModule",

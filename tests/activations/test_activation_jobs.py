@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
 import shutil
 import tempfile
@@ -292,13 +291,12 @@ def test_a_key_of_deepspeed_does_what_it_says(keys: dict[str, Any], again: int, 
     assert_same(plain, found)
 
 
-def test_a_profile_is_a_line_of_each_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "offload"):
-        engine = _with_keys(JOB, tmp_path, profile=True, number_checkpoints=2)
-        for step in range(2):
-            train_step(engine, JOB, step)
-        engine.destroy(remove=True)
-    lines = [record.getMessage() for record in caplog.records if "forward and recomputation" in record.getMessage()]
+def test_a_profile_is_a_line_of_each_step_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = _with_keys(JOB, tmp_path, profile=True, number_checkpoints=2)
+    for step in range(2):
+        train_step(engine, JOB, step)
+    engine.destroy(remove=True)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "forward and recomputation" in line]
     figures = r"blocks\.0 \d+\.\d{4} and \d+\.\d{4}, blocks\.1 \d+\.\d{4} and \d+\.\d{4}"
     assert len(lines) == 2
     for number, line in enumerate(lines, 1):

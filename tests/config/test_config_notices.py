@@ -182,6 +182,11 @@ def lines_on_rank(zero: dict[str, object], tier: str = "none") -> list[str]:
     return listener.lines
 
 
+def test_a_profile_without_a_block_to_compute_again_has_no_effect_and_a_notice() -> None:
+    (notice,) = load_config({**BASE, "activation_checkpointing": {"profile": True}}).notices
+    assert notice.startswith("activation_checkpointing.profile has no effect: no block is computed again; set ")
+
+
 def test_stages_1_and_2_on_several_ranks_are_reported_once() -> None:
     with shared_pool(2) as ranks:
         for stage in (1, 2):

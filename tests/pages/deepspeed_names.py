@@ -60,6 +60,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             "collate_fn config mesh_param config_params",
         ),
         Name("add_config_arguments", RIGHT, "", "parser"),
+        Name("add_tuning_arguments", RIGHT, "", "parser"),
         Name(
             "init_distributed",
             RIGHT,
