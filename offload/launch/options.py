@@ -20,6 +20,7 @@ _OTHER_LAUNCHERS = {
 
 NOT_HERE = {
     "--autotuning": "offload plan says what fits and how long a step takes, offload tune measures a drive",
+    "--profile": '"wall_clock_breakdown": true has the parts of a step, "trace" in the block "offload" a time line',
     "--elastic-training": "the number of ranks stays; --max-restarts restarts all of them from the last commit",
     "--min-elastic-nodes": "the number of hosts stays: give --num-nodes",
     "--max-elastic-nodes": "the number of hosts stays: give --num-nodes",

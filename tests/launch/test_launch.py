@@ -194,6 +194,10 @@ def test_a_dry_run_prints_commands_that_a_shell_takes(folder: Path) -> None:
     [
         (("--hostfile", "absent"), "there is no hostfile absent: name one"),
         (("--autotuning", "run"), "offload launch has no option --autotuning: offload plan says what fits"),
+        (
+            ("--profile",),
+            'offload launch has no option --profile: "wall_clock_breakdown": true has the parts of a step',
+        ),
         (("--bind_cores_to_rank",), "offload launch has no option --bind-cores-to-rank: start the ranks under"),
         (("--hostfile", "hosts", "--launcher", "pdsh"), "there is no launcher pdsh here: ssh reaches each host"),
         (("--num_gpus", "0"), "invalid value for '--num-gpus'"),
