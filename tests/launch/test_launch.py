@@ -35,8 +35,8 @@ host=$1; shift
 echo "$*" > "arguments-$host"
 exec $BEFORE sh -c "$*"
 """
-# Ends as the node is told to, or when it is asked to. It waits in short sleeps: one long sleep in the background, which a
-# signal between its fork and its exec would not end, would hold the pipes of the test open.
+# Ends as the node is told to, or when it is asked to. It waits in short sleeps: one long sleep in the background, which
+# a signal between its fork and its exec would not end, would hold the pipes of the test open.
 _PYTHON = """#!/bin/sh
 node=$(echo "--node-rank 0 $*" | sed 's/.*--node-rank \\([0-9]*\\).*/\\1/')
 trap 'echo ended > "ended$node"; exit 0' TERM
@@ -611,9 +611,8 @@ def killed(folder: Path, steps: int, kills: int, longest: float) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("steps", "kills"), [(6, 1), pytest.param(900, 30, marks=pytest.mark.slow)], ids=["once", "30 times"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "kills"), [(6, 1), (900, 30)], ids=["once", "30 times"])
 @pytest.mark.works("Several ranks", "`torchrun --max-restarts`, SIGKILL of ranks, resume of all", "right")
 def test_killed_ranks_continue_bit_for_bit(steps: int, kills: int, tmp_path: Path) -> None:
     unbroken(tmp_path / "whole", steps)
