@@ -293,6 +293,7 @@ def test_a_step_sends_a_byte_an_element_and_a_scale_a_block(ranks: RankPool, tmp
         assert (found.sent.weights, found.sent.gradients) == (other.sent.weights, Sent(len(found.units), codes(shard)))
 
 
+@pytest.mark.slow
 def test_replicas_send_codes_of_their_sums(four: RankPool, tmp_path: Path) -> None:
     """To each of the other replicas all of a shard's."""
     for found in four.run(second_step, JOB._replace(shard_size=2, quantized="weights gradients"), tmp_path):
@@ -338,6 +339,7 @@ def frozen_in_blocks(job: Job, folder: Path) -> tuple[Step, Seen]:
     return second_step(job, folder / "step", frozen="int8"), train_and_look(job, folder / "look", frozen="int8")
 
 
+@pytest.mark.slow
 def test_frozen_weights_that_are_codes_already_are_sent_as_they_are(ranks: RankPool, tmp_path: Path) -> None:
     """Their blocks are no values of which codes could be made."""
     job = JOBS["adapters"]._replace(dtype="bf16")
@@ -385,6 +387,7 @@ def test_tiers_and_overlap_change_no_bit(
         assert_same(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.works("Several ranks", "int8 codes beside replicas of shards (`mics_shard_size`)", "right")
 @pytest.mark.parametrize(("size", "shard_size"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_replicas_stay_equal(size: int, shard_size: int, tmp_path: Path) -> None:

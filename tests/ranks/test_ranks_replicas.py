@@ -96,7 +96,8 @@ def test_two_replicas_step_matrices_tile_by_tile(ranks: RankPool, tmp_path: Path
 
 @pytest.mark.numeric
 @pytest.mark.works("Several ranks", "replicas of shards (`mics_shard_size`), in any tier", "right")
-@pytest.mark.parametrize("shard_size", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shard_size", [2, 1])
 def test_replicas_train_on_all_rows_and_stay_equal(shard_size: int, four: RankPool, tmp_path: Path) -> None:
     job = JOB._replace(accumulation=2, shard_size=shard_size)
     each = four.run(train_and_look, job._replace(overlap=False), MEMORY, tmp_path / "memory")

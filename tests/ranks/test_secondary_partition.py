@@ -162,6 +162,7 @@ def changed_between_uses(job: Job, folder: Path) -> tuple[Result, Sent]:
     return found
 
 
+@pytest.mark.slow
 def test_weights_that_change_between_two_uses_are_gathered_over_all_ranks(four: RankPool, tmp_path: Path) -> None:
     plain = four.run(change_all, JOB, tmp_path / "plain")
     kept = four.run(change_all, JOB._replace(node=NODE), tmp_path / "kept")
@@ -262,6 +263,7 @@ def test_a_device_without_room_for_it_is_an_error_that_names_the_key() -> None:
         check_room(kept, 3 << 30, 2 << 30)
 
 
+@pytest.mark.slow
 def test_a_node_of_all_ranks_keeps_nothing(ranks: RankPool, tmp_path: Path) -> None:
     """The primary partition is within the node already."""
     plain_job = JOB._replace(steps=1)
