@@ -143,6 +143,7 @@ def test_a_forward_with_another_implementation_uses_all_experts(tmp_path: Path) 
     assert_same_tensors(each.weights, whole.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"activations": "cpu"}, {"activations": "nvme", "schedule": "layer_major"}])
 def test_blocks_that_are_computed_again_visit_the_same_experts(options: dict[str, Any], tmp_path: Path) -> None:
@@ -151,6 +152,7 @@ def test_blocks_that_are_computed_again_visit_the_same_experts(options: dict[str
     assert_same(run(job, DISK, tmp_path / "again", accumulated_step, **options), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("experts", ["each", "visited"])
 def test_a_killed_run_resumes(experts: str, tmp_path: Path) -> None:
@@ -378,6 +380,7 @@ def in_both_ways(job: Job, folder: Path) -> tuple[Result, Result]:
     return whole, train(job, RANKS_DISK, folder / "disk", device_memory="300KB")
 
 
+@pytest.mark.slow
 @pytest.mark.numeric
 @pytest.mark.works("Several ranks", "stacked experts, of which each rank visits others, one by one", "right")
 def test_the_numbers_are_those_of_whole_stacks(ranks: RankPool, tmp_path: Path) -> None:
@@ -453,6 +456,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("experts", ["each", "whole"])
 def test_a_checkpoint_of_two_ranks_loads_on_one(experts: str, ranks: RankPool, tmp_path: Path) -> None:
@@ -563,6 +567,7 @@ def adapted_parameters() -> Any:
     return peft.get_peft_model(mixtral(4), peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=stacks))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engines_end")
 @pytest.mark.works("Training", "LoRA on stacked experts themselves (peft's `target_parameters`)", "right")
 @pytest.mark.numeric

@@ -247,6 +247,7 @@ def test_an_export_of_swap_files_and_one_of_a_checkpoint_are_the_weights(tmp_pat
         assert {name for name in weights if name not in found} <= {"base_model.model.lm_head.weight"}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_with_them(tmp_path: Path) -> None:
     job = JOB._replace(steps=12)
     unbroken = run(job, DISK, tmp_path / "whole")

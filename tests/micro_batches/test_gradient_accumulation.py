@@ -211,6 +211,7 @@ def clip_otherwise(folder: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
     found = {loop: ranks.run(train, tmp_path / loop, loop) for loop in LOOPS}
     for loop, of_ranks in found.items():

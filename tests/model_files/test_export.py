@@ -231,7 +231,9 @@ def command(*arguments: object, code: int = 0) -> Any:
 
 
 @pytest.mark.works("Several ranks", "`save_pretrained` and exports of tensor parallelism, and of a pipeline", "right")
-@pytest.mark.parametrize("kind", ["sequence", "pipeline", pytest.param("transformers", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["pipeline", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sequence", "transformers"))]
+)
 def test_the_weights_are_those_of_one_process(kind: str, ranks: RankPool, tmp_path: Path) -> None:
     check(kind, ranks.run(save, kind, tmp_path), tmp_path)
 

@@ -588,6 +588,7 @@ def trained(model: Callable[[], Any], folder: Path) -> offload.Engine:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("model", STREAMED)
 def test_files_have_what_the_class_saves(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

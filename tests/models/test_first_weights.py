@@ -100,6 +100,7 @@ def of_a_rank(folder: Path) -> dict[str, torch.Tensor]:
             engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 def test_all_ranks_have_those_of_the_first(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(partial(drawn_from, 0), models.language_loss, dtype="bf16")
     one = first_weights(job, ("none", "none"), tmp_path / "one")

@@ -229,6 +229,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_leaves_tables_whole(tmp_pat
 # -- files --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_in_its_own_division(tmp_path: Path) -> None:
     job = Job(partial(llama, tied=True), loss, steps=6, dtype="bf16")
     unbroken = run(job, MEMORY, tmp_path / "unbroken", vocabulary="pieces")

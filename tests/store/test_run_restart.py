@@ -283,6 +283,7 @@ def _refused_on_ranks(folder: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_on_several_ranks_another_job_is_refused_on_each_and_the_same_replaces(
     ranks: rank_pool.RankPool, tmp_path: Path
 ) -> None:
