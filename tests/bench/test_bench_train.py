@@ -91,6 +91,7 @@ def test_the_same_training_in_memory_and_from_files(tmp_path: Path, quick: None)
     assert "<svg" in chart.read_text()
 
 
+@pytest.mark.slow
 def test_layer_major_has_the_losses_of_plain_pytorch_with_activations_computed_again(
     tmp_path: Path, quick: None
 ) -> None:

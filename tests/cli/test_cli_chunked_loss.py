@@ -108,6 +108,7 @@ def test_a_resumed_run_computes_its_loss_as_it_began(typed: tuple[str, ...], cal
     assert bool(calls) == (not typed) == (f"{AT_ONCE}: the run has begun with all logits" not in done.stdout)
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_is_resumed_with_all_logits(
     calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch
 ) -> None:

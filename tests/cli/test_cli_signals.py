@@ -64,6 +64,7 @@ def there(process: warm_process.Process, found: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("at", ["the drive", "matrix products in bf16"])

@@ -104,6 +104,7 @@ def go_on(saved: Path, folder: Path) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_several_ranks_go_on(data: Path, ranks: RankPool, tmp_path: Path) -> None:
     """From a checkpoint of one rank. All have the same batches, as in DeepSpeed then."""
     theirs = json.loads((data / "z1-fp32-1" / "losses.json").read_text())

@@ -187,6 +187,7 @@ def losses_and_names(job: Job, folder: Path, loss: Callable[..., Any]) -> tuple[
     return losses, names
 
 
+@pytest.mark.slow
 def test_a_loss_may_be_a_module_and_is_no_part_of_the_model(ranks: RankPool, tmp_path: Path) -> None:
     found = ranks.run(losses_and_names, JOB, tmp_path / "module", WeighedLoss())
     assert found == ranks.run(losses_and_names, JOB, tmp_path / "function", weighed_loss)
@@ -239,6 +240,7 @@ def save_and_load(job: Job, folder: Path) -> list[float]:
     return expected
 
 
+@pytest.mark.slow
 @pytest.mark.works("Several ranks", "checkpoints and `save_pretrained` of a `PipelineModule` with tied layers", "right")
 def test_a_pipeline_module_goes_on_from_its_checkpoint_and_is_saved_whole(ranks: RankPool, tmp_path: Path) -> None:
     job = JOB._replace(model=tied)

@@ -308,6 +308,7 @@ def _train_from_loader(engine: offload.Engine, workers: int, gate: threading.Eve
     return losses, grown
 
 
+@pytest.mark.slow
 @pytest.mark.works(
     "Engines and processes", "`DataLoader(num_workers=4)` while updates run: no copies of states", "right"
 )

@@ -279,6 +279,7 @@ def test_an_update_that_cannot_be_undone_waits_for_step(options: dict[str, Any],
     assert found.timing.simulation.speculated == () and found.timing.miss_seconds == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "ram", "most"), [("llama-13b", 128, 47), ("llama-7b", 64, 26)], ids=["13B", "7B"])
 def test_a_step_without_durability_is_no_slower_than_a_durable_one(model: str, ram: int, most: float) -> None:
@@ -363,6 +364,7 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["plan", *MODEL, *MACHINE, *arguments])
 
 
+@pytest.mark.slow
 def test_the_command_takes_an_order() -> None:
     done = run("--accumulation", "2", "--schedule", "micro_batch_major", "--no-speculate")
     assert done.exit_code == 0, done.output

@@ -593,6 +593,7 @@ def draw_on_one_rank(folder: Path) -> list[float]:
         return [log["loss"] for log in mine.state.log_history if "loss" in log]
 
 
+@pytest.mark.slow
 def test_ranks_take_one_order_where_the_model_of_one_alone_draws_random_numbers(two: RankPool, tmp_path: Path) -> None:
     one, other = two.run(draw_on_one_rank, tmp_path)
     assert len(one) == 4 and one == other
@@ -619,6 +620,7 @@ def accelerated(folder: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.numeric
 def test_accelerate_on_two_ranks(two: RankPool, tmp_path: Path) -> None:
     one = accelerated(tmp_path / "one")

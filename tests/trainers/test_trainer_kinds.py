@@ -116,6 +116,7 @@ class Pairs(Texts):
         return {"input_ids": ids, "labels": ids.flip(0)}
 
 
+@pytest.mark.slow
 @pytest.mark.works("Trainers", "transformers' `Seq2SeqTrainer` with `predict_with_generate`", "right")
 @pytest.mark.numeric
 def test_predict_with_generate(tmp_path: Path) -> None:
@@ -160,6 +161,7 @@ def test_lora_equals_the_stock_trainer(tmp_path: Path) -> None:
     assert_same(mine, offloaded(tmp_path / "memory", MEMORY, model=lora))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("save_only_model", [False, True])
 def test_lora_loads_its_best_model(save_only_model: bool, tmp_path: Path) -> None:
@@ -233,6 +235,7 @@ def norms() -> Any:
     return peft.get_peft_model(models.shallow(), peft.LNTuningConfig(target_modules=["ln_1", "ln_f"]))
 
 
+@pytest.mark.slow
 @pytest.mark.works("Trainers", "biases or norms alone (BitFit, peft's `LNTuningConfig`)", "right")
 @pytest.mark.numeric
 @pytest.mark.sample(1)
@@ -314,6 +317,7 @@ def adaptive() -> Any:
     return peft.get_peft_model(models.llama(), settings)
 
 
+@pytest.mark.slow
 @pytest.mark.works("Trainers", "AdaLoRA whose ranks stay as they are", "right")
 @pytest.mark.numeric
 def test_adalora_without_a_change_of_ranks_trains_as_in_the_stock_trainer(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ class Calls(transformers.TrainerCallback):
 # -- dropout ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.works(
     "Trainers", "dropout with accumulation and blocks computed again: the stock Trainer's losses", "right"
 )
@@ -237,6 +238,7 @@ def test_code_that_must_not_run_in_parts_runs_one_by_one_and_is_told_once(
     assert caplog.text.count("micro-batches pass through the model one after the other: " + reason) == 1
 
 
+@pytest.mark.slow
 def test_a_step_that_a_script_sets_on_the_trainer_runs_one_by_one(tmp_path: Path) -> None:
     plain = trained(tmp_path, ONE_BY_ONE, chunked_loss=False)
     with ended(trainer(tmp_path / LAYERED, LAYERED, chunked_loss=False)) as mine:
