@@ -142,6 +142,7 @@ def test_after_a_request_that_failed_the_same_graph_can_be_asked_again(
         gives_back(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.works(AREA, "no room on the drive for the inputs", "refused")
 def test_a_full_drive_is_told_and_training_goes_on_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -268,7 +268,7 @@ def _calls(engine: offload.Engine) -> Callable[[], list[int]]:
     return since
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.works(AREA, "DeepSpeed's keys, one by one", "right")
 @pytest.mark.parametrize(
     ("keys", "again"),

@@ -210,6 +210,7 @@ def damaged_on_one(folder: Path) -> str:
     return message
 
 
+@pytest.mark.slow
 def test_damage_is_reported_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_at_two, JOBS["gpt2"], tmp_path, DISK)
     path = tmp_path / "saved" / "global_step2" / "states.rank1.safetensors"

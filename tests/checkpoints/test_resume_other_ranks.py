@@ -480,6 +480,7 @@ def alike(edited: Path, tmp_path_factory: pytest.TempPathFactory) -> list[States
     return [states_in_ranks(folder / column) for column in COLUMNS]
 
 
+@pytest.mark.slow
 def test_other_ranks_go_on_from_the_last_step_of_all(edited: Path, alike: list[States], tmp_path: Path) -> None:
     """The states are those of a resume with as many as before, also where an edit has written over them.
 

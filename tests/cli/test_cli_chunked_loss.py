@@ -95,6 +95,7 @@ def test_a_model_that_caps_its_logits_keeps_all_of_them(calls: list[torch.Size])
 RUN = (*STEPS, "--schedule", "constant", "--warmup", "0", "--eval-every", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("typed", [(), ("--no-chunked-loss",)], ids=["in chunks", "from all logits"])
 def test_a_resumed_run_computes_its_loss_as_it_began(typed: tuple[str, ...], calls: list[torch.Size]) -> None:

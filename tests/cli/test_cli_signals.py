@@ -75,7 +75,7 @@ def test_a_probe_ends_on_a_signal(number: int, at: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").rglob("*.json")) and not list(tmp_path.glob(".offload-probe*"))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "command",
     [
@@ -92,6 +92,7 @@ def test_what_measures_a_drive(command: tuple[str, ...], tmp_path: Path) -> None
     assert not list(tmp_path.iterdir()), "its files are gone"
 
 
+@pytest.mark.slow
 def test_a_model_that_is_measured(tmp_path: Path) -> None:
     """Within one call of torch as well: `exit_on_signal` below."""
     keep_rates(tmp_path)

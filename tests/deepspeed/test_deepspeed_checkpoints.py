@@ -146,6 +146,7 @@ def test_weights_alone(data: Path, tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_universal_checkpoint_of_ours_holds_the_run(dtype: str, tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ def test_a_loss_may_be_a_module_and_is_no_part_of_the_model(ranks: RankPool, tmp
     assert found == ranks.run(losses_and_names, JOB, tmp_path / "function", weighed_loss)
 
 
+@pytest.mark.slow
 @pytest.mark.works("Several ranks", "layers that are tied between two stages (`TiedLayerSpec`)", "right")
 @pytest.mark.numeric
 def test_tied_layers_in_two_stages_stay_equal_and_train_as_one(

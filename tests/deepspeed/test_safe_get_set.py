@@ -80,6 +80,7 @@ def test_the_same_everywhere_and_as_in_torch(name: str, dtype: str, tmp_path: Pa
         same_but_for_roundings(mine, other, job._replace(steps=2))
 
 
+@pytest.mark.slow
 def test_spilled_gradients_and_small_chunks_are_read_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read goes over many chunks, tiles and windows of gradients on disk."""
     small_pieces(monkeypatch)

@@ -210,6 +210,7 @@ def test_what_nobody_visits_keeps_its_bits_if_asked(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_plan_divides_as_the_run_does(family: str, tmp_path: Path) -> None:
@@ -278,6 +279,7 @@ def large() -> nn.Module:
     return peft.get_peft_model(transformers.MixtralForCausalLM(config), adapters)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["int8", "nf4"])
 def test_frozen_experts_in_blocks_are_those_of_whole_stacks(form: str, tmp_path: Path) -> None:
@@ -339,6 +341,7 @@ def test_a_saved_model_is_one_of_transformers(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("first", "second"), [("each", "whole"), ("whole", "each"), ("each", "each")])
 def test_a_checkpoint_loads_whether_stacks_are_whole_or_not(first: str, second: str, tmp_path: Path) -> None:

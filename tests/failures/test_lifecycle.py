@@ -138,6 +138,7 @@ def _boom(*_: object) -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.works("Engines and processes", "several engines, one training inside of another's step", "right")
 @pytest.mark.parametrize("inside", [False, True], ids=["between forward and backward", "inside of a forward"])

@@ -167,6 +167,7 @@ def test_damage_in_them_is_found_by_verify_and_by_who_reads_them(tmp_path: Path)
 # -- checkpoints and exports --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_other_ones_replaces_them(tmp_path: Path) -> None:
     other = start(OTHER, DISK, tmp_path / "other")
     for step in range(2):

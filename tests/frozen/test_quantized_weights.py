@@ -331,6 +331,7 @@ def adapters(path: Path, frozen: str | None = None) -> int:
     return sum(layout.numel for layout in from_adapted(str(path), make, 16, torch.bfloat16).layouts)
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_quantized_folder_counts_its_codes(tmp_path: Path) -> None:
     models.llama().save_pretrained(tmp_path)
     plain, four, eight = adapters(tmp_path), adapters(tmp_path, "nf4"), adapters(tmp_path, "int8")

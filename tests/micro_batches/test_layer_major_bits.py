@@ -34,7 +34,7 @@ def _tiny_inputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
     testing.replace(monkeypatch, "size.least_kept_input", 1)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("case", "dtype", "tier"), ROWS)
 def test_every_kind_of_module_keeps_its_bits(case: Case, dtype: str, tier: str | None, tmp_path: Path) -> None:
     job = case.job._replace(dtype=dtype, accumulation=3, steps=3)
@@ -82,6 +82,7 @@ def test_models_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:
     assert_same(plain, run(job, DISK, tmp_path / "layered", accumulated_step, **LAYERED))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulation", [1, 2, 3, 8])
 def test_any_number_of_micro_batches_gives_the_bits_of_a_loop(accumulation: int, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from tests.support.ranks.rank_pool import RankPool
 pytestmark = pytest.mark.usefixtures("engines_end")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_comes_and_goes(name: str, dtype: str, tmp_path: Path) -> None:

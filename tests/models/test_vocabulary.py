@@ -72,7 +72,7 @@ def pieces_of(engine: offload.Engine) -> int:
 # -- numbers ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_bits_do_not_depend_on_the_tier(tied: bool, dtype: str, tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_form_of_states_has_the_same_bits_on_disk_and_in_memory(name: str, tmp_path: Path) -> None:
     optimizer, options = OPTIMIZERS[name]

@@ -232,6 +232,7 @@ def test_the_bits_are_those_of_seed_unit_update_and_element(tmp_path: Path) -> N
 # -- what users see -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
     """18 of disk traffic in bf16: 8 read, 8 written, and 2 for weights read twice, unless they stayed."""
     whole, narrow = bytes_of_a_parameter(tmp_path / "fp32"), bytes_of_a_parameter(tmp_path / "bf16", **BF16)

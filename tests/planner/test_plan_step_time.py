@@ -416,6 +416,7 @@ def test_a_card_without_a_figure_reaches_what_its_generation_reaches(gpu: str, d
     assert (f", as other cards of {card.generation} reached" in rate.source) == (share != 0.5)
 
 
+@pytest.mark.slow
 def test_the_plan_prints_a_line_for_each_origin() -> None:
     done = CliRunner().invoke(app, [*COUNT, "--gpu", "RTX 4090", "--pcie", "20GB/s"])
     lines = {line.partition(":")[0]: " ".join(line.split()) for line in done.stdout.splitlines()}
@@ -427,6 +428,7 @@ def test_the_plan_prints_a_line_for_each_origin() -> None:
     assert lines["assumed"]
 
 
+@pytest.mark.slow
 def test_json_has_the_origin_of_each_rate() -> None:
     done = CliRunner().invoke(app, [*COUNT, "--gpu", "GB10", "--json"])
     machine = json.loads(done.stdout)["machine"]

@@ -220,6 +220,7 @@ def local_gradients(job: Job, folder: Path) -> Made:
     return Made(micro_batches, {name: values for name, values in mean.items() if values is not None}, norm, layouts)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.numeric
 @pytest.mark.works("Several ranks", "gradients sent as int8 codes (`zero_quantized_gradients`), in any tier", "right")
 @pytest.mark.parametrize(("stage", "accumulation"), [(3, 2), (1, 2)])
@@ -309,6 +310,7 @@ def with_many_replicas(job: Job, folder: Path) -> Step:
         return second_step(job, folder)
 
 
+@pytest.mark.slow
 def test_many_replicas_add_their_sums_up_in_fp32(four: RankPool, tmp_path: Path) -> None:
     """Where the codes of all sums would be more bytes than an all-reduce, 2 (r - 1) / r of 4 bytes an element."""
     coded, summed = (

@@ -217,6 +217,7 @@ def second_step(job: Job, folder: Path) -> Step:
     return found
 
 
+@pytest.mark.slow
 def test_a_step_gathers_each_weight_over_all_ranks_once(four: RankPool, tmp_path: Path) -> None:
     """ZeRO++ (arXiv 2306.10209, section 3.2): 2 W in place of 3 W between nodes; W for each micro-batch more without.
 

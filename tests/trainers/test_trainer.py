@@ -129,6 +129,7 @@ def test_a_second_train_goes_on_with_the_engine(tmp_path: Path) -> None:
         assert [log["learning_rate"] for log in result(mine).logs] == [log["learning_rate"] for log in first.logs]
 
 
+@pytest.mark.slow
 def test_model_init_makes_a_new_engine_for_each_train(tmp_path: Path) -> None:
     mine = OffloadTrainer(
         model_init=lambda: models.shallow(),
@@ -239,6 +240,7 @@ def offloaded_reference(folder: Path, tier: str = "nvme", **block: Any) -> Itera
                 engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 @pytest.mark.works("Trainers", "a reference model, as trl's `DPOTrainer` prepares it: paged", "right")
 @pytest.mark.numeric
 def test_training_is_the_stock_trainers(tmp_path: Path) -> None:
@@ -265,6 +267,7 @@ def test_training_is_the_stock_trainers(tmp_path: Path) -> None:
         assert_same(result(mine), on_disk)
 
 
+@pytest.mark.slow
 def test_device_memory_is_that_of_both(tmp_path: Path) -> None:
     with offloaded_reference(tmp_path / "alone") as mine:
         mine.evaluate()
@@ -509,6 +512,7 @@ def test_a_start_says_where_states_are_and_a_resume_from_which_step(
     assert capsys.readouterr().err == "", "a user who has set a level gets no more than that"
 
 
+@pytest.mark.slow
 def test_an_end_says_what_is_kept_and_how_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def end(step: int, error: type[BaseException], resume: str | None = None, **changed: Any) -> str:
         caplog.clear()

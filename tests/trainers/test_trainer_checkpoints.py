@@ -80,6 +80,7 @@ def test_resumed_is_the_unbroken_run(changed: dict[str, Any], tmp_path: Path) ->
     assert_same(complete, resumed(tmp_path / "broken", **changed))
 
 
+@pytest.mark.slow
 def test_resumed_where_a_sampler_draws_from_the_generator_of_all(tmp_path: Path) -> None:
     """The order of an epoch's rows is drawn again before the resumed batch, whose dropout comes of later numbers."""
     old = "group_by_length" in inspect.signature(transformers.TrainingArguments).parameters
@@ -190,6 +191,7 @@ def test_what_a_kill_leaves_is_passed_over(
     assert (cut / "trainer_state.json").is_file()  # saved once more on the way
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A kill in the middle of a save, or a copy that was not one. The error names the complete one before."""
     broken_off(tmp_path, 5)

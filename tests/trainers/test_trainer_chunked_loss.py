@@ -79,6 +79,7 @@ def test_the_loss_in_chunks_is_that_of_the_stock_trainer(
     assert_close(mine, theirs, model, reordered=True)
 
 
+@pytest.mark.slow
 def test_the_placement_changes_no_bit(calls: list[torch.Size], tmp_path: Path) -> None:
     runs = [offloaded(tmp_path / tier, tier, models.llama, bf16=True) for tier in (DISK, MEMORY)]
     assert_same(*runs)

@@ -60,6 +60,7 @@ def evaluations(trainer: Any) -> list[float]:
     return [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
 
 
+@pytest.mark.slow
 def test_evaluation_before_training(tmp_path: Path) -> None:
     with ended(trainer(tmp_path / "mine", rows=FEW)) as mine:
         before = mine.evaluate()["eval_loss"]
@@ -84,6 +85,7 @@ def test_prediction_by_a_model_that_trains_nothing(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.works("Trainers", "a callback that generates between steps", "right")
 def test_a_callback_that_generates(tmp_path: Path) -> None:
     """What is written between steps changes nothing, and is what the plain model writes."""

@@ -249,6 +249,7 @@ def test_a_step_that_a_script_sets_on_the_trainer_runs_one_by_one(tmp_path: Path
         assert_same(plain, result(mine))
 
 
+@pytest.mark.slow
 def test_a_step_beside_the_loops_runs_as_ever(tmp_path: Path) -> None:
     """A callback may run a batch of its own, whose gradients count in the step."""
 
@@ -265,6 +266,7 @@ def test_a_step_beside_the_loops_runs_as_ever(tmp_path: Path) -> None:
     assert logs[0]["grad_norm"] > 4
 
 
+@pytest.mark.slow
 def test_callbacks_see_each_micro_batch_and_a_step_that_failed_is_dropped(tmp_path: Path) -> None:
     with ended(trainer(tmp_path / "whole", LAYERED)) as mine:
         callback = Calls()
