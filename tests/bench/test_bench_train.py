@@ -77,6 +77,7 @@ def rows_of(folder: Path, *words: str) -> tuple[dict[str, Any], dict[str, dict[s
     return answer, rows
 
 
+@pytest.mark.slow
 def test_the_same_training_in_memory_and_from_files(tmp_path: Path, quick: None) -> None:
     chart = tmp_path / "chart.svg"
     answer, rows = rows_of(tmp_path, "--only", "offload nvme/nvme", "--plot", str(chart))

@@ -235,6 +235,7 @@ def test_a_part_of_a_name_is_the_card_that_users_mean(text: str, name: str) -> N
     assert find_gpu(text)[0].name == name
 
 
+@pytest.mark.slow
 def test_a_card_without_units_for_bf16_is_planned_in_fp32_as_train_would() -> None:
     count = ("--parameters", "1B", "--layers", "4", "--gpu", "T4")
     plain, half = found(*count), found(*count, "--dtype", "fp16")

@@ -291,6 +291,7 @@ def test_the_table_tells_what_fits_and_what_it_costs(shape: Shape) -> None:
             recommend.plan(shape.at(row.sequence_chunked + 1), card(), load._replace(batch=2), content)
 
 
+@pytest.mark.slow
 def test_attention_is_kept_where_a_long_sequence_gets_a_shorter_step() -> None:
     short, long = (
         recommend.choose(from_count(2_600_000_000, 8, tokens), card(), Load(1, chunked_loss=True), None)

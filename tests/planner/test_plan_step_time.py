@@ -77,6 +77,7 @@ def test_the_states_that_a_step_needs_first_are_not_read(monkeypatch: pytest.Mon
     assert without.timing.seconds - first.timing.seconds > 0.5 * nbytes / 2e9
 
 
+@pytest.mark.slow
 def test_faster_components_never_make_a_step_slower(shape: Shape) -> None:
     machine = described("RTX 4090", 64 * GIB, [parse_drive("3GB/s")], memory=40e9)
     before = plan(shape, machine, Load(2, 1, True)).timing.seconds

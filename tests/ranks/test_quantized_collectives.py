@@ -181,6 +181,7 @@ def edit_one(folder: Path, words: str) -> dict[str, torch.Tensor]:
     return {name: values for name, values in masters.items() if values is not None}
 
 
+@pytest.mark.slow
 def test_an_edit_changes_what_the_user_changed_alone(ranks: RankPool, tmp_path: Path) -> None:
     exact = ranks.run(edit_one, tmp_path, "")[0]
     for masters in ranks.run(edit_one, tmp_path, "weights"):

@@ -186,6 +186,7 @@ def test_a_model_without_dropout_takes_turns_after_a_step_and_a_forward_that_wer
     assert Told.notes == ["begin", "end"] * 5 + turns
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_users_takes_turns_only_where_the_config_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
