@@ -214,6 +214,7 @@ def test_keep_on_a_disk_that_is_too_small_is_an_error(monkeypatch: pytest.Monkey
     assert result.exit_code == 2 and "4.0 MiB" in result.stderr and "3.0 MiB" in result.stderr and not swap_files()
 
 
+@pytest.mark.slow
 def test_another_text_or_length_is_reported() -> None:
     assert call("--steps", "1", "--keep").exit_code == 0
     more = ("--keep", "--resume", "auto")

@@ -136,6 +136,7 @@ def evaluated() -> list[tuple[int, float]]:
     return [(line["step"], line["eval_loss"]) for line in all_lines() if "eval_loss" in line]
 
 
+@pytest.mark.slow
 def test_five_times_a_run_and_after_its_last_step() -> None:
     result = call("--steps", "7", "--log", "log", "--json")
     found = facts(result)

@@ -228,6 +228,7 @@ def test_the_steps_are_kept_and_the_last_lines_say_how_to_go_on(tmp_path: Path) 
     assert resumed.returncode == 0 and "already at step" in resumed.stdout, resumed.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("words", "steps"), [("", 1000), ("step 1/1", 1)], ids=["at the start", "at the end"])
 def test_a_run_that_has_not_begun_or_has_ended_is_not_called_stopped(words: str, steps: int, tmp_path: Path) -> None:
     code, errors = closed_after(tmp_path, words, steps)

@@ -133,6 +133,7 @@ def test_a_leftover_is_never_overwritten_in_silence() -> None:
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.slow
 def test_past_the_last_step_nothing_is_done_and_nothing_is_lost() -> None:
     assert call("--steps", "2", "--keep").exit_code == 0
     result = call("--steps", "2", "--resume", "auto", "--json")

@@ -854,6 +854,7 @@ def test_state_dicts_and_copies_are_those_in_memory(kind: str, tmp_path: Path) -
     assert torch.equal(alone(values), expected)
 
 
+@pytest.mark.slow
 def test_a_run_resumes(tmp_path: Path) -> None:
     for number, kind in enumerate(drawn([*KINDS.values()], 2)):
         this = job_subclasses(kind)

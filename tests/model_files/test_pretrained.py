@@ -331,6 +331,7 @@ def _on_ranks(given: Path, folder: Path) -> tuple[dict[str, torch.Tensor], dict[
     return start, end
 
 
+@pytest.mark.slow
 def test_several_ranks_read_and_write_the_same(ranks: RankPool, tmp_path: Path) -> None:
     """The head is missing: all ranks draw the same one."""
     given = written(tmp_path / "given", T.LlamaModel(models.llama().config))

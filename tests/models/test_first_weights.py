@@ -120,6 +120,7 @@ def _grown(folder: str) -> tuple[int, int]:
     return model[0].weight.numel(), grown
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_parameter_and_a_chunk(tmp_path: Path) -> None:
     (numel, grown), _ = forked(_grown, str(tmp_path))
     assert numel > 2 * fill.CHUNK

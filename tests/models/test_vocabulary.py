@@ -209,6 +209,7 @@ def test_a_table_larger_than_the_device_trains(tmp_path: Path) -> None:
         engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 def test_a_tied_table_takes_micro_batches_one_by_one(tmp_path: Path) -> None:
     """Layer by layer both uses would add up in another order; a table of one use has the same bits in either."""
     for tied in (False, True):

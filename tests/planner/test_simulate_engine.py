@@ -179,7 +179,7 @@ def uses_of(calls: list[tuple[str, int]]) -> list[Use]:
 JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT._replace(accumulation=2)}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("device", [None, Apart()], ids=["cpu", "apart"])
 @pytest.mark.parametrize("more", [0, 20_000, 400_000, 2_000_000])
 @pytest.mark.parametrize("units", [2, 3])

@@ -132,6 +132,7 @@ def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
     assert_same_tensors(saved, complete.weights)
 
 
+@pytest.mark.slow
 def test_save_only_model_leaves_weights_to_begin_with(tmp_path: Path) -> None:
     broken_off(tmp_path, 3, model=models.shallow, save_only_model=True)
     folder = tmp_path / "out" / "checkpoint-2"
