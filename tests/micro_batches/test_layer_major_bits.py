@@ -82,7 +82,6 @@ def test_models_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:
     assert_same(plain, run(job, DISK, tmp_path / "layered", accumulated_step, **LAYERED))
 
 
-@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulation", [1, 2, 3, 8])
 def test_any_number_of_micro_batches_gives_the_bits_of_a_loop(accumulation: int, tmp_path: Path) -> None:
