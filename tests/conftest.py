@@ -33,7 +33,7 @@ from offload.aio.backend import refusals
 from offload.swapper.memory.host_arena import process_memory
 from tests.pages import what_works_page
 from tests.support import sampling
-from tests.support.processes import device_process, workers
+from tests.support.processes import device_process, warm_workers
 
 if TYPE_CHECKING:
     from tests.support.ranks.rank_pool import RankPool
@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     sampling.configure(config)
     device_process.configure(config)
-    workers.fork_from_one(config)
+    warm_workers.fork_from_one(config)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     device_process.leave_time(config, items)
     device_process.leave_out(config, items)
     if hasattr(config, "workerinput"):
-        workers.order(items)
+        warm_workers.order(items)
 
 
 @pytest.hookimpl(tryfirst=True)

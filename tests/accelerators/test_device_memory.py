@@ -609,6 +609,7 @@ def test_micro_batches_that_take_turns_have_the_memory_that_a_grown_arena_had(
     engine.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fits", [True, False])
 def test_beside_weights_that_stay_the_first_step_shows_whether_micro_batches_may_take_turns(
     fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -123,6 +123,7 @@ def _slopes(model: Any, times: int) -> tuple[list[torch.Tensor], int]:
     return found, errors
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("operation", "after"), [("read", 0), ("read", 5), ("read", 11), ("write", 11)])
 def test_after_a_request_that_failed_the_same_graph_can_be_asked_again(
@@ -142,6 +143,7 @@ def test_after_a_request_that_failed_the_same_graph_can_be_asked_again(
         gives_back(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.works(AREA, "no room on the drive for the inputs", "refused")
 def test_a_full_drive_is_told_and_training_goes_on_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -101,6 +101,7 @@ class Attentions(TorchDispatchMode):
 
 @pytest.mark.cpu_only("the device of tests has no kernel of attention")
 @pytest.mark.works(AREA, "attention that is kept, and not computed again (`keep_attention`)", "right")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_attention_that_is_kept_runs_once(dtype: str, tmp_path: Path) -> None:
     job = Job(models.llama, models.language_loss, steps=2, accumulation=2, dtype=dtype)
@@ -137,6 +138,7 @@ class CompiledByFunction(CompiledStack):
 COMPILED = {"`block.compile()`": CompiledStack, "`torch.compile(block)`": CompiledByFunction}
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_only("the compiler has no code for another device of tests")
 @pytest.mark.filterwarnings("ignore")  # of torch.compile itself
 @pytest.mark.sample(1)
@@ -163,6 +165,7 @@ def _on_a_rank(job: Job, folder: Path, tier: str) -> list[Result]:
         return [plain, train(job, DISK, folder / tier, activations=tier)]
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_only("the ranks are processes of the CPU")
 @pytest.mark.works(AREA, "two ranks, each with inputs of its own", "right")
 @pytest.mark.sample(1)
@@ -190,6 +193,7 @@ def test_data_parallel_ranks_have_no_input_to_partition(ranks: RankPool, tmp_pat
         assert_same(without, divided)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_only("the processes that are killed are of the CPU")
 @pytest.mark.works(AREA, "SIGKILL at random, resume", "right")
 @pytest.mark.sample(1)
@@ -263,7 +267,7 @@ def _calls(engine: offload.Engine) -> Callable[[], list[int]]:
     return since
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.works(AREA, "DeepSpeed's keys, one by one", "right")
 @pytest.mark.parametrize(
     ("keys", "again"),

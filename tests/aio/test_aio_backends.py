@@ -49,6 +49,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("refused", "backend", "pattern"),
     [
@@ -154,6 +155,7 @@ with DirectFile("file", create=True) as file, IoQueue("io_uring") as queue:
     assert 0 <= int(registered) <= 4 << 20 and same == "True"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", ["before the first request", "later"])
 def test_a_ring_that_is_refused_once_it_is_there(tmp_path: Path, when: str) -> None:
     """An error of each request, no spinning and no hanging."""

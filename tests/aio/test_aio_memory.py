@@ -115,6 +115,7 @@ def test_a_node_that_does_not_exist_changes_nothing(node: int) -> None:
     assert _policy(_address(buffer)) == before
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
 def test_a_kernel_that_refuses_nodes_is_no_error(error: int, tmp_path: Path) -> None:
     code = "from offload.aio import aligned_empty, prefer_node\nprint(prefer_node(aligned_empty(4096), 0))"

@@ -336,7 +336,7 @@ def test_a_long_chain_of_callbacks(backend: str, tmp_path: Path) -> None:
     assert not errors
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", ["after", "in a callback"])
 def test_a_queue_that_is_made_at_the_very_end(backend: str, tmp_path: Path, when: str) -> None:
     """By an exit function that was registered before ours, or by a callback while queues are closed."""

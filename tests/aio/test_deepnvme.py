@@ -170,9 +170,9 @@ def test_what_is_not_a_tensor(handle: aio_handle, tmp_path: Path) -> None:
 
 
 def test_a_tensor_lives_while_it_is_in_flight(handle: aio_handle, tmp_path: Path) -> None:
-    expected = [noise(1 << 20, seed) for seed in range(6)]
+    expected = [noise(1 << 18, seed) for seed in range(6)]
     for seed in range(6):
-        handle.async_pwrite(noise(1 << 20, seed), tmp_path / str(seed))
+        handle.async_pwrite(noise(1 << 18, seed), tmp_path / str(seed))
         gc.collect()
     assert handle.wait() == 6
     assert all(torch.equal(content(tmp_path / str(seed)), expected[seed]) for seed in range(6))

@@ -44,6 +44,7 @@ def test_bench_host_time_reports_its_figures(capsys: pytest.CaptureFixture[str])
     assert _figures(capsys)["plain_forward_us"] > 0
 
 
+@pytest.mark.slow
 def test_bench_checkpoint_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint.main([str(tmp_path), "--model", "gpt2-tiny", "--layers", "2", "--rounds", "1"])
     figures: dict[str, dict[str, float]] = _figures(capsys)  # type: ignore[assignment]

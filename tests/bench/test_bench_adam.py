@@ -65,6 +65,7 @@ def test_bad_input_is_refused(arguments: list[str], words: str) -> None:
     assert done.exit_code == 2 and words in done.stderr, done.output
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_a_table_and_a_plot(tmp_path: Path) -> None:
     path = tmp_path / "plot.png"

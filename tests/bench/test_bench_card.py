@@ -191,6 +191,7 @@ def test_with_a_slow_processor_both_of_its_tasks_are_one_resource() -> None:
     assert card.bound({"kernels": 2.0, "AdamW": 1.0, "drive": 2.5}) == 2.5
 
 
+@pytest.mark.slow
 @pytest.mark.test_device
 def test_a_planned_step_runs_on_a_device_with_memory_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

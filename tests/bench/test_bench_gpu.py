@@ -294,6 +294,7 @@ def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -
     assert max(map(len, output.splitlines())) < 200
 
 
+@pytest.mark.slow
 @pytest.mark.test_device
 def test_the_loop_of_trainers_fetches_weights_twice_a_step_and_sends_gradients_once(tmp_path: Path) -> None:
     work = small(tmp_path)._replace(

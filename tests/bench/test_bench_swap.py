@@ -62,6 +62,7 @@ def test_bytes_are_those_of_training(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_it_says_nothing_of_a_config_that_nobody_wrote(tmp_path: Path) -> None:
     """Neither the start of its engines nor the speed of bf16 is the user's; what the drive refuses is in the result."""
     process = warm_process.begin(

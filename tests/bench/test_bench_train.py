@@ -77,6 +77,7 @@ def rows_of(folder: Path, *words: str) -> tuple[dict[str, Any], dict[str, dict[s
     return answer, rows
 
 
+@pytest.mark.slow
 def test_the_same_training_in_memory_and_from_files(tmp_path: Path, quick: None) -> None:
     chart = tmp_path / "chart.svg"
     answer, rows = rows_of(tmp_path, "--only", "offload nvme/nvme", "--plot", str(chart))
@@ -91,6 +92,7 @@ def test_the_same_training_in_memory_and_from_files(tmp_path: Path, quick: None)
     assert "<svg" in chart.read_text()
 
 
+@pytest.mark.slow
 def test_layer_major_has_the_losses_of_plain_pytorch_with_activations_computed_again(
     tmp_path: Path, quick: None
 ) -> None:

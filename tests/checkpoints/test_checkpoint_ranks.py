@@ -210,6 +210,7 @@ def damaged_on_one(folder: Path) -> str:
     return message
 
 
+@pytest.mark.slow
 def test_damage_is_reported_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_at_two, JOBS["gpt2"], tmp_path, DISK)
     path = tmp_path / "saved" / "global_step2" / "states.rank1.safetensors"
@@ -262,6 +263,7 @@ def save_and_load(kind: str, folder: Path) -> list[str]:
     return sorted(each.name for each in (folder / "saved" / "global_step1").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.works("Several ranks", "checkpoints of tensor parallelism, and of a pipeline", "right")
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
@@ -377,6 +379,7 @@ def load_alone(job: Job, folder: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.works("Several ranks", "a checkpoint of another grid, or of processes without one", "refused")
 def test_a_checkpoint_of_another_grid_is_refused_with_the_way_out(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_two, tmp_path)

@@ -166,7 +166,7 @@ def alone(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     return [function(*arguments)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("more", [True, False], ids=["1 to 2", "2 to 1"])
 def test_another_number_of_ranks_goes_on_with_the_same_states(
@@ -265,7 +265,7 @@ def killed(folder: Path, moment: str) -> None:
     resumed(PLAIN, folder)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("moment", [*UNDECIDED, *DECIDED])
 def test_a_kill_leaves_the_run_before_or_the_one_after(moment: str, of_two: Path, run: Path, tmp_path: Path) -> None:
     """Another start then goes on, with the states that there were."""
@@ -480,6 +480,7 @@ def alike(edited: Path, tmp_path_factory: pytest.TempPathFactory) -> list[States
     return [states_in_ranks(folder / column) for column in COLUMNS]
 
 
+@pytest.mark.slow
 def test_other_ranks_go_on_from_the_last_step_of_all(edited: Path, alike: list[States], tmp_path: Path) -> None:
     """The states are those of a resume with as many as before, also where an edit has written over them.
 
@@ -513,6 +514,7 @@ def killed_between(folder: Path) -> None:
     die()
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_kill_between_two_columns_leaves_a_run_for_either_number(
@@ -653,6 +655,7 @@ def test_commands_refuse_them_too(mixed: Path, tmp_path: Path) -> None:
         assert f"{rank['run_id']}, made {rank['created']}" in shown.output
 
 
+@pytest.mark.slow
 def test_a_grid_refuses_columns_of_two_runs(tmp_path: Path, ranks: RankPool) -> None:
     ranks.run(grid_begun, tmp_path / "one", 0)
     ranks.run(grid_begun, tmp_path / "other", 5)
@@ -670,6 +673,7 @@ def test_a_grid_refuses_columns_of_two_runs(tmp_path: Path, ranks: RankPool) -> 
 # -- one run ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_id_until_it_starts_over(runs: Path, ranks: RankPool, tmp_path: Path) -> None:
     shutil.copytree(runs / "one", tmp_path / "copy")
     run = tmp_path / "copy" / "default"
@@ -699,6 +703,7 @@ def test_a_conversion_is_another_run(runs: Path, tmp_path: Path) -> None:
     assert len({each for every in found for each in every}) == 3 and all(len({*every}) == 1 for every in found)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("without", [(1,), (0, 1)])
 def test_a_run_of_an_older_version_is_read_as_before(without: tuple[int, ...], ranks: RankPool, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from tests.support.processes.user_script import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "setup",

@@ -95,6 +95,7 @@ def test_a_model_that_caps_its_logits_keeps_all_of_them(calls: list[torch.Size])
 RUN = (*STEPS, "--schedule", "constant", "--warmup", "0", "--eval-every", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("typed", [(), ("--no-chunked-loss",)], ids=["in chunks", "from all logits"])
 def test_a_resumed_run_computes_its_loss_as_it_began(typed: tuple[str, ...], calls: list[torch.Size]) -> None:
@@ -108,6 +109,7 @@ def test_a_resumed_run_computes_its_loss_as_it_began(typed: tuple[str, ...], cal
     assert bool(calls) == (not typed) == (f"{AT_ONCE}: the run has begun with all logits" not in done.stdout)
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_is_resumed_with_all_logits(
     calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch
 ) -> None:

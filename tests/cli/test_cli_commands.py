@@ -214,6 +214,7 @@ def test_keep_on_a_disk_that_is_too_small_is_an_error(monkeypatch: pytest.Monkey
     assert result.exit_code == 2 and "4.0 MiB" in result.stderr and "3.0 MiB" in result.stderr and not swap_files()
 
 
+@pytest.mark.slow
 def test_another_text_or_length_is_reported() -> None:
     assert call("--steps", "1", "--keep").exit_code == 0
     more = ("--keep", "--resume", "auto")
@@ -448,3 +449,13 @@ def test_the_tier_of_activations_is_an_option_and_a_key() -> None:
     assert merge(file, Options())[0]["offload"]["activations"] == "nvme"
     content, lines = merge(file, Options(activations="auto"))
     assert content["offload"]["activations"] == "auto" and any("--activations" in line for line in lines)
+
+
+def test_the_order_of_micro_batches_overrules_the_file_with_a_line() -> None:
+    file = {"offload": {"schedule": "micro_batch_major"}}
+    content, lines = merge(file, Options(accumulation_schedule="layer_major"))
+    assert content["offload"]["schedule"] == "layer_major"
+    assert "--accumulation-schedule layer_major overrules offload.schedule micro_batch_major" in lines
+    assert "schedule" not in merge(None, Options())[0]["offload"]
+    result = CliRunner().invoke(app, ["train", "--accumulation-schedule", "layers"])
+    assert result.exit_code == 2 and re.search("layer.major.*micro.batch.major", result.output)

@@ -72,6 +72,7 @@ def start(folder: Path, run: str, *options: str) -> warm_process.Process:
     return begin(folder, *TRAIN, "--run", run, "--log", f"{run}.jsonl", "--save", f"{run}-out", *options)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [(), ADAPTERS], ids=["whole", "adapters"])
 def test_killed_and_gone_on(tmp_path: Path, options: tuple[str, ...]) -> None:
@@ -109,6 +110,7 @@ def train(folder: Path, run: str, *options: str, ranks: int) -> list[float]:
     return losses(folder / f"{run}.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("options", "file"), [((), "model"), (("--lora", "r=4"), "adapter_model")])
 def test_two_ranks_train_as_one(tmp_path: Path, options: tuple[str, ...], file: str) -> None:
@@ -134,6 +136,7 @@ def evaluated() -> list[tuple[int, float]]:
     return [(line["step"], line["eval_loss"]) for line in all_lines() if "eval_loss" in line]
 
 
+@pytest.mark.slow
 def test_five_times_a_run_and_after_its_last_step() -> None:
     result = call("--steps", "7", "--log", "log", "--json")
     found = facts(result)

@@ -40,6 +40,7 @@ def call(*arguments: str) -> Any:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("option", "form"), [("--load-in-4bit", "nf4"), ("--load-in-8bit", "int8")])
 def test_adapters_train_over_the_values_of_the_folders_weights(option: str, form: str) -> None:

@@ -117,6 +117,7 @@ def test_the_model_is_saved_on_the_way() -> None:
     assert len(weights) == 3, "each is of its step"
 
 
+@pytest.mark.slow
 def test_a_job_that_failed_before_its_first_commit_may_save_again_what_it_saved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -141,6 +142,7 @@ def test_a_place_that_cannot_be_written_is_found_before_training() -> None:
     assert not Path("swap").exists()
 
 
+@pytest.mark.slow
 def test_passes_over_the_data_are_steps() -> None:
     """2200 bytes are 68 sequences of 32; 3 are held out; 2 are in a step of two micro-batches of 1."""
     nbytes = Path("text.py").stat().st_size

@@ -57,6 +57,7 @@ def losses(path: str) -> list[float]:
     return [line.get("loss", line.get("eval_loss")) for line in all_lines(path)]
 
 
+@pytest.mark.slow
 def test_a_run_keeps_liger_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     call(*RUN, "--steps", "4", "--log", "eager", "--run", "eager", "--keep")
     refused = call(*RUN, "--kernels", "liger")
@@ -84,6 +85,7 @@ def test_a_run_keeps_liger_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert changed.exit_code == 0 and "resumed, and --kernels was liger, is eager" in changed.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch.compile itself
 def test_a_run_keeps_its_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[Any] = []

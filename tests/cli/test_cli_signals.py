@@ -64,6 +64,7 @@ def there(process: warm_process.Process, found: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("at", ["the drive", "matrix products in bf16"])
@@ -74,7 +75,7 @@ def test_a_probe_ends_on_a_signal(number: int, at: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").rglob("*.json")) and not list(tmp_path.glob(".offload-probe*"))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "command",
     [
@@ -91,6 +92,7 @@ def test_what_measures_a_drive(command: tuple[str, ...], tmp_path: Path) -> None
     assert not list(tmp_path.iterdir()), "its files are gone"
 
 
+@pytest.mark.slow
 def test_a_model_that_is_measured(tmp_path: Path) -> None:
     """Within one call of torch as well: `exit_on_signal` below."""
     keep_rates(tmp_path)
@@ -226,6 +228,7 @@ def test_the_steps_are_kept_and_the_last_lines_say_how_to_go_on(tmp_path: Path) 
     assert resumed.returncode == 0 and "already at step" in resumed.stdout, resumed.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("words", "steps"), [("", 1000), ("step 1/1", 1)], ids=["at the start", "at the end"])
 def test_a_run_that_has_not_begun_or_has_ended_is_not_called_stopped(words: str, steps: int, tmp_path: Path) -> None:
     code, errors = closed_after(tmp_path, words, steps)

@@ -87,6 +87,7 @@ def test_a_schedule_of_the_file_ends_with_the_steps() -> None:
     assert [line["lr"] for line in log()] == pytest.approx([0.0, 0.0, 0.005, 0.01, 0.02 / 3])
 
 
+@pytest.mark.slow
 def test_a_seed_decides_the_run() -> None:
     losses = [facts(call("--steps", "1", "--json", "--seed", seed))["losses"] for seed in ("0", "0", "1")]
     assert losses[0] == losses[1] != losses[2]
@@ -132,6 +133,7 @@ def test_a_leftover_is_never_overwritten_in_silence() -> None:
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.slow
 def test_past_the_last_step_nothing_is_done_and_nothing_is_lost() -> None:
     assert call("--steps", "2", "--keep").exit_code == 0
     result = call("--steps", "2", "--resume", "auto", "--json")
@@ -146,6 +148,7 @@ def test_a_run_in_the_place_of_a_model_is_refused_with_the_command_that_exports_
     assert result.exit_code == 2 and "first: offload export swap/default FOLDER\n" in result.stderr, result.output
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_resumed() -> None:
     assert call("--steps", "1").exit_code == 0
     assert [path.name for path in swap_files()] == ["finished.json"]
@@ -360,6 +363,7 @@ def test_a_probe_that_was_disturbed_is_named_beside_its_prediction(monkeypatch: 
     assert text.count(doubt) == 2, "with the prediction at the start, and beside what came"
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [(), ("--activation-checkpointing", "--lora", "r=2,dropout=0.5,targets=all-linear")])
 def test_losses_are_the_same_with_a_prediction(more: tuple[str, ...]) -> None:

@@ -250,6 +250,7 @@ def test_train_chooses_a_dtype_and_reports_it(monkeypatch: pytest.MonkeyPatch) -
     assert output.startswith("fp32: this processor multiplies it 7.1 times as fast") and "\nfp32 on cpu: " in output
 
 
+@pytest.mark.slow
 def test_train_keeps_the_dtype_of_options_and_files(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

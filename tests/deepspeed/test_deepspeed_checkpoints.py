@@ -104,6 +104,7 @@ def go_on(saved: Path, folder: Path) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_several_ranks_go_on(data: Path, ranks: RankPool, tmp_path: Path) -> None:
     """From a checkpoint of one rank. All have the same batches, as in DeepSpeed then."""
     theirs = json.loads((data / "z1-fp32-1" / "losses.json").read_text())
@@ -145,6 +146,7 @@ def test_weights_alone(data: Path, tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_universal_checkpoint_of_ours_holds_the_run(dtype: str, tmp_path: Path) -> None:

@@ -184,6 +184,7 @@ def test_a_module_that_is_a_command_says_what_is_wrong(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.numeric
 @pytest.mark.works("Trainers", '`Trainer` with `TrainingArguments(deepspeed="ds.json")`, in `offload run`', "right")
 @pytest.mark.works("Trainers", "accelerate with a `DeepSpeedPlugin`, in `offload run`", "right")

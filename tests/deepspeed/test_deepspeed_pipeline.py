@@ -191,11 +191,13 @@ def losses_and_names(job: Job, folder: Path, loss: Callable[..., Any]) -> tuple[
     return losses, names
 
 
+@pytest.mark.slow
 def test_a_loss_may_be_a_module_and_is_no_part_of_the_model(ranks: RankPool, tmp_path: Path) -> None:
     found = ranks.run(losses_and_names, JOB, tmp_path / "module", WeighedLoss())
     assert found == ranks.run(losses_and_names, JOB, tmp_path / "function", weighed_loss)
 
 
+@pytest.mark.slow
 @pytest.mark.works("Several ranks", "layers that are tied between two stages (`TiedLayerSpec`)", "right")
 @pytest.mark.numeric
 def test_tied_layers_in_two_stages_stay_equal_and_train_as_one(
@@ -243,6 +245,7 @@ def save_and_load(job: Job, folder: Path) -> list[float]:
     return expected
 
 
+@pytest.mark.slow
 @pytest.mark.works("Several ranks", "checkpoints and `save_pretrained` of a `PipelineModule` with tied layers", "right")
 def test_a_pipeline_module_goes_on_from_its_checkpoint_and_is_saved_whole(ranks: RankPool, tmp_path: Path) -> None:
     job = JOB._replace(model=tied)

@@ -42,6 +42,7 @@ def test_a_plan_is_made_of_it(name: str, tmp_path: Path) -> None:
     assert f"a step is {meaning.batch.accumulation} x {meaning.batch.micro} x 1024 tokens" in text
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @each_file
 def test_offload_train_takes_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,7 @@ def test_the_same_everywhere_and_as_in_torch(name: str, dtype: str, tmp_path: Pa
         same_but_for_roundings(mine, other, job._replace(steps=2))
 
 
+@pytest.mark.slow
 def test_spilled_gradients_and_small_chunks_are_read_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read goes over many chunks, tiles and windows of gradients on disk."""
     small_pieces(monkeypatch)
@@ -564,19 +565,19 @@ def shards_and_complete(job: Job, folder: Path) -> tuple[list[Found], list[Found
     return looks, complete, doubled
 
 
-class TwoBlocks(Mixture):
-    """Each parameter is read in so many ways here that two blocks are enough."""
+class OneBlock(Mixture):
+    """Each parameter is read in so many ways here that one block, with a frozen weight, is enough."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = self.blocks[1:]
+        self.blocks = self.blocks[1:2]
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.works(AREA, "`safe_get_local_*`, `safe_set_local_*`", "right")
 def test_the_shards_of_all_ranks_are_complete(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
-    job = ROWS._replace(model=TwoBlocks, dtype=dtype)
+    job = ROWS._replace(model=OneBlock, dtype=dtype)
     (one, complete, doubled), (other, _, also) = ranks.run(shards_and_complete, job, tmp_path / "parts")
     lengths = set()
     for first, second, expected in zip(one, other, complete, strict=True):

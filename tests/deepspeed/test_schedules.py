@@ -266,6 +266,7 @@ def kill(engine: offload.Engine) -> None:
     testing.abandon(engine, remove=False)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TABLES)
 def test_a_run_that_is_killed_has_the_rates_of_the_table(name: str, tmp_path: Path) -> None:

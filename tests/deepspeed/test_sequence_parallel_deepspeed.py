@@ -84,6 +84,7 @@ def loss_of_one_after_the_other(model: nn.Module, step: int, micro: int) -> torc
     return model(**batches_of(step % 2)[step // 2]).loss
 
 
+@pytest.mark.slow
 @pytest.mark.works("Several ranks", "DeepSpeed's `UlyssesSPAttentionHF` and `UlyssesSPDataLoaderAdapter`", "right")
 @pytest.mark.numeric
 def test_a_loop_of_deepspeeds_trains_on_each_ranks_batches_in_turn(ranks: RankPool, tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ def test_a_forward_with_another_implementation_uses_all_experts(tmp_path: Path) 
     assert_same_tensors(each.weights, whole.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"activations": "cpu"}, {"activations": "nvme", "schedule": "layer_major"}])
 def test_blocks_that_are_computed_again_visit_the_same_experts(options: dict[str, Any], tmp_path: Path) -> None:
@@ -151,6 +152,7 @@ def test_blocks_that_are_computed_again_visit_the_same_experts(options: dict[str
     assert_same(run(job, DISK, tmp_path / "again", accumulated_step, **options), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("experts", ["each", "visited"])
 def test_a_killed_run_resumes(experts: str, tmp_path: Path) -> None:
@@ -208,6 +210,7 @@ def test_what_nobody_visits_keeps_its_bits_if_asked(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_plan_divides_as_the_run_does(family: str, tmp_path: Path) -> None:
@@ -276,6 +279,7 @@ def large() -> nn.Module:
     return peft.get_peft_model(transformers.MixtralForCausalLM(config), adapters)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["int8", "nf4"])
 def test_frozen_experts_in_blocks_are_those_of_whole_stacks(form: str, tmp_path: Path) -> None:
@@ -337,6 +341,7 @@ def test_a_saved_model_is_one_of_transformers(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("first", "second"), [("each", "whole"), ("whole", "each"), ("each", "each")])
 def test_a_checkpoint_loads_whether_stacks_are_whole_or_not(first: str, second: str, tmp_path: Path) -> None:
@@ -378,6 +383,7 @@ def in_both_ways(job: Job, folder: Path) -> tuple[Result, Result]:
     return whole, train(job, RANKS_DISK, folder / "disk", device_memory="300KB")
 
 
+@pytest.mark.slow
 @pytest.mark.numeric
 @pytest.mark.works("Several ranks", "stacked experts, of which each rank visits others, one by one", "right")
 def test_the_numbers_are_those_of_whole_stacks(ranks: RankPool, tmp_path: Path) -> None:
@@ -453,6 +459,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("experts", ["each", "whole"])
 def test_a_checkpoint_of_two_ranks_loads_on_one(experts: str, ranks: RankPool, tmp_path: Path) -> None:
@@ -563,6 +570,7 @@ def adapted_parameters() -> Any:
     return peft.get_peft_model(mixtral(4), peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=stacks))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engines_end")
 @pytest.mark.works("Training", "LoRA on stacked experts themselves (peft's `target_parameters`)", "right")
 @pytest.mark.numeric

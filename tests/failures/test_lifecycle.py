@@ -138,6 +138,7 @@ def _boom(*_: object) -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.works("Engines and processes", "several engines, one training inside of another's step", "right")
 @pytest.mark.parametrize("inside", [False, True], ids=["between forward and backward", "inside of a forward"])
@@ -308,6 +309,7 @@ def _train_from_loader(engine: offload.Engine, workers: int, gate: threading.Eve
     return losses, grown
 
 
+@pytest.mark.slow
 @pytest.mark.works(
     "Engines and processes", "`DataLoader(num_workers=4)` while updates run: no copies of states", "right"
 )

@@ -364,6 +364,7 @@ def end(engines: Sequence[offload.Engine], remove: bool = True) -> list[dict[str
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.numeric

@@ -252,6 +252,7 @@ def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path: Path, monkeypatch: 
     second.remove()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("locked", [False, True])
 def test_a_pipe_in_the_place_of_the_lock_has_no_holder(locked: bool, tmp_path: Path) -> None:
     """To open one for reading waits for a writer, and it has no text to read: in a process that would not end."""

@@ -99,6 +99,7 @@ def test_a_model_is_fetched_once_and_trained_from_the_cache(hub: Hub, tmp_path: 
     assert (Path(local_model("owner/tiny")) / "model.safetensors").is_file() and not hub.asked
 
 
+@pytest.mark.slow
 def test_a_plan_needs_the_config_alone_and_what_is_missing_comes_later(hub: Hub) -> None:
     command = ["plan", "--model", "owner/tiny", "--seq-len", "16", "--gpu", "8GB", "--ram", "8GiB", "--json"]
     result = CliRunner().invoke(app, command)

@@ -157,6 +157,7 @@ def test_units_are_streamed_in_chunks(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_same(unbroken, run(job, DISK, tmp_path / "least", host_memory=least, frozen="nf4"))
 
 
+@pytest.mark.slow
 @pytest.mark.works(AREA, "several micro-batches, layer by layer too, with activations in host memory", "right")
 def test_several_micro_batches_in_either_order(tmp_path: Path) -> None:
     job = JOB._replace(accumulation=2, steps=2)
@@ -469,6 +470,7 @@ def _rows(
     return losses_and_weights(engine, job, first, last)
 
 
+@pytest.mark.slow
 @pytest.mark.works(AREA, "two ranks, resumed too", "right")
 def test_two_ranks_divide_the_blocks_and_have_the_bits_of_values(ranks: RankPool, tmp_path: Path) -> None:
     expected = ranks.run(_rows, tmp_path / "values", None, 0, 2)
@@ -516,6 +518,7 @@ def _loaded(folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.works(AREA, "a checkpoint of two ranks on one, and its export", "right")
 def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_exported(ranks: RankPool, tmp_path: Path) -> None:
     expected = ranks.run(_exported_weights, tmp_path / "two", tmp_path / "out")[0]

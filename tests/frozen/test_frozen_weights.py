@@ -31,7 +31,6 @@ from tests.support.oracle import (
     DTYPES,
     assert_same,
     assert_same_tensors,
-    kill_and_resume,
     least_host_memory,
     room_for,
     run,
@@ -167,6 +166,7 @@ def test_damage_in_them_is_found_by_verify_and_by_who_reads_them(tmp_path: Path)
 # -- checkpoints and exports --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_other_ones_replaces_them(tmp_path: Path) -> None:
     other = start(OTHER, DISK, tmp_path / "other")
     for step in range(2):
@@ -245,13 +245,6 @@ def test_an_export_of_swap_files_and_one_of_a_checkpoint_are_the_weights(tmp_pat
         found = exported(what, tmp_path / f"out{number}")
         assert found and all(torch.equal(value, weights[name]) for name, value in found.items())
         assert {name for name in weights if name not in found} <= {"base_model.model.lm_head.weight"}
-
-
-def test_a_run_that_was_killed_goes_on_with_them(tmp_path: Path) -> None:
-    job = JOB._replace(steps=12)
-    unbroken = run(job, DISK, tmp_path / "whole")
-    (tmp_path / "killed").mkdir()
-    assert_same(unbroken, kill_and_resume(job, DISK, tmp_path / "killed", kills=1, late=0.002))
 
 
 def _rows(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, torch.Tensor], int, int]:

@@ -331,6 +331,7 @@ def adapters(path: Path, frozen: str | None = None) -> int:
     return sum(layout.numel for layout in from_adapted(str(path), make, 16, torch.bfloat16).layouts)
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_quantized_folder_counts_its_codes(tmp_path: Path) -> None:
     models.llama().save_pretrained(tmp_path)
     plain, four, eight = adapters(tmp_path), adapters(tmp_path, "nf4"), adapters(tmp_path, "int8")
@@ -853,6 +854,7 @@ def test_state_dicts_and_copies_are_those_in_memory(kind: str, tmp_path: Path) -
     assert torch.equal(alone(values), expected)
 
 
+@pytest.mark.slow
 def test_a_run_resumes(tmp_path: Path) -> None:
     for number, kind in enumerate(drawn([*KINDS.values()], 2)):
         this = job_subclasses(kind)

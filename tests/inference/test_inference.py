@@ -173,6 +173,7 @@ def test_quantized_forms_need_swap_files(tmp_path: Path) -> None:
     assert not list((tmp_path / "swap").rglob("states")), "the swap files are removed at the end"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("harm", ["truncate", "write", "replace"])
 def test_files_that_change_below_an_engine(harm: str, tmp_path: Path) -> None:
     folder = saved(model := llama(), tmp_path)

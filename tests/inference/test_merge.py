@@ -70,6 +70,7 @@ def assert_merged(made: Any, out: Path) -> None:
         assert float((theirs - ours).detach().abs().max()) <= 8 * 2**-23 * 8, name
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_it_is_the_merge_of_peft(name: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge, "_PIECE_NBYTES", 4096)  # several pieces of a weight

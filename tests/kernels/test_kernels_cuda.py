@@ -160,7 +160,7 @@ def cpp() -> Kernels:
 CASES = list(itertools.product(WEIGHTS, GRADS))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @needs_compiler
 @pytest.mark.parametrize(("weight_dtype", "grad_dtype"), CASES)
 def test_its_arithmetic_is_that_of_the_cpu(cpp: Kernels, weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
@@ -222,7 +222,7 @@ def segments_of(step: AdamWStep, noise: Noise) -> list[Segment]:
     ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @needs_compiler
 @pytest.mark.parametrize(("weight", "master", "moments"), ROUNDED)
 def test_what_is_rounded_stochastically_has_the_bits_of_the_cpu(

@@ -111,7 +111,7 @@ def test_a_forked_child_has_a_team_of_its_own() -> None:
     caller = threading.Thread(target=keep_the_team_busy)
     caller.start()
     try:
-        for _ in range(10):
+        for _ in range(4):
             child = os.fork()
             if child == 0:  # no return into pytest from here
                 os._exit(0 if all(kernels.sum_squares(values) == expected for _ in range(3)) else 1)

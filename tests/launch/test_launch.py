@@ -615,9 +615,8 @@ def killed(folder: Path, steps: int, kills: int, longest: float) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("steps", "kills"), [(6, 1), pytest.param(900, 30, marks=pytest.mark.slow)], ids=["once", "30 times"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "kills"), [(6, 1), (900, 30)], ids=["once", "30 times"])
 @pytest.mark.works("Several ranks", "`torchrun --max-restarts`, SIGKILL of ranks, resume of all", "right")
 def test_killed_ranks_continue_bit_for_bit(steps: int, kills: int, tmp_path: Path) -> None:
     unbroken(tmp_path / "whole", steps)

@@ -115,6 +115,7 @@ def train(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "options"), [("bf16", {}), ("fp32", {"activations": "cpu"})])
 def test_two_ranks_have_the_same_bits(ranks: RankPool, dtype: str, options: dict[str, str], tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def _tiny_inputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
     testing.replace(monkeypatch, "size.least_kept_input", 1)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("case", "dtype", "tier"), ROWS)
 def test_every_kind_of_module_keeps_its_bits(case: Case, dtype: str, tier: str | None, tmp_path: Path) -> None:
     job = case.job._replace(dtype=dtype, accumulation=3, steps=3)

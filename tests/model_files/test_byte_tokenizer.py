@@ -36,6 +36,7 @@ def test_tokens_are_the_bytes_that_training_learns(text: str) -> None:
     np.testing.assert_array_equal(encode_text(text, coder), encode_text(text, None))
 
 
+@pytest.mark.slow
 def test_what_is_saved_and_exported_of_a_preset_scores_and_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

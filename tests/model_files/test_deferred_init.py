@@ -253,7 +253,7 @@ def assert_begins_as_plain(name: str, settings: Any, folder: Path) -> None:
             assert 0.8 < float(found[each][~shared].std() / values[~shared].std()) < 1.25, each
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_no_draw_is_equal(family: str, tmp_path: Path) -> None:
     name, settings = FAMILIES[family]

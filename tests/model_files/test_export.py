@@ -94,7 +94,7 @@ def masters(engine: offload.Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
 def test_fp32_gives_the_exact_masters(name: str, tmp_path: Path) -> None:
     """A frozen weight has no residual; fp16 is rounded once, from the master."""
@@ -231,7 +231,9 @@ def command(*arguments: object, code: int = 0) -> Any:
 
 
 @pytest.mark.works("Several ranks", "`save_pretrained` and exports of tensor parallelism, and of a pipeline", "right")
-@pytest.mark.parametrize("kind", ["sequence", "pipeline", pytest.param("transformers", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["pipeline", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sequence", "transformers"))]
+)
 def test_the_weights_are_those_of_one_process(kind: str, ranks: RankPool, tmp_path: Path) -> None:
     check(kind, ranks.run(save, kind, tmp_path), tmp_path)
 

@@ -40,7 +40,7 @@ from tests.support.ranks.rank_pool import RankPool
 pytestmark = pytest.mark.usefixtures("engines_end")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_comes_and_goes(name: str, dtype: str, tmp_path: Path) -> None:
@@ -331,6 +331,7 @@ def _on_ranks(given: Path, folder: Path) -> tuple[dict[str, torch.Tensor], dict[
     return start, end
 
 
+@pytest.mark.slow
 def test_several_ranks_read_and_write_the_same(ranks: RankPool, tmp_path: Path) -> None:
     """The head is missing: all ranks draw the same one."""
     given = written(tmp_path / "given", T.LlamaModel(models.llama().config))

@@ -588,6 +588,7 @@ def trained(model: Callable[[], Any], folder: Path) -> offload.Engine:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("model", STREAMED)
 def test_files_have_what_the_class_saves(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -701,7 +702,7 @@ def _camembert() -> Any:
     return transformers.CamembertForCausalLM(transformers.CamembertConfig(**SIZES, is_decoder=True, pad_token_id=0))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [_mixtral, _neox, _camembert])
 def test_files_of_a_family_are_those_of_transformers(model: Callable[[], Any], tmp_path: Path) -> None:
     """It has the experts of a layer as one parameter, and saves each; or has other names in memory than in files."""

@@ -184,6 +184,7 @@ def llama_loss(model: Any, step: int, micro: int) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recompute", [False, True])

@@ -100,6 +100,7 @@ def of_a_rank(folder: Path) -> dict[str, torch.Tensor]:
             engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 def test_all_ranks_have_those_of_the_first(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(partial(drawn_from, 0), models.language_loss, dtype="bf16")
     one = first_weights(job, ("none", "none"), tmp_path / "one")
@@ -119,6 +120,7 @@ def _grown(folder: str) -> tuple[int, int]:
     return model[0].weight.numel(), grown
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_parameter_and_a_chunk(tmp_path: Path) -> None:
     (numel, grown), _ = forked(_grown, str(tmp_path))
     assert numel > 2 * fill.CHUNK

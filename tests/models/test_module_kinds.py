@@ -296,6 +296,7 @@ def check_in_a_folder(tree: Tree, root: Path) -> None:
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of torch, with a frozen embedding
 @pytest.mark.works("Modules", "random trees of all these pieces, one hundred of them", "right")
 @pytest.mark.timeout(1200)  # shrinking what fails takes longer than finding it

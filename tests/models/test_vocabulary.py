@@ -72,7 +72,7 @@ def pieces_of(engine: offload.Engine) -> int:
 # -- numbers ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_bits_do_not_depend_on_the_tier(tied: bool, dtype: str, tmp_path: Path) -> None:
@@ -209,6 +209,7 @@ def test_a_table_larger_than_the_device_trains(tmp_path: Path) -> None:
         engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 def test_a_tied_table_takes_micro_batches_one_by_one(tmp_path: Path) -> None:
     """Layer by layer both uses would add up in another order; a table of one use has the same bits in either."""
     for tied in (False, True):
@@ -229,6 +230,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_leaves_tables_whole(tmp_pat
 # -- files --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_in_its_own_division(tmp_path: Path) -> None:
     job = Job(partial(llama, tied=True), loss, steps=6, dtype="bf16")
     unbroken = run(job, MEMORY, tmp_path / "unbroken", vocabulary="pieces")

@@ -225,7 +225,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_form_of_states_has_the_same_bits_on_disk_and_in_memory(name: str, tmp_path: Path) -> None:
     optimizer, options = OPTIMIZERS[name]
@@ -238,6 +238,7 @@ def loss_of_all_rows(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     return (model(rows).float() - 1).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_ranks_with_the_same_rows_have_the_bits_of_one(stage: int, ranks: RankPool, tmp_path: Path) -> None:

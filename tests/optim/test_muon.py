@@ -134,7 +134,7 @@ def test_flags_of_the_processor_and_limits_decide_on_bf16() -> None:
 BOTH = pytest.mark.parametrize("job", [MUON, SINKGD], ids=["Muon", "SinkGD"])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @BOTH
@@ -150,6 +150,7 @@ def test_a_small_budget_has_the_same_bits(job: Job, tmp_path: Path) -> None:
     assert_same(run(job, DISK, tmp_path / "small", host_memory=least), run(job, ("none", "none"), tmp_path / "large"))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @BOTH
 def test_a_run_is_resumed_and_saved_with_its_states(job: Job, tmp_path: Path) -> None:
@@ -354,6 +355,7 @@ def test_it_does_what_its_paper_has_bit_for_bit(dtype: str, accumulation: int, t
     assert_same_tensors(mine.weights, plain.weights)
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
     """No state is read or written: a weight and its low bits each way, and 2 as the backward reads weights.
 

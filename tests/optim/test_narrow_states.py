@@ -232,6 +232,7 @@ def test_the_bits_are_those_of_seed_unit_update_and_element(tmp_path: Path) -> N
 # -- what users see -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
     """18 of disk traffic in bf16: 8 read, 8 written, and 2 for weights read twice, unless they stayed."""
     whole, narrow = bytes_of_a_parameter(tmp_path / "fp32"), bytes_of_a_parameter(tmp_path / "bf16", **BF16)
@@ -407,6 +408,7 @@ def assert_close_to_nearest(found: torch.Tensor, exact: torch.Tensor, root: bool
         assert ((one - other).abs() <= 1.01 * bound).all()
 
 
+@pytest.mark.slow
 def test_a_plan_counts_them_and_names_them_as_a_change() -> None:
     """12 bytes of disk in place of 24, and 12 of 24 bytes of updates; the drive is the bound, so a step is shorter."""
     shape, machine = from_count(7_000_000_000, 32, 1024), described("24GB", 16 * GIB, [parse_drive("7GB/s,5GB/s")])
@@ -573,6 +575,7 @@ def convert(*given: object) -> Any:
     return CliRunner().invoke(app, ["convert", *map(str, given)])
 
 
+@pytest.mark.slow
 def test_a_run_of_muon_is_converted(tmp_path: Path) -> None:
     """Matrices begin elsewhere, and lack a moment."""
     engine = trained_masters(tmp_path, MUON)
@@ -666,6 +669,7 @@ def test_a_converted_run_goes_on(name: str, dtype: str, before: str, after: str,
     engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 def test_units_of_several_chunks_are_converted_and_loaded(tmp_path: Path) -> None:
     """A unit of 2.1 million elements, whose parameters begin within blocks where moments are not in 8 bits."""
     job, folder = JOB._replace(model=lambda: models.gpt2(layers=1, width=416)), tmp_path / "my files"
@@ -690,6 +694,7 @@ def test_units_of_several_chunks_are_converted_and_loaded(tmp_path: Path) -> Non
     engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 def test_there_and_back_is_the_same_run(tmp_path: Path) -> None:
     """fp32 holds every value of 8 bits, and they are encoded to the same codes: both runs train with the same bits."""
     trained_moments(JOB, tmp_path, moments="int8")

@@ -132,6 +132,7 @@ def _square(model: Any, step: int, micro: int) -> torch.Tensor:
     return model(rows).float().square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.numeric
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["Lamb", "Adagrad", "Lion", "SGD", "momentum"])

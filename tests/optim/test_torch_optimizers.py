@@ -192,7 +192,7 @@ def _plain(name: str, dtype: str, steps: int, clip: float = 0.0) -> dict[str, to
     return model.state_dict()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_does_what_it_does_in_a_plain_loop_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_the_first_line_says_that_the_probe_was_disturbed(shape: Shape) -> None:
     assert cautions(plan(shape, machine, Load(1)), Asked())[0] == doubts[-1]
 
 
+@pytest.mark.slow
 def test_advice_is_a_prediction_of_its_own(shape: Shape) -> None:
     machine = described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")])
     planned = recommend.choose(shape, machine, Load(1), None)
@@ -168,6 +169,7 @@ def folder(path: Path, kind: str) -> str:
 # -- the loss -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_loss_is_computed_in_chunks_where_the_model_allows_it_as_in_train(tmp_path: Path) -> None:
     assert found(*TINY, *MACHINE)["step"]["chunked_loss"]
     assert not found(*TINY, *MACHINE, "--no-chunked-loss")["step"]["chunked_loss"]
@@ -233,6 +235,7 @@ def test_a_part_of_a_name_is_the_card_that_users_mean(text: str, name: str) -> N
     assert find_gpu(text)[0].name == name
 
 
+@pytest.mark.slow
 def test_a_card_without_units_for_bf16_is_planned_in_fp32_as_train_would() -> None:
     count = ("--parameters", "1B", "--layers", "4", "--gpu", "T4")
     plain, half = found(*count), found(*count, "--dtype", "fp16")
@@ -261,6 +264,7 @@ def test_steps_and_tokens_are_one_question() -> None:
 # -- adapters -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_a_run_saves_of_adapters_is_their_bytes_alone() -> None:
     pytest.importorskip("peft")
     whole, adapters = found(*TINY, *MACHINE), found(*TINY, *MACHINE, "--lora", "r=4")
@@ -274,6 +278,7 @@ def test_what_a_run_saves_of_adapters_is_their_bytes_alone() -> None:
 # -- activations --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_report_says_where_inputs_are() -> None:
     report = found(*COUNT, *OWN_MACHINE, "--activations", "auto", "--chunked-loss", "--batch-size", "24")
     tiers = report["activation_tiers"]

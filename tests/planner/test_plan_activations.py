@@ -270,6 +270,7 @@ def test_the_longest_sequence_is_the_last_that_fits(shape: Shape, wish: Wish, in
         assert fits(shape.at(256), load._replace(batch=sequences), wish, room) is has_room
 
 
+@pytest.mark.slow
 def test_the_table_tells_what_fits_and_what_it_costs(shape: Shape) -> None:
     planned = recommend.plan(shape, card(), Load(2, chunked_loss=True), config("device"))
     rows = {row.way.tier: row for row in reach.reach(planned)}
@@ -290,6 +291,7 @@ def test_the_table_tells_what_fits_and_what_it_costs(shape: Shape) -> None:
             recommend.plan(shape.at(row.sequence_chunked + 1), card(), load._replace(batch=2), content)
 
 
+@pytest.mark.slow
 def test_attention_is_kept_where_a_long_sequence_gets_a_shorter_step() -> None:
     short, long = (
         recommend.choose(from_count(2_600_000_000, 8, tokens), card(), Load(1, chunked_loss=True), None)

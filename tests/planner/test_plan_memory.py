@@ -242,7 +242,7 @@ class _Waiting(torch.autograd.Function):
         return grad
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("name", ["gpt2-small", "llama-1b"])
 def test_the_peak_of_a_plan_that_fits_is_within_the_ram(name: str, in_chunks: bool) -> None:
@@ -303,6 +303,7 @@ def command(*options: str) -> Any:
     return CliRunner().invoke(app, ["plan", *machine, *options])
 
 
+@pytest.mark.slow
 def test_the_command_plans_adapters_over_codes(tmp_path: Path) -> None:
     make_folder(tmp_path / "model", weights=False, hidden_size=128, intermediate_size=512)
     given = ("--model", str(tmp_path / "model"), "--lora", "r=4", "--write", str(tmp_path / "config.json"))

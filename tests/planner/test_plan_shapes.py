@@ -68,7 +68,7 @@ def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("sequence", "dtype"), [(2, torch.bfloat16), (1023, torch.float16), (3, torch.float32), (4096, torch.bfloat16)]
 )
@@ -76,7 +76,7 @@ def test_the_closed_form_is_what_is_counted(name: str, sequence: int, dtype: tor
     assert from_preset(name, sequence, dtype.itemsize) == _counted(name, sequence, dtype)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_length_at_which_the_mask_has_the_shape_of_another_tensor_is_counted(name: str) -> None:
     settings = PRESETS[name].settings
     for sequence in (1, settings["hidden_size"] // settings["num_attention_heads"]):
@@ -290,6 +290,7 @@ def plan(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["plan", *arguments, "--seq-len", str(TOKENS)])
 
 
+@pytest.mark.slow
 def test_the_command_reports_what_was_measured(probed: None, tmp_path: Path) -> None:
     name = save_config(tmp_path / "model", layers=2)
     done = plan("--model", name, "--measure", "--json")

@@ -77,6 +77,7 @@ def test_the_states_that_a_step_needs_first_are_not_read(monkeypatch: pytest.Mon
     assert without.timing.seconds - first.timing.seconds > 0.5 * nbytes / 2e9
 
 
+@pytest.mark.slow
 def test_faster_components_never_make_a_step_slower(shape: Shape) -> None:
     machine = described("RTX 4090", 64 * GIB, [parse_drive("3GB/s")], memory=40e9)
     before = plan(shape, machine, Load(2, 1, True)).timing.seconds
@@ -279,6 +280,7 @@ def test_an_update_that_cannot_be_undone_waits_for_step(options: dict[str, Any],
     assert found.timing.simulation.speculated == () and found.timing.miss_seconds == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "ram", "most"), [("llama-13b", 128, 47), ("llama-7b", 64, 26)], ids=["13B", "7B"])
 def test_a_step_without_durability_is_no_slower_than_a_durable_one(model: str, ram: int, most: float) -> None:
@@ -363,6 +365,7 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["plan", *MODEL, *MACHINE, *arguments])
 
 
+@pytest.mark.slow
 def test_the_command_takes_an_order() -> None:
     done = run("--accumulation", "2", "--schedule", "micro_batch_major", "--no-speculate")
     assert done.exit_code == 0, done.output
@@ -414,6 +417,7 @@ def test_a_card_without_a_figure_reaches_what_its_generation_reaches(gpu: str, d
     assert (f", as other cards of {card.generation} reached" in rate.source) == (share != 0.5)
 
 
+@pytest.mark.slow
 def test_the_plan_prints_a_line_for_each_origin() -> None:
     done = CliRunner().invoke(app, [*COUNT, "--gpu", "RTX 4090", "--pcie", "20GB/s"])
     lines = {line.partition(":")[0]: " ".join(line.split()) for line in done.stdout.splitlines()}
@@ -425,6 +429,7 @@ def test_the_plan_prints_a_line_for_each_origin() -> None:
     assert lines["assumed"]
 
 
+@pytest.mark.slow
 def test_json_has_the_origin_of_each_rate() -> None:
     done = CliRunner().invoke(app, [*COUNT, "--gpu", "GB10", "--json"])
     machine = json.loads(done.stdout)["machine"]

@@ -54,6 +54,7 @@ def test_all_rates_are_measured_kept_and_announced(tmp_path: Path) -> None:
         assert f"measuring {message}" in progress
 
 
+@pytest.mark.slow
 def test_a_second_drive_joins_the_first(tmp_path: Path) -> None:
     for name in ("one", "two", "one"):
         (tmp_path / name).mkdir(exist_ok=True)

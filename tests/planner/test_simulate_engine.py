@@ -179,7 +179,7 @@ def uses_of(calls: list[tuple[str, int]]) -> list[Use]:
 JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT._replace(accumulation=2)}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("device", [None, Apart()], ids=["cpu", "apart"])
 @pytest.mark.parametrize("more", [0, 20_000, 400_000, 2_000_000])
 @pytest.mark.parametrize("units", [2, 3])
@@ -211,7 +211,7 @@ def test_without_chance_every_figure_is_the_engines(
         assert streamed == bool(real.spilled) == (more == 0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [0, 20_000, 150_000, 800_000])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "mixture"])

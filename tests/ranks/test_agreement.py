@@ -198,7 +198,7 @@ OTHER_PATHS = {
 
 @pytest.mark.works("Several ranks", "experts that only some ranks use, in any order", "right")
 @pytest.mark.numeric
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", OTHER_PATHS)
 def test_ranks_may_use_different(name: str, ranks: RankPool, tmp_path: Path) -> None:
     job = OTHER_PATHS[name]
@@ -480,6 +480,7 @@ def wander(job: Job, folder: Path) -> Result:
     return Result(losses, norms, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [3, 1])
 @pytest.mark.numeric

@@ -101,9 +101,10 @@ def test_a_step_that_overflows_on_one_stage_is_skipped_on_all(ranks: RankPool, t
     assert ranks.run(overflow_on_the_first_stage, tmp_path) == [[0, 1, 1]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.works("Several ranks", "a pipeline beside ZeRO, on two by two ranks", "right")
 @pytest.mark.numeric
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_pipelines_beside_each_other_equal_one_process(
     stage: int, four: RankPool, alone: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -153,10 +154,9 @@ def train_with(job: Job, schedule: str, folder: Path, options: dict[str, Any]) -
     return pipelines.train(job, Plan(schedule), DISK, folder, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.works("Several ranks", "a pipeline with LAMB, Muon, or blocks computed again from inputs on disk", "right")
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each == "blocks computed again" else pytest.mark.slow) for each in OTHERS]
-)
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_pipeline_keeps_the_bits_of_one_process_with_other_settings(
     name: str, ranks: RankPool, alone: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -192,6 +192,7 @@ def resume_the_killed(folder: Path) -> None:
     assert_same_tensors(rest.weights, unbroken.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.works("Several ranks", "resume of a pipeline's run from its swap files", "right")
 @pytest.mark.works("Several ranks", "resume of a pipeline whose processes were killed in a step", "right")
 def test_a_killed_pipeline_resumes_with_the_bits_of_an_unbroken_one(tmp_path: Path) -> None:

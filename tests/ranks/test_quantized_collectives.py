@@ -181,6 +181,7 @@ def edit_one(folder: Path, words: str) -> dict[str, torch.Tensor]:
     return {name: values for name, values in masters.items() if values is not None}
 
 
+@pytest.mark.slow
 def test_an_edit_changes_what_the_user_changed_alone(ranks: RankPool, tmp_path: Path) -> None:
     exact = ranks.run(edit_one, tmp_path, "")[0]
     for masters in ranks.run(edit_one, tmp_path, "weights"):
@@ -220,6 +221,7 @@ def local_gradients(job: Job, folder: Path) -> Made:
     return Made(micro_batches, {name: values for name, values in mean.items() if values is not None}, norm, layouts)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.numeric
 @pytest.mark.works("Several ranks", "gradients sent as int8 codes (`zero_quantized_gradients`), in any tier", "right")
 @pytest.mark.parametrize(("stage", "accumulation"), [(3, 2), (1, 2)])
@@ -293,6 +295,7 @@ def test_a_step_sends_a_byte_an_element_and_a_scale_a_block(ranks: RankPool, tmp
         assert (found.sent.weights, found.sent.gradients) == (other.sent.weights, Sent(len(found.units), codes(shard)))
 
 
+@pytest.mark.slow
 def test_replicas_send_codes_of_their_sums(four: RankPool, tmp_path: Path) -> None:
     """To each of the other replicas all of a shard's."""
     for found in four.run(second_step, JOB._replace(shard_size=2, quantized="weights gradients"), tmp_path):
@@ -308,6 +311,7 @@ def with_many_replicas(job: Job, folder: Path) -> Step:
         return second_step(job, folder)
 
 
+@pytest.mark.slow
 def test_many_replicas_add_their_sums_up_in_fp32(four: RankPool, tmp_path: Path) -> None:
     """Where the codes of all sums would be more bytes than an all-reduce, 2 (r - 1) / r of 4 bytes an element."""
     coded, summed = (
@@ -338,6 +342,7 @@ def frozen_in_blocks(job: Job, folder: Path) -> tuple[Step, Seen]:
     return second_step(job, folder / "step", frozen="int8"), train_and_look(job, folder / "look", frozen="int8")
 
 
+@pytest.mark.slow
 def test_frozen_weights_that_are_codes_already_are_sent_as_they_are(ranks: RankPool, tmp_path: Path) -> None:
     """Their blocks are no values of which codes could be made."""
     job = JOBS["adapters"]._replace(dtype="bf16")
@@ -385,6 +390,7 @@ def test_tiers_and_overlap_change_no_bit(
         assert_same(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.works("Several ranks", "int8 codes beside replicas of shards (`mics_shard_size`)", "right")
 @pytest.mark.parametrize(("size", "shard_size"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_replicas_stay_equal(size: int, shard_size: int, tmp_path: Path) -> None:

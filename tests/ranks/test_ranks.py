@@ -71,7 +71,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.numeric
 def test_two_ranks_equal_one_rank_in_every_placement(name: str, ranks: RankPool, tmp_path: Path) -> None:

@@ -379,6 +379,7 @@ def refused(folder: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_far_behind_is_not_advised_to_start_again(tmp_path: Path) -> None:
     run = tmp_path / "default"
     with pool(2) as ranks:

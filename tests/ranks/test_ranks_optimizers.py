@@ -163,7 +163,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", [slow_but(name, "Muon, bf16 moments", "Adafactor, bf16") for name in MATRIX_JOBS])
+@pytest.mark.parametrize("name", [slow_but(name, "Muon, bf16 moments") for name in MATRIX_JOBS])
 def test_the_same_rows_give_the_bits_of_one_process_in_any_placement(
     name: str, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -187,7 +187,8 @@ def test_ranks_with_rows_of_their_own_train_as_one_process(name: str, ranks: Ran
         rounding_bounds.same_norms(result.norms, alone.norms, job)
 
 
-@pytest.mark.parametrize("name", [slow_but(name, "Adafactor") for name in ("Muon, bf16", "Adafactor")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Muon, bf16", "Adafactor"])
 def test_three_ranks(name: str, tmp_path: Path) -> None:
     """The second has parts of two matrices, and no part of some."""
     job = MATRIX_JOBS[name]
@@ -250,6 +251,7 @@ def half_in_memory(job: Job, folder: Path) -> Result:
             engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 def test_ranks_whose_drives_differ_step_matrices_in_one_order(ranks: RankPool, tmp_path: Path) -> None:
     job = MATRIX_JOBS["Muon"]
     in_memory, _ = ranks.run(train, job, ("none", "none"), tmp_path / "memory")
@@ -317,7 +319,8 @@ def states_of(engine: offload.Engine) -> dict[str, dict[str, torch.Tensor]]:
     return {names[id(p)]: found[number] for number, p in enumerate(params) if number in found}
 
 
-@pytest.mark.parametrize("name", [slow_but(name, "Muon, bf16") for name in ("Muon, bf16", "Adafactor")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Muon, bf16", "Adafactor"])
 def test_a_checkpoint_loads_on_any_number_of_ranks(name: str, ranks: RankPool, tmp_path: Path) -> None:
     job = MATRIX_JOBS[name]
     states = saved(job, tmp_path / "one")
@@ -383,8 +386,10 @@ def message_of_a_failing_drive(job: Job, operation: str, folder: Path) -> str:
 
 @pytest.mark.parametrize(
     ("job", "operation"),
-    [(LAMB, "read"), (MATRIX_JOBS["Muon, bf16"], "write")],
-    ids=["LAMB weighs parameters", "another rank waits for its parts"],
+    [
+        pytest.param(LAMB, "read", id="LAMB weighs parameters", marks=pytest.mark.slow),
+        pytest.param(MATRIX_JOBS["Muon, bf16"], "write", id="another rank waits for its parts"),
+    ],
 )
 def test_a_drive_that_fails_ends_every_rank(job: Job, operation: str, ranks: RankPool, tmp_path: Path) -> None:
     one, other = ranks.run(message_of_a_failing_drive, job, operation, tmp_path)

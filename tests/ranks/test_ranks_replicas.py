@@ -85,6 +85,7 @@ def train_in_pieces(job: Job, folder: Path) -> Trained:
         return train_and_look(job, DISK, folder)
 
 
+@pytest.mark.slow
 def test_two_replicas_step_matrices_tile_by_tile(ranks: RankPool, tmp_path: Path) -> None:
     """A rank with whole units has no parts of matrices, so it needs no tile that has all of them."""
     job = MUON._replace(dtype="fp16", steps=2)
@@ -96,7 +97,8 @@ def test_two_replicas_step_matrices_tile_by_tile(ranks: RankPool, tmp_path: Path
 
 @pytest.mark.numeric
 @pytest.mark.works("Several ranks", "replicas of shards (`mics_shard_size`), in any tier", "right")
-@pytest.mark.parametrize("shard_size", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shard_size", [2, 1])
 def test_replicas_train_on_all_rows_and_stay_equal(shard_size: int, four: RankPool, tmp_path: Path) -> None:
     job = JOB._replace(accumulation=2, shard_size=shard_size)
     each = four.run(train_and_look, job._replace(overlap=False), MEMORY, tmp_path / "memory")
@@ -156,6 +158,7 @@ def second_step(job: Job, folder: Path, **options: Any) -> Step:
     return found
 
 
+@pytest.mark.slow
 def test_weights_cross_no_replica_and_gradients_do_as_sums_of_a_shard(four: RankPool, tmp_path: Path) -> None:
     """With s shards and r replicas a rank sends (s - 1) / s of weights and of gradients to its replica.
 

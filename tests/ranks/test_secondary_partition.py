@@ -162,6 +162,7 @@ def changed_between_uses(job: Job, folder: Path) -> tuple[Result, Sent]:
     return found
 
 
+@pytest.mark.slow
 def test_weights_that_change_between_two_uses_are_gathered_over_all_ranks(four: RankPool, tmp_path: Path) -> None:
     plain = four.run(change_all, JOB, tmp_path / "plain")
     kept = four.run(change_all, JOB._replace(node=NODE), tmp_path / "kept")
@@ -216,6 +217,7 @@ def second_step(job: Job, folder: Path) -> Step:
     return found
 
 
+@pytest.mark.slow
 def test_a_step_gathers_each_weight_over_all_ranks_once(four: RankPool, tmp_path: Path) -> None:
     """ZeRO++ (arXiv 2306.10209, section 3.2): 2 W in place of 3 W between nodes; W for each micro-batch more without.
 
@@ -262,6 +264,7 @@ def test_a_device_without_room_for_it_is_an_error_that_names_the_key() -> None:
         check_room(kept, 3 << 30, 2 << 30)
 
 
+@pytest.mark.slow
 def test_a_node_of_all_ranks_keeps_nothing(ranks: RankPool, tmp_path: Path) -> None:
     """The primary partition is within the node already."""
     plain_job = JOB._replace(steps=1)

@@ -25,7 +25,7 @@ from tests.support.sampling import drawn
 
 MEMORY, HOST, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
 LLAMA = sp.JOBS["llama"]
-FAST = ("gpt2", "three heads of keys")
+FAST = ("gpt2",)
 
 
 def train_in_placements(job: Job, size: int, folder: Path, units: list[str]) -> Result:

@@ -317,6 +317,7 @@ def train_as_megatron(job: Job, folder: Path) -> Result:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.works("Several ranks", "Megatron's `mpu` in `initialize`: shards that it has marked", "right")
 @pytest.mark.numeric
 def test_shards_of_megatron_equal_one_rank(ranks: RankPool, tmp_path: Path) -> None:

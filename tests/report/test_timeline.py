@@ -258,7 +258,7 @@ train_step(engine, JOB, 0)
 """
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ends", "code"),
     [("raise ValueError", 1), ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT), ("", 0)],
@@ -322,6 +322,7 @@ def _train_and_count(folder: Path) -> IoBytes:
     return IoBytes(after.read - before.read, after.written - before.written)
 
 
+@pytest.mark.slow
 def test_each_of_two_ranks_writes_its_time_line(ranks: RankPool, tmp_path: Path) -> None:
     moved = ranks.run(_train_and_count, tmp_path)
     for rank in range(2):

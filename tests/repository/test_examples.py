@@ -62,6 +62,7 @@ def saved_in(output: str) -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_the_trainer_example_runs(tmp_path: Path) -> None:
     def run() -> str:  # in a process of its own, at whose end its engine ends
         done = warm_process.run([EXAMPLES / "trainer.py"], cwd=tmp_path)
@@ -77,6 +78,7 @@ def test_the_trainer_example_runs(tmp_path: Path) -> None:
     assert "'loss'" not in again and saved_in(again) == saved
 
 
+@pytest.mark.slow
 def test_fine_tuning_from_a_folder(run: Callable[[str], str], tmp_path: Path) -> None:
     run("tiny_model.py")
     output = run("finetune.py")
@@ -85,6 +87,7 @@ def test_fine_tuning_from_a_folder(run: Callable[[str], str], tmp_path: Path) ->
     assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "finetuned").iterdir()}
 
 
+@pytest.mark.slow
 def test_the_adapter_example_runs(run: Callable[[str], str], tmp_path: Path) -> None:
     output = run("lora.py")
     first, *_, last = (float(loss) for loss in re.findall(r"loss (\S+)", output))
@@ -187,5 +190,6 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
     load_config(str(tmp_path / "plan.json"))
 
 
+@pytest.mark.slow
 def test_the_install_page_runs(tmp_path: Path) -> None:
     assert "io_uring" in run_blocks("install.md", tmp_path)

@@ -348,6 +348,7 @@ def _die_after_edits(folder: Path) -> None:
     die()
 
 
+@pytest.mark.slow
 def test_a_kill_takes_edits_of_the_window_with_it(tmp_path: Path) -> None:
     expected, weights = edited_in_memory()
     dies(_die_after_edits, tmp_path / "disk")

@@ -271,6 +271,7 @@ def _exits_on_ranks(folder: Path) -> list[str]:
     return [record.getMessage() for record in records.buffer]
 
 
+@pytest.mark.slow
 def test_on_several_ranks_rank_0_notes_the_end_for_all(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         (line,), others = ranks.run(_exits_on_ranks, tmp_path)
@@ -283,6 +284,7 @@ def _refused_on_ranks(folder: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_on_several_ranks_another_job_is_refused_on_each_and_the_same_replaces(
     ranks: rank_pool.RankPool, tmp_path: Path
 ) -> None:

@@ -325,6 +325,7 @@ def test_a_run_on_two_drives(tmp_path: Path, put_back: Any) -> None:
     compare(tmp_path / "a" / "default", "fp32", found)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         found = ranks.run(of_the_engine, "bf16", tmp_path)

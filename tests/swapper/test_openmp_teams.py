@@ -85,6 +85,7 @@ def wide_loss(model: Any, step: int, micro: int) -> torch.Tensor:
     return model(torch.ones(1024, 64)).pow(2).mean()
 
 
+@pytest.mark.slow
 def test_micro_batches_that_wait_keep_no_team(tmp_path: Path) -> None:
     job = Job(Wide, wide_loss, accumulation=MICRO_BATCHES)
     engine = start(job, ("nvme", "nvme"), tmp_path, schedule="layer_major")

@@ -114,7 +114,7 @@ def test_memory_of_the_first_weights_is_given_back(tmp_path: Path) -> None:
     assert grown < 48 * MIB
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("weights", "options", "expected"),
     [

@@ -77,7 +77,7 @@ def measured(folder: str, words: int, dtype: str, tied: bool, chunked: bool) -> 
     return {"base": base, "planned": sum(planned.values())}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("words", [32_000, 128_000, 262_144])
 @pytest.mark.parametrize(("tied", "chunked"), [(True, True), (True, False), (False, True), (False, False)])
@@ -128,7 +128,7 @@ def ends(group: MemoryLimit, folder: Path, words: int, dtype: str, tokens: int, 
     (folder / "end.json").write_text(json.dumps(how))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_any_limit_ends_in_steps_or_in_an_error(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)

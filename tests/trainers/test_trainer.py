@@ -138,6 +138,7 @@ def test_a_second_train_goes_on_with_the_engine(tmp_path: Path) -> None:
         assert [log["learning_rate"] for log in result(mine).logs] == [log["learning_rate"] for log in first.logs]
 
 
+@pytest.mark.slow
 def test_model_init_makes_a_new_engine_for_each_train(tmp_path: Path) -> None:
     mine = OffloadTrainer(
         model_init=lambda: models.shallow(),
@@ -248,6 +249,7 @@ def offloaded_reference(folder: Path, tier: str = "nvme", **block: Any) -> Itera
                 engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 @pytest.mark.works("Trainers", "a reference model, as trl's `DPOTrainer` prepares it: paged", "right")
 @pytest.mark.numeric
 def test_training_is_the_stock_trainers(tmp_path: Path) -> None:
@@ -274,6 +276,7 @@ def test_training_is_the_stock_trainers(tmp_path: Path) -> None:
         assert_same(result(mine), on_disk)
 
 
+@pytest.mark.slow
 def test_device_memory_is_that_of_both(tmp_path: Path) -> None:
     with offloaded_reference(tmp_path / "alone") as mine:
         mine.evaluate()
@@ -518,6 +521,7 @@ def test_a_start_says_where_states_are_and_a_resume_from_which_step(
     assert capsys.readouterr().err == "", "a user who has set a level gets no more than that"
 
 
+@pytest.mark.slow
 def test_an_end_says_what_is_kept_and_how_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def end(step: int, error: type[BaseException], resume: str | None = None, **changed: Any) -> str:
         caplog.clear()
@@ -602,6 +606,7 @@ def draw_on_one_rank(folder: Path) -> list[float]:
         return [log["loss"] for log in mine.state.log_history if "loss" in log]
 
 
+@pytest.mark.slow
 def test_ranks_take_one_order_where_the_model_of_one_alone_draws_random_numbers(two: RankPool, tmp_path: Path) -> None:
     one, other = two.run(draw_on_one_rank, tmp_path)
     assert len(one) == 4 and one == other
@@ -628,6 +633,7 @@ def accelerated(folder: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.numeric
 def test_accelerate_on_two_ranks(two: RankPool, tmp_path: Path) -> None:
     one = accelerated(tmp_path / "one")

@@ -80,6 +80,7 @@ def test_resumed_is_the_unbroken_run(changed: dict[str, Any], tmp_path: Path) ->
     assert_same(complete, resumed(tmp_path / "broken", **changed))
 
 
+@pytest.mark.slow
 def test_resumed_where_a_sampler_draws_from_the_generator_of_all(tmp_path: Path) -> None:
     """The order of an epoch's rows is drawn again before the resumed batch, whose dropout comes of later numbers."""
     old = "group_by_length" in inspect.signature(transformers.TrainingArguments).parameters
@@ -131,6 +132,7 @@ def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
     assert_same_tensors(saved, complete.weights)
 
 
+@pytest.mark.slow
 def test_save_only_model_leaves_weights_to_begin_with(tmp_path: Path) -> None:
     broken_off(tmp_path, 3, model=models.shallow, save_only_model=True)
     folder = tmp_path / "out" / "checkpoint-2"
@@ -190,6 +192,7 @@ def test_what_a_kill_leaves_is_passed_over(
     assert (cut / "trainer_state.json").is_file()  # saved once more on the way
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A kill in the middle of a save, or a copy that was not one. The error names the complete one before."""
     broken_off(tmp_path, 5)

@@ -20,7 +20,6 @@ from offload.hf import OffloadMixin, OffloadTrainer
 from offload.losses import chunk_loss_of
 from tests.support import models
 from tests.support.trainer_runs import (
-    DISK,
     FEW,
     MEMORY,
     Run,
@@ -77,12 +76,6 @@ def test_the_loss_in_chunks_is_that_of_the_stock_trainer(
     mine, theirs = offloaded(tmp_path / "mine", model=model), stock(tmp_path / "stock", model=model)
     assert len(calls) == 10 and set(calls) <= {torch.Size((2, 12, 64)), torch.Size((2, 12, 32))}
     assert_close(mine, theirs, model, reordered=True)
-
-
-def test_the_placement_changes_no_bit(calls: list[torch.Size], tmp_path: Path) -> None:
-    runs = [offloaded(tmp_path / tier, tier, models.llama, bf16=True) for tier in (DISK, MEMORY)]
-    assert_same(*runs)
-    assert len(calls) == 20
 
 
 def test_one_line_tells_of_the_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

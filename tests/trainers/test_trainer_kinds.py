@@ -60,6 +60,7 @@ def evaluations(trainer: Any) -> list[float]:
     return [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
 
 
+@pytest.mark.slow
 def test_evaluation_before_training(tmp_path: Path) -> None:
     with ended(trainer(tmp_path / "mine", rows=FEW)) as mine:
         before = mine.evaluate()["eval_loss"]
@@ -84,6 +85,7 @@ def test_prediction_by_a_model_that_trains_nothing(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.works("Trainers", "a callback that generates between steps", "right")
 def test_a_callback_that_generates(tmp_path: Path) -> None:
     """What is written between steps changes nothing, and is what the plain model writes."""
@@ -116,6 +118,7 @@ class Pairs(Texts):
         return {"input_ids": ids, "labels": ids.flip(0)}
 
 
+@pytest.mark.slow
 @pytest.mark.works("Trainers", "transformers' `Seq2SeqTrainer` with `predict_with_generate`", "right")
 @pytest.mark.numeric
 def test_predict_with_generate(tmp_path: Path) -> None:
@@ -160,6 +163,7 @@ def test_lora_equals_the_stock_trainer(tmp_path: Path) -> None:
     assert_same(mine, offloaded(tmp_path / "memory", MEMORY, model=lora))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("save_only_model", [False, True])
 def test_lora_loads_its_best_model(save_only_model: bool, tmp_path: Path) -> None:
@@ -233,6 +237,7 @@ def norms() -> Any:
     return peft.get_peft_model(models.shallow(), peft.LNTuningConfig(target_modules=["ln_1", "ln_f"]))
 
 
+@pytest.mark.slow
 @pytest.mark.works("Trainers", "biases or norms alone (BitFit, peft's `LNTuningConfig`)", "right")
 @pytest.mark.numeric
 @pytest.mark.sample(1)
@@ -314,6 +319,7 @@ def adaptive() -> Any:
     return peft.get_peft_model(models.llama(), settings)
 
 
+@pytest.mark.slow
 @pytest.mark.works("Trainers", "AdaLoRA whose ranks stay as they are", "right")
 @pytest.mark.numeric
 def test_adalora_without_a_change_of_ranks_trains_as_in_the_stock_trainer(tmp_path: Path) -> None:

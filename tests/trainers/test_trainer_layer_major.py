@@ -130,6 +130,7 @@ class Calls(transformers.TrainerCallback):
 # -- dropout ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.works(
     "Trainers", "dropout with accumulation and blocks computed again: the stock Trainer's losses", "right"
 )
@@ -185,6 +186,7 @@ def test_a_model_without_dropout_takes_turns_after_a_step_and_a_forward_that_wer
     assert Told.notes == ["begin", "end"] * 5 + turns
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_users_takes_turns_only_where_the_config_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -237,6 +239,7 @@ def test_code_that_must_not_run_in_parts_runs_one_by_one_and_is_told_once(
     assert caplog.text.count("micro-batches pass through the model one after the other: " + reason) == 1
 
 
+@pytest.mark.slow
 def test_a_step_that_a_script_sets_on_the_trainer_runs_one_by_one(tmp_path: Path) -> None:
     plain = trained(tmp_path, ONE_BY_ONE, chunked_loss=False)
     with ended(trainer(tmp_path / LAYERED, LAYERED, chunked_loss=False)) as mine:
@@ -247,6 +250,7 @@ def test_a_step_that_a_script_sets_on_the_trainer_runs_one_by_one(tmp_path: Path
         assert_same(plain, result(mine))
 
 
+@pytest.mark.slow
 def test_a_step_beside_the_loops_runs_as_ever(tmp_path: Path) -> None:
     """A callback may run a batch of its own, whose gradients count in the step."""
 
@@ -263,6 +267,7 @@ def test_a_step_beside_the_loops_runs_as_ever(tmp_path: Path) -> None:
     assert logs[0]["grad_norm"] > 4
 
 
+@pytest.mark.slow
 def test_callbacks_see_each_micro_batch_and_a_step_that_failed_is_dropped(tmp_path: Path) -> None:
     with ended(trainer(tmp_path / "whole", LAYERED)) as mine:
         callback = Calls()

@@ -66,6 +66,9 @@ def peak_in(context: Any, function: Callable[..., Any], *arguments: Any) -> tupl
         value, peak = receiver.recv()
     except EOFError as error:
         raise AssertionError("the measured process died") from error
+    except BaseException:
+        process.kill()  # a test whose time is over would wait for it below
+        raise
     finally:
         process.join()
         receiver.close()

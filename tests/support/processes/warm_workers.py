@@ -1,4 +1,4 @@
-"""A server from which the workers of a run of all tests are forked, with all test modules imported.
+"""A server from which the workers of a run of all tests are forked, with all test modules imported, and their order.
 
 To import torch, transformers and the test modules takes a worker more CPU than most files of tests take to run. Here
 one process does so for all workers, and for the server of `warm_process`, which is forked from it before
@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
+import uuid
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -34,19 +37,31 @@ class _FewItems:
         return None if is_hypothesis_test(obj) else []
 
 
-def begin(run: str, arguments: list[str]) -> list[str]:
-    """Starts the server of a run of pytest; returns the command that stands for `python`, each of which it forks.
+def fork_from_one(config: pytest.Config) -> None:
+    """Lets the workers of a run of all tests be forked from a process that has imported the tests.
 
-    Args:
-        run: The id of the run that xdist gives to workers.
-        arguments: Those of pytest, as they were given.
+    Who names a few files has workers that import those alone.
     """
-    path = warm_process.socket_of_run(run)
+    given = config.getoption("tx", None)
+    if hasattr(config, "workerinput") or not given or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    config.option.testrunuid = uuid.uuid4().hex
+    path = warm_process.socket_of_run(config.option.testrunuid)
     os.makedirs(os.path.dirname(path))
     # As if it had ended: Popen warns of a process that is not waited for, and it ends with this one.
-    warm_process.start(__file__, path, os.getpid(), *arguments).returncode = 0
+    warm_process.start(__file__, path, os.getpid(), *config.invocation_params.args).returncode = 0
     warm_process.commands(Path(path).parent / "bin", path)
-    return [sys.executable, "-IS", warm_process.__file__, "run", f"{path}-workers"]
+    python = [sys.executable, "-IS", warm_process.__file__, "run", f"{path}-workers"]
+    config.option.tx = [f"popen//python={shlex.join(python)}"] * len(given)
+
+
+def order(items: list[pytest.Item]) -> None:
+    """Sorts the tests, in whichever order their files were collected: files of few tests first.
+
+    Those take longest, and one that starts last is waited for by a single worker.
+    """
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (tests[item.path], item.path))
 
 
 def _import_tests(arguments: list[str]) -> None:
