@@ -193,7 +193,7 @@ builds_sites = pytest.mark.skipif(
 
 
 def build(folder: Path, settings: str = "") -> Path:
-    """Builds the pages in `folder`/docs as `make docs` does, with `settings` over ours; returns the folder of the site."""
+    """Builds the pages in `folder`/docs as `make docs` does, with `settings` over ours; returns the site's folder."""
     (folder / "mkdocs.yml").write_text(f"INHERIT: {ROOT / 'mkdocs.yml'}\n{settings}")
     command = (sys.executable, "-m", "zensical", "build", "--strict", "-f", folder / "mkdocs.yml")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -241,7 +241,7 @@ def test_the_search_works_where_the_site_is_opened_from_the_disk(tmp_path: Path)
     assert re.findall(r'<a [^>]*href="[^"]*#(\w+)"', shown.rpartition("</script>")[2]) == ["budgets"]
 
 
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+PAGE = (DOCS / "reference" / "errors.md").read_text()
 CLASSES = sorted(
     name
     for name, value in vars(errors).items()
@@ -306,7 +306,7 @@ def test_every_message_is_in_the_page() -> None:
         if name != BUILT and not any(tells_of(each, words) for each in KNOWN[name])
     ]
     assert len(messages()) > 300
-    assert not missing, "add the leading words of these to docs/troubleshooting.md, below their cause:\n" + "\n".join(
+    assert not missing, "add the leading words of these to docs/reference/errors.md, below their cause:\n" + "\n".join(
         missing
     )
 
@@ -318,7 +318,7 @@ def test_the_page_has_no_message_that_nobody_raises() -> None:
         for each in some
         if not any(tells_of(each, words) for other, words, _ in messages() if other == name)
     ]
-    assert not stale, "take these out of docs/troubleshooting.md:\n" + "\n".join(stale)
+    assert not stale, "take these out of docs/reference/errors.md:\n" + "\n".join(stale)
 
 
 @pytest.mark.parametrize("name", CLASSES)
