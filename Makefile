@@ -88,9 +88,9 @@ format: $(VENV)/.dev ## Format everything, and write the pages of the configurat
 	$(BIN)/python -W ignore::RuntimeWarning:runpy -m offload.config
 	$(BIN)/python -m tests.pages.command_line_page
 
-# Not --quiet, with which mkdocs does not count its warnings.
+# Clean: what is cached of a page would outlive an edit of the docstrings that it has.
 docs: $(VENV)/.docs ## Build the documentation into site/, where every broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/zensical build --strict --clean
 
 # A compiler from PyPI and a glibc of 2018, whatever this machine has; `sh packaging/wheel.sh aarch64` makes the other one.
 wheel: ## Build a wheel into dist/ that installs without a compiler, and say on which systems
@@ -121,7 +121,8 @@ $(VENV)/.torch: constraints.txt scripts/install.py
 	$(BIN)/python scripts/install.py torch
 	touch $@
 
-# Into what is installed already, so that nothing of the package is compiled again.
-$(VENV)/.docs: $(VENV)/.dev
-	$(BIN)/python scripts/install.py 'offload[docs]'
+# Its own packages alone: the site is built from sources, and neither torch nor the package is needed.
+$(VENV)/.docs: constraints.txt scripts/install.py
+	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python scripts/install.py docs
 	touch $@

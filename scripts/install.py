@@ -1,4 +1,4 @@
-"""Install the project into the virtual environment that runs this: `python scripts/install.py EXTRA`, or `torch` alone.
+"""Install the project into the environment that runs this: `python scripts/install.py EXTRA`; `torch` or `docs` alone.
 
 torch comes first: PyTorch's CPU build where there is no NVIDIA driver, because the default one is gigabytes of CUDA
 libraries. uv installs where the variable UV names it or it is on the PATH, pip otherwise. Settings of pip (PIP_* and
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -135,12 +136,23 @@ def install(uv: str, *arguments: str) -> None:
         sys.exit(f"{name} failed; its words are above, and the same command goes on from here")
 
 
+def packages_of(extra: str) -> list[str]:
+    """Returns the requirements of an extra that pyproject.toml lists on one line; Python 3.10 reads no TOML."""
+    line = re.search(rf"^{extra} = (\[.*\])$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert line, f"pyproject.toml has no line of {extra}"
+    packages: list[str] = ast.literal_eval(line[1])
+    return packages
+
+
 def main() -> None:
     extra = sys.argv[1]
     pinned = ("-c", "constraints.txt")
     uv, own_source = choose_installer()
     if extra.startswith("offload["):
         install(uv, *pinned, extra)
+        return
+    if extra == "docs":
+        install(uv, *pinned, *packages_of(extra))
         return
     if importlib.util.find_spec("torch") is None:
         words, arguments = torch_source(own_source)

@@ -1,6 +1,6 @@
 /*
  * Lets the search work where the site is opened from the disk. A browser starts no worker from a file, so the worker's
- * script runs in a hidden frame of the page, which passes messages as a worker does. Elsewhere this changes nothing.
+ * script runs in a hidden frame of the page, which passes copies of messages as a worker does. Elsewhere this changes nothing.
  */
 if (location.protocol === "file:") {
   // The theme's script asks for this name in the frame's parent, to find its files.
@@ -15,7 +15,11 @@ if (location.protocol === "file:") {
       inner.document.open();
       inner.document.write("<!doctype html><title>search</title>");
       inner.document.close();
-      inner.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
+      inner.postMessage = (data) => {
+        const message = new MessageEvent("message", { data: structuredClone(data) });
+        this.dispatchEvent(message);
+        this.onmessage?.(message);
+      };
       this.ready = new Promise((done) => {
         const script = inner.document.createElement("script");
         script.src = url;
@@ -26,7 +30,7 @@ if (location.protocol === "file:") {
 
     postMessage(data) {
       const inner = this.frame.contentWindow;
-      this.ready.then(() => inner.dispatchEvent(new MessageEvent("message", { data })));
+      this.ready.then(() => inner.dispatchEvent(new MessageEvent("message", { data: structuredClone(data) })));
     }
 
     terminate() {

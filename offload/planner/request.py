@@ -352,7 +352,7 @@ def _check(request: PlanRequest) -> None:
         value = getattr(request, name)
         if value is not None and value < 1:
             raise ConfigError(f"expected {name.replace('_', '-')} of at least 1, got {value}")
-    # Each message is written out, since docs/troubleshooting.md lists it and users search for its words.
+    # Each message is written out, since docs/reference/errors.md lists it and users search for its words.
     if request.dtype is not None and request.dtype not in DTYPES:
         raise ConfigError(f"there is no dtype {request.dtype!r}: expected {', '.join(DTYPES)}")
     if request.durability is not None and request.durability not in _DURABILITIES:

@@ -7,7 +7,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import os
 import re
 import shutil
 import subprocess
@@ -187,55 +186,62 @@ def test_the_commands_are_as_they_say_themselves() -> None:
 _LOADED = re.compile(r"<(?:script|img|iframe)[^>]*\ssrc=\"?([^\s\">]+)|<link[^>]*\shref=\"?([^\s\">]+)")
 
 
-def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """As `make docs` does. Not `--quiet`, with which mkdocs does not count its warnings."""
-    command = (sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "--site-dir", site)
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None,
-    reason="mkdocs is not installed: make .venv/.docs",
+builds_sites = pytest.mark.skipif(
+    importlib.util.find_spec("zensical") is None or importlib.util.find_spec("mkdocstrings") is None,
+    reason="zensical is not installed: make .venv/.docs",
 )
+
+
+def build(folder: Path, settings: str = "") -> Path:
+    """Builds the pages in `folder`/docs as `make docs` does, with `settings` over ours; returns the site's folder."""
+    (folder / "mkdocs.yml").write_text(f"INHERIT: {ROOT / 'mkdocs.yml'}\n{settings}")
+    command = (sys.executable, "-m", "zensical", "build", "--strict", "-f", folder / "mkdocs.yml")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "No issues found" in done.stdout + done.stderr, done.stdout + done.stderr
+    return folder / "site"
+
+
+@builds_sites
 def test_it_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    done = build(ROOT / "mkdocs.yml", tmp_path)
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
-    pages = [page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")]
+    shutil.copytree(DOCS, tmp_path / "docs")
+    site = build(tmp_path)
+    pages = [page.read_text(encoding="utf-8") for page in site.rglob("*.html")]
     assert len(pages) > len(list((ROOT / "docs").rglob("*.md")))  # and the one for what is not found
     loaded = {target for page in pages for found in _LOADED.findall(page) for target in found if target}
     assert loaded and [target for target in sorted(loaded) if re.match(r"https?:|//", target)] == []
-    assert (tmp_path / "search" / "search_index.js").is_file(), "a page from the disk can load this alone"
-
-
-def build_page(folder: Path, *lines: str) -> subprocess.CompletedProcess[str]:
-    """Builds a site of one page, with the settings of ours."""
-    (folder / "docs" / "stylesheets").mkdir(parents=True)
-    shutil.copytree(ROOT / "docs" / "javascripts", folder / "docs" / "javascripts")
-    (folder / "docs" / "index.md").write_text("\n\n".join(["# A page", *lines]))
-    (folder / "mkdocs.yml").write_text(f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: docs\nnav: [index.md]\n")
-    return build(folder / "mkdocs.yml", folder / "site")
+    assert (site / "search.js").is_file(), "a page from the disk can load this alone"
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None,
-    reason="mkdocs is not installed: make .venv/.docs",
-)
+_SEARCH = """<script>
+setTimeout(() => {
+  const search = [...document.body.children].find((element) => element.shadowRoot).shadowRoot;
+  const input = search.querySelector("input");
+  input.value = "budgets";
+  input.dispatchEvent(new Event("input", { bubbles: true }));
+  setTimeout(() => document.body.append(...search.querySelectorAll("li > a")), 5000);
+}, 5000);
+</script>"""
+"""Types a word into the search, and puts the links of its results where a dump of the page shows them."""
+
+
+@builds_sites
 @pytest.mark.skipif(CHROMIUM is None, reason="the system has no Chromium")
 def test_the_search_works_where_the_site_is_opened_from_the_disk(tmp_path: Path) -> None:
-    done = build_page(tmp_path, "## Budgets", "Two numbers.", "## Wear", "Of drives.")
-    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "docs" / "stylesheets").mkdir(parents=True)
+    shutil.copytree(DOCS / "javascripts", tmp_path / "docs" / "javascripts")
+    (tmp_path / "docs" / "index.md").write_text("# A page\n\n## Budgets\n\nTwo numbers.\n\n## Wear\n\nOf drives.\n")
+    page = build(tmp_path, "nav: [index.md]\n") / "index.html"
+    page.write_text(page.read_text().replace("</body>", f"{_SEARCH}</body>"))
     browser = (str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}")
-    asked = f"{(tmp_path / 'site' / 'index.html').as_uri()}?q=budgets"
-    command = (*browser, "--virtual-time-budget=20000", "--dump-dom", asked)
-    page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert re.findall(r'href="[^"]*#(\w+)" class="md-search-result__link"', page) == ["budgets"]
+    command = (*browser, "--virtual-time-budget=20000", "--dump-dom", page.as_uri())
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert re.findall(r'<a [^>]*href="[^"]*#(\w+)"', shown.rpartition("</script>")[2]) == ["budgets"]
 
 
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+PAGE = (DOCS / "reference" / "errors.md").read_text()
 CLASSES = sorted(
     name
     for name, value in vars(errors).items()
@@ -300,7 +306,7 @@ def test_every_message_is_in_the_page() -> None:
         if name != BUILT and not any(tells_of(each, words) for each in KNOWN[name])
     ]
     assert len(messages()) > 300
-    assert not missing, "add the leading words of these to docs/troubleshooting.md, below their cause:\n" + "\n".join(
+    assert not missing, "add the leading words of these to docs/reference/errors.md, below their cause:\n" + "\n".join(
         missing
     )
 
@@ -312,7 +318,7 @@ def test_the_page_has_no_message_that_nobody_raises() -> None:
         for each in some
         if not any(tells_of(each, words) for other, words, _ in messages() if other == name)
     ]
-    assert not stale, "take these out of docs/troubleshooting.md:\n" + "\n".join(stale)
+    assert not stale, "take these out of docs/reference/errors.md:\n" + "\n".join(stale)
 
 
 @pytest.mark.parametrize("name", CLASSES)
