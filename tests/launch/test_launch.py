@@ -35,8 +35,8 @@ host=$1; shift
 echo "$*" > "arguments-$host"
 exec $BEFORE sh -c "$*"
 """
-# Ends as the node is told to, or when it is asked to. It waits in short sleeps: one long sleep in the background, which
-# a signal between its fork and its exec would not end, would hold the pipes of the test open.
+# Ends as the node is told to, or when it is asked to. It waits in short sleeps: a signal between the fork and the exec
+# of one long sleep would not end it, and it would hold the pipes of the test open.
 _PYTHON = """#!/bin/sh
 node=$(echo "--node-rank 0 $*" | sed 's/.*--node-rank \\([0-9]*\\).*/\\1/')
 trap 'echo ended > "ended$node"; exit 0' TERM
