@@ -567,17 +567,16 @@ def advise(planned: Planned, of_tokens: bool = True, best: bool = False) -> Advi
     """Returns the changes that are predicted to make the run faster, and the recommended host budget.
 
     `of_tokens` False leaves out changes of the tokens of a step. With `best`, only the change that helps most is
-    returned: changes are compared by coarse simulations, and the host budget is that of the plan.
+    returned: the changes with the shortest lower bounds are compared by coarse simulations, and the host budget is that
+    of the plan.
     """
     before = planned
     if best:
         before = planned._replace(timing=predict(planned.memory, planned.shape, planned.hardware, planned.load, True))
     changes: list[Change] = []
-    for idea in _ideas(planned, best):
-        if idea.tokens > 1 and not of_tokens:
-            continue
-        most = max([_GAIN, *(change.gain for change in changes)]) if best else 0.0
-        within = before.timing.seconds * idea.tokens / most if most else math.inf
+    ideas = [idea for idea in _ideas(planned, best) if of_tokens or idea.tokens == 1]
+    for idea in _promising(ideas) if best else ideas:
+        within = before.timing.seconds * idea.tokens / _GAIN if best else math.inf
         with contextlib.suppress(BudgetError, ConfigError, TooSlowError):
             timing = idea.act(within).timing
             # Tokens per second, not seconds: some changes alter the number of tokens in a step.
@@ -586,6 +585,23 @@ def advise(planned: Planned, of_tokens: bool = True, best: bool = False) -> Advi
                 changes.append(Change(idea.words, timing.seconds, gain, idea.option))
     changes.sort(key=lambda change: -change.gain)
     return Advice(tuple(changes[: 1 if best else None]), planned.memory.host if best else recommended_host(planned))
+
+
+_TRIED = 3
+"""Changes that are simulated to find the best one."""
+
+
+def _promising(ideas: Iterable[_Idea]) -> list[_Idea]:
+    """Returns the ideas with the most tokens a second by their lower bounds, the best first."""
+    bounds: list[tuple[float, _Idea]] = []
+    for idea in ideas:
+        try:
+            bounds.append((idea.act(0.0).timing.seconds / idea.tokens, idea))
+        except TooSlowError as bound:
+            bounds.append((bound.seconds / idea.tokens, idea))
+        except (BudgetError, ConfigError):
+            continue  # it does not fit
+    return [idea for _, idea in sorted(bounds, key=lambda each: each[0])[:_TRIED]]
 
 
 class _Idea(NamedTuple):
@@ -641,9 +657,12 @@ def _ideas(planned: Planned, coarse: bool) -> Iterator[_Idea]:
     if planned.memory.slots:
         double = replace(hardware, ram=2 * hardware.ram)
         more_ram = changed(double)
-        yield _Idea(
-            f"{format_size(double.ram)} of free RAM", "", lambda _: with_host_budget(more_ram(math.inf), coarse)
-        )
+
+        def with_ram(within: float) -> Planned:
+            # A larger budget may make the step shorter than the bound of the default one.
+            return with_host_budget(more_ram(math.inf if within else within), coarse)
+
+        yield _Idea(f"{format_size(double.ram)} of free RAM", "", with_ram)
 
 
 def writes_less(planned: Planned) -> list[tuple[str, float]]:

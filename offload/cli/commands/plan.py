@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 class PlanOptions:
     """Options of `offload plan` as they are typed. None stands for an option that was not given."""
 
-    name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None
+    name: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", rich_help_panel="Model")
+    ] = None
     model: Annotated[
         str | None,
         option(
