@@ -55,7 +55,7 @@ def _llama(hidden: int, layers: int, heads: int, key_heads: int, inner: int, **m
 
 # Llama 3 has a larger vocabulary than Llama 2, whose 32000 tokens are the default of `_llama`.
 _LLAMA_3 = {"vocab_size": 128256, "tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001}
-_LLAMA_3_1 = {
+_LLAMA_3_1: dict[str, Any] = {
     **_LLAMA_3,
     "tie_word_embeddings": False,
     "max_position_embeddings": 131072,
@@ -69,6 +69,28 @@ _LLAMA_3_1 = {
         "original_max_position_embeddings": 8192,
     },
 }
+_LLAMA_3_2 = {
+    **_LLAMA_3_1,
+    "tie_word_embeddings": True,
+    "rope_parameters": {**_LLAMA_3_1["rope_parameters"], "factor": 32.0},
+}
+
+
+def _qwen3(hidden: int, layers: int, heads: int, inner: int, **more: Any) -> dict[str, Any]:
+    """Returns the settings of a Qwen3 model."""
+    shape = _llama(hidden, layers, heads, 8, inner, vocab_size=151936, max_position_embeddings=40960)
+    return {**shape, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_parameters": _rope(1e6), **more}
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def _gemma3(hidden: int, layers: int, heads: int, key_heads: int, head: int, inner: int) -> dict[str, Any]:
+    """Returns the settings of the language model of a Gemma 3, without its encoder of images."""
+    shape = _llama(hidden, layers, heads, key_heads, inner, vocab_size=262208, max_position_embeddings=131072)
+    return {**shape, "head_dim": head, "tie_word_embeddings": True}
+
 
 PRESETS = {
     "gpt2-tiny": Preset(
@@ -91,6 +113,47 @@ PRESETS = {
     "llama-8b": Preset(LLAMA, "8.0B", _llama(4096, 32, 32, 8, 14336, **_LLAMA_3_1)),
     "llama-13b": Preset(LLAMA, "13B", _llama(5120, 40, 40, 40, 13824)),
     "llama-70b": Preset(LLAMA, "69B", _llama(8192, 80, 64, 8, 28672)),
+    "llama-3.1-8b": Preset(LLAMA, "8.0B", _llama(4096, 32, 32, 8, 14336, **_LLAMA_3_1)),
+    "llama-3.2-1b": Preset(LLAMA, "1.2B", _llama(2048, 16, 32, 8, 8192, **_LLAMA_3_2)),
+    "llama-3.2-3b": Preset(LLAMA, "3.2B", _llama(3072, 28, 24, 8, 8192, **_LLAMA_3_2)),
+    "llama-3.3-70b": Preset(LLAMA, "71B", _llama(8192, 80, 64, 8, 28672, **_LLAMA_3_1)),
+    "qwen3-8b": Preset("Qwen3Config", "8.2B", _qwen3(4096, 36, 32, 12288)),
+    "qwen3-14b": Preset("Qwen3Config", "14.8B", _qwen3(5120, 40, 40, 17408)),
+    "qwen3-32b": Preset("Qwen3Config", "32.8B", _qwen3(5120, 64, 64, 25600)),
+    "qwen3-30b-a3b": Preset(
+        "Qwen3MoeConfig",
+        "30.5B",
+        _qwen3(
+            *(2048, 48, 32, 6144),
+            num_key_value_heads=4,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+        ),
+    ),
+    "gemma-3-12b": Preset("Gemma3TextConfig", "11.8B", _gemma3(3840, 48, 16, 8, 256, 15360)),
+    "gemma-3-27b": Preset("Gemma3TextConfig", "27.0B", _gemma3(5376, 62, 32, 16, 128, 21504)),
+    "mistral-7b": Preset(
+        "MistralConfig",
+        "7.2B",
+        {
+            **_llama(4096, 32, 32, 8, 14336, vocab_size=32768, max_position_embeddings=32768),
+            "sliding_window": None,
+            "rope_parameters": _rope(1e6),
+        },
+    ),
+    "mistral-small-24b": Preset(
+        "MistralConfig",
+        "23.6B",
+        {
+            **_llama(5120, 40, 32, 8, 32768, vocab_size=131072, max_position_embeddings=32768),
+            "head_dim": 128,
+            "sliding_window": None,
+            "rope_parameters": _rope(1e8),
+        },
+    ),
+    "gpt-oss-20b": Preset("GptOssConfig", "20.9B", {"num_hidden_layers": 24, "num_local_experts": 32}),
 }
 
 

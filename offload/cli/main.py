@@ -90,6 +90,7 @@ app = typer.Typer(
 # The order of registration is the order in the help.
 _OPTIONS: dict[str, Any] = {"cls": Grouped, "context_settings": UNDERSCORES}
 app.command()(machine.info)
+app.command()(machine.doctor)
 app.command()(machine.tune)
 app.add_typer(bench.bench, name="bench")
 app.command()(machine.probe)

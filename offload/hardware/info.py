@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -25,7 +25,7 @@ from offload.aio.file import open_new
 from offload.aio.measure import remove
 from offload.errors import IoError
 from offload.hardware.system import arithmetic, disks, gpus, memory, mount_of, nodes, processor, text
-from offload.sizes import MIB, count_of, format_size
+from offload.sizes import GIB, MIB, count_of, format_size
 
 _PACKAGES = ("offload", "torch", "numpy", "transformers", "safetensors", "pydantic")
 
@@ -47,7 +47,7 @@ def io() -> dict[str, Any]:
 
     Raises `ConfigError` if this system refuses every backend.
     """
-    trial, locked = aligned_empty(16 * MIB), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    trial = aligned_empty(16 * MIB)
     with IoQueue() as queue:  # raises the error with the reasons if no backend works
         # Only io_uring registers memory.
         taken, registered = queue.backend, queue.register(trial)
@@ -61,7 +61,7 @@ def io() -> dict[str, Any]:
         "crc32c": f"by {crc32c_ways()[-1]}",
         "huge_pages": _huge_pages(),
         "registered": {"asked_bytes": len(trial), "got_bytes": registered},
-        "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
+        "memlock_bytes": _soft_limit(resource.RLIMIT_MEMLOCK),
         "libaio_events": {"taken": _number("/proc/sys/fs/aio-nr"), "most": _number("/proc/sys/fs/aio-max-nr")},
     }
 
@@ -186,6 +186,7 @@ def facts(folders: Sequence[str] = ()) -> dict[str, Any]:
         "numa": nodes(),
         "gpus": gpus(),
         "io": io(),
+        "open_files": _soft_limit(resource.RLIMIT_NOFILE),
         "drives": [],
     }
     for folder in folders:
@@ -195,6 +196,75 @@ def facts(folders: Sequence[str] = ()) -> dict[str, Any]:
         except IoError as error:
             report["drives"].append({"path": folder, "error": str(error)})
     return report | {"advice": advice(report)}
+
+
+class Finding(NamedTuple):
+    """What `offload doctor` says of one property of this machine."""
+
+    level: str
+    """ "ok", "warning" if a run works and is slower or smaller, "error" if no run works."""
+    name: str
+    words: str
+
+
+_FEW_FILES = 1024
+"""Open files that systems allow by default. A model of many files needs more than half of them."""
+_LITTLE_ROOM = 10 * GIB
+"""Free bytes of a drive below which the swap files of hardly any model fit."""
+
+
+def findings(report: dict[str, Any], probed: bool) -> list[Finding]:
+    """Returns what a report of `facts` means for a run; `probed` is True if a probe has measured the machine."""
+    about_io, memory_of, cards = report["io"], report["memory"], report["gpus"]["devices"]
+    locked, limit, files = about_io["memlock_bytes"], memory_of["limit_bytes"], report["open_files"]
+    locked_words = "no limit" if locked is None else format_size(locked)
+    few = files is not None and files < _FEW_FILES
+    found = [
+        Finding("ok", "native parts", "built for this machine; no compiler is needed"),
+        Finding("ok", "I/O", f"{about_io['backend']}: {about_io['why']}"),
+        Finding("ok", "locked memory", f"{locked_words} (ulimit -l)"),
+        Finding(
+            "warning" if few else "ok",
+            "open files",
+            f"{'no limit' if files is None else files} (ulimit -n)" + ("; run: ulimit -n 4096" if few else ""),
+        ),
+        Finding(
+            "ok",
+            "memory",
+            f"{format_size(memory_of['free_bytes'])} free"
+            + ("" if limit is None else f"; the container allows {format_size(limit)}"),
+        ),
+        *(Finding("ok", "GPU", f"{card['name']}, {format_size(card['memory_bytes'])}") for card in cards),
+    ]
+    if not cards:
+        found.append(Finding("warning", "GPU", f"none, so the CPU computes: {report['gpus']['why']}"))
+    if cards and "microsoft" in report["machine"]["kernel"].lower():
+        words = "WSL pins 0.5 to 1 GiB in all, and copies the rest more slowly; nothing to do"
+        found.append(Finding("warning", "pinned memory", words))
+    found += [finding for folder in report["drives"] for finding in _of_folder(folder)]
+    if not report["drives"]:
+        found.append(Finding("warning", "drive", "not examined; give its folder: offload doctor /mnt/nvme"))
+    if not probed:
+        where = "".join(f" {folder['path']}" for folder in report["drives"] if "error" not in folder)
+        words = f"this machine was not measured, so plans need --gpu; run: offload probe{where}"
+        found.append(Finding("warning", "probe", words))
+    found += [Finding("warning", "advice", words) for words in report["advice"]]
+    return found
+
+
+def _of_folder(folder: dict[str, Any]) -> list[Finding]:
+    name = f"drive of {folder['path']}"
+    if "error" in folder:
+        return [Finding("error", name, f"{folder['error']}; make the folder, or give one that you may write to")]
+    kinds = {True: "rotating", False: "solid state", None: "of unknown kind"}
+    kind = ", ".join(kinds[disk["rotational"]] for disk in folder["disks"]) or "of unknown kind"
+    how = "O_DIRECT" if folder["o_direct"] else "no O_DIRECT"
+    free = f"{format_size(folder['free_bytes'])} free"
+    found = [Finding("ok", name, f"{folder['file_system']} on {folder['device']}, {kind}, {how}, {free}, writable")]
+    if folder["free_bytes"] < _LITTLE_ROOM:
+        level = "warning" if folder["free_bytes"] > MIB else "error"
+        found.append(Finding(level, name, f"only {free}: free some room, or give another drive"))
+    return found
 
 
 def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -297,6 +367,12 @@ def _huge_pages() -> dict[str, Any]:
     buffer[::4096] = bytes(len(buffer) // 4096)
     # Half is enough: with fragmented memory the kernel mixes both sizes.
     return {"setting": chosen, "granted": huge_page_share(buffer) >= 0.5}
+
+
+def _soft_limit(kind: int) -> int | None:
+    """Returns a limit of this process, or None if there is none."""
+    limit = resource.getrlimit(kind)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 @functools.cache  # each start of an engine asks, and a package's metadata take a millisecond to parse

@@ -5,9 +5,9 @@ Pure functions; `initialize` carries out their decisions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -467,8 +467,7 @@ def usable_host(free: int, *, own_device_memory: bool) -> int:
 def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory) -> HostBudget:
     """Returns the smallest classes of host buffers that work: after any demotions, with large units read in chunks."""
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
-    ways = demotions(configured_tiers, request.early) if machine.drives else iter((configured_tiers,))
-    return min((host_needs(parts, mode, request, machine, tiers)[0] for tiers in ways), key=sum)
+    return min((way.least for way in _ways(parts, mode, request, machine, configured_tiers)), key=sum)
 
 
 def default_budget(
@@ -518,6 +517,45 @@ def host_needs(
         HostBudget(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, resident, few),
         HostBudget(large, 2 * align_up(largest), gradients, resident, many),
     )
+
+
+class _Way(NamedTuple):
+    """Host needs after the first `number` moves of a series of `demotions`."""
+
+    moves: Sequence[tuple[int, State]]
+    number: int
+    least: HostBudget
+    most: HostBudget
+
+    def tiers(self, before: TierMap) -> TierMap:
+        """Returns the tier map after the moves; `before` is the one before them."""
+        return with_tier(before, self.moves[: self.number], Tier.DISK) if self.number else before
+
+
+def _ways(
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, tiers: TierMap
+) -> Iterator[_Way]:
+    """Yields the host needs of `tiers`, and of each map after a further move of `demotions` if there are drives.
+
+    A move to DISK frees its bytes. Anything else changes only if no weight, or no gradient, as large was on DISK
+    before. So the needs of thousands of units are counted a few times.
+    """
+    needs = host_needs(parts, mode, request, machine, tiers)
+    yield _Way((), 0, *needs)
+    largest = dict.fromkeys((State.WEIGHT, State.GRAD), 0)
+    for row, places in zip(parts.nbytes, tiers, strict=True):
+        largest |= {state: max(most, row[state]) for state, most in largest.items() if places.get(state) is Tier.DISK}
+    for moves in demotions(tiers, request.early) if machine.drives else ():
+        rows, known, (least, most) = [dict(row) for row in tiers], dict(largest), needs
+        for count, (unit, state) in enumerate(moves, 1):
+            rows[unit][state], nbytes = Tier.DISK, parts.nbytes[unit].get(state, 0)
+            if nbytes > known.get(state, nbytes) or (state is State.GRAD and mode.whole_units):
+                known[state] = max(nbytes, known[state])
+                least, most = host_needs(parts, mode, request, machine, tuple(rows))
+            else:
+                resident = least.resident - align_up(nbytes)
+                least, most = least._replace(resident=resident), most._replace(resident=resident)
+            yield _Way(moves, count, least, most)
 
 
 def divide_host(
@@ -788,17 +826,16 @@ def _fitting_tiers(
 
     Raises `BudgetError` if no tier map fits.
     """
-    tried: list[tuple[TierMap, HostBudget]] = []
-    for tiers in demotions(configured_tiers, request.early) if machine.drives else (configured_tiers,):
-        least, most = host_needs(parts, mode, request, machine, tiers)
-        if sum(least._replace(weights=most.weights)) <= budget:
-            return tiers
-        tried.append((tiers, least))
+    tried: list[_Way] = []
+    for way in _ways(parts, mode, request, machine, configured_tiers):
+        if sum(way.least._replace(weights=way.most.weights)) <= budget:
+            return way.tiers(configured_tiers)
+        tried.append(way)
     # Reading the largest unit in chunks is slow, so it is the last resort, after all moves to DISK.
-    for tiers, least in tried:
-        if sum(least) <= budget:
-            return tiers
-    raise _budget_error(request, mode, budget, machine, min((least for _, least in tried), key=sum))
+    for way in tried:
+        if sum(way.least) <= budget:
+            return way.tiers(configured_tiers)
+    raise _budget_error(request, mode, budget, machine, min((way.least for way in tried), key=sum))
 
 
 def _budget_error(

@@ -11,7 +11,7 @@ which evicts the weight whose next use is furthest away: a backward runs in the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -540,14 +540,13 @@ _DOWN = (
 comes first."""
 
 
-def demotions(tiers: TierMap, early: bool) -> Iterator[TierMap]:
-    """Yields `tiers`, then tier maps with one more partition moved from HOST to DISK each time, the last unit's first.
+def demotions(tiers: TierMap, early: bool) -> list[list[tuple[int, State]]]:
+    """Returns one or two series of partitions that move from HOST to DISK one after the other, the last unit first.
 
     With `early`, a unit that is on DISK alone can be updated under the backward. So units move one after the other, and
     gradients last: `to_promote` keeps the same units in HOST. Otherwise the drive has nothing to do under the backward
     but to write gradients, so these move first, and then one state of all units after the other.
     """
-    yield tiers
     units = range(len(tiers) - 1, -1, -1)
     states = [(unit, state) for state in _DOWN[1:] for unit in units]
     gradients = [(unit, State.GRAD) for unit in units]
@@ -558,12 +557,7 @@ def demotions(tiers: TierMap, early: bool) -> Iterator[TierMap]:
         # The second series starts again and keeps gradients in HOST: the windows of gradients that spill may take more
         # memory than the spill saves.
         orders = [[*gradients, *states], states]
-    for order in orders:
-        rows = [dict(row) for row in tiers]
-        for unit, state in order:
-            if rows[unit].get(state) is Tier.HOST:
-                rows[unit][state] = Tier.DISK
-                yield tuple(dict(row) for row in rows)
+    return [[(unit, state) for unit, state in order if tiers[unit].get(state) is Tier.HOST] for order in orders]
 
 
 _LEAST_FIRST = 64 * MIB

@@ -50,16 +50,22 @@ _BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 
 
 class Experts(NamedTuple):
-    """The experts of a layer. Each expert is a unit."""
+    """The experts of a layer. Each expert is a unit, or each group of them."""
 
     units: range
     per_token: int
     """Experts that the router chooses for a token."""
+    of_unit: int = 1
+    """Experts of a unit: more than one in a `Shape.in_groups`."""
+
+    @property
+    def number(self) -> int:
+        """Returns the number of experts."""
+        return len(self.units) * self.of_unit
 
     def visited(self, tokens: int) -> float:
         """Returns the expected number of experts that `tokens` tokens visit if the router prefers none."""
-        count = len(self.units)
-        return count * (1 - (1 - self.per_token / count) ** tokens)
+        return self.number * (1 - (1 - self.per_token / self.number) ** tokens)
 
 
 class Use(NamedTuple):
@@ -168,6 +174,39 @@ class Shape(NamedTuple):
         uncut = None if self.uncut is None else self.uncut.at(sequence)
         return self._replace(uses=uses, temporary=scaled(self.temporary), sequence=sequence, uncut=uncut)
 
+    @property
+    def chooses(self) -> bool:
+        """Returns True if it depends on the micro-batch which units are used: not all experts are visited."""
+        return any(each.of_unit == 1 for each in self.experts)
+
+    def in_groups(self) -> Shape:
+        """Returns the shape with groups of experts as units, if a sequence visits all experts anyway.
+
+        A prediction then counts some hundreds of units, not thousands. A group has at most half the bytes of the
+        largest unit, so that the memory for units in use is the same.
+        """
+        each = self.experts[0] if self.experts else None
+        if each is None or round(each.visited(self.sequence)) < each.number or self.uncut is not None:
+            return self
+        largest = max(layout.device_numel for layout in self.layouts)
+        size = 1
+        while each.number % (2 * size) == 0 and 4 * size * self.layouts[each.units[0]].device_numel <= largest:
+            size *= 2
+        if size == 1:
+            return self
+        inside = {unit: (unit - layer.units[0]) % size for layer in self.experts for unit in layer.units}
+        layouts, places = list[UnitLayout](), dict[int, int]()
+        for unit, layout in enumerate(self.layouts):
+            if not inside.get(unit, 0):
+                places[unit] = len(layouts)
+                layouts.append(_several(layout, size) if unit in inside else layout)
+        experts = tuple(
+            Experts(range(places[layer.units[0]], places[layer.units[-size]] + 1), layer.per_token, size)
+            for layer in self.experts
+        )
+        uses = tuple(use._replace(unit=places[use.unit]) for use in self.uses)
+        return self._replace(layouts=tuple(layouts), uses=uses, experts=experts)
+
     def in_pieces(self) -> Shape:
         """Returns the shape with its tables in pieces, as `find_units` divides them: each use visits all pieces."""
         cut = {table.parameter for table in self.tables}
@@ -193,6 +232,15 @@ class Shape(NamedTuple):
             each._replace(units=range(places[each.units[0]][0], places[each.units[-1]][0] + 1)) for each in self.experts
         )
         return self._replace(layouts=tuple(layouts), uses=uses, experts=experts, tables=(), uncut=self)
+
+
+def _several(layout: UnitLayout, count: int) -> UnitLayout:
+    """Returns the layout of `count` equal experts in one unit: each parameter has as many times the rows."""
+    segments = [
+        segment._replace(shape=(count * segment.shape[0], *segment.shape[1:]), numel=count * segment.numel)
+        for segment in layout.segments
+    ]
+    return arrange(layout.name, segments, 1, in_fp32=layout.in_fp32)
 
 
 @functools.lru_cache
@@ -370,7 +418,9 @@ def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
         return shape
     chance = random.Random(draw)
     choices = {
-        each.units[0]: Expected(tuple(sorted(chance.sample(each.units, round(each.visited(tokens))))), each.units)
+        each.units[0]: Expected(
+            tuple(sorted(chance.sample(each.units, round(each.visited(tokens) / each.of_unit)))), each.units
+        )
         for each in shape.experts
     }
     uses = tuple(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.layout.placement import usable_host
-from offload.planner.activations import is_tiled, recomputed, tile_tokens
+from offload.planner.activations import beside_weights, is_tiled, recomputed, tile_tokens
 from offload.planner.gpus import ORIGINS, sentences
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.reach import Longest, Reach
-from offload.planner.recommend import Advice, Ordered, Planned
+from offload.planner.recommend import Advice, Ordered, Planned, writes_less
 from offload.planner.step_time import Timing, hiding_tokens
-from offload.sizes import count_of, format_count, format_size, format_time, rounded
+from offload.sizes import count_of, format_count, format_decimal, format_size, format_time, rounded
 from offload.states import State
 
 # -- text ----------------------------------------------------------------------------------------------
@@ -26,7 +27,7 @@ YEAR = 365.25 * 24 * 3600
 """Seconds of a year."""
 _DAY = 24 * 3600
 _WORN_IN = 10 * _DAY
-"""The first line of a plan warns of drives that wear out within so many seconds of training."""
+"""A plan warns of drives that wear out within so many seconds of training."""
 _SHARE_OF_LIFE = 0.1
 """Fraction of a drive's rated writes that a run of known length may take without a warning, as in `drive_share`."""
 _TYPICAL_TBW = 1200e12
@@ -60,12 +61,106 @@ def in_short(planned: Planned) -> str:
     )
 
 
-def verdict(planned: Planned, advice: Advice, asked: Asked) -> str:
-    """Returns a plan in one line: tokens a day, the limiting resource, cautions, the change that helps most."""
-    daily = planned.timing.tokens_per_second * _DAY
-    best = f"first change: {advice.changes[0].sentence}" if advice.changes else "; ".join(_no_change(planned, advice))
-    speed = f"{format_count(daily)} tokens a day"
-    return "; ".join(["it fits", speed, _describe_limit(planned.timing), *cautions(planned, asked), best])
+_EXAMPLE_TOKENS = 10**8
+"""Tokens of a training whose duration a plan shows if the user names no number."""
+_LONG_LIFE = 365 * _DAY
+"""A plan says how to write less if the drives wear out within so many seconds of training."""
+_PLACES = {"none": "GPU", "cpu": "RAM", "nvme": "drive"}
+"""Where states are, by the names of the config."""
+_WIDTH, _LABEL, _BAR = 80, 8, 30
+"""Columns of a line of the summary, of its label and of its bars."""
+
+
+def summary(planned: Planned, advice: Advice, asked: Asked, price: float | None = None) -> list[str]:
+    """Returns the plan in about ten lines of at most 80 columns, without the tables of `--details`."""
+    return [
+        line.rstrip()
+        for label, words in labelled(planned, advice, asked, price)
+        for line in textwrap.wrap(f"{label:{_LABEL}}{words}", _WIDTH, subsequent_indent=_LABEL * " ")
+    ]
+
+
+def labelled(planned: Planned, advice: Advice, asked: Asked, price: float | None = None) -> list[tuple[str, str]]:
+    """Returns the lines of `summary` as labels and words. `price` are the machine's dollars an hour."""
+    timing, hardware = planned.timing, planned.hardware
+    tokens = asked.tokens or _EXAMPLE_TOKENS
+    seconds = run_seconds(planned, tokens)
+    cost = "" if price is None else f", ${price * seconds / 3600:,.0f} at ${price:g} an hour"
+    zero = planned.memory.config.zero_optimization
+    places = [_PLACES[device] for device in (zero.offload_param.device, zero.offload_optimizer.device)]
+    if hardware.on_cpu:
+        places = ["RAM" if place == "GPU" else place for place in places]
+    helps = advice.changes[0].sentence if advice.changes else "; ".join(_no_change(planned, advice))
+    return [
+        ("fits", f"{planned.shape.name} on {hardware.name}: weights on {places[0]}, states on {places[1]}"),
+        *([("", "the whole training fits on the GPU: you do not need offload")] if fits_on_device(planned) else []),
+        (
+            "speed",
+            f"{_rate(timing.tokens_per_second)} tokens/s; {format_count(tokens)} tokens take "
+            f"{format_time(seconds)}{cost}",
+        ),
+        ("step", f"{_describe_step(planned)}, in {seconds_text(timing.seconds)}"),
+        ("limit", _describe_limit(timing)),
+        ("change", helps),
+        *_of_wear(planned, asked),
+        *(("note", words) for words in cautions(planned, asked) if "worn out" not in words),
+        *_bars(planned),
+    ]
+
+
+def fits_on_device(planned: Planned) -> bool:
+    """Returns True if the GPU has room for the whole training, so that nothing moves between it and the host."""
+    zero, needed = planned.memory.config.zero_optimization, planned.needed
+    stay = zero.offload_param.device == zero.offload_optimizer.device == "none"
+    return stay and not planned.hardware.on_cpu and not (needed.host or needed.disk or planned.memory.stored)
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _of_wear(planned: Planned, asked: Asked) -> list[tuple[str, str]]:
+    """Returns a line on what a training writes, and one on how to write less if the drives wear out within a year."""
+    written = planned.timing.moved.written / planned.timing.seconds
+    if not written:
+        return []
+    drives = max(len(planned.hardware.drives), 1)
+    rated = _TYPICAL_TBW * drives if asked.endurance is None else asked.endurance
+    which = f"rated for {rated / drives / 1e12:.0f} TB" + (" (assumed)" if asked.endurance is None else "")
+    one = f"a drive {which} lasts" if drives == 1 else f"{drives} drives {which} last"
+    rows = [("wear", f"{format_decimal(_DAY * written)} written a day: {one} {format_time(rated / written)}")]
+    less = writes_less(planned) if rated / written < _LONG_LIFE else []
+    if less:
+        rows.append(("", "less: " + ", ".join(f"{option} writes {1 - share:.0%} less" for option, share in less)))
+    return rows
+
+
+def _bars(planned: Planned) -> list[tuple[str, str]]:
+    """Returns a bar of used and free bytes for each tier."""
+    memory, hardware, load = planned.memory, planned.hardware, planned.load
+    on_device = memory.device + beside_weights(memory, planned.shape, load)
+    tiers: list[tuple[str, int, int | None]] = []
+    if hardware.unified:
+        tiers.append(("memory", memory.host + on_device, hardware.gpu_memory))
+    elif not hardware.on_cpu:
+        tiers.append(("GPU", on_device, hardware.gpu_memory))
+    if not hardware.unified:
+        tiers.append(("RAM", planned.host_peak, hardware.ram))
+    free = [drive.free for drive in hardware.drives]
+    room = None if None in free else sum(nbytes or 0 for nbytes in free)
+    if hardware.drives:
+        tiers.append(
+            ("drive" if len(free) == 1 else "drives", memory.stored + memory.spilled + planned.needed.disk, room)
+        )
+    return [(name, _bar(used, total)) for name, used, total in tiers]
+
+
+def _bar(used: int, total: int | None) -> str:
+    if total is None:
+        return f"{'?' * _BAR}  {format_size(used)}" if used else f"{'.' * _BAR}  not used"
+    # A tier that is used at all shows it.
+    filled = min(_BAR, max(round(_BAR * used / total), bool(used))) if total else _BAR
+    return f"{'#' * filled}{'.' * (_BAR - filled)}  {format_size(used)} of {format_size(total)}"
 
 
 def cautions(planned: Planned, asked: Asked) -> list[str]:
@@ -98,16 +193,23 @@ def heading(planned: Planned) -> list[str]:
         f"{shape.name}: {_count(shape.parameters)} parameters in {len(shape.layouts)} units",
         f"{hardware.name}{device}, {format_size(hardware.ram)} of RAM{shared}; drives: {drives}",
         f"weights on {zero.offload_param.device}, states on {zero.offload_optimizer.device}; a step is "
-        f"{load.accumulation} x {load.batch} x {shape.sequence} tokens"
-        f"{', layer-major' if load.alive > 1 else ''}"
-        f"{', activations recomputed' if load.recompute else ''}"
-        f"{', attention kept' if load.keep_attention else ''}"
+        f"{_describe_step(planned)}"
         f"{', loss in chunks' if load.chunked_loss else ', all logits in memory'}"
         f"{', tables of the vocabulary in pieces' if shape.uncut is not None else ''}"
         f"{f', MLPs in tiles of {tile_tokens(shape, load)} tokens' if is_tiled(shape, load) else ''}",
         *_describe_experts(planned),
         *planned.memory.notices,
     ]
+
+
+def _describe_step(planned: Planned) -> str:
+    load = planned.load
+    return (
+        f"{load.accumulation} x {load.batch} x {planned.shape.sequence} tokens"
+        f"{', layer-major' if load.alive > 1 else ''}"
+        f"{', activations recomputed' if load.recompute else ''}"
+        f"{', attention kept' if load.keep_attention else ''}"
+    )
 
 
 def _describe_experts(planned: Planned) -> list[str]:
@@ -124,7 +226,7 @@ def _describe_experts(planned: Planned) -> list[str]:
 def experts_of(planned: Planned) -> dict[str, Any] | None:
     """Returns the numbers of experts that a micro-batch and a step visit in all layers; None without expert units."""
     shape, load = planned.shape, planned.load
-    every = sum(len(layer.units) for layer in shape.experts)
+    every = sum(layer.number for layer in shape.experts)
     visited = {"micro_batch": load.batch * shape.sequence, "step": load.tokens(shape)}
     means = {name: shape.visited(tokens) for name, tokens in visited.items()}
     return {"of": every, **means, "skips": planned.memory.config.offload.experts == "visited"} if every else None
@@ -288,11 +390,11 @@ def orders_table(orders: Sequence[Ordered]) -> list[tuple[str, ...]]:
 
 
 def _describe_limit(timing: Timing) -> str:
-    share = f"{timing.limit_seconds / timing.seconds:.0%} of the step"
+    share = f"{min(timing.limit_seconds / timing.seconds, 1):.0%} of the step"
     # The budget is no hardware, so its sentence differs.
     if timing.limit == "budget":
         return f"the host budget limits ({share}: units wait for free host memory)"
-    return f"{timing.limit} limits ({share})"
+    return f"{timing.limit} limits, busy for {share}"
 
 
 def _of_drives(planned: Planned, asked: Asked) -> list[str]:

@@ -5,12 +5,13 @@ Every candidate is tried by a prediction of its own.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from offload.planner.activations import Room as ActivationRoom
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import Shape
-from offload.planner.step_time import Timing, chain, choice_of, lower_bound, predict
+from offload.planner.step_time import Timing, chain, choice_of, lower_bound, predict, update_written
 from offload.sizes import PAGE, format_size
 from offload.states import State
 from offload.swapper.memory.device import DeviceRoom
@@ -106,11 +107,29 @@ class Planned(NamedTuple):
         return sum(self.peak)
 
 
-def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Planned:
-    """Returns the plan of a config.
+class TooSlowError(Exception):
+    """The lower bound of a step, in seconds, is longer than is of interest."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"a step takes at least {seconds} seconds")
+        self.seconds = seconds
+
+
+def plan(
+    shape: Shape,
+    hardware: Hardware,
+    load: Load,
+    content: Mapping[str, Any],
+    within: float = math.inf,
+    coarse: bool = False,
+) -> Planned:
+    """Returns the plan of a config; `coarse` as for `predict`.
 
     `load` contains recomputation by the model itself. The config sets the tiers of the blocks' inputs, and the tiles.
     The schedule "auto" chooses the shorter step.
+
+    Raises:
+        TooSlowError: the lower bound of the step is at least `within` seconds. No step was simulated then.
     """
     in_turns = takes_turns(load.schedule, load.accumulation, chain(shape))
 
@@ -132,50 +151,63 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
             'in the block "offload" of a config'
         )
     choice = choice_of(shape, hardware, load, memory, wish)
-    planned = _timed(shape, hardware, load, content, memory, choice)
-    if load.schedule != "auto" or choice.schedule == MICRO_BATCH_MAJOR:
-        return planned
-    other = ScheduleChoice(MICRO_BATCH_MAJOR, "a layer-major step is not faster")
-    return _timed(shape, hardware, load, content, memory, other, planned)
+    choices = [choice]
+    if load.schedule == "auto" and choice.schedule != MICRO_BATCH_MAJOR:
+        choices.append(ScheduleChoice(MICRO_BATCH_MAJOR, "a layer-major step is not faster"))
+    planned: Planned | None = None
+    least = math.inf
+    for choice in choices:
+        most = within if planned is None else min(within, planned.timing.seconds)
+        # Activations are checked before the arena grows, which takes only memory that they leave free.
+        chosen = _checked(shape, hardware, load, memory, choice)
+        grown = _grown(memory, shape, hardware, chosen)
+        if not math.isinf(most) or coarse:
+            bound = lower_bound(grown, shape, hardware, chosen)
+            # The bound alone shows that this step is not shorter, or for a comparison that it hardly is.
+            if bound >= most or (coarse and bound >= least):
+                least = min(least, bound)
+                continue
+            least = bound
+        timing = predict(grown, shape, hardware, chosen, coarse)
+        if planned is None or timing.seconds < planned.timing.seconds:
+            planned = Planned(shape, hardware, chosen, content, grown, timing, load, choice)
+    if planned is None:
+        raise TooSlowError(least)
+    return planned
 
 
-def plan_if_it_fits(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Planned | None:
-    """Returns the plan of a config; None if a budget is too small for it."""
-    try:
-        return plan(shape, hardware, load, content)
-    except BudgetError:
-        return None
-
-
-def _timed(
+def plan_if_it_fits(
     shape: Shape,
     hardware: Hardware,
     load: Load,
     content: Mapping[str, Any],
-    memory: Memory,
-    choice: ScheduleChoice,
-    before: Planned | None = None,
-) -> Planned:
-    """Returns the plan with one schedule, or `before` if the step of `before` is not longer."""
+    within: float = math.inf,
+    coarse: bool = False,
+) -> Planned | None:
+    """Returns the plan of a config; None if a budget is too small for it, or as `plan` raises `TooSlowError`."""
+    try:
+        return plan(shape, hardware, load, content, within, coarse)
+    except (BudgetError, TooSlowError):
+        return None
+
+
+def _checked(shape: Shape, hardware: Hardware, load: Load, memory: Memory, choice: ScheduleChoice) -> Load:
+    """Returns the load with a schedule and the tiers of its inputs; raises `BudgetError` if activations do not fit."""
     wish = wish_of(memory.config)
     chosen = load._replace(schedule=choice.schedule)
     room = room_of(hardware, memory, wish, shape, chosen, chosen.alive > 1)
-    # Activations are checked before the arena grows, which takes only memory that they leave free.
     chosen = activations.within(shape, chosen, wish, room)
     activations.check(shape, chosen, wish, room)
-    memory = _grown(memory, shape, hardware, chosen)
-    if before is not None and lower_bound(memory, shape, hardware, chosen) >= before.timing.seconds:
-        return before  # the bound alone shows that this step is not shorter
-    timing = predict(memory, shape, hardware, chosen)
-    if before is not None and before.timing.seconds <= timing.seconds:
-        return before
-    return Planned(shape, hardware, chosen, content, memory, timing, load, choice)
+    return chosen
 
 
 def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any], in_turns: bool = False) -> Memory:
     """Returns the memory of a config on a machine, as it is before the first step; `in_turns` as for `settle`."""
-    key = _Content(repr(content), content)
-    memory = _settled(shape.layouts, key, _room(hardware), load.accumulation, shape.matrices, load.speculate, in_turns)
+    # Only whether there are several micro-batches has a part in these bytes, and a plan tries many numbers.
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    content = {name: value for name, value in content.items() if name not in sizes}
+    key, count = _Content(repr(content), content), min(load.accumulation, 2)
+    memory = _settled(shape.layouts, key, _room(hardware), count, shape.matrices, load.speculate, in_turns)
     if not hardware.drives and (memory.slots or memory.spilled):
         raise ConfigError("this machine has no drive, and the config needs one; give --drive or --nvme-path")
     return memory
@@ -190,7 +222,7 @@ class _Content:
 
 
 # Advice, reach and orders settle the plan's own config again, and each of their configs more than once.
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=128)
 def _settled(
     layouts: tuple[UnitLayout, ...],
     config: _Content,
@@ -227,16 +259,25 @@ def _room(hardware: Hardware) -> Room:
     return Room(hardware.ram, hardware.gpu_memory, disk, max(len(hardware.drives), 1), hardware.unified)
 
 
-def with_host_budget(planned: Planned) -> Planned:
-    """Returns the plan with the recommended host budget.
+def least_seconds(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> float:
+    """Returns the lower bound of the step that `plan` would simulate; it raises the errors of `plan`."""
+    try:
+        return plan(shape, hardware, load, content, within=0.0).timing.seconds
+    except TooSlowError as bound:
+        return bound.seconds
+
+
+def with_host_budget(planned: Planned, coarse: bool = False) -> Planned:
+    """Returns the plan with the recommended host budget; `coarse` if the timing of `planned` is.
 
     Budgets are tried from the smallest up. A larger one replaces the best so far only if a step is faster by `_WORTH`.
     """
     best = planned
     for budget in _budgets(planned):
         content = with_host_memory(planned.content, budget, planned.needed.host)
-        tried = plan_if_it_fits(planned.shape, planned.hardware, planned.given, content)
-        if tried is not None and tried.timing.seconds * _WORTH < best.timing.seconds:
+        most = best.timing.seconds / _WORTH
+        tried = plan_if_it_fits(planned.shape, planned.hardware, planned.given, content, most, coarse)
+        if tried is not None and tried.timing.seconds < most:
             best = tried
     return best
 
@@ -269,34 +310,22 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     """
     error: Exception | None = None
     plans: list[Planned] = []
-    # Without a drive, a folder could not store anything.
-    options = options if hardware.drives else {**options, "paths": ()}
-    # Recomputation by the model, and the tier of the blocks' inputs. Without recomputation first: if both are about as
-    # fast, the simpler run is chosen. The last two move inputs of blocks, so they are tried only for runs that fit in
-    # no other way.
-    ways: list[tuple[bool, str | None]] = [(False, None), (False, "device"), (False, "cpu"), (False, "nvme")]
-    if (tier := options.pop("activations", None)) is not None or recompute is not None:
-        ways = [(bool(recompute), tier)]
-    for again, tier in ways:
-        if plans and tier not in (None, "device") and not _lacks_room(plans):
+    for way in _ways(shape, hardware, load, recompute, options):
+        if plans and way.moves_inputs and not _lacks_room(plans):
             break
-        on = load._replace(recompute=again)
-        for weights, states in PLACEMENTS:
-            # Without drives these tiers cannot exist; the next candidate is tried.
-            if "nvme" in (weights, states, tier) and not hardware.drives:
-                continue
-            content = settings(
-                weights, states, activations=tier, batch=load.batch, accumulation=load.accumulation, **options
-            )
-            try:
-                _check_device(shape, hardware, on, content)
-                plans.append(_fitting(shape, hardware, on, content, (weights, states)))
-            except (BudgetError, ConfigError) as refusal:
-                error = refusal
+        # A step that is slower than the best one even by its lower bound is not simulated.
+        most = min((planned.timing.seconds for planned in plans), default=math.inf) * _WEAR
+        try:
+            _check_device(shape, hardware, way.load, way.content)
+            plans.append(_fitting(shape, hardware, way, most))
+        except TooSlowError:
+            continue
+        except (BudgetError, ConfigError) as refusal:
+            error = refusal
     if not plans:
         assert error is not None
         raise error
-    # `found` starts with the candidates that move the fewest bytes. The first one that is nearly as fast as the best is
+    # `plans` starts with the candidates that move the fewest bytes. The first one that is nearly as fast as the best is
     # preferred to a marginally faster one.
     best = max(plans, key=lambda planned: planned.timing.tokens_per_second)
 
@@ -304,7 +333,99 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
         wears = best.timing.moved.written > planned.timing.moved.written == 0
         return planned.timing.tokens_per_second * (_WEAR if wears else _WORTH) >= best.timing.tokens_per_second
 
-    return _with_attention_kept(next(filter(near, plans)))
+    best = next(filter(near, plans))
+    if "nvme" in way_of(best.content):
+        best = with_host_budget(best, coarse=True)
+    return _exact(_with_attention_kept(best))
+
+
+def _exact(planned: Planned) -> Planned:
+    """Returns a plan whose step was compared with others by a coarse simulation."""
+    return planned._replace(timing=predict(planned.memory, planned.shape, planned.hardware, planned.load))
+
+
+class _Way(NamedTuple):
+    """A candidate: where the states and the blocks' inputs are, and what is computed again."""
+
+    load: Load
+    content: dict[str, Any]
+    moves_inputs: bool
+    """True if inputs of blocks may leave the device."""
+
+
+def way_of(content: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the devices of weights and states in a config."""
+    zero = content["zero_optimization"]
+    return zero["offload_param"]["device"], zero["offload_optimizer"]["device"]
+
+
+def _ways(
+    shape: Shape, hardware: Hardware, load: Load, recompute: bool | None, options: Mapping[str, Any]
+) -> Iterator[_Way]:
+    """Yields the candidates of `choose`; those that move the fewest bytes first."""
+    drives, on_cpu = bool(hardware.drives), hardware.on_cpu
+    rooms = {"none": hardware.ram if on_cpu else hardware.gpu_memory, "cpu": hardware.ram, "nvme": math.inf}
+    # Frozen weights may be stored in fewer bytes than their dtype.
+    weights_nbytes = 0 if shape.adapted else shape.parameters * shape.itemsize
+    # Without a drive, a folder could not store anything.
+    options = dict(options) if drives else {**options, "paths": ()}
+    # Recomputation by the model, and the tier of the blocks' inputs. Without recomputation first: if both are about as
+    # fast, the simpler run is chosen. The last two move inputs of blocks, so they are tried only for runs that fit in
+    # no other way.
+    ways: list[tuple[bool, str | None]] = [(False, None), (False, "device"), (False, "cpu"), (False, "nvme")]
+    if (tier := options.pop("activations", None)) is not None or recompute is not None:
+        ways = [(bool(recompute), tier)]
+    for again, tier in ways:
+        for weights, states in PLACEMENTS:
+            # Without drives these tiers cannot exist. With drives a candidate follows whose weights have room.
+            if drives and weights_nbytes > rooms[weights]:
+                continue
+            if drives or "nvme" not in (weights, states, tier):
+                content = settings(
+                    weights, states, activations=tier, batch=load.batch, accumulation=load.accumulation, **options
+                )
+                yield _Way(load._replace(recompute=again), content, tier not in (None, "device"))
+
+
+STEP_TOKENS, _MICRO_BATCH_TOKENS = 65536, 32768
+"""Tokens of a step, and most tokens of a micro-batch, that a plan chooses by itself."""
+
+
+def loads(load: Load, sequence: int, batch: int | None, accumulation: int | None) -> Iterator[Load]:
+    """Yields the loads that a plan tries, the largest micro-batch first; a number that the user gives stays.
+
+    Steps have `STEP_TOKENS` tokens, rounded to a power of two of sequences, if the user gives no number.
+    """
+    every = 1 << max(STEP_TOKENS // sequence, 1).bit_length() - 1
+    most = min(1 << max(_MICRO_BATCH_TOKENS // sequence, 1).bit_length() - 1, every)
+    while most:
+        size = most if batch is None else batch
+        yield load._replace(batch=size, accumulation=accumulation or max(every // size, 1))
+        most = 0 if batch is not None else most // 2
+
+
+def choose_load(
+    shape: Shape, hardware: Hardware, tried: Iterable[Load], recompute: bool | None, **options: Any
+) -> Planned:
+    """Returns the plan of `choose` with one of the loads: the one whose step is the shortest by its lower bound.
+
+    A smaller micro-batch has to be faster by `_WORTH`. If nothing fits, the error is that of the last load.
+    """
+    loads = list(tried)
+    rates = [_bound(shape, hardware, load, recompute, options) for load in loads] if len(loads) > 1 else [1.0]
+    best = max(rates)
+    chosen = next(load for load, rate in zip(loads, rates, strict=True) if rate * _WORTH >= best)
+    return choose(shape, hardware, chosen if best else loads[-1], recompute, **options)
+
+
+def _bound(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None, options: Mapping[str, Any]) -> float:
+    """Returns the most tokens a second of a load, by lower bounds; 0 if nothing fits."""
+    most = 0.0
+    for way in _ways(shape, hardware, load, recompute, options):
+        with contextlib.suppress(BudgetError, ConfigError):
+            _check_device(shape, hardware, way.load, way.content)
+            most = max(most, load.tokens(shape) / least_seconds(shape, hardware, way.load, way.content))
+    return most
 
 
 def _with_attention_kept(planned: Planned) -> Planned:
@@ -320,8 +441,9 @@ def _with_attention_kept(planned: Planned) -> Planned:
         return planned
     for inputs in dict.fromkeys((tier, "cpu")):
         block = {**planned.content["offload"], "activations": inputs, "keep_attention": True}
-        tried = plan_if_it_fits(planned.shape, planned.hardware, planned.given, {**planned.content, "offload": block})
-        if tried is not None and tried.timing.seconds * _WORTH < planned.timing.seconds:
+        content, most = {**planned.content, "offload": block}, planned.timing.seconds / _WORTH
+        tried = plan_if_it_fits(planned.shape, planned.hardware, planned.given, content, most, coarse=True)
+        if tried is not None and tried.timing.seconds < most:
             return tried
     return planned
 
@@ -346,32 +468,31 @@ def _check_device(shape: Shape, hardware: Hardware, load: Load, content: Mapping
         raise activations.too_long(shape, activations.within(shape, load, wish, room), wish, room)
 
 
-def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, Any], tiers: tuple[str, str]) -> Planned:
+def _fitting(shape: Shape, hardware: Hardware, way: _Way, within: float) -> Planned:
     """Returns the plan with the default budgets, or with smaller ones if the activations need the room.
 
-    Smaller budgets are written into `content`.
+    Smaller budgets are written into the content of `way`. `within` as for `plan`.
     """
+    load, content, on_drives = way.load, way.content, "nvme" in way_of(way.content)
     try:
-        planned = plan(shape, hardware, load, content)
+        planned = plan(shape, hardware, load, content, within, coarse=True)
     except BudgetError as refusal:
-        if "nvme" not in tiers:
+        if not on_drives:
             raise
         if hardware.on_cpu:
             planned = _with_least_budgets(shape, hardware, load, content, refusal)
         else:
-            memory = settle(shape.layouts, content, _room(hardware), matrices=shape.matrices)
+            memory = settled(shape, hardware, load, content)
             wish = wish_of(memory.config)
             # With no room on the device, all inputs that can leave it do.
             room = room_of(hardware, memory, wish, shape, load)._replace(device=0)
             least = activations.within(shape, load, wish, room)
             free = for_device(hardware, memory) - beside_weights(memory, shape, least)
             content["offload"]["device_memory"] = max(free // PAGE * PAGE, 0)
-            planned = plan(shape, hardware, load, content)
-    if "nvme" in tiers:
-        return with_host_budget(planned)
+            planned = plan(shape, hardware, load, content, within, coarse=True)
     # Another candidate covers states on DISK.
-    if planned.memory.placement.on_disk:
-        raise BudgetError(f"the host budget has no room for {' and '.join(dict.fromkeys(tiers))}")
+    if not on_drives and planned.memory.placement.on_disk:
+        raise BudgetError(f"the host budget has no room for {' and '.join(dict.fromkeys(way_of(content)))}")
     return planned
 
 
@@ -387,10 +508,10 @@ def _with_least_budgets(
     memory = settled(shape, hardware, load, content)
     block = content["offload"]
     block["host_memory"] = memory.least_host
-    planned = plan_if_it_fits(shape, hardware, load, content)
+    planned = plan_if_it_fits(shape, hardware, load, content, coarse=True)
     if planned is None:
         block["device_memory"] = memory.placement.device_need.least
-        planned = plan_if_it_fits(shape, hardware, load, content)
+        planned = plan_if_it_fits(shape, hardware, load, content, coarse=True)
     if planned is None:
         raise refusal
     return planned
@@ -429,7 +550,7 @@ class Change(NamedTuple):
     @property
     def sentence(self) -> str:
         option = f" ({self.option})" if self.option else ""
-        return f"{self.words}{option}: {self.gain:.2f} times the tokens a second"
+        return f"{self.words}{option}: {self.gain:.2f} times the tokens/s"
 
 
 class Ordered(NamedTuple):
@@ -442,57 +563,124 @@ class Ordered(NamedTuple):
     """The plan of the step; None if its activations do not fit."""
 
 
-def advise(planned: Planned) -> Advice:
-    """Returns the changes that are predicted to make the run faster, and the recommended host budget."""
+def advise(planned: Planned, of_tokens: bool = True, best: bool = False) -> Advice:
+    """Returns the changes that are predicted to make the run faster, and the recommended host budget.
+
+    `of_tokens` False leaves out changes of the tokens of a step. With `best`, only the change that helps most is
+    returned: the changes with the shortest lower bounds are compared by coarse simulations, and the host budget is that
+    of the plan.
+    """
+    before = planned
+    if best:
+        before = planned._replace(timing=predict(planned.memory, planned.shape, planned.hardware, planned.load, True))
     changes: list[Change] = []
-    for words, option, act in _ideas(planned):
+    ideas = [idea for idea in _ideas(planned, best) if of_tokens or idea.tokens == 1]
+    for idea in _promising(ideas) if best else ideas:
+        within = before.timing.seconds * idea.tokens / _GAIN if best else math.inf
+        with contextlib.suppress(BudgetError, ConfigError, TooSlowError):
+            timing = idea.act(within).timing
+            # Tokens per second, not seconds: some changes alter the number of tokens in a step.
+            gain = timing.tokens_per_second / before.timing.tokens_per_second
+            if gain >= _GAIN:
+                changes.append(Change(idea.words, timing.seconds, gain, idea.option))
+    changes.sort(key=lambda change: -change.gain)
+    return Advice(tuple(changes[: 1 if best else None]), planned.memory.host if best else recommended_host(planned))
+
+
+_TRIED = 3
+"""Changes that are simulated to find the best one."""
+
+
+def _promising(ideas: Iterable[_Idea]) -> list[_Idea]:
+    """Returns the ideas with the most tokens a second by their lower bounds, the best first."""
+    bounds: list[tuple[float, _Idea]] = []
+    for idea in ideas:
         try:
-            other = act()
+            bounds.append((idea.act(0.0).timing.seconds / idea.tokens, idea))
+        except TooSlowError as bound:
+            bounds.append((bound.seconds / idea.tokens, idea))
         except (BudgetError, ConfigError):
-            continue
-        # Tokens per second, not seconds: some changes alter the number of tokens in a step.
-        gain = other.timing.tokens_per_second / planned.timing.tokens_per_second
-        if gain >= _GAIN:
-            changes.append(Change(words, other.timing.seconds, gain, option))
-    return Advice(tuple(sorted(changes, key=lambda change: -change.gain)), recommended_host(planned))
+            continue  # it does not fit
+    return [idea for _, idea in sorted(bounds, key=lambda each: each[0])[:_TRIED]]
 
 
-def _ideas(planned: Planned) -> Iterator[tuple[str, str, Callable[[], Planned]]]:
-    """Yields candidate changes: a description, the option, and a function that predicts the changed run."""
+class _Idea(NamedTuple):
+    """A candidate change."""
+
+    words: str
+    option: str
+    act: Callable[[float], Planned]
+    """Predicts the changed run; the argument is the `within` of `plan`."""
+    tokens: int = 1
+    """Factor of the tokens of a step."""
+
+
+def _ideas(planned: Planned, coarse: bool) -> Iterator[_Idea]:
+    """Yields candidate changes, which `coarse` simulations predict."""
     hardware, load, mode = planned.hardware, planned.given, planned.memory.mode
 
-    def changed(hardware: Hardware = hardware, load: Load = load, **block: Any) -> Callable[[], Planned]:
+    def changed(hardware: Hardware = hardware, load: Load = load, **block: Any) -> Callable[[float], Planned]:
         content = {**planned.content, "offload": {**planned.content.get("offload", {}), **block}}
-        return lambda: plan(planned.shape, hardware, load, content)
+        return lambda within: plan(planned.shape, hardware, load, content, within, coarse)
 
     for times in (2, 4):
         more = load._replace(batch=load.batch * times)
         words = f"micro-batches of {more.batch} x {planned.shape.sequence} tokens"
-        yield words, f"--batch-size {more.batch}", changed(load=more)
+        yield _Idea(words, f"--batch-size {more.batch}", changed(load=more), times)
     many = load._replace(accumulation=load.accumulation * 4)
-    yield f"{many.accumulation} micro-batches a step", f"--accumulation {many.accumulation}", changed(load=many)
+    words = f"{many.accumulation} micro-batches a step"
+    yield _Idea(words, f"--accumulation {many.accumulation}", changed(load=many), 4)
     if load.schedule == "auto" and planned.choice.schedule == LAYER_MAJOR:
         named = changed(load=load._replace(schedule=LAYER_MAJOR))
-        yield "the order by name, with which gradients wait in fewer bytes", f"--schedule {LAYER_MAJOR}", named
+        words = "the order by name, with which gradients wait in fewer bytes"
+        yield _Idea(words, f"--schedule {LAYER_MAJOR}", named)
     if planned.load.recompute:
         block = {**planned.content.get("offload", {}), "activations": None}
         kept = {**planned.content, "offload": block, "activation_checkpointing": {}}
-        whole = partial(plan, planned.shape, hardware, load._replace(recompute=False), kept)
-        yield "no recomputation", "--no-gradient-checkpointing", whole
+        every = load._replace(recompute=False)
+        yield _Idea(
+            "no recomputation",
+            "--no-gradient-checkpointing",
+            lambda within: plan(planned.shape, hardware, every, kept, within, coarse),
+        )
     if hardware.drives and planned.memory.slots:
         # Files are spread evenly over all drives, so one more drive speeds up reads and writes.
         wider = replace(hardware, drives=(*hardware.drives, hardware.drives[0]._replace(name="one more")))
-        yield "one more drive like the first", "", changed(wider)
+        yield _Idea("one more drive like the first", "", changed(wider))
     if planned.memory.slots == 2:
-        yield "no resume after a kill", "--durability none", changed(durability="none")
+        yield _Idea("no resume after a kill", "--durability none", changed(durability="none"))
     narrower = {torch.float32: ("bf16", "int8"), torch.bfloat16: ("int8",)}.get(mode.moment_dtype, ())
     for form in narrower if planned.memory.slots and mode.moments and State.PACKED not in mode.moments else ():
-        yield f"moments in {form}", f"--moments {form}", changed(moments=form)
+        yield _Idea(f"moments in {form}", f"--moments {form}", changed(moments=form))
     if planned.memory.slots and State.MASTER_LOW_BITS in mode.weights and mode.master == "fp32":
-        yield "masters in bf24", "--master bf24", changed(master="bf24")
+        yield _Idea("masters in bf24", "--master bf24", changed(master="bf24"))
     if planned.memory.slots:
         double = replace(hardware, ram=2 * hardware.ram)
-        yield f"{format_size(double.ram)} of free RAM", "", lambda: with_host_budget(changed(double)())
+        more_ram = changed(double)
+
+        def with_ram(within: float) -> Planned:
+            # A larger budget may make the step shorter than the bound of the default one.
+            return with_host_budget(more_ram(math.inf if within else within), coarse)
+
+        yield _Idea(f"{format_size(double.ram)} of free RAM", "", with_ram)
+
+
+def writes_less(planned: Planned) -> list[tuple[str, float]]:
+    """Returns options with which fewer bytes are written for each token, each with the fraction that is still written.
+
+    Nothing is simulated: an update writes its states, whatever the order.
+    """
+    memory, load, written = planned.memory, planned.load, planned.timing.moved.written
+    inputs = planned.timing.moved.inputs_written
+    found = []
+    if State.PACKED not in memory.mode.moments and memory.mode.moments and memory.mode.moment_dtype != torch.int8:
+        content = {**planned.content, "offload": {**planned.content.get("offload", {}), "moments": "int8"}}
+        with contextlib.suppress(BudgetError, ConfigError):
+            narrow = settled(planned.shape, planned.hardware, planned.given, content, load.alive > 1)
+            share = update_written(narrow, planned.shape) / max(update_written(memory, planned.shape), 1)
+            found.append(("--moments int8", (inputs + (written - inputs) * share) / written))
+    found.append((f"--accumulation {2 * load.accumulation}", (inputs + (written - inputs) / 2) / written))
+    return found
 
 
 def recommended_host(planned: Planned) -> int:

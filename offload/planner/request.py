@@ -21,7 +21,7 @@ from offload.errors import ConfigError
 from offload.hardware.info import rated_bytes_of
 from offload.hardware.probe import Tell, kept
 from offload.layout.memory_plan import Division, division_of
-from offload.layout.modes import DTYPES, MASTERS, MOMENT_DTYPES
+from offload.layout.modes import DTYPES, MASTERS, MOMENT_DTYPES, RULE_LAYOUTS
 from offload.layout.pass_order import SCHEDULES, makes_early_updates
 from offload.planner import recommend
 from offload.planner.activations import Load, need, with_host_memory
@@ -258,12 +258,15 @@ def planned(request: PlanRequest, measure: bool = False, tell: Tell = lambda *_:
     if measure and (request.model is None or request.gpu is not None or request.adapters is not None):
         raise ConfigError("--measure runs the model on this machine: it needs --model, and neither --gpu nor --lora")
     content, dtype, units, on, of = _resolved(request)
+    elementwise = RULE_LAYOUTS[units.rule].elementwise
+    of = of.in_groups() if elementwise else of  # a rule for matrices steps each expert
     load = _load(request, on.on_cpu, _in_chunks(request), content)
     on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
     if content is not None:
         return recommend.plan(of, on, load, content)
-    options = _options(request, on, dtype)
-    return recommend.choose(of, on, load, request.recompute, activations=request.activations, **options)
+    options = {"activations": request.activations, **_options(request, on, dtype)}
+    tried = recommend.loads(load, of.sequence, request.batch_size, request.accumulation)
+    return recommend.choose_load(of, on, tried, request.recompute, **options)
 
 
 def longest(request: PlanRequest) -> list[Longest]:

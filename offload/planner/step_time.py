@@ -477,6 +477,8 @@ _SPECULATIVE_STEPS, _COUNTED = 5, 2
 """Steps to simulate, and to average, with updates under the backward: each step does part of another step's work."""
 _TILES_OF_A_UNIT = 16
 """Most tiles that are simulated per unit: a simulation of the real, smaller tiles would take too long."""
+_COARSE_TILES = 3
+"""The same for plans that are only compared."""
 # A search for the best plan, its advice and its report each simulate the same steps.
 _simulated = functools.lru_cache(maxsize=64)(simulate)
 
@@ -492,9 +494,9 @@ class Timing:
     busy: dict[str, float]
     """Seconds of work by resource: compute, PCIe, NVMe, DRAM (the optimizer's kernel)."""
     limit: str
-    """Resource that takes most of the step's seconds, by work or by waits for the resource; or "budget"."""
+    """Resource that is busy for most of the step; or "budget", if waits for free host memory take longer."""
     limit_seconds: float
-    """Seconds of the step that `limit` takes."""
+    """Seconds of the step for which `limit` is busy."""
     waited: Waited
     moved: Moved
     tokens: int
@@ -577,8 +579,8 @@ def _updated(memory: Memory, hardware: Hardware) -> float:
     return sum(memory.parts.trainable_numel) / seconds if seconds else hardware.optimizer
 
 
-def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Timing:
-    """Returns the prediction of a step."""
+def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coarse: bool = False) -> Timing:
+    """Returns the prediction of a step. `coarse` simulates fewer steps and tiles, to compare many plans."""
     if load.accumulation > MOST_MICRO_BATCHES:
         raise ConfigError(
             f"a plan simulates at most {MOST_MICRO_BATCHES} micro-batches a step, got {load.accumulation}; lower "
@@ -587,13 +589,14 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
     shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
     rates = rates_of(memory, hardware)
     early = bool(memory.early_units)
-    number = _SPECULATIVE_STEPS if early else _STEPS
+    number, counted = (_SPECULATIVE_STEPS, _COUNTED) if early and not coarse else (_STEPS, 1)
+    tile_numel = _tile_numel(memory, _COARSE_TILES if coarse else _TILES_OF_A_UNIT)
     # Only the choice of experts differs from step to step.
-    each = [_passes(memory, shape, hardware, load, step) for step in range(number if shape.experts else 1)]
+    each = [_passes(memory, shape, hardware, load, step) for step in range(number if shape.chooses else 1)]
     steps = tuple(tuple(use for one in passes for use in one) for passes in each)
     passes, costs = each[-1], _costs(memory, shape)
     found = _simulated(
-        steps if shape.experts else steps * number,
+        steps if shape.chooses else steps * number,
         tuple(unit_sizes(memory.layouts, memory.placement, shares, memory.mode)),
         tuple(costs),
         buffer_budgets(memory.parts, memory.placement),
@@ -605,21 +608,23 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
             alone=memory.parts.alone,
             slots=memory.slots,
         ),
-        _tile_numel(memory),
+        tile_numel,
         early,
-        _COUNTED if early else 1,
+        counted,
         memory.placement.tile_buffers,
     )
     costs = _of_step(costs, passes)
     compute = sum(use.seconds for one in passes for use in one)
     # If both add up the same seconds, rounding may make the bound the larger one.
     bound = min(_least(passes, memory, costs, rates), found.seconds)
-    limit, limit_seconds = _limit(found, compute, hardware.on_cpu)
+    busy = _busy(found, costs, rates, compute, hardware)
+    # Waits for room in the host budget count as a resource of their own: no hardware is busy then.
+    limit, limit_seconds = max({**busy, "budget": found.waited.room}.items(), key=lambda each: each[1])
     return Timing(
         seconds=found.seconds,
         compute_seconds=compute,
         formula_seconds=bound,
-        busy=_busy(found, costs, rates, compute, hardware),
+        busy=busy,
         limit=limit,
         limit_seconds=limit_seconds,
         waited=found.waited,
@@ -633,11 +638,11 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
 def _passes(memory: Memory, shape: Shape, hardware: Hardware, load: Load, step: int = 0) -> tuple[list[Use], ...]:
     """Returns the uses of a step, pass by pass; the step's number decides which experts each micro-batch visits."""
     stay, count = staying(memory.parts, memory.placement), load.accumulation
-    # Without experts all micro-batches are alike.
-    draws = range(step * count, (step + 1) * count) if shape.experts else range(1)
+    # Without a choice of experts all micro-batches are alike.
+    draws = range(step * count, (step + 1) * count) if shape.chooses else range(1)
     shapes = [drawn(shape, load.batch * shape.sequence, draw) for draw in draws]
     firsts = [forward(each, hardware, load, stay) for each in shapes]
-    return step_of(shapes[0], firsts if shape.experts else firsts * count, memory, hardware, load)
+    return step_of(shapes[0], firsts if shape.chooses else firsts * count, memory, hardware, load)
 
 
 def _of_step(costs: Sequence[UpdateCost | None], passes: Sequence[Sequence[Use]]) -> list[UpdateCost | None]:
@@ -674,22 +679,6 @@ def _busy(
         "NVMe": rates.drive_seconds(moved.read, moved.written) if moved.read + moved.written else 0.0,
         "DRAM": max(kernel, (moved.read + moved.written) / hardware.memory),
     }
-
-
-def _limit(found: Simulation, compute: float, on_cpu: bool) -> tuple[str, float]:
-    """Returns the resource that takes most of the step's seconds, and these seconds.
-
-    The step's seconds divide into compute, waits and, on a CPU, other work of the same cores.
-    """
-    waited, worked = found.waited, found.worked
-    # A wait for an update counts for the resource on which the worker spent most of its time.
-    updates = "DRAM" if worked.kernels > worked.reads + worked.writes else "NVMe"
-    rest = max(0.0, found.seconds - compute - sum(waited)) + waited.upload
-    spent: dict[str, float] = defaultdict(float, {"compute": compute, "budget": waited.room, "NVMe": waited.read})
-    spent[updates] += waited.update
-    # Copies; on a CPU also the kernel, on the same cores.
-    spent["DRAM" if on_cpu else "PCIe"] += rest
-    return max(spent.items(), key=lambda each: each[1])
 
 
 def _costs(memory: Memory, shape: Shape) -> list[UpdateCost | None]:
@@ -737,9 +726,9 @@ def _divides(memory: Memory) -> bool:
     return False
 
 
-def _tile_numel(memory: Memory) -> int:
-    """Returns the elements of a simulated tile, which may be larger than a real one."""
-    return max(memory.placement.tile_numel, max(memory.parts.trainable_numel) // _TILES_OF_A_UNIT)
+def _tile_numel(memory: Memory, most: int = _TILES_OF_A_UNIT) -> int:
+    """Returns the elements of a simulated tile, which may be larger than a real one; a unit has at most `most`."""
+    return max(memory.placement.tile_numel, max(memory.parts.trainable_numel) // most)
 
 
 def _least(
@@ -756,6 +745,11 @@ def lower_bound(memory: Memory, shape: Shape, hardware: Hardware, load: Load) ->
     """Returns the lower bound of a step's seconds; arguments as in `predict`."""
     passes = _passes(memory, shape, hardware, load)
     return _least(passes, memory, _of_step(_costs(memory, shape), passes), rates_of(memory, hardware))
+
+
+def update_written(memory: Memory, shape: Shape) -> int:
+    """Returns the bytes that the updates of a step write, their gradients on DISK included."""
+    return sum(cost.written_nbytes + cost.gradient_nbytes for cost in _costs(memory, shape) if cost is not None)
 
 
 def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int | None:

@@ -298,11 +298,15 @@ def victims(
         return ()
     distances = {block.unit: distance(block.unit) for block in evictable}
     going: list[UnitBlock] = []
-    for block in sorted(evictable, key=lambda block: (-distances[block.unit], block.unit)):
-        if distances[block.unit] <= beyond:
-            return None
+    # Bytes are added before holes are sorted: too few of them fit nowhere.
+    free = space.nbytes - space.used_bytes
+    for block in sorted(
+        (block for block in evictable if distances[block.unit] > beyond),
+        key=lambda block: (-distances[block.unit], block.unit),
+    ):
         going.append(block)
-        if space.could_take(nbytes, (block[1:] for block in going)):
+        free += align_up(max(block.nbytes, 1))
+        if free >= nbytes and space.could_take(nbytes, (block[1:] for block in going)):
             break
     else:
         return None

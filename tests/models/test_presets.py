@@ -24,6 +24,19 @@ PUBLISHED = {
     "llama-8b": 8.030e9,
     "llama-13b": 13.016e9,
     "llama-70b": 68.977e9,
+    "llama-3.1-8b": 8.030e9,
+    "llama-3.2-1b": 1.236e9,
+    "llama-3.2-3b": 3.213e9,
+    "llama-3.3-70b": 70.554e9,
+    "qwen3-8b": 8.191e9,
+    "qwen3-14b": 14.768e9,
+    "qwen3-32b": 32.762e9,
+    "qwen3-30b-a3b": 30.532e9,
+    "gemma-3-12b": 11.771e9,  # the language model alone, by the report on Gemma 3
+    "gemma-3-27b": 27.016e9,
+    "mistral-7b": 7.248e9,
+    "mistral-small-24b": 23.572e9,
+    "gpt-oss-20b": 20.915e9,
 }
 
 

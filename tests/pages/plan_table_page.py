@@ -1,9 +1,9 @@
-"""Writes the predictions on pages: `python -m tests.pages.plan_table_page`, four minutes of one core.
+"""Writes the predictions on pages: `python -m tests.pages.plan_table_page`, some minutes of one core.
 
-The command writes all of docs/reference/plan-table.md: three models on three GPUs, two models on smaller cards, the
-rates of all GPUs with their origins, 13B on other machines, and predictions beside steps that others measured. Of
-README.md, docs/guides/finetune-13b.md and docs/concepts/cost-model.md it replaces the rows of one table each. No test
-makes the rows anew: tests/planner/pinned_steps.py pins such steps in seconds.
+The command writes all of docs/reference/plan-table.md: three models on three GPUs, two models on smaller cards, present
+models on four cards, the rates of all GPUs with their origins, 13B on other machines, and predictions beside steps that
+others measured. Of README.md, docs/guides/finetune-13b.md and docs/concepts/cost-model.md it replaces the rows of one
+table each. No test makes the rows anew: tests/planner/pinned_steps.py pins such steps in seconds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 from offload.errors import BudgetError
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
-from offload.planner import output, recommend
+from offload.planner import output, recommend, request
 from offload.planner.activations import Load
 from offload.planner.gpus import GPUS, Gpu, Rate
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.memory import settings
 from offload.planner.model_shape import Shape, from_count
 from offload.planner.recommend import Planned
+from offload.planner.request import PlanRequest
 from offload.sizes import GIB, format_size, format_time
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +92,7 @@ chunks as `offload train` computes it, in the faster of both
 [orders](../concepts/cost-model.md#orders-of-micro-batches); where activations do not fit otherwise, blocks are
 recomputed, and their inputs wait in host memory or on drives. No step is taken to clip. "drive life" is the time until
 all drives reach their rated writes, training day and night.
-"limit" is the resource that takes most of a step's seconds, and its share.
+"limit" is the resource that is busy for most of a step, and its share.
 
 Matrix products and copies are at [published rates](#rates); host memory is assumed at 60, 150 and 250 GB/s beside the
 three GPUs, and the drives as said. [How to read a plan](../guides/plan-a-run.md).
@@ -103,6 +104,27 @@ _SMALL_HEAD = f"""
 As the first table, with {_SMALL_RAM // GIB} GiB of RAM, at an assumed {_SMALL_BANDWIDTH / 1e9:.0f} GB/s, and one drive.
 
 {_COLUMNS}"""
+FAMILIES = ("qwen3-8b", "qwen3-14b", "qwen3-32b", "llama-3.3-70b", "qwen3-30b-a3b")
+CARDS = (
+    ("RTX 3060", 12, 64),
+    ("RTX 4060 Ti 16GB", 16, 64),
+    ("RTX 4090", 24, 128),
+    ("RTX 5090", 32, 128),
+)
+"""Cards with their GB of memory, and the GB of RAM beside them."""
+_FAMILY_DRIVE, _FAMILY_TBW = "7GB/s,5GB/s,4TB", 2400e12
+_FAMILY_NAMES = ("model", "card", *("weights, states", "tokens/s", "100M tokens", "step", "limit", "change", "wear"))
+_FAMILY_HEAD = f"""
+## Full fine-tuning of present models on one card
+
+The lines of `offload plan MODEL --gpu CARD --ram RAM --drive {_FAMILY_DRIVE}
+--tbw {_FAMILY_TBW / 1e12:.0f}TB --seq-len {_SEQUENCE}`, one row each.
+The plan chooses micro-batches and their order. The bars are the columns GPU, RAM and drive, used of free. All weights
+are trained, in bf16 with AdamW; adapters need far less.
+
+| {" | ".join((*_FAMILY_NAMES, "GPU", "RAM", "drive"))} |
+|{"---|" * (len(_FAMILY_NAMES) + 3)}
+"""
 _RATES_HEAD = """
 ## Rates
 
@@ -261,6 +283,8 @@ def document() -> str:
             *(f"{row(model, *case)}\n" for model in MODELS for case in CASES),
             _SMALL_HEAD,
             *(f"{small_row(model, gpu)}\n" for model in SMALL_MODELS for gpu in SMALL),
+            _FAMILY_HEAD,
+            *(f"{family_row(model, *card)}\n" for model in FAMILIES for card in CARDS),
             _RATES_HEAD,
             *(f"{rates_row(gpu, sources)}\n" for gpu in GPUS),
             "\n",
@@ -311,6 +335,31 @@ def step_row(step: Step) -> str:
         step.source,
     )
     return f"| {' | '.join(cells)} |"
+
+
+def family_row(model: str, gpu: str, gigabytes: int, ram: int) -> str:
+    """Returns the lines of `offload plan` for a preset on a card, as a row."""
+    asked = PlanRequest(model=model, gpu=gpu, ram=f"{ram}GB", drive=[_FAMILY_DRIVE], seq_len=_SEQUENCE)
+    name = f"{gpu.removesuffix(' 16GB')}, {gigabytes} GB"
+    try:
+        planned = request.planned(asked)
+    except BudgetError:
+        return f"| {' | '.join((model, name, 'does not fit', *[''] * (len(_FAMILY_NAMES)), ''))} |"
+    advice = recommend.advise(planned, of_tokens=False, best=True)
+    rows = output.labelled(planned, advice, output.Asked(endurance=int(_FAMILY_TBW)))
+    text = {label: words for label, words in rows if label}
+    timing = planned.timing
+    cells = (
+        text["fits"].partition(": ")[2].replace("weights on ", "").replace("states on ", ""),
+        text["speed"].partition(" tokens/s")[0],
+        text["speed"].partition("take ")[2],
+        text["step"].replace(" tokens", ""),
+        f"{timing.limit} {timing.limit_seconds / timing.seconds:.0%}",
+        text["change"].replace(" the tokens/s", ""),
+        text.get("wear", "none").rpartition("lasts ")[2],
+        *(text[tier].rpartition("  ")[2] for tier in ("GPU", "RAM", "drive")),
+    )
+    return f"| {' | '.join((model, name, *cells))} |"
 
 
 def small_row(model: tuple[int, int], gpu: str) -> str:

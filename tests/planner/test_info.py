@@ -237,3 +237,25 @@ def test_where_no_backend_works_the_reasons_are_told(monkeypatch: pytest.MonkeyP
         ConfigError, match=r"io_uring is not available: .*; libaio is not available: .*; threads is not available: "
     ):
         info.io()
+
+
+def test_the_doctor_says_what_to_do_and_fails_if_a_run_would(tmp_path: Path) -> None:
+    good = CliRunner().invoke(app, ["doctor", str(tmp_path), "--json"])
+    assert good.exit_code == 0, good.output
+    found = {each["name"]: each for each in json.loads(good.stdout)}
+    assert found[f"drive of {tmp_path}"]["level"] != "error" and "offload probe" in found["probe"]["words"]
+    assert {"I/O", "locked memory", "open files", "memory", "GPU"} <= found.keys()
+    bad = CliRunner().invoke(app, ["doctor", str(tmp_path / "missing")])
+    assert bad.exit_code == 1 and "error" in bad.stdout and "make the folder" in " ".join(bad.stdout.split())
+
+
+def test_the_doctor_sees_what_a_machine_lacks() -> None:
+    report = info.facts()
+    report["open_files"], report["machine"]["kernel"] = 256, "6.6.87.2-microsoft-standard-WSL2"
+    report["gpus"]["devices"] = [{"name": "RTX 4090", "memory_bytes": 24 << 30}]
+    report["drives"] = [
+        {"path": "/a", "file_system": "ext4", "device": "sda", "o_direct": True, "free_bytes": 0, "disks": []}
+    ]
+    found = {(each.level, each.name): each.words for each in info.findings(report, probed=True)}
+    assert "ulimit -n 4096" in found["warning", "open files"] and ("warning", "pinned memory") in found
+    assert "free some room" in found["error", "drive of /a"] and ("warning", "probe") not in found

@@ -302,7 +302,7 @@ def test_the_command_reports_what_was_measured(probed: None, tmp_path: Path) -> 
     assert plain["tiers"] == report["tiers"], "bytes do not depend on it"
     assert (
         "measured: forward and backward of a micro-batch with 2 of 2 layers"
-        in plan("--model", name, "--measure").stdout
+        in plan("--model", name, "--measure", "--details").stdout
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +15,8 @@ from torch import nn
 import offload
 from offload.errors import BudgetError
 from offload.layout.peak_memory import beside_budgets
-from offload.layout.placement import MachineMemory, least_host, place, usable_host
-from offload.layout.tiers import PlacementRequest
+from offload.layout.placement import MachineMemory, host_needs, least_host, place, usable_host
+from offload.layout.tiers import PlacementRequest, configured, demotions, with_tier
 from offload.sizes import MIB
 from offload.states import Tier
 from tests.support.oracle import processes
@@ -43,6 +45,27 @@ def test_both_arenas_leave_room_for_a_backward(numels: list[int], free: int, wei
     # The least that works is taken all the same: a run that may be too large begins.
     least = sum(least_host(parts, MODE, request, machine))
     assert sum(placement.classes) <= max(usable_host(room, own_device_memory=False), least + MIB)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_least_budget_is_that_of_the_best_move_to_disk(early: bool) -> None:
+    """The needs after each move are counted from those before, and equal those of the tiers after it."""
+    parts = parts_of([1 << 20, 3 << 20, 1 << 12, 5 << 20, 3 << 20, 1 << 18])
+    request = PlacementRequest(weights=Tier.HOST, states=Tier.HOST, early=early)
+    machine = MachineMemory(free_host=1 << 34, free_device=1 << 34, host_addressable=False, drives=True)
+    tiers = configured(parts, request, MODE.weight_dtype.itemsize)
+    ways = [
+        with_tier(tiers, moves[:count], Tier.DISK)
+        for moves in demotions(tiers, early)
+        for count in range(len(moves) + 1)
+    ]
+    needs = [host_needs(parts, MODE, request, machine, way)[0] for way in ways]
+    assert len({sum(need) for need in needs}) > 12
+    assert least_host(parts, MODE, request, machine) == min(needs, key=sum)
+    # Each budget between the least and the most is kept by the first way that fits.
+    for need in needs[::3]:
+        placement = place(parts, MODE, replace(request, host_memory=sum(need)), machine)
+        assert sum(placement.classes) <= sum(need)
 
 
 def model() -> nn.Sequential:

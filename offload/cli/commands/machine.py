@@ -49,6 +49,30 @@ def info(
         raise typer.Exit(BAD_INPUT)
 
 
+@without_collector()
+def doctor(
+    paths: Annotated[list[str] | None, typer.Argument(help="Folders for swap files, one for each drive.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Check what a run needs of this machine, and say what to do. Exits with 1 if something stops a run.
+
+    Example: offload doctor /mnt/nvme
+    """
+    from rich.console import Console
+
+    from offload.hardware import info as about
+    from offload.hardware.probe import kept
+
+    with errors(FAILED):
+        found = about.findings(about.facts(paths or ()), probed=kept() is not None)
+    if json_output:
+        print(json.dumps([finding._asdict() for finding in found]))
+    else:
+        Console(highlight=False, markup=False).print(make_table((), found))
+    if any(finding.level == "error" for finding in found):
+        raise typer.Exit(FAILED)
+
+
 def probe(
     paths: Annotated[
         list[str] | None, typer.Argument(help="Folders for swap files, one for each drive. [default: .]")

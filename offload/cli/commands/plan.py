@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from offload.cli.console import (
     BAD_INPUT,
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
     from offload.planner.model_shape import Adapters
     from offload.planner.output import Asked
-    from offload.planner.recommend import Planned
+    from offload.planner.reach import Reach
+    from offload.planner.recommend import Advice, Ordered, Planned
     from offload.planner.request import PlanRequest
 
 
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
 class PlanOptions:
     """Options of `offload plan` as they are typed. None stands for an option that was not given."""
 
+    name: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", rich_help_panel="Model")
+    ] = None
     model: Annotated[
         str | None,
         option(
@@ -79,11 +85,16 @@ class PlanOptions:
     master: Annotated[str | None, option("Form of the master of a bf16 weight: fp32 or bf24. [default: fp32]")] = None
     durability: Annotated[str | None, option("auto, step or none. [default: auto]")] = None
     batch_size: Annotated[
-        int | None, option("Sequences of a micro-batch. [default: 1]", "--per-device-train-batch-size")
+        int | None,
+        option(
+            "Sequences of a micro-batch. [default: what is fastest, up to 32,768 tokens]",
+            "--per-device-train-batch-size",
+        ),
     ] = None
     seq_len: Annotated[int, option("Tokens of a sequence.", "--max-length", "--max-seq-length")] = 1024
     accumulation: Annotated[
-        int | None, option("Micro-batches of a step. [default: 1]", "--gradient-accumulation-steps")
+        int | None,
+        option("Micro-batches of a step. [default: steps of 65,536 tokens]", "--gradient-accumulation-steps"),
     ] = None
     recompute: Annotated[
         bool | None,
@@ -127,7 +138,9 @@ class PlanOptions:
     measure: Annotated[bool, option("Run the model, or some layers, on this machine first: a better prediction.")] = (
         False
     )
-    tokens: Annotated[str | None, option("Tokens to train on, as 1B: predicts the time.")] = None
+    details: Annotated[bool, option("Print all tables, changes, orders, rates and assumptions.")] = False
+    tokens: Annotated[str | None, option("Tokens to train on, as 1B: predicts the time. [default: 100M]")] = None
+    price: Annotated[float | None, option("Rent of the machine in dollars an hour: predicts the cost.")] = None
     steps: Annotated[
         int | None, option("Instead of --tokens: steps to train, as 200: predicts the time.", "--max-steps")
     ] = None
@@ -149,7 +162,7 @@ _LONGEST = ("inputs of blocks", "all logits", "in chunks", "states", "step", "to
 def plan(typed: PlanOptions) -> None:
     """Predict where a run's states go and how fast a step will be, without a run.
 
-    Example: offload plan --parameters 13B --layers 40 --gpu 24GB --ram 64GB --drive 7GB/s,4GB/s
+    Example: offload plan qwen3-8b --gpu 24GB --ram 64GB --drive 7GB/s,4GB/s
     """
     from rich.console import Console
 
@@ -162,8 +175,12 @@ def plan(typed: PlanOptions) -> None:
         from offload.presets import PRESETS
 
     console = Console(stderr=typed.json_output, highlight=False, markup=False)
-    if typed.model is not None:
-        with errors(BAD_INPUT):
+    with errors(BAD_INPUT):
+        if typed.name is not None:
+            if typed.model is not None:
+                raise ConfigError(f"give {typed.name} or --model {typed.model}, not both")
+            typed = dataclasses.replace(typed, name=None, model=typed.name)
+        if typed.model is not None:
             typed = dataclasses.replace(typed, model=local_model(typed.model, config_only=not typed.measure))
     if typed.longest_sequence:
         _print_longest(typed, console)
@@ -171,13 +188,16 @@ def plan(typed: PlanOptions) -> None:
     with errors(BAD_INPUT):
         planned = _planned(typed)
         wanted = _asked(typed, planned)
-        # Each of these takes longer than the plan: it repeats the prediction for every change, way or order.
         with _working("trying what could be changed") as show:
-            advice = advise(planned)
-            show("searching the longest sequence of each way to keep activations")
-            ways = reach(planned)
-            show("trying the orders of micro-batches")
-            orders = compare(planned)
+            # Each of these takes longer than the plan: it repeats the prediction for every change, way or order.
+            whole = typed.details or typed.json_output
+            given = typed.config is not None or typed.batch_size is not None or typed.accumulation is not None
+            advice, ways, orders = advise(planned, given or whole, best=not whole), [], []
+            if whole:
+                show("searching the longest sequence of each way to keep activations")
+                ways = reach(planned)
+                show("trying the orders of micro-batches")
+                orders = compare(planned)
     with errors(FAILED):
         if typed.write is not None:
             from offload.finetune.options import Start, recipe
@@ -191,7 +211,27 @@ def plan(typed: PlanOptions) -> None:
     if typed.json_output:
         print(json.dumps(output.as_json(planned, advice, wanted, ways, orders)), flush=True)
         return
-    console.print(output.verdict(planned, advice, wanted), soft_wrap=True)
+    for line in output.summary(planned, advice, wanted, typed.price):
+        console.print(line, soft_wrap=True)
+    if typed.details:
+        console.print()
+        _print_details(console, planned, advice, wanted, ways, orders)
+    else:
+        console.print("more: --details has all tables, --write FILE writes the config", soft_wrap=True)
+    if typed.write is not None:
+        console.print(f"written to {typed.write}", soft_wrap=True)
+
+
+def _print_details(
+    console: Console,
+    planned: Planned,
+    advice: Advice,
+    wanted: Asked,
+    ways: Sequence[Reach],
+    orders: Sequence[Ordered],
+) -> None:
+    from offload.planner import output
+
     for line in output.heading(planned):
         console.print(line, soft_wrap=True)
     console.print(make_table(("", "device", "host", "disk"), output.table(planned), right=1))
@@ -204,8 +244,6 @@ def plan(typed: PlanOptions) -> None:
     console.print(make_table(_REACH, output.reach_table(planned, ways), right=1))
     for line in output.without_room(ways):
         console.print(line, soft_wrap=True)
-    if typed.write is not None:
-        console.print(f"written to {typed.write}", soft_wrap=True)
 
 
 @contextmanager

@@ -83,6 +83,8 @@ class SimulatedPager:
         )
         # Units whose reads have begun and are not delivered, by index. After each event, actors check for ended reads.
         self._reading: dict[int, Entry] = {}
+        self._pinned: dict[int, Entry] = {}
+        """Units in use, by index."""
         self._limits = limits
         self._to_read: set[int] = set()
         """Units on DISK that may be read into a host buffer."""
@@ -96,7 +98,7 @@ class SimulatedPager:
 
     def acquire(self, unit: int) -> Acting[None]:
         """Pins a unit, fetches the unit to the device, and prefetches others."""
-        entry = self.entries[unit]
+        entry = self._pinned[unit] = self.entries[unit]
         entry.pins += 1
         # A nested use of a pinned unit does not count as a use, as in the real pager.
         if entry.pins == 1:
@@ -108,16 +110,20 @@ class SimulatedPager:
         yield from self.machine.counted("upload", until(entry.copied))
 
     def release(self, units: Iterable[int]) -> None:
-        """Unpins units, and evicts from the device the units that the policy does not keep."""
+        """Unpins units, and evicts from the device the units that the policy does not keep.
+
+        An actor that waits for the end of a use has to be notified by the caller.
+        """
         for entry in (self.entries[unit] for unit in units):
             entry.pins -= 1
+            if not entry.pins:
+                del self._pinned[entry.index]
             if (
                 not entry.pins
                 and not entry.size.device_resident
                 and not keeps(self.access_order, entry.index, self._nbytes, self._limits)
             ):
                 self.drop(entry)
-        self.notify()
 
     def _fetch(self, entry: Entry) -> Acting[None]:
         """Moves a unit to the device, step by step: each wait may let the update worker change the state."""
@@ -284,7 +290,8 @@ class SimulatedPager:
         """Prefetches on another thread than the model's, and then lets the model's thread run."""
         if not self.waiting_for_buffer:
             yield from self._prefetch_reads(wait=False)
-        if self._uploads_elsewhere and not any(e.pins and e.residency is not Residency.DEVICE for e in self.entries):
+        waiting = any(entry.residency is not Residency.DEVICE for entry in self._pinned.values())
+        if self._uploads_elsewhere and not waiting:
             yield from self._prefetch_uploads()
 
     def deliver(self) -> Acting[None]:
@@ -361,25 +368,25 @@ class SimulatedPager:
 
         Without `wait`, units whose copy to the device is under way are not evicted.
         """
-        while True:
+        while not self.host.could_take(nbytes, ()):
             evictable = [e.host_buffer for e in self.entries if e.host_buffer is not None and self._is_evictable(e)]
             chosen = victims(self.host, nbytes, evictable, self._distance, beyond)
             if chosen is None:
                 return None
             going = [self.entries[victim] for victim in chosen]
             copying = next((e.copied for e in going if e.copied is not None and not e.copied.done), None)
-            if copying is None:
-                break
-            if not wait:
-                return None
-            # During the wait the update worker may change the victims' states: choose them again.
-            yield from until(copying)
-        for entry in going:
-            assert entry.host_buffer is not None
-            self.host.give(entry.host_buffer.offset, entry.host_buffer.nbytes)
-            entry.host_buffer = None
-            if entry.residency is Residency.HOST:
-                self.move(entry, Residency.DISK)
+            if copying is not None:
+                if not wait:
+                    return None
+                # During the wait the update worker may change the victims' states: choose them again.
+                yield from until(copying)
+                continue
+            for entry in going:
+                assert entry.host_buffer is not None
+                self.host.give(entry.host_buffer.offset, entry.host_buffer.nbytes)
+                entry.host_buffer = None
+                if entry.residency is Residency.HOST:
+                    self.move(entry, Residency.DISK)
         offset = self.host.take(nbytes)
         assert offset is not None
         return UnitBlock(unit, offset, nbytes)

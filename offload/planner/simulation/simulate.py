@@ -225,7 +225,7 @@ class _Loop:
             # Units to release, by the position of the use before which they are released.
             ends: dict[int, list[int]] = {}
             for position, use in enumerate(uses):
-                self._pager.release(ends.pop(position, ()))
+                self._release(ends.pop(position, ()))
                 if use.expects.units:
                     self._pager.access_order.expect(*use.expects)
                     yield from self._pager.prefetch()
@@ -236,9 +236,15 @@ class _Loop:
                 for unit in completed.get(position, ()):
                     yield from self._machine.counted("update", self._updater.await_gradient(unit))
                     self._updater.complete(unit)
-            self._pager.release(unit for units in ends.values() for unit in units)
+            self._release([unit for units in ends.values() for unit in units])
             yield from self._step()
             self.marks.append(self._figures())
+
+    def _release(self, units: Sequence[int]) -> None:
+        self._pager.release(units)
+        # Most releases make no update possible, and waking the worker after each use would take most of the time.
+        if self._updater.awaits(units):
+            self._pager.notify()
 
     def _compute(self, use: Use) -> Acting[None]:
         """Computes a use. The worker runs meanwhile, even if the use takes no time."""

@@ -151,6 +151,10 @@ class SimulatedUpdater:
             self._complete.append(unit)
             self._pager.notify()
 
+    def awaits(self, units: Sequence[int]) -> bool:
+        """Returns True if the update of one of `units` may begin once the unit is not in use."""
+        return any(unit in self._complete for unit in units)
+
     def schedule(self, order: Sequence[int]) -> None:
         """Enqueues the updates of a step that have not begun yet, in the order of the units' next use."""
         # Reversed, so that the first position of each unit remains.
@@ -195,7 +199,7 @@ class SimulatedUpdater:
             self._end_beside_early_updates()
             # Reads of the next tiles start before the kernel of this one, as many as there are buffers.
             for each in Lane:
-                while (tile := (yield from self._next_tile(each))) is not None:
+                while self._may_begin(each) and (tile := (yield from self._next_tile(each))) is not None:
                     self._reading[each].append(tile)
             wanted = self._pager.wanted_update()
             awaited = None if wanted is None else self._lane_of(wanted)
@@ -217,6 +221,8 @@ class SimulatedUpdater:
 
     def _end_beside_early_updates(self) -> None:
         """Ends the updates of a step while others, which began under the backward beside its moments, go on."""
+        if not self._busy or not self._begun:
+            return
         tiles = (*self._reading[Lane.MEMORY], *self._reading[Lane.STREAMED], *self._writing)
         units = {job.unit for job in (*self._jobs.values(), *(tile.job for tile in tiles))}
         left = self._moments or any(self._queues.values()) or units - self._begun
@@ -243,6 +249,12 @@ class SimulatedUpdater:
         cost = self._costs[unit]
         assert cost is not None
         return cost.lane
+
+    def _may_begin(self, lane: Lane) -> bool:
+        """Returns False if `_next_tile` returns None for sure. The worker asks after each event."""
+        if lane not in self._jobs:
+            return bool(self._queues[lane] or (self._complete if lane is Lane.STREAMED else self._moments))
+        return bool(self._free if self._jobs[lane].buffered else len(self._reading[lane]) < 2)
 
     def _next_tile(self, lane: Lane) -> Acting[_Tile | None]:
         """Starts the reads of the next tile and returns the tile; None if there is no room, or no update can start."""
