@@ -420,7 +420,7 @@ def _no_change(planned: Planned, advice: Advice) -> list[str]:
     if advice.changes:
         return []
     if planned.timing.hidden:
-        return ["nothing to change: compute limits"]
+        return ["nothing to change: compute hides the rest"]
     return ["no change that was tried is more than 5 % faster"]
 
 
