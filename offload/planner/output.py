@@ -128,7 +128,7 @@ def _of_wear(planned: Planned, asked: Asked) -> list[tuple[str, str]]:
     rated = _TYPICAL_TBW * drives if asked.endurance is None else asked.endurance
     which = f"rated for {rated / drives / 1e12:.0f} TB" + (" (assumed)" if asked.endurance is None else "")
     one = f"a drive {which} lasts" if drives == 1 else f"{drives} drives {which} last"
-    rows = [("wear", f"{format_decimal(_DAY * written)} written a day: {one} {format_time(rated / written)}")]
+    rows = [("wear", f"{format_decimal(_DAY * written)} a day; {one} {format_time(rated / written)}")]
     less = writes_less(planned) if rated / written < _LONG_LIFE else []
     if less:
         rows.append(("", "less: " + ", ".join(f"{option} writes {1 - share:.0%} less" for option, share in less)))
@@ -420,7 +420,7 @@ def _no_change(planned: Planned, advice: Advice) -> list[str]:
     if advice.changes:
         return []
     if planned.timing.hidden:
-        return ["nothing to change: compute limits"]
+        return ["nothing to change: compute hides the rest"]
     return ["no change that was tried is more than 5 % faster"]
 
 

@@ -19,12 +19,12 @@ from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.hardware.info import rated_bytes
 from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
-from offload.planner import request
+from offload.planner import memory, recommend, request
 from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
 from offload.planner.model_shape import Shape, from_count, from_name, from_preset
 from offload.presets import LLAMA, PRESETS
-from offload.sizes import GIB, parse_size
+from offload.sizes import GIB, MIB, parse_size
 from tests.planner.test_plan_activations import llama
 
 
@@ -82,6 +82,25 @@ def test_a_length_at_which_the_mask_has_the_shape_of_another_tensor_is_counted(n
     for sequence in (1, settings["hidden_size"] // settings["num_attention_heads"]):
         assert from_preset(name, sequence, 2) is None
         assert from_name(name, sequence) == _counted(name, sequence, torch.bfloat16)
+
+
+def test_experts_that_a_sequence_visits_anyway_are_counted_in_groups(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+    transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=16, vocab_size=4096).save_pretrained(tmp_path)
+    fine = from_name(str(tmp_path), 64)
+    groups = fine.in_groups()
+    assert groups.parameters == fine.parameters and len(groups.layouts) < len(fine.layouts) - 16
+    assert [layer.number for layer in groups.experts] == [16, 16] and not groups.chooses and fine.chooses
+    machine = described("RTX 4090", GIB, [parse_drive("7GB/s")])
+    of_fine, of_groups = (
+        recommend.plan(shape, machine, Load(1), memory.settings(device_memory=4 * MIB)) for shape in (fine, groups)
+    )
+    assert of_groups.memory.stored == pytest.approx(of_fine.memory.stored, rel=0.02)
+    assert of_groups.memory.device == of_fine.memory.device and of_groups.activations == of_fine.activations
+    assert of_groups.timing.moved.written == pytest.approx(of_fine.timing.moved.written, rel=0.02)
+    few = from_name(str(tmp_path), 2)
+    assert few.in_groups() is few, "two tokens leave experts out"
 
 
 def test_what_is_no_llama_or_too_long_is_left_to_the_forward_or_refused() -> None:
