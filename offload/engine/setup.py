@@ -158,7 +158,7 @@ def start(
     distributed_port: int | None = None,
     mesh_param: Any = None,
     plain: Mapping[str, Any] = MappingProxyType({}),
-    beside: BesideBudgets | None = None,
+    beside: Mapping[str, BesideBudgets] = MappingProxyType({}),
 ) -> Initialized:
     """Returns what `initialize` returns, for a caller that knows what a step takes `beside` both budgets on the CPU."""
     # This call comes first, because an error before it would leave the other ranks waiting for this one.
@@ -245,11 +245,11 @@ def make_plan(
     world: World,
     optimizer: Optimizer,
     sites: Sequence[Site],
-    beside: BesideBudgets | None,
+    beside: Mapping[str, BesideBudgets],
 ) -> Plan:
     """Returns every decision about an engine that trains. Collective. Changes nothing; drives are only inspected.
 
-    The model has all its parameters, real or deferred. `beside` as in `MemoryRequest`.
+    The model has all its parameters, real or deferred. `beside` as in `decide`.
 
     Raises:
         ConfigError: If model, optimizer and config do not fit each other, or no commit could contain their state.
