@@ -249,7 +249,8 @@ def _components(
         if not files.resumed:
             # Stages of a pipeline number their units alike, so the position is added to make them draw different
             # values.
-            fill_tiers(model, plan.layouts, forms, shards, world, config.offload.seed + world.position, plan.in_place)
+            seed = config.offload.seed + world.position
+            fill_tiers(model, plan.layouts, forms, shards, world, seed, plan.in_place, plan.units.tables)
         else:
             shards.read_back()
             # The model's own values are dropped, unread.
