@@ -149,7 +149,7 @@ class MemoryGuard(Extension):
             f"{format_size(nbytes)}, and {format_size(reserve)} are for the rest of both budgets and for gradients, of "
             f"which a step needs {self._peak} beside the activations; the kernel would end the process without a word. "
             "What helps: a smaller micro-batch, shorter sequences, the loss in chunks (offload.losses), "
-            '"activations": "device" in "offload", smaller budgets, or a larger limit'
+            '"activations": "device" or "vocabulary": "pieces" in "offload", smaller budgets, or a larger limit'
         )
 
 

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from offload.aio.memory import release_heap
 from offload.checkpointing import with_configured
 from offload.config import Batch, Config, effective, load_config, resolve_batch
 from offload.distributed.gathers import form_node
@@ -206,7 +205,6 @@ def start(
                     seed, drop_last = settings.offload.seed, settings.dataloader_drop_last
                     loader = load(training_data, *rows, seed, collate_fn, device.torch, drop_last)
                 engine = assemble(plan, model, groups, Engine, schedule, loader)
-            release_heap()  # the model's first weights were made and freed unit by unit
             if world.everyone.rank == 0:
                 warn_if_slow(settings, device.torch, plan.resume)
                 logger.info(effective(settings, batch, world.data_ranks))

@@ -272,6 +272,19 @@ def test_files_have_the_whole_table(dtype: str, tmp_path: Path) -> None:
         engine.destroy(remove=True)
 
 
+def test_first_values_do_not_depend_on_where_a_module_makes_them(tmp_path: Path) -> None:
+    """A drive lends the memory of a whole table, in which its module makes them."""
+    found = []
+    for placement in (CPU, DISK):
+        content = config(Job(llama, loss), placement, tmp_path / placement[0], vocabulary="pieces")
+        with offload.init(content):
+            model = llama(tied=True)
+        engine = offload.initialize(model=model, config=content)[0]
+        found.append(weights_of(engine))
+        engine.destroy(remove=True)
+    assert_same_tensors(*found)
+
+
 def test_scores_fit_a_limit_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The start counts the logits of a chunk."""
     files = {
