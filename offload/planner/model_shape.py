@@ -195,6 +195,11 @@ class Shape(NamedTuple):
         return self._replace(layouts=tuple(layouts), uses=uses, experts=experts, tables=(), uncut=self)
 
 
+def tied_in_pieces(shape: Shape) -> bool:
+    """Returns True if a tied table is in pieces: its micro-batches come one after the other."""
+    return shape.uncut is not None and any(table.tied for table in shape.uncut.tables)
+
+
 @functools.lru_cache
 def _blocks(units: tuple[str | None, ...]) -> tuple[RepeatedBlock, ...]:
     """Returns the repeated blocks among uses. `units` has the name of each use's unit, or None for a look-up.

@@ -21,7 +21,7 @@ from offload.planner import recommend
 from offload.planner.activations import Load, Need, beside, placed, wish_of
 from offload.planner.hardware import Hardware, probed
 from offload.planner.memory import Room, settle
-from offload.planner.model_shape import Shape, from_training
+from offload.planner.model_shape import Shape, from_training, tied_in_pieces
 from offload.planner.recommend import Planned
 from offload.swapper.memory.device import compute_device
 from offload.swapper.memory.limits import free_host_memory
@@ -57,7 +57,7 @@ class Step(NamedTuple):
         if wish.tier not in (None, "device"):
             # Inputs of blocks go to files before memory ends.
             wish = wish._replace(tier="nvme" if memory.config.drives else "device")
-        elif load.schedule == "auto" and load.accumulation > 1:
+        elif load.schedule == "auto" and load.accumulation > 1 and not tied_in_pieces(shape):
             load = load._replace(schedule=LAYER_MAJOR)  # the engine may take it, with the inputs of all micro-batches
         return beside(memory, shape, placed(shape, load, wish, Need(0), bool(memory.config.drives)))
 
