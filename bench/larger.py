@@ -11,9 +11,9 @@ Options that this program does not know are for `offload train`.
 With `--train-only` there is one life without commits, for the largest model that the drive holds.
 
 Each says its seconds and the peak of its memory, as the kernel counts it: `peak` is memory of the processes' own,
-`charged` has what the kernel kept of files too, which gives way. The run's own prediction, by the last `offload probe`,
-stands beside what was measured. Bars: no command is killed by the kernel, 10 % of the seconds of a step, 5 % of the
-peak, and the resumed run repeats the losses of the steps that it takes again.
+`charged` has what the kernel kept of files too, which gives way. The sum of the run's start stands beside its peak, and
+the prediction by the last `offload probe` beside its seconds. Bars: no command is killed by the kernel, 10 % of the
+seconds of a step, 5 % of the peak, and the resumed run repeats the losses of the steps that it takes again.
 """
 
 from __future__ import annotations
@@ -94,18 +94,16 @@ def figures(before: list[dict[str, Any]], after: list[dict[str, Any]], peak: int
         after: the log of both lives. The resumed life's steps replace the same steps of the killed life.
         peak: bytes of memory of the first life.
     """
-    predicted: dict[str, Any] = next(
-        (line["about"]["predicted"] for line in after if "predicted" in line.get("about", {})), {}
-    )
+    about: dict[str, Any] = next((line["about"] for line in after if "about" in line), {})
     steady = [line["seconds"] for line in before[_UNCOUNTED:]]
     seconds = statistics.median(steady) if steady else None
     lost = {line["step"]: line["loss"] for line in before}
     kept = {line["step"]: line["loss"] for line in after}
     return {
         "seconds": seconds,
-        "predicted_seconds": predicted.get("seconds"),
+        "predicted_seconds": about.get("predicted", {}).get("seconds"),
         "peak": peak,
-        "predicted_peak": predicted.get("host_peak_bytes"),
+        "predicted_peak": about.get("planned_peak_bytes"),
         "read": before[-1].get("read_bytes"),
         "written": before[-1].get("written_bytes"),
         "steps": max(kept),

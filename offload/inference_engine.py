@@ -14,6 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from offload.layout.flat_layout import ParameterSegment, UnitLayout
 from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, quantized_by_other_library
 from offload.layout.modes import DTYPES, Mode, dtype_name
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.layout.peak_memory import BesideBudgets
 from offload.layout.units import blocks_of
 from offload.metrics.meter import cause_of
 from offload.model_io.deferred import is_deferred, origin_of
@@ -355,7 +357,6 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
         BudgetError: If a memory budget is too small. All of these come before any change.
         UsageError: If the model is under an engine already, or keywords come with a module.
     """
-    content = dict(config if isinstance(config, Mapping) else {} if config is None else read_json(config))
     if isinstance(model, nn.Module):
         if kwargs or model_class is not None:
             raise UsageError(
@@ -368,6 +369,17 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
         raise UsageError(
             f"inference expects a folder, a safetensors file or a torch.nn.Module, got {type(model).__name__}"
         )
+    return start(model, config)
+
+
+def start(
+    model: nn.Module, config: Any = None, beside: Mapping[str, BesideBudgets] = MappingProxyType({})
+) -> InferenceEngine:
+    """Returns what `inference` returns, for a caller that knows what a forward takes `beside` both budgets on the CPU.
+
+    `beside` as in `offload.engine.plan.decide`.
+    """
+    content = dict(config if isinstance(config, Mapping) else {} if config is None else read_json(config))
     loaded, in_place = _config_of(content, model)
     let_segments_grow(loaded.offload.device)  # before CUDA is used
     device = open_device(compute_device(loaded.offload.device))
@@ -383,7 +395,7 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
             find_in_place_layouts = places.in_place_layouts if in_place else None
             check_model(model)
             plan = decide(
-                loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule, {}, None, find_in_place_layouts
+                loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule, {}, None, find_in_place_layouts, beside
             )
             # Computed before the parameters lose their origins.
             lines = _lines(plan, places) if in_place else ()

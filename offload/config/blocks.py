@@ -1013,8 +1013,8 @@ class OffloadBlock(Block):
         "auto",
         description="tables of the embedding and the head. whole: all of a table is on the device at once; pieces: "
         "pieces of its rows are units of their own, of at most 64 MiB in 16 bits, used one after the other; auto: "
-        "whole, or pieces where device_memory has no room for a whole one. A run that resumes keeps its own division. "
-        "See concepts/memory-budgets.md",
+        "whole, or pieces where a whole one has no room in device_memory or below a limit of memory. A run that "
+        "resumes keeps its own division. See concepts/memory-budgets.md",
     )
     io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(
         "auto", description="I/O interface of the swap files; auto: the first that the system allows"

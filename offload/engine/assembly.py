@@ -23,6 +23,7 @@ from offload.activations.kept_inputs import DiskSlots, HostBlocks, KeptInputs, S
 from offload.activations.tiles import TiledMlps
 from offload.aio import IoQueue
 from offload.aio.backend import DEFAULTS
+from offload.aio.memory import release_heap
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Aio, Config
 from offload.distributed.agreement import Agreement, AllOrNothing, Rounds
@@ -250,13 +251,15 @@ def _components(
         if not files.resumed:
             # Stages of a pipeline number their units alike, so the position is added to make them draw different
             # values.
-            fill_tiers(model, plan.layouts, forms, shards, world, config.offload.seed + world.position, plan.in_place)
+            seed = config.offload.seed + world.position
+            fill_tiers(model, plan.layouts, forms, shards, world, seed, plan.in_place, plan.units.tables)
         else:
             shards.read_back()
             # The model's own values are dropped, unread.
             for form in (form for unit_forms in forms for form in unit_forms):
                 form.empty(model)
         _move_buffers(model, plan)
+        release_heap()  # the first weights were made and freed unit by unit
 
         # Gradients, and what stands on the model.
         schedule = _schedule(plan, model, callbacks)

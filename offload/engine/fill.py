@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,6 +16,7 @@ from offload.aio.protocols import Future
 from offload.distributed.world import World
 from offload.engine.params import StorageForm
 from offload.engine.shards import LocalShards, ResidentShard
+from offload.errors import IoError
 from offload.layout.flat_layout import ParameterSegment, UnitLayout
 from offload.layout.frozen import write_blocks
 from offload.layout.modes import Mode
@@ -146,16 +151,18 @@ def fill_tiers(
     world: World,
     seed: int,
     in_place: Collection[int] = (),
+    tables: Collection[str] = (),
 ) -> None:
     """Moves the weights of `model` into their tiers, and into the store if it keeps them.
 
     Deferred parameters are read from their origin, or initialized. Each parameter is emptied as soon as it has been
     copied. Temporary buffers hold the masters of one chunk of a unit. The host arena contains only partitions at this
     time: its caches, tiles and staging buffers are not used yet. Values of the units `in_place` stay in the model's own
-    files.
+    files. `tables` names the tables in pieces, whose module makes all values at once, in memory that the drive lends.
 
     Raises:
         ConfigError: if a deferred parameter has no initial value.
+        IoError: if the drive has no room for the first values of a table.
     """
     nbytes: dict[State, int] = {}
     for index, layout in enumerate(layouts):
@@ -167,7 +174,13 @@ def fill_tiers(
         [segment.parameter for segment in layout.segments] if index not in in_place else []
         for index, layout in enumerate(layouts)
     ]
-    values = FirstValues(model, units, seed)
+
+    def new(name: str, parameter: torch.Tensor) -> torch.Tensor:
+        if name in tables and shards.store.folders:
+            return _in_file(parameter, shards.store.folders[0])
+        return torch.empty_like(parameter, device="cpu")
+
+    values = FirstValues(model, units, seed, new)
     order = list(values.order())
     last = {segment.parameter: index for index in order for segment in layouts[index].segments}
     for index in order:
@@ -203,6 +216,18 @@ def fill_tiers(
             shards.store.wrote(index, 0, writes)
         for form in ending:
             form.empty(model)
+
+
+def _in_file(like: torch.Tensor, folder: Path) -> torch.Tensor:
+    """Returns memory of a file without a name, which the kernel writes to the drive and takes back as it needs."""
+    nbytes = like.numel() * like.itemsize
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # A write to memory whose file has no room would end the process.
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=like.dtype).view(like.shape)
+    except OSError as error:
+        raise IoError(str(folder), 0, nbytes, error.errno or 0, "write") from error
 
 
 def _put(

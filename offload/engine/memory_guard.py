@@ -24,7 +24,8 @@ from offload.aio import resident_bytes
 from offload.engine.callbacks import Extension
 from offload.engine.params import handle_of
 from offload.errors import BudgetError
-from offload.layout.peak_memory import CHUNK_TOKENS, PeakMemory
+from offload.layout.peak_memory import CHUNK_TOKENS, BesideBudgets, PeakMemory
+from offload.layout.vocabulary import find_tables
 from offload.sizes import format_size
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
@@ -36,6 +37,10 @@ _OF_LAYER = 2
 """Tensors of the size of a layer's results that exist at once: the results, and a temporary of the next operation."""
 _OF_LOSS = 3
 """The same for logits in fp32: logits, their logarithms, and the gradient of these; one more for logits in 16 bits."""
+_OF_BLOCK = 3
+"""The same for the widest layer of a block without gradients: its results, a gate's, and a temporary."""
+_OF_HIDDEN = 5
+"""Tensors of hidden states beside them: the residual, its norm, the mask, and the inputs and results of blocks."""
 _WIDER = 8
 """Multiple of a layer's features by which its results exceed them, if they are logits."""
 _CERTAIN = 8
@@ -148,8 +153,37 @@ class MemoryGuard(Extension):
             f"{format_size(nbytes)}, and {format_size(reserve)} are for the rest of both budgets and for gradients, of "
             f"which a step needs {self._peak} beside the activations; the kernel would end the process without a word. "
             "What helps: a smaller micro-batch, shorter sequences, the loss in chunks (offload.losses), "
-            '"activations": "device" in "offload", smaller budgets, or a larger limit'
+            '"activations": "device" or "vocabulary": "pieces" in "offload", smaller budgets, or a larger limit'
         )
+
+
+def beside_forward(model: nn.Module, tokens: int, itemsize: int, chunked: bool) -> dict[str, BesideBudgets]:
+    """Returns what a forward without gradients takes beside both budgets, with "whole" tables and in "pieces".
+
+    Args:
+        model: a model that is not under an engine yet.
+        tokens: tokens of a micro-batch.
+        itemsize: bytes of an element of weights.
+        chunked: True if the loss is computed in chunks of tokens, with no more than these tokens' logits.
+    """
+    layers = _layers(model)
+    pieces = {id(model.get_parameter(table.parameter)): table.pieces for table in find_tables(model)}
+    hidden = max((layer.features for module, layer in layers.items() if isinstance(module, nn.Embedding)), default=0)
+    found = {}
+    for vocabulary in ("whole", "pieces"):
+        activations = copy = 0
+        for module, layer in layers.items():
+            words, parts = layer.features, pieces.get(id(module.weight)) if vocabulary == "pieces" else None
+            share = 1.0 if parts is None else len(parts[0]) / parts[-1].stop
+            if layer.logits and chunked:
+                results = math.ceil(min(tokens, CHUNK_TOKENS) * words * share) * (_OF_LOSS + (itemsize < _FP32))
+            else:
+                results = tokens * words * (_OF_LOSS if layer.logits else _OF_BLOCK)
+            results += tokens * hidden * _OF_HIDDEN
+            activations = max(activations, results * _FP32)
+            copy = max(copy, math.ceil(layer.numel * share) * itemsize)
+        found[vocabulary] = BesideBudgets(copy=copy if itemsize < _FP32 else 0, activations=activations)
+    return found
 
 
 def _layers(model: nn.Module) -> dict[nn.Module, _Layer]:

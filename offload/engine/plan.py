@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -172,14 +173,15 @@ def decide(
     kept_states: Mapping[str, tuple[StateField, ...]],
     matrices: Collection[str] | None,
     find_in_place_layouts: Callable[[Sequence[UnitLayout], Mode], tuple[InPlaceLayout | None, ...]] | None = None,
-    beside: BesideBudgets | None = None,
+    beside: Mapping[str, BesideBudgets] = MappingProxyType({}),
 ) -> Plan:
     """Returns the plan of this rank. Collective. Changes nothing; disks are only inspected.
 
     The model has all its parameters, real or deferred, and has passed `check_model`. `kept_states` contains the states
     of each parameter that a torch optimizer keeps. `matrices` names the parameters that the optimizer steps as
     matrices; None if the optimizer has no rule for matrices. `find_in_place_layouts` returns `Plan.in_place_layouts`;
-    None if all weights are in the config's tier. `beside` as in `MemoryRequest`.
+    None if all weights are in the config's tier. `beside` is what a step takes beside both budgets with tables that are
+    "whole" or in "pieces", if the batch is known.
 
     Raises:
         ConfigError: If model and config do not fit each other.
@@ -232,15 +234,15 @@ def decide(
             in_place_layouts=in_place_layouts,
             speculate=makes_early_updates(config.offload.speculate, device.host_addressable) and everyone.size == 1,
             in_turns=everyone.size == 1 and takes_turns(config.offload.schedule, batch.accumulation, len(blocks)),
-            tied=bool(tied_numel(model)),
-            beside=beside,
+            tied=bool(tied_numel(model, except_for=units.tables)),
+            beside=beside.get(vocabulary),
         )
         return _Placed(units, lines, layouts, in_place_layouts, machine, place_states(request))
 
     tables = cut_tables(model, "pieces", rule.name)
     vocabulary = _vocabulary(config, world, tables)
     units, experts, layouts, in_place_layouts, machine, placed = whole_or_pieces(
-        vocabulary, config, place if vocabulary != "auto" else _together(everyone, place)
+        vocabulary, place if vocabulary != "auto" else _together(everyone, place)
     )
     tied = any(table.tied for table in tables if table.parameter in units.tables)
     schedule, schedule_notices = _schedule(config, batch, model, blocks, placed, machine, everyone, tied)

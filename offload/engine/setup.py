@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from offload.aio.memory import release_heap
 from offload.checkpointing import with_configured
 from offload.config import Batch, Config, effective, load_config, resolve_batch
 from offload.distributed.gathers import form_node
@@ -159,7 +158,7 @@ def start(
     distributed_port: int | None = None,
     mesh_param: Any = None,
     plain: Mapping[str, Any] = MappingProxyType({}),
-    beside: BesideBudgets | None = None,
+    beside: Mapping[str, BesideBudgets] = MappingProxyType({}),
 ) -> Initialized:
     """Returns what `initialize` returns, for a caller that knows what a step takes `beside` both budgets on the CPU."""
     # This call comes first, because an error before it would leave the other ranks waiting for this one.
@@ -211,7 +210,6 @@ def start(
                     seed, drop_last = settings.offload.seed, settings.dataloader_drop_last
                     loader = load(training_data, *rows, seed, collate_fn, device.torch, drop_last)
                 engine = assemble(plan, model, groups, Engine, schedule, loader)
-            release_heap()  # the model's first weights were made and freed unit by unit
             if world.everyone.rank == 0:
                 warn_if_slow(settings, device.torch, plan.resume)
                 logger.info(effective(settings, batch, world.data_ranks))
@@ -250,11 +248,11 @@ def make_plan(
     world: World,
     optimizer: Optimizer,
     sites: Sequence[Site],
-    beside: BesideBudgets | None,
+    beside: Mapping[str, BesideBudgets],
 ) -> Plan:
     """Returns every decision about an engine that trains. Collective. Changes nothing; drives are only inspected.
 
-    The model has all its parameters, real or deferred. `beside` as in `MemoryRequest`.
+    The model has all its parameters, real or deferred. `beside` as in `decide`.
 
     Raises:
         ConfigError: If model, optimizer and config do not fit each other, or no commit could contain their state.

@@ -202,7 +202,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         model = adapt(model, lora)
     # The prediction runs the model as it is, before placeholders replace its parameters and chunks its logits.
     predicted, notices, beside = (
-        _prediction(options, model, content, always, _has_files(config)) if world_size == 1 else ({}, (), None)
+        _prediction(options, model, content, always, _has_files(config)) if world_size == 1 else ({}, (), {})
     )
     kernels = choose_kernels(options.kernels, config, model, compute_device(config.offload.device))
     apply_kernels(model, kernels.kind, config)
@@ -255,7 +255,7 @@ def _engine(
     config: Config,
     rank: int,
     say: Callable[[str], None],
-    beside: BesideBudgets | None,
+    beside: Mapping[str, BesideBudgets],
 ) -> Engine:
     """Puts the model under an engine, and cuts the log back to the step that the engine resumes from."""
     decay = content["optimizer"].get("params", {}).get("weight_decay", 0.0)
@@ -342,12 +342,12 @@ def _resumed(
 
 def _prediction(
     options: Options, model: nn.Module, content: Mapping[str, Any], always: Mapping[str, Any], has_files: bool
-) -> tuple[dict[str, Any], tuple[str, ...], BesideBudgets | None]:
+) -> tuple[dict[str, Any], tuple[str, ...], Mapping[str, BesideBudgets]]:
     """Returns the prediction of a step under the log's keys, a line about it, and the step's memory beside the budgets.
 
     No failure here stops the run.
     """
-    beside = None
+    beside: Mapping[str, BesideBudgets] = {}
     try:
         chunked = would_be_chunked(model, options.chunked_loss)
         step = step_of(model, content, options.seq_len, always, options.gradient_checkpointing, chunked)

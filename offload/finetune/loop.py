@@ -51,7 +51,7 @@ class SavedModel(NamedTuple):
 
 def about(job: Job) -> dict[str, Any]:
     """Returns the facts on the run for the first line of a log."""
-    engine, config = job.engine, job.engine.config
+    engine, config, memory = job.engine, job.engine.config, job.engine.memory_report()
     halves = config["bf16"]
     predicted = {"predicted": dict(job.predicted)} if job.predicted else {}
     return {
@@ -68,6 +68,7 @@ def about(job: Job) -> dict[str, Any]:
         "samples_a_step": engine.train_batch_size(),
         "host_budget_bytes": engine.host_memory,
         "device_budget_bytes": engine.device_memory,
+        "planned_peak_bytes": memory["host"]["base"] + sum(memory["planned"].values()),
         "drive_tbw": config["offload"]["drive_tbw"],
         "drive_share": config["offload"]["drive_share"],
         **predicted,

@@ -507,19 +507,16 @@ def division_of(config: Config | None, rule: str | None = None) -> Division:
     return Division(config.units, config.offload.experts, rule, keep, vocabulary)
 
 
-def whole_or_pieces(vocabulary: str, config: Config, place: Callable[[str], _T]) -> _T:
+def whole_or_pieces(vocabulary: str, place: Callable[[str], _T]) -> _T:
     """Returns the result of `place` for "whole" tables or for tables in "pieces".
 
-    With "auto" tables are whole, unless the config sets a device budget, and whole ones raise `BudgetError`. Then they
-    are in pieces, if these fit.
+    With "auto" tables are whole, unless whole ones raise `BudgetError`. Then they are in pieces, if these fit.
     """
     if vocabulary != "auto":
         return place(vocabulary)
     try:
         return place("whole")
     except BudgetError as error:
-        if config.offload.device_memory is None:
-            raise
         whole = error
     try:
         return place("pieces")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -379,12 +379,17 @@ def set_external_parameters(module: nn.Module, parameters: Sequence[nn.Parameter
     module.__dict__[_EXTERNAL] = list(parameters)
 
 
-def tied_numel(model: nn.Module) -> int:
-    """Returns the elements of trainable parameters that several modules own, such as a head tied to its embedding."""
+def tied_numel(model: nn.Module, except_for: Container[str] = ()) -> int:
+    """Returns the elements of trainable parameters that several modules own, such as a head tied to its embedding.
+
+    Parameters named in `except_for` do not count.
+    """
     owners = Counter(
         parameter
         for module in model.modules()
         for parameter in module._parameters.values()
         if parameter is not None and parameter.requires_grad
     )
-    return sum(parameter.numel() for parameter, count in owners.items() if count > 1)
+    return sum(
+        weight.numel() for name, weight in model.named_parameters() if owners[weight] > 1 and name not in except_for
+    )

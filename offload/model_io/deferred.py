@@ -640,13 +640,22 @@ def _resetter(module: nn.Module) -> str | None:
     return next((name for name in ("reset_parameters", "_reset_parameters") if getattr(module, name, None)), None)
 
 
+def _on_cpu(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(parameter, device="cpu")
+
+
 def materialize(
-    model: nn.Module, names: Sequence[str], seed: int, shapes: Mapping[int, torch.Size] | None = None
+    model: nn.Module,
+    names: Sequence[str],
+    seed: int,
+    shapes: Mapping[int, torch.Size] | None = None,
+    new: Callable[[str, torch.Tensor], torch.Tensor] = _on_cpu,
 ) -> None:
     """Makes the deferred parameters `names` of `model` real, on the CPU, and initializes them. Identity and ties stay.
 
     Parameters that will be read from an origin stay as they are. `seed` is for torch's CPU generator, whose state is
-    restored afterwards. `shapes` are those of parameters of the model that may have been emptied, by id.
+    restored afterwards. `shapes` are those of parameters of the model that may have been emptied, by id. `new` returns
+    memory on the CPU for the parameter of a name.
 
     Raises:
         ConfigError: if the owning module does not initialize a parameter.
@@ -662,8 +671,8 @@ def materialize(
         if isinstance(weight, DeferredParameter) and weight.draw is not None
     }
     # NaN marks a value as not yet set, for the check at the end.
-    for parameter in absent.values():
-        real = nn.Parameter(torch.full_like(parameter, torch.nan, device="cpu"), parameter.requires_grad)
+    for name, parameter in absent.items():
+        real = nn.Parameter(new(name, parameter).fill_(torch.nan), parameter.requires_grad)
         swap_parameters(parameter, real)
     # Forked, so that making the weights leaves the user's random state as it was.
     with torch.random.fork_rng(devices=[]), torch.no_grad(), building():
@@ -829,14 +838,22 @@ class FirstValues:
     A unit follows soon after the units that it copies, since their values stay in memory until then.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Sequence[str]], seed: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Sequence[str]],
+        seed: int,
+        new: Callable[[str, torch.Tensor], torch.Tensor] = _on_cpu,
+    ) -> None:
         """Finds the parameters that are copies, and their sources. `units` are the names of each unit's parameters.
+
+        `new` as in `materialize`.
 
         Raises:
             ConfigError: if a parameter is a copy of a parameter outside of the model, and no module of the model makes
                 such values.
         """
-        self._model, self._units, self._seed = model, units, seed
+        self._model, self._units, self._seed, self._new = model, units, seed, new
         self._shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
         self._unit_of = {name: unit for unit, names in reversed(list(enumerate(units))) for name in names}
         self._sources = _sources(model, list(self._unit_of))
@@ -884,7 +901,7 @@ class FirstValues:
         parameters = {name: self._model.get_parameter(name) for name in self._units[unit]}
         absent = [name for name, parameter in parameters.items() if parameter.is_meta]
         # Distinct for every pair of seed and unit, as no model has a million units, and within torch's 64 bits.
-        materialize(self._model, self._units[unit], (self._seed * 1_000_003 + unit) % 2**63, self._shapes)
+        materialize(self._model, self._units[unit], (self._seed * 1_000_003 + unit) % 2**63, self._shapes, self._new)
         made = [name for name in absent if not parameters[name].is_meta]
         for name in made:
             if self._waiting[name]:

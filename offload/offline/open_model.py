@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from offload.config import read_json
+from offload.engine.memory_guard import beside_forward
 from offload.errors import BudgetError, ConfigError, NumericsError, OffloadError, UsageError
 from offload.finetune.corpus.packing import Document
 from offload.finetune.corpus.token_stream import IGNORED
 from offload.finetune.model import read_tokenizer
-from offload.inference_engine import InferenceEngine, inference, read_model
+from offload.inference_engine import InferenceEngine, read_model, start
 from offload.losses import chunk_loss_of
 from offload.presets import check_folder, check_positions, error_message, positions_of, require_transformers
 from offload.sizes import count_of, format_size, parse_size
@@ -164,6 +165,8 @@ class OpenModel:
     """True if the model's output for a row is the score: a model of transformers for sequence classification."""
     chunked: bool
     """True if a call with labels returns the loss of each row, and never holds all logits."""
+    longest: int
+    """Most tokens of a row."""
     lines: tuple[str, ...]
     """Lines for the user."""
 
@@ -171,21 +174,21 @@ class OpenModel:
     def config(self) -> Any:
         return self.engine.module.config
 
-    def longest(self, wanted: int | None) -> int:
-        """Returns the most tokens of a row: `wanted`, or else the model's positions, at most 1024."""
-        # Checked at the start, since a longer row may come after hours.
-        if wanted is not None:
-            check_positions(self.config, wanted)
-        return wanted or min(positions_of(self.config) or _LONGEST, _LONGEST)
-
 
 def open_model(
-    name: str, placement: ModelOptions, *, scores: bool, check: Callable[[Any, Any], object] | None = None
+    name: str,
+    placement: ModelOptions,
+    *,
+    scores: bool,
+    rows: int = 0,
+    seq_len: int | None = None,
+    check: Callable[[Any, Any], object] | None = None,
 ) -> OpenModel:
     """Returns the model of a folder under an engine, to score records or to generate.
 
-    `check` is called with tokenizer and config before the weights are opened, since opening may take long. `check` may
-    raise.
+    To score, a micro-batch has at most `rows` rows, of at most `seq_len` tokens; None stands for the model's positions,
+    at most 1024. `check` is called with tokenizer and config before the weights are opened, since opening may take
+    long. `check` may raise.
 
     Raises:
         ConfigError: The folder contains no suitable model, or an option is wrong.
@@ -219,8 +222,17 @@ def open_model(
             f"keys and values of {count_of(placement.rows, 'prompt')} of at most {placement.static_cache} tokens take "
             f"{format_size(nbytes)} of {'host' if on_host else 'device'} memory",
         )
-    engine = inference(model, content)
-    return OpenModel(engine=engine, tokenizer=tokenizer, rewards=rewards, chunked=chunked, lines=lines)
+    if seq_len is not None:
+        check_positions(config, seq_len)  # a longer row may come after hours
+    longest = seq_len or min(positions_of(config) or _LONGEST, _LONGEST)
+    itemsize = value_nbytes(content, config)
+    beside = beside_forward(model, rows * longest, itemsize, chunked) if scores else {}
+    try:
+        engine = start(model, content, beside)
+    except BudgetError:
+        # Records may be shorter than the longest row. The guard of memory looks at each batch.
+        engine = start(model, content)
+    return OpenModel(engine=engine, tokenizer=tokenizer, rewards=rewards, chunked=chunked, longest=longest, lines=lines)
 
 
 def deferred_model(folder: Path) -> nn.Module:

@@ -346,8 +346,8 @@ def beside(memory: Memory, shape: Shape, load: Load) -> BesideBudgets:
     """
     parts, units = memory.parts, [use.unit for use in shape.uses]
     activations = need(shape, load).device
-    # A unit that is used twice has tied weights.
-    tied = len(set(units)) < len(units)
+    # A unit that is used twice has tied weights. The engine adds the gradients of a table in pieces itself.
+    tied = shape.uncut is None and len(set(units)) < len(units)
     head = memory.layouts[units[-1]].numel if units else 0
     # A chunked loss holds a copy of the head's weights, and then the head's gradient, which the activations count. The
     # rest of the backward takes no more if the head is the largest unit, except for the second gradient of a tied one,

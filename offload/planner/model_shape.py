@@ -243,6 +243,11 @@ def _several(layout: UnitLayout, count: int) -> UnitLayout:
     return arrange(layout.name, segments, 1, in_fp32=layout.in_fp32)
 
 
+def tied_in_pieces(shape: Shape) -> bool:
+    """Returns True if a tied table is in pieces: its micro-batches come one after the other."""
+    return shape.uncut is not None and any(table.tied for table in shape.uncut.tables)
+
+
 @functools.lru_cache
 def _blocks(units: tuple[str | None, ...]) -> tuple[RepeatedBlock, ...]:
     """Returns the repeated blocks among uses. `units` has the name of each use's unit, or None for a look-up.

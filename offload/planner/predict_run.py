@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from offload.config import Config, load_config, resolve_batch
-from offload.errors import ConfigError
+from offload.errors import BudgetError, ConfigError
 from offload.hardware.probe import Probed
 from offload.layout.memory_plan import division_of
 from offload.layout.modes import DTYPES
@@ -20,7 +21,7 @@ from offload.planner import recommend
 from offload.planner.activations import Load, Need, beside, placed, wish_of
 from offload.planner.hardware import Hardware, probed
 from offload.planner.memory import Room, settle
-from offload.planner.model_shape import Shape, from_training
+from offload.planner.model_shape import Shape, from_training, tied_in_pieces
 from offload.planner.recommend import Planned
 from offload.swapper.memory.device import compute_device
 from offload.swapper.memory.limits import free_host_memory
@@ -37,25 +38,28 @@ class Step(NamedTuple):
     """True if the CPU computes."""
 
     @property
-    def beside(self) -> BesideBudgets | None:
-        """Returns what the step takes beside both budgets where the CPU computes; None on a GPU.
+    def beside(self) -> dict[str, BesideBudgets]:
+        """Returns what the step takes beside both budgets where the CPU computes, with "whole" tables and in "pieces".
 
-        Raises:
-            BudgetError: If a budget is too small.
+        It is empty on a GPU, and does not contain a division for which an explicit budget is too small.
         """
-        if not self.on_cpu:
-            return None
+        shapes = {"whole": self.shape, "pieces": self.shape.in_pieces() if self.shape.tables else self.shape}
+        found = {}
+        for vocabulary, shape in shapes.items() if self.on_cpu else ():
+            with suppress(BudgetError):  # the start raises it
+                found[vocabulary] = self._beside(shape)
+        return found
+
+    def _beside(self, shape: Shape) -> BesideBudgets:
         # The sizes of gradients and layers do not depend on the memory that is free.
-        memory = settle(
-            self.shape.layouts, self.content, _UNLIMITED, self.load.accumulation, matrices=self.shape.matrices
-        )
+        memory = settle(shape.layouts, self.content, _UNLIMITED, self.load.accumulation, matrices=shape.matrices)
         wish, load = wish_of(memory.config), self.load
         if wish.tier not in (None, "device"):
             # Inputs of blocks go to files before memory ends.
             wish = wish._replace(tier="nvme" if memory.config.drives else "device")
-        elif load.schedule == "auto" and load.accumulation > 1:
+        elif load.schedule == "auto" and load.accumulation > 1 and not tied_in_pieces(shape):
             load = load._replace(schedule=LAYER_MAJOR)  # the engine may take it, with the inputs of all micro-batches
-        return beside(memory, self.shape, placed(self.shape, load, wish, Need(0), bool(memory.config.drives)))
+        return beside(memory, shape, placed(shape, load, wish, Need(0), bool(memory.config.drives)))
 
 
 _UNLIMITED = Room(1 << 50, 0, None)

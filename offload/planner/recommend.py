@@ -136,13 +136,22 @@ def plan(
     whole, config = shape.uncut or shape, load_config(content)
     cut = None if shape.uncut is None else shape  # by an earlier plan
 
-    def place(vocabulary: str) -> tuple[Shape, Memory]:
+    def place(vocabulary: str) -> Callable[[], Planned]:
         divided = whole if vocabulary == "whole" else cut or whole.in_pieces()
-        return divided, settled(divided, hardware, load, content, in_turns)
+        memory = settled(divided, hardware, load, content, in_turns)
+        decide = partial(_in_best_order, divided, hardware, load, content, memory)
+        if not hardware.on_cpu:  # the run does not know the activations before they come
+            return decide
+        planned = decide()
+        return lambda: planned
 
     adds_otherwise = load.schedule == LAYER_MAJOR and any(table.tied for table in whole.tables)
     vocabulary = config.offload.vocabulary if whole.tables and not adds_otherwise else "whole"
-    shape, memory = whole_or_pieces(vocabulary, config, place)
+    return whole_or_pieces(vocabulary, place)()
+
+
+def _in_best_order(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any], memory: Memory) -> Planned:
+    """Returns the plan with the schedule that takes the shorter step."""
     wish = wish_of(memory.config)
     room = room_of(hardware, memory, wish, shape, load)
     if wish.tier == "nvme" and not room.drives:

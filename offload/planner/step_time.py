@@ -37,7 +37,7 @@ from offload.planner.activations import (
 )
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
-from offload.planner.model_shape import Shape, drawn
+from offload.planner.model_shape import Shape, drawn, tied_in_pieces
 from offload.planner.simulation.machine import Moved, SimulatedRates, Waited
 from offload.planner.simulation.simulate import (
     Expected,
@@ -803,5 +803,5 @@ def choice_of(shape: Shape, hardware: Hardware, load: Load, memory: Memory, wish
         checkpointed=tried.recompute,
         activation_nbytes=scarcest[0],
         free_nbytes=scarcest[1],
-        tied_pieces=shape.uncut is not None and any(table.tied for table in shape.uncut.tables),
+        tied_pieces=tied_in_pieces(shape),
     )

@@ -16,13 +16,18 @@ import offload
 from offload import testing
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError, UsageError
+from offload.finetune.corpus.documents import find_data, read_records
 from offload.layout.memory_plan import division_of
 from offload.losses import causal_lm, chunk_loss_of
+from offload.offline.open_model import ModelOptions, open_model
+from offload.offline.score import scores
 from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.model_shape import from_training
 from offload.planner.recommend import plan
+from offload.sizes import MIB
 from tests.support import models, rounding_bounds
+from tests.support.model_folders import make_folder, write_lines
 from tests.support.oracle import (
     Job,
     accumulated_step,
@@ -267,6 +272,41 @@ def test_files_have_the_whole_table(dtype: str, tmp_path: Path) -> None:
         assert found is not None and torch.equal(found, moment)
         engine.save_checkpoint(tmp_path / target)
         engine.destroy(remove=True)
+
+
+def test_first_values_do_not_depend_on_where_a_module_makes_them(tmp_path: Path) -> None:
+    """A drive lends the memory of a whole table, in which its module makes them."""
+    found = []
+    for placement in (CPU, DISK):
+        content = config(Job(llama, loss), placement, tmp_path / placement[0], vocabulary="pieces")
+        with offload.init(content):
+            model = llama(tied=True)
+        engine = offload.initialize(model=model, config=content)[0]
+        found.append(weights_of(engine))
+        engine.destroy(remove=True)
+    assert_same_tensors(*found)
+
+
+def test_scores_fit_a_limit_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start counts the logits of a chunk."""
+    files = {
+        "/proc/self/cgroup": "0::/outer",
+        "/sys/fs/cgroup/outer/memory.max": str(100 * MIB),
+        "/sys/fs/cgroup/outer/memory.current": "0",
+    }
+    widths = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    folder = make_folder(tmp_path / "model", vocab_size=131_072, tie_word_embeddings=True, **widths)
+    write_lines(tmp_path / "records.jsonl", [{"text": "words " * 20}])
+    found = []
+    for limited in (False, True):
+        if limited:
+            testing.replace(monkeypatch, "machine.system_file", lambda path: files.get(path, ""))
+        model = open_model(str(folder), ModelOptions(), scores=True, rows=4, seq_len=16)
+        with model.engine:
+            assert any("pieces of rows" in line for line in model.engine.notices) is limited
+            records = read_records(find_data([tmp_path / "records.jsonl"]))
+            found += scores(model, records, seq_len=16, batch_size=8, micro_batch_size=4)
+    assert found[0].log_likelihood == pytest.approx(found[1].log_likelihood, rel=1e-5)
 
 
 # -- ranks --------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from offload.states import State
 from offload.swapper.store import Store, StoreSpec, remove_run, run_status
 from offload.swapper.store import drives as drives_module
 from offload.swapper.store import folder as rank_folder
+from offload.swapper.store import format as store_format
 from offload.swapper.store.drives import new_manifest, shares
 from offload.swapper.store.folder import Lock
 from offload.swapper.store.format import read_manifest
@@ -430,18 +431,42 @@ def test_a_run_of_another_format_is_refused_and_left_as_it_is(commits: int, tmp_
     path = rank / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2, "about": {"offload": "0.0.9"}}))
     assert run_status([tmp_path], "run").exists
-    with pytest.raises(StoreError, match=r"has store format 2; this version of offload reads format 3"):
+    with pytest.raises(StoreError, match=r"has store format 2; this version of offload reads format 3 and 4"):
         read_manifest(path)
     store = Store([tmp_path], "run", 0, SPEC, queue)
-    message = (
-        r"store format 2; this version of offload reads format 3: resume with the version that made the run \(0.0.9\)"
-    )
+    message = r"this version of offload reads format 3 and 4: resume with the version that made the run \(0.0.9\)"
     for refused in (store.newest_serial, store.open):
         with pytest.raises(StoreError, match=message):
             refused()
     with pytest.raises(StoreError, match="holds a run that did not end"):
         Store([tmp_path], "run", 0, SPEC, queue).create()
     assert (rank / "commit").read_bytes() == pages and (rank / "states").stat().st_size == SPEC.nbytes
+
+
+def test_only_pieces_of_tables_raise_the_format(
+    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier version, which would take a piece for the row of an expert, refuses such a store, and no other."""
+    parameter = {"name": "table", "shape": [4, 8], "start": 0, "trainable": True, "stack": "table"}
+    for number, key in ((3, {"row": 1}), (4, {"rows": [0, 4]})):
+        unit = {"name": "unit", "numel": 2048, "trainable": 2048, "parameters": [parameter | key]}
+        spec = SPEC._replace(fingerprint={"units": [unit] * 3})
+        for folder in (tmp_path / "earlier" / str(number), tmp_path / str(number)):
+            store = created(folder, queue, spec)
+            store.commit(1, blob("one"))
+            store.close()
+        rank = folder / "run" / "rank0"
+        assert json.loads((rank / "manifest.json").read_text())["format"] == number
+        assert struct.unpack_from("<I", (rank / "commit").read_bytes(), 8) == (number,)
+        store, text = opened(folder, queue, spec)
+        assert text == "one"
+        store.close()
+        with monkeypatch.context() as earlier:
+            earlier.setattr(store_format, "FORMATS", (3,))
+            store = Store([tmp_path / "earlier" / str(number)], "run", 0, spec, queue)
+            with contextlib.nullcontext() if number == 3 else pytest.raises(StoreError, match="has store format 4"):
+                store.open()
+            store.close()
 
 
 def test_a_store_over_three_drives_comes_back(tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch) -> None:

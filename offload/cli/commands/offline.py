@@ -190,13 +190,15 @@ def score(typed: ScoreOptions) -> None:
         # Missing data are reported before a model of many gigabytes is opened.
         files = find_data(typed.data)
         with _lines(typed.output, typed.json_output) as (write, kept):
-            model = _opened(typed.model, typed.placement(), scores=True)
+            model = _opened(
+                typed.model, typed.placement(), scores=True, rows=typed.micro_batch_size, seq_len=typed.seq_len
+            )
             with model.engine:
                 measured, total = _Measured(model), Total()
                 found = scores(
                     model,
                     read_records(files),
-                    seq_len=model.longest(typed.seq_len),
+                    seq_len=model.longest,
                     batch_size=typed.batch_size,
                     micro_batch_size=typed.micro_batch_size,
                 )
@@ -345,14 +347,14 @@ def _check_generation(typed: GenerateOptions) -> None:
         raise ConfigError("--static-cache-on host needs --static-cache TOKENS, the size of the cache")
 
 
-def _opened(folder: str, placement: ModelOptions, *, scores: bool, check: Any = None) -> OpenModel:
-    """Returns the model of a folder. Lines on it are reported by `_measured` alone."""
+def _opened(folder: str, placement: ModelOptions, **options: Any) -> OpenModel:
+    """Returns the model of a folder by `open_model`. Lines on it are reported by `_measured` alone."""
     from offload.hub import local_model
     from offload.offline.open_model import open_model
 
     # The command prints these lines itself, remarks too, which logging leaves out by default.
     logging.getLogger("offload.notices").setLevel(logging.ERROR)
-    return open_model(local_model(folder), placement, scores=scores, check=check)
+    return open_model(local_model(folder), placement, **options)
 
 
 def _check_numbers(**given: int | None) -> None:

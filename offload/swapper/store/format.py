@@ -44,8 +44,18 @@ if TYPE_CHECKING:
 # newest. An incomplete record counts as never written.
 
 
-FORMAT_VERSION = 3
-"""The one version number of record, manifest and blob; see docs/reference/store-format.md."""
+FORMATS = (3, 4)
+"""Version numbers that this version reads, of record, manifest and blob; see docs/reference/store-format.md."""
+
+
+def format_of(layout: Mapping[str, Any]) -> int:
+    """Returns the version number of a store with this layout, the lowest that describes it.
+
+    Versions that read only 3 would take a piece of a table for the row of an expert.
+    """
+    parameters = (parameter for unit in layout.get("units", ()) for parameter in unit["parameters"])
+    return 4 if any("rows" in parameter for parameter in parameters) else 3
+
 
 _MAGIC = b"OFFLDREC"
 _HEAD = struct.Struct("<8sIIQQQQII")  # magic, version, which blob, serial, step, ns since 1970, blob bytes, crc, units
@@ -72,6 +82,8 @@ class CommitRecord(NamedTuple):
     blob_crc: int
     time_ns: int = 0
     """Time of the commit, in nanoseconds since 1970."""
+    version: int = FORMATS[0]
+    """Version number of the store."""
 
     def pack(self) -> bytes:
         """Returns the record's page of the commit file, 4096 bytes."""
@@ -84,7 +96,7 @@ class CommitRecord(NamedTuple):
         bitmaps = bytes(lower + upper) if any(upper) else bytes(lower)
         head = _HEAD.pack(
             _MAGIC,
-            FORMAT_VERSION,
+            self.version,
             self.blob,
             self.serial,
             self.step,
@@ -106,7 +118,7 @@ class CommitRecord(NamedTuple):
         body, crc = page[: -_CRC.size], _CRC.unpack(page[-_CRC.size :])[0]
         magic, version, blob, serial, step, time_ns, nbytes, blob_crc, units = _HEAD.unpack_from(body)
         # Any mismatch means no record: the caller falls back to the other page.
-        if magic != _MAGIC or version != FORMAT_VERSION or crc != crc32c(body) or units > MAX_UNITS:
+        if magic != _MAGIC or version not in FORMATS or crc != crc32c(body) or units > MAX_UNITS:
             return None
         # A mismatch here means that the record was copied from the other page, or that no commit wrote it.
         if blob != which or not 0 < serial < 2**63 or step >= 2**63:
@@ -118,7 +130,7 @@ class CommitRecord(NamedTuple):
         slots = tuple(
             (lower[unit // 8] >> (unit % 8) & 1) | (upper[unit // 8] >> (unit % 8) & 1) << 1 for unit in range(units)
         )
-        return cls(serial, step, slots, blob, nbytes, blob_crc, time_ns)
+        return cls(serial, step, slots, blob, nbytes, blob_crc, time_ns, version)
 
 
 class Records(NamedTuple):
@@ -129,7 +141,7 @@ class Records(NamedTuple):
     invalid_pages: tuple[int, ...]
     """Indices of pages that are neither empty nor valid: interrupted commits, or damage."""
     other_format: int | None = None
-    """The format version in an invalid page, if it differs from `FORMAT_VERSION`; else None."""
+    """The format version in an invalid page, if it is none of `FORMATS`; else None."""
 
     def forget_later(self, path: Path, record: CommitRecord) -> None:
         """Deletes durably all records of the commit file at `path` that are newer than `record`."""
@@ -166,7 +178,7 @@ def unpack_records(data: bytes) -> Records:
     # A page of another format is invalid here. The caller must not take it for an interrupted commit.
     heads = (page for page in map(pages.__getitem__, invalid_pages) if len(page) >= _HEAD.size)
     versions = (int(_HEAD.unpack_from(head)[1]) for head in heads if head.startswith(_MAGIC))
-    other_version = next((version for version in versions if version != FORMAT_VERSION), None)
+    other_version = next((version for version in versions if version not in FORMATS), None)
     return Records(tuple(valid), invalid_pages, other_version)
 
 
@@ -345,7 +357,7 @@ class StoreManifest:
     def pack(self, drive: int = 0) -> bytes:
         """Returns the bytes of the manifest on one drive."""
         content = {
-            "format": FORMAT_VERSION,
+            "format": format_of(self.spec.fingerprint),
             "id": self.id,
             **({} if self.run_id is None else {"run_id": self.run_id}),
             "run": self.run,
@@ -378,10 +390,10 @@ class StoreManifest:
             content = read(data, fields({}))
         except ValueError as error:
             raise StoreError(f"cannot read {where}: {error}") from error
-        if content.get("format") != FORMAT_VERSION:
+        if content.get("format") not in FORMATS:
             raise StoreError(
                 f"{where} has store format {content.get('format')}; this version of offload reads format "
-                f"{FORMAT_VERSION}: resume with the version that made the run "
+                f"{' and '.join(map(str, FORMATS))}: resume with the version that made the run "
                 f"({made_by(content)}), or choose another run name"
             )
         try:

@@ -21,7 +21,7 @@ from offload.sizes import PAGE
 from offload.swapper.store import format
 from offload.swapper.store.folder import FILES, FINISHED, RESHARDED, folders_aside, rank_number, read_whole
 from offload.swapper.store.format import (
-    FORMAT_VERSION,
+    FORMATS,
     Blob,
     CommitRecord,
     Key,
@@ -182,7 +182,8 @@ def _look(folder: Path) -> RankFiles:
     notes = _notes(folder / "manifest.json")
     version = _other_format(folder, notes)
     if version is not None:
-        words = f"format {version}, made by offload {made_by(notes)}; this version reads format {FORMAT_VERSION}"
+        known = " and ".join(map(str, FORMATS))
+        words = f"format {version}, made by offload {made_by(notes)}; this version reads format {known}"
         return RankFiles(folder, rank, (), None, 0, words, ())
     # Only the first drive contains a commit file. On another drive the manifest names the drive.
     drive = 0 if (folder / "commit").exists() else place_of(folder)[1]
@@ -218,7 +219,7 @@ def _other_format(folder: Path, notes: Mapping[str, Any]) -> int | None:
     if records.valid:
         return None
     said = (notes.get("format"), records.other_format)
-    return next((version for version in said if version not in (None, FORMAT_VERSION)), None)
+    return next((version for version in said if version not in (None, *FORMATS)), None)
 
 
 def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:

@@ -635,7 +635,16 @@ class Store:
         reserve_blobs(self.folders[0], len(data) + self._sums.growth_nbytes(self._places))
         write_in_place(self.folders[0] / f"blob.{which}", data)
         serial = self._first if self.durable is None else self.durable.serial + 1
-        record = CommitRecord(serial, step, tuple(self.newest), which, len(data), crc32c(data), time.time_ns())
+        record = CommitRecord(
+            serial,
+            step,
+            tuple(self.newest),
+            which,
+            len(data),
+            crc32c(data),
+            time.time_ns(),
+            format.format_of(self.spec.fingerprint),
+        )
         write_in_place(self._commit_path, record.pack(), which * PAGE)
         # calling thread: from here on `target` returns the other slots. The record that names these is durable by now.
         self._before, self.durable = self.durable, record
