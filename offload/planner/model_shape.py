@@ -7,6 +7,7 @@ import functools
 import math
 import random
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -404,11 +405,13 @@ def _row_nbytes(shape: Shape, tokens: int) -> dict[int, int]:
 @functools.lru_cache
 def _page_nbytes(pieces: tuple[range, ...], row_nbytes: int, tokens: int) -> tuple[int, ...]:
     """Returns the bytes that lookups read of each piece of a table, all of it if it is fetched; cached as `_blocks`."""
-    words, read = pieces[-1].stop, []
+    words, read, sizes = pieces[-1].stop, [], [len(rows) * row_nbytes for rows in pieces]
+    if tokens >= words:
+        return tuple(sizes)
     visited = sorted(random.Random(0).sample(range(words), round(words * (1 - (1 - 1 / words) ** tokens))))
-    for rows in pieces:
-        inside, size = [word - rows.start for word in visited if word in rows], len(rows) * row_nbytes
-        reads = row_reads(inside, row_nbytes, 0, size, size)
+    for rows, size in zip(pieces, sizes, strict=True):
+        inside = visited[bisect_left(visited, rows.start) : bisect_left(visited, rows.stop)]
+        reads = row_reads((word - rows.start for word in inside), row_nbytes, 0, size, size)
         read.append(sum(map(len, reads)) if reads or not inside else size)
     return tuple(read)
 

@@ -324,13 +324,6 @@ class DeviceCache:
         else:
             self._table.move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
 
-    def close(self) -> None:
-        """Waits for copies in flight, since no use may have waited for them, and releases the device memory."""
-        for entry in self._table.entries:
-            entry.copied.wait()
-            entry.uploaded.wait()
-        self._arena.close()
-
     def look_up(self, entry: UnitEntry, rows: torch.Tensor, row_nbytes: int) -> torch.Tensor:
         """Returns rows of a unit that is on the device and stays there meanwhile; see `rows_in`."""
         assert entry.device_buffer is not None
@@ -340,6 +333,13 @@ class DeviceCache:
         self._device.wait_event(entry.read)
         entry.read = self._device.record_event()
         return copied
+
+    def close(self) -> None:
+        """Waits for copies in flight, since no use may have waited for them, and releases the device memory."""
+        for entry in self._table.entries:
+            entry.copied.wait()
+            entry.uploaded.wait()
+        self._arena.close()
 
     # -- reads in place -----------------------------------------------------------------------------
 

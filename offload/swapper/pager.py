@@ -740,7 +740,6 @@ class Pager:
         finally:
             self.release(unit)
 
-    @uninterrupted
     def row_reads(self, unit: int, rows: Sequence[int], row_nbytes: int) -> tuple[range, ...] | None:
         """Returns the ranges of the partition that `look_up` must read for `rows`; None if the unit is better fetched.
 

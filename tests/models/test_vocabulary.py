@@ -20,7 +20,7 @@ from offload.layout.memory_plan import division_of
 from offload.losses import causal_lm, chunk_loss_of
 from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
-from offload.planner.model_shape import from_training
+from offload.planner.model_shape import drawn, from_training
 from offload.planner.recommend import plan
 from offload.sizes import PAGE
 from offload.states import State
@@ -54,11 +54,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     testing.replace(monkeypatch, "size.row_request", 0)  # else a lookup in a tiny table reads one range of each piece
 
 
-def llama(tied: bool = False, chunked: bool = True, layers: int = 1) -> nn.Module:
+def llama(tied: bool = False, chunked: bool = True, layers: int = 1, words: int = WORDS) -> nn.Module:
     """Returns a Llama whose tables are most of it, with its loss in chunks of tokens, or from all logits."""
     widths = {"hidden_size": 32, "intermediate_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
     shape = transformers.LlamaConfig(
-        **widths, num_hidden_layers=layers, vocab_size=WORDS, tie_word_embeddings=tied, use_cache=False
+        **widths, num_hidden_layers=layers, vocab_size=words, tie_word_embeddings=tied, use_cache=False
     )
     model = transformers.LlamaForCausalLM(shape)
     if chunked:
@@ -241,13 +241,22 @@ def test_a_table_larger_than_the_device_trains(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="device_memory"):
         start(job, DISK, tmp_path / "whole", device_memory=ROOM, vocabulary="whole")
     machine = described("24GB", 1 << 34, [parse_drive("7GB/s,5GB/s")])
-    for options, in_pieces in (({"device_memory": ROOM}, True), ({}, False), ({"vocabulary": "pieces"}, True)):
+    cached = {"vocabulary": "pieces", "host_memory": 4_000_000}
+    for options, in_pieces in (({"device_memory": ROOM}, True), ({}, False), (cached, True)):
         content = config(job, DISK, tmp_path, **options)
         shape = from_training(llama(), 20, torch.float32, division_of(load_config(content)), {})
         engine = start(job, DISK, tmp_path / "planned", **options)
         assert (pieces_of(engine) > 0) is in_pieces
         planned = plan(shape, machine, Load(2), content)
         assert planned.shape.layouts == testing.inspect(engine).layouts
+        if options is cached:
+            ids, read = models.tokens(0, 0, (2, 20), WORDS), [0]
+            for _ in range(3):  # the first forward leaves all but the table in host memory
+                with torch.no_grad():
+                    engine.module.model(input_ids=ids)
+                read.append(engine.io_bytes().read)
+            expected = sum(use.row_nbytes or 0 for use in drawn(planned.shape, ids.numel(), 0).uses)
+            assert read[3] - read[2] == read[2] - read[1] == pytest.approx(expected, rel=0.25)
         engine.destroy(remove=True)
 
 

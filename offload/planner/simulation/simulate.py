@@ -231,6 +231,8 @@ class _Loop:
                 if use.expects.units:
                     self._pager.access_order.expect(*use.expects)
                     yield from self._pager.prefetch()
+                if use.lookup is not None and (not position or uses[position - 1].lookup is None):
+                    yield from self._pager.prefetch()  # as `Pager.expect`, before all lookups in a table
                 if use.lookup is not None and self._pager.looks_up(use.unit, use.lookup):
                     yield from self._pager.look_up(use.unit, use.lookup)
                 else:
