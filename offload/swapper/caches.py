@@ -329,7 +329,8 @@ class DeviceCache:
         assert entry.device_buffer is not None
         # compute stream: the upload may be in flight, and the next owner of the memory waits for this copy.
         self._device.wait_event(entry.uploaded)
-        copied = rows_in(self._arena.view(entry.device_buffer), rows, row_nbytes)
+        weights = self._arena.view(entry.device_buffer)
+        copied = rows_in(weights, rows.to(weights.device), row_nbytes)
         self._device.wait_event(entry.read)
         entry.read = self._device.record_event()
         return copied

@@ -774,7 +774,7 @@ class Pager:
         shall bring the unit for it. Raises `EngineFailed` after an error on a background thread.
 
         Args:
-            rows: (n,) int64 on the compute device, in any order. Row 0 is at the start of the unit.
+            rows: (n,) int64 on the host, in any order. Row 0 is at the start of the unit.
             reads: the result of `row_reads` for these rows.
         """
         with self.lock:

@@ -325,19 +325,19 @@ class Fetcher:
         if host_buffer is not None:
             # DISK. Or a read or an upload of all the unit has begun, which takes longer.
             read = self._host_cache.reader(entry, Priority.URGENT)
-            starts = entry.size.pieces[0].start + rows.cpu() * row_nbytes
+            starts = entry.size.pieces[0].start + rows * row_nbytes
             take = functools.partial(read_rows, read, host_buffer, reads, starts, row_nbytes)
         elif entry.residency is Residency.DEVICE:
             take = functools.partial(self._device_cache.look_up, entry, rows, row_nbytes)
         else:
-            take = functools.partial(self._host_cache.look_up, entry, rows.cpu(), row_nbytes)
+            take = functools.partial(self._host_cache.look_up, entry, rows, row_nbytes)
         # calling thread: it releases the lock. The unit keeps its buffers until the copy ends, and its newest slot
         # until the next step.
         entry.copying += 1
         try:
             with self._table.timeline.span(Row.WAITS, f"waits for read of rows of {entry.size.title}"):
                 return self._table.changed.without_lock(take)
-        except Exception as error:
+        except OSError as error:  # of a read; without memory for the rows a caller may try again
             self._table.fail(error, entry)
             raise
         finally:

@@ -80,9 +80,9 @@ class Piece(NamedTuple):
         return self.handle.shape[1] * self.handle.dtype.itemsize
 
     def look_up(self, rows: torch.Tensor, reads: Sequence[range]) -> torch.Tensor:
-        """Returns `rows` of the piece, (n,) on the device, as (n, features) there; see `Pager.look_up`."""
+        """Returns `rows` of the piece, (n,) on the host, as (n, features) on the device; see `Pager.look_up`."""
         found = self.handle.engine.pager.look_up(self.handle.unit, rows, self.row_nbytes, reads)
-        return found.to(rows.device).view(self.handle.dtype)
+        return found.to(self.handle.device).view(self.handle.dtype)
 
     def again(self, compute: Callable[[torch.Tensor], _T]) -> _T:
         """Returns the result of `compute` for the weights of a use between steps, in its backward."""
@@ -230,7 +230,7 @@ def _looked_up(pieces: Sequence[Piece], ids: torch.Tensor, padding_idx: int | No
         elif reads is None:
             found = piece.on_device(partial(F.embedding, on_device))
         else:
-            found = piece.look_up(on_device, reads)
+            found = piece.look_up(local, reads)
         look_up: Any = _Lookup.apply
         rows.append(look_up(leaf, on_device, padding, by_frequency, shape, found))
     place = torch.empty_like(order)
