@@ -408,6 +408,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "size.pending_metrics": ("offload.metrics.writers:_MOST_PENDING",),
     "size.coded_replicas": ("offload.layout.memory_plan:MOST_CODED_REPLICAS",),
     "size.access_order": ("offload.swapper.policy:_LONGEST",),
+    "size.row_request": ("offload.swapper.policy:_REQUEST_NBYTES",),
     "size.device_views": ("offload.swapper.memory.device_arena:_VIEWS",),
     "size.pin_chunk": ("offload.swapper.memory.device:PIN_CHUNK",),
     "size.pin_least": ("offload.swapper.memory.device:PIN_LEAST",),

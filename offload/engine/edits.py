@@ -65,7 +65,7 @@ class WeightEdits:
         parts of the parameters `composed` are among `handles`. `coded` contains the elements of each unit that ranks
         gather as codes; empty if there are none.
         """
-        self._pager, self._layouts, self._handles, self.hooks, self._dtypes = pager, layouts, handles, hooks, dtypes
+        self.pager, self._layouts, self._handles, self.hooks, self._dtypes = pager, layouts, handles, hooks, dtypes
         self._served = [*(handle for unit in handles for handle in unit), *composed]
         self._handle_of = {id(handle.parameter): handle for handle in self._served}
         self._pending: dict[tuple[int, State], torch.Tensor] = {}  # (position, state) -> values
@@ -150,7 +150,7 @@ class WeightEdits:
             values = memory.view(self._dtypes[unit])[start : start + segment.value_numel]
             copies.append(values.detach().clone().view(segment.shape))
 
-        self._pager.read_weights(unit, receive)
+        self.pager.read_weights(unit, receive)
         return copies[0]
 
     def read_view(self, unit: int, geometry: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ class WeightEdits:
         Otherwise the result is a copy.
         """
         if self.hooks.runs_now():
-            return self.unit_views.view(handle_of(unit, self._pager.updates(unit), geometry))
+            return self.unit_views.view(handle_of(unit, self.pager.updates(unit), geometry))
         self._callbacks.enter_weights()
         copies: list[torch.Tensor] = []
 
@@ -169,7 +169,7 @@ class WeightEdits:
             start = values.storage_offset() + geometry.storage_offset()
             copies.append(values.as_strided(geometry.size(), geometry.stride(), start).clone())
 
-        self._pager.read_weights(unit, receive)  # as in `read`
+        self.pager.read_weights(unit, receive)  # as in `read`
         return copies[0]
 
     def waits(self, unit: int, position: int, state: State) -> bool:
@@ -221,7 +221,7 @@ class WeightEdits:
 
     def updates(self, unit: int) -> int:
         """Returns the number of times that the weights of `unit` have changed."""
-        return self._pager.updates(unit)
+        return self.pager.updates(unit)
 
     @uninterrupted
     def flush(self) -> None:
@@ -261,7 +261,7 @@ class WeightEdits:
         """
         if not self.hooks.running:
             self.flush()
-        key = (unit, position, self._pager.updates(unit))
+        key = (unit, position, self.pager.updates(unit))
         copy = self._copies.get(key)
         # A nonzero version means that the user has changed the copy in place: it no longer shows the weights.
         if copy is None or copy._version:
@@ -287,7 +287,7 @@ class WeightEdits:
         if not self.hooks.running:
             self.flush()
         # No count ever falls, so their sum names the weights of all parts.
-        key = (-1, id(handle), sum(self._pager.updates(part.unit) for part in handle.parts))
+        key = (-1, id(handle), sum(self.pager.updates(part.unit) for part in handle.parts))
         copy = self._copies.get(key)
         if copy is None or copy._version:
             copy = handle.form.join([self.weight(part.unit, part.position) for part in handle.parts])

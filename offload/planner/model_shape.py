@@ -7,6 +7,7 @@ import functools
 import math
 import random
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ from offload.presets import (
     quantized_bits,
     require_transformers,
 )
+from offload.swapper.policy import row_reads
 from offload.torch_internals import RESHAPED, TorchDispatchMode, fake_tensors, tree_leaves
 
 # -- shape ---------------------------------------------------------------------------------------------
@@ -85,6 +87,8 @@ class Use(NamedTuple):
     """Bytes of the input. Activation checkpointing keeps only the input."""
     lookup: bool = False
     """True for an embedding, whose backward does not read the weights."""
+    row_nbytes: int | None = None
+    """Bytes that a lookup in a piece of a table reads from DISK; None for any other use, and before `drawn`."""
     largest: int = 0
     """Bytes of the largest tensor that the use creates outside its MLP."""
     attention: float = 0.0
@@ -415,10 +419,15 @@ def _product(experts: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
-    """Returns the shape of a micro-batch that visits as many experts of each layer as expected.
+    """Returns the shape of a micro-batch that visits as many experts of each layer, and rows of a table, as expected.
 
     The number `draw` of the micro-batch decides by chance which experts it visits.
     """
+    if shape.uncut is not None:
+        nbytes = _row_nbytes(shape, tokens)
+        shape = shape._replace(
+            uses=tuple(use._replace(row_nbytes=nbytes.get(use.unit)) if use.lookup else use for use in shape.uses)
+        )
     if not shape.experts:
         return shape
     chance = random.Random(draw)
@@ -434,6 +443,32 @@ def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
         for part in (_divided(use, choices[use.unit].units, choices[use.unit]) if use.unit in choices else (use,))
     )
     return shape._replace(uses=uses)
+
+
+def _row_nbytes(shape: Shape, tokens: int) -> dict[int, int]:
+    """Returns the bytes that a lookup of tokens without preference reads of each piece on DISK, by unit."""
+    assert shape.uncut is not None
+    units = {layout.name: unit for unit, layout in enumerate(shape.layouts)}
+    nbytes: dict[int, int] = {}
+    for name, pieces, _ in shape.uncut.tables:
+        names = [f"{name}[{rows.start}:{rows.stop}]" for rows in pieces]
+        row = math.prod(shape.layouts[units[names[0]]].segments[0].shape[1:]) * shape.itemsize
+        nbytes |= dict(zip((units[piece] for piece in names), _page_nbytes(pieces, row, tokens), strict=True))
+    return nbytes
+
+
+@functools.lru_cache
+def _page_nbytes(pieces: tuple[range, ...], row_nbytes: int, tokens: int) -> tuple[int, ...]:
+    """Returns the bytes that lookups read of each piece of a table, all of it if it is fetched; cached as `_blocks`."""
+    words, read, sizes = pieces[-1].stop, [], [len(rows) * row_nbytes for rows in pieces]
+    if tokens >= words:
+        return tuple(sizes)
+    visited = sorted(random.Random(0).sample(range(words), round(words * (1 - (1 - 1 / words) ** tokens))))
+    for rows, size in zip(pieces, sizes, strict=True):
+        inside = visited[bisect_left(visited, rows.start) : bisect_left(visited, rows.stop)]
+        reads = row_reads((word - rows.start for word in inside), row_nbytes, 0, size, size)
+        read.append(sum(map(len, reads)) if reads or not inside else size)
+    return tuple(read)
 
 
 def _by_pieces(use: Use, units: Sequence[int]) -> Iterator[Use]:

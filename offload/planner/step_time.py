@@ -109,7 +109,7 @@ def least(
     speculates: bool = False,
 ) -> float:
     """Returns the lower bound of a step's seconds."""
-    costs, used = _as_read(costs, memory), {use.unit for use in first}
+    costs, used = _as_read(costs, memory), {use.unit for use in first if use.lookup is None}
     again, buffer_nbytes = _again(memory, used), _buffers_of_updates(memory, speculates)
     # The last tiles of an update may still be written while its unit is used, so `order` must not wait for them.
     tiles = memory.placement.tile_buffers * max(tile_numel, memory.parts.whole.tile)
@@ -240,6 +240,8 @@ class Pass(NamedTuple):
     again: float = 0.0
     """Seconds of a recomputation."""
     lookup: bool = False
+    row_nbytes: int | None = None
+    """Bytes that a lookup in a piece of a table reads from DISK; None for any other use."""
     block: bool = False
     """True for a use in a block that is computed again if there is recomputation."""
     sends: Input = Input()
@@ -274,7 +276,8 @@ def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] 
             seconds, back = max(seconds, handed), max(back, handed)
         kept = batch * use.attention / hardware.matmul if load.keep_attention else 0.0
         again = max(seconds - kept, handed)
-        found.append(Pass(use.unit, seconds, back, again, use.lookup, position in inside, choice=use.choice))
+        row_nbytes, repeats = use.row_nbytes, position in inside
+        found.append(Pass(use.unit, seconds, back, again, use.lookup, row_nbytes, repeats, choice=use.choice))
     for (block, after), input_ in zip(pairwise(shape.blocks), moving(shape, load), strict=False):
         # A block's input leaves once the next block starts. A backward starts a block with the block's last use.
         found[after.uses[0]] = found[after.uses[0]]._replace(sends=input_)
@@ -452,7 +455,7 @@ def _layer_major(
 
 
 def _forward(each: Pass) -> Use:
-    return Use(each.unit, each.seconds, sends=each.sends, expects=each.choice)
+    return Use(each.unit, each.seconds, sends=each.sends, expects=each.choice, lookup=each.row_nbytes)
 
 
 def _append(found: list[Use], each: Pass, seconds: float, completes: tuple[int, ...]) -> None:

@@ -11,6 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -93,6 +94,44 @@ def overlaps(pieces: Sequence[UploadPiece], first: int, last: int) -> list[tuple
         if start < stop:
             parts.append((range(target.start + start - begin, target.start + stop - begin), start - first))
     return parts
+
+
+# -- rows ----------------------------------------------------------------------------------------------
+
+
+def rows_in(memory: torch.Tensor, rows: torch.Tensor, row_nbytes: int) -> torch.Tensor:
+    """Returns a copy of `rows`, (n,) int64, of a table at the start of `memory`: (n, row_nbytes) uint8."""
+    words = len(memory) // row_nbytes
+    return memory[: words * row_nbytes].view(words, row_nbytes).index_select(0, rows)
+
+
+def read_rows(
+    read: Callable[[int, memoryview], Future],
+    host_buffer: HostBuffer,
+    reads: Sequence[range],
+    starts: torch.Tensor,
+    row_nbytes: int,
+) -> torch.Tensor:
+    """Returns rows from the drives, (n, row_nbytes) uint8. When it returns or raises, no read is in flight.
+
+    `starts`, (n,) int64, are the first bytes of the rows in the partition. Each row is in one of `reads`, for all of
+    which `host_buffer` has room, one after the other.
+    """
+    begins = [0, *accumulate(map(len, reads))]
+    futures: list[Future] = []
+    try:
+        for begin, wanted in zip(begins, reads, strict=False):
+            futures.append(read(wanted.start, host_buffer.buffer[begin : begin + len(wanted)]))
+        for future in futures:
+            future.wait()
+    finally:
+        wait_for_all(futures)
+    firsts = torch.tensor([wanted.start for wanted in reads], device="cpu")
+    which = torch.bucketize(starts, firsts, right=True) - 1
+    places = starts - firsts[which] + torch.tensor(begins, device="cpu")[which]
+    memory = host_buffer.tensor(torch.uint8)
+    # A row begins at any byte of the buffer.
+    return memory.as_strided((len(memory) - row_nbytes + 1, row_nbytes), (1, 1)).index_select(0, places)
 
 
 # -- device cache --------------------------------------------------------------------------------------
@@ -284,6 +323,17 @@ class DeviceCache:
             self._table.move(entry, Residency.DISK)
         else:
             self._table.move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
+
+    def look_up(self, entry: UnitEntry, rows: torch.Tensor, row_nbytes: int) -> torch.Tensor:
+        """Returns rows of a unit that is on the device and stays there meanwhile; see `rows_in`."""
+        assert entry.device_buffer is not None
+        # compute stream: the upload may be in flight, and the next owner of the memory waits for this copy.
+        self._device.wait_event(entry.uploaded)
+        weights = self._arena.view(entry.device_buffer)
+        copied = rows_in(weights, rows.to(weights.device), row_nbytes)
+        self._device.wait_event(entry.read)
+        entry.read = self._device.record_event()
+        return copied
 
     def close(self) -> None:
         """Waits for copies in flight, since no use may have waited for them, and releases the device memory."""
@@ -588,6 +638,11 @@ class HostCache:
                 return
             self.start_read(entries[unit], host_buffer, Priority.NORMAL)
             started(entries[unit])
+
+    def look_up(self, entry: UnitEntry, rows: torch.Tensor, row_nbytes: int) -> torch.Tensor:
+        """Returns rows of a unit whose host buffer contains its weights and stays meanwhile; see `rows_in`."""
+        assert entry.host_buffer is not None
+        return rows_in(entry.host_buffer.tensor(torch.uint8)[entry.size.pieces[0].start :], rows, row_nbytes)
 
     # -- units too large for a host buffer ----------------------------------------------------------
 

@@ -44,7 +44,7 @@ from offload.swapper.caches import DeviceCache, Expand, Gathers, HostCache
 from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
-from offload.swapper.policy import Limits, PassKind, keeps, leaves_room_ahead
+from offload.swapper.policy import Limits, PassKind, keeps, leaves_room_ahead, row_reads
 from offload.swapper.prefetch import Fetcher, Prefetcher, PrefetchStats
 from offload.swapper.table import Residency, UnitEntry, UnitSize, UnitTable, WeightSource
 from offload.timeline import OFF, Row, Timeline
@@ -629,6 +629,8 @@ class Pager:
         self._recorded = timeline.recorded
         self._titles = {name: f"host buffers of {name}" for name in host.regions}
         self._device_resident = tuple(size.device_resident and not self._divided for size in sizes)
+        self._looked_up: dict[int, None] = {}
+        """Units of lookups since the last step, in their order."""
         self._uses = self._hits = 0
 
     def _record_memory(self) -> None:
@@ -738,6 +740,47 @@ class Pager:
         finally:
             self.release(unit)
 
+    def row_reads(self, unit: int, rows: Sequence[int], row_nbytes: int) -> tuple[range, ...] | None:
+        """Returns the ranges of the partition that `look_up` must read for `rows`; None if the unit is better fetched.
+
+        `rows` are ascending. A unit in memory needs no reads. A unit is fetched if it stays on the device, if ranks
+        divide it, or if the device computes its values.
+        """
+        size = self.sizes[unit]
+        if self._divided or self._device_resident[unit] or size.expanded_nbytes or len(size.pieces) != 1:
+            return None
+        if size.tier is not Tier.DISK:
+            return ()
+        most = self._host_cache.buffer_nbytes(self._entries[unit])
+        return row_reads(rows, row_nbytes, size.pieces[0].start, size.shard_nbytes, most) or None
+
+    @uninterrupted
+    def expect(self, units: Sequence[int], group: Sequence[int]) -> None:
+        """Predicts that a lookup in `group` next fetches `units`, in this order, and prefetches them.
+
+        Does nothing where ranks divide units, which gather them in the order that all of them recorded.
+        """
+        if self._divided:
+            return
+        with self.lock:
+            self.table.access_order.expect(units, group, backward=False)
+            self._fetcher.prefetch()
+
+    @uninterrupted
+    def look_up(self, unit: int, rows: torch.Tensor, row_nbytes: int, reads: Sequence[range]) -> torch.Tensor:
+        """Returns a copy of rows of a unit, (n, row_nbytes) uint8, on the host or on the device, without a fetch.
+
+        Waits for the update of the unit, as `acquire` does. The access order does not record the lookup: no prefetch
+        shall bring the unit for it. Raises `EngineFailed` after an error on a background thread.
+
+        Args:
+            rows: (n,) int64 on the host, in any order. Row 0 is at the start of the unit.
+            reads: the result of `row_reads` for these rows.
+        """
+        with self.lock:
+            self._looked_up[unit] = None
+            return self._fetcher.look_up(self._entries[unit], rows, row_nbytes, reads)
+
     @uninterrupted
     def grow_device(self, nbytes: int, block_sizes: Sequence[int] = ()) -> list[torch.Tensor]:
         """Grows the device arena, between steps.
@@ -774,11 +817,13 @@ class Pager:
 
     @uninterrupted
     def end_step(self) -> tuple[int, ...]:
-        """Ends the uses of a step and returns their order, which predicts the next step."""
+        """Ends the uses of a step and returns their order, which predicts the next step, after the units looked up."""
         with self.lock:
             self.table.access_order.begin(PassKind.TRAIN)  # an evaluation that was aborted did not end
             self.table.access_order.finish()
-            return self.table.access_order.order
+            # Lookups come first in a forward, so the updates of their units do too.
+            looked_up, self._looked_up = self._looked_up, {}
+            return *looked_up, *self.table.access_order.order
 
     @uninterrupted
     def prefetch(self) -> None:

@@ -3,6 +3,7 @@
     reads     the next uses, nearest first, into host memory that is free or holds only units used later
     uploads   the same for device memory, at offsets that leave room for any other unit next to the pinned ones
     victims   the units whose next use is furthest away (Belady's choice), as few as free one contiguous block
+    lookups   the pages that contain some rows of a unit, unless a read of the whole unit costs less
 
 The pager applies the decisions to memory, `simulate` applies them to numbers.
 """
@@ -16,7 +17,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from offload.sizes import align_up
+from offload.sizes import PAGE, align_up
 from offload.swapper.memory.allocator import Allocator, Region, free_regions
 
 # -- access order --------------------------------------------------------------------------------------
@@ -69,13 +70,14 @@ class _Order:
         self._backwards: dict[int, tuple[Sequence[int], Collection[int]]] = {}
         """For each expected unit whose backward has not begun: all units of the same `expect` call, and their group."""
 
-    def expect(self, units: Sequence[int], group: Collection[int]) -> None:
-        """Predicts that `units` are the next uses of `group`, and that the run then uses them in reverse order."""
+    def expect(self, units: Sequence[int], group: Collection[int], backward: bool) -> None:
+        """Predicts that `units` are the next uses of `group`, and with `backward` that the run then reverses them."""
         self._pass_over(group)
         self._expected = list(units)
         for unit in group:
             self._backwards.pop(unit, None)
-        self._backwards |= dict.fromkeys(units, (tuple(units), group))
+        if backward:
+            self._backwards |= dict.fromkeys(units, (tuple(units), group))
 
     def _pass_over(self, group: Collection[int]) -> None:
         """Moves the cursor past recorded uses of `group`: the run before chose these units."""
@@ -210,13 +212,13 @@ class AccessOrder:
         if not self._now.use(unit):
             self.unforeseen += 1
 
-    def expect(self, units: Sequence[int], group: Collection[int]) -> None:
+    def expect(self, units: Sequence[int], group: Collection[int], backward: bool = True) -> None:
         """Predicts that the current run next uses `units` of `group`, and that it then uses them in reverse order.
 
         `units` are in the order of their uses. Each run uses some units of the group, not always the same ones: the
-        experts of a layer.
+        experts of a layer, or the pieces of a table that a lookup fetches. A lookup needs no weights in the `backward`.
         """
-        self._now.expect(units, group)
+        self._now.expect(units, group, backward)
 
     def finish(self) -> None:
         """Ends the current run; its order predicts the next run of this kind."""
@@ -490,3 +492,25 @@ def keeps(access_order: AccessOrder, unit: int, nbytes: Callable[[int], int], li
         if between > limits.reuse:
             return False
     return True
+
+
+_REQUEST_NBYTES = 64 << 10
+"""Bytes that a drive reads at full speed while one more request is submitted, verified and delivered."""
+
+
+def row_reads(rows: Iterable[int], row_nbytes: int, start: int, nbytes: int, most: int) -> tuple[range, ...]:
+    """Returns the ranges of a partition of `nbytes` to read for a lookup; none if a read of all of it costs less.
+
+    The ranges are ascending and disjoint, begin and end with pages, and are at most `most` bytes in all. `rows` are
+    ascending; row 0 begins at byte `start`.
+    """
+    reads: list[range] = []
+    for row in rows:
+        first = start + row * row_nbytes
+        first, stop = first // PAGE * PAGE, min(align_up(first + row_nbytes), nbytes)
+        if reads and first - reads[-1].stop <= _REQUEST_NBYTES:
+            reads[-1] = range(reads[-1].start, max(reads[-1].stop, stop))
+        else:
+            reads.append(range(first, stop))
+    total = sum(map(len, reads))
+    return tuple(reads) if total <= most and total + len(reads) * _REQUEST_NBYTES < nbytes + _REQUEST_NBYTES else ()

@@ -1,5 +1,7 @@
 """Reads and uploads: of the units that the access order predicts next (`Prefetcher`), and on demand (`Fetcher`).
 
+A lookup of a few rows (`Fetcher.look_up`) takes these from wherever the weights are, and moves no unit.
+
 The policy chooses the unit to prefetch (`policy.next_to_fetch`); this module starts its read, or its upload. The caller
 holds the pager's lock. No prefetch waits for an update. It waits for a read only if bytes were damaged and are read
 again (`CheckedRead`). An upload blocks where `Device.upload` does.
@@ -33,18 +35,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+import torch
 
 from offload.aio import Priority
 from offload.interrupts import uninterrupted
 from offload.states import Tier
-from offload.swapper.caches import DeviceCache, HostCache
+from offload.swapper.caches import DeviceCache, HostCache, read_rows
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceBuffer
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.policy import Limits, next_to_fetch
 from offload.swapper.table import Residency, Transfer, UnitEntry, UnitTable
+from offload.timeline import Row
 
 
 class PrefetchStats(NamedTuple):
@@ -303,6 +308,43 @@ class Fetcher:
         self._table.check()
         if ahead:
             self._prefetcher.run()
+
+    def look_up(self, entry: UnitEntry, rows: torch.Tensor, row_nbytes: int, reads: Sequence[range]) -> torch.Tensor:
+        """Returns rows of a unit from wherever its weights are, on the host or on the device; see `Pager.look_up`."""
+        host_buffer = None
+        while host_buffer is None:
+            self._table.check()
+            if entry.updating:
+                # calling thread: the wait ends, see `fetch`.
+                self._wait_for_update(entry)
+            elif entry.residency is Residency.DEVICE or entry.host_buffer is not None:
+                break
+            elif (host_buffer := self._host_cache.host_buffer(sum(map(len, reads)))) is None:
+                self._host_cache.wait_for_buffer(entry)  # see `fetch`
+        take: Callable[[], torch.Tensor]
+        if host_buffer is not None:
+            # DISK. Or a read or an upload of all the unit has begun, which takes longer.
+            read = self._host_cache.reader(entry, Priority.URGENT)
+            starts = entry.size.pieces[0].start + rows * row_nbytes
+            take = functools.partial(read_rows, read, host_buffer, reads, starts, row_nbytes)
+        elif entry.residency is Residency.DEVICE:
+            take = functools.partial(self._device_cache.look_up, entry, rows, row_nbytes)
+        else:
+            take = functools.partial(self._host_cache.look_up, entry, rows, row_nbytes)
+        # calling thread: it releases the lock. The unit keeps its buffers until the copy ends, and its newest slot
+        # until the next step.
+        entry.copying += 1
+        try:
+            with self._table.timeline.span(Row.WAITS, f"waits for read of rows of {entry.size.title}"):
+                return self._table.changed.without_lock(take)
+        except OSError as error:  # of a read; without memory for the rows a caller may try again
+            self._table.fail(error, entry)
+            raise
+        finally:
+            entry.copying -= 1
+            if host_buffer is not None:
+                host_buffer.release()
+            self._table.notify()
 
     def _stream(self, entry: UnitEntry, host_buffer: HostBuffer) -> None:
         """Moves a unit from DISK to DEVICE in chunks, through `host_buffer` and a second buffer if memory is free."""

@@ -359,7 +359,7 @@ class UnitEntry:
     unwritten: bool = False
     """True while the write of the host buffer to the store is in flight: the host buffer must stay."""
     copying: int = 0
-    """Number of copies of old weights, for an update under the backward, in progress: both buffers must stay."""
+    """Number of copies of weights in progress, for an update under the backward or a lookup: both buffers must stay."""
     fresh: HostBuffer | None = None
     """Weights after an update under the backward. Nobody reads them before the step is decided."""
     fresh_stays: bool = False

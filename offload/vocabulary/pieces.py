@@ -1,10 +1,11 @@
 """Tables in pieces of rows: an embedding and a head need one piece of their weight on the device at a time.
 
 A table is a parameter in parts (`engine/parts.py`). While a module runs, an embedding looks up the rows of its tokens,
-and a linear layer multiplies by the table, piece by piece in their order. Any other use of the table gives all pieces
-joined. The loss in chunks (`losses/chunked.py`) takes one piece after the other, also between steps.
+and a linear layer multiplies by the table, piece by piece in their order. A lookup reads single rows of a piece, unless
+the whole piece costs less (`row_reads` in `swapper/policy.py`). Any other use of the table gives all pieces joined. The
+loss in chunks (`losses/chunked.py`) takes one piece after the other, also between steps.
 
-    forward     piece 0 ─► its rows, or its part of the logits ─► piece 1 ─► …
+    forward     rows of piece 0, or its part of the logits ─► piece 1 ─► …
     backward    the last piece ─► its gradient ─► the engine ─► the piece before ─► …
 
 A gradient leaves as soon as it is made. So each use has a leaf of its own: with one leaf for both uses of a tied table,
@@ -72,6 +73,16 @@ class Piece(NamedTuple):
             return compute(self.handle.parameter.detach())
         finally:
             views.release_unit(unit)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row."""
+        return self.handle.shape[1] * self.handle.dtype.itemsize
+
+    def look_up(self, rows: torch.Tensor, reads: Sequence[range]) -> torch.Tensor:
+        """Returns `rows` of the piece, (n,) on the host, as (n, features) on the device; see `Pager.look_up`."""
+        found = self.handle.engine.pager.look_up(self.handle.unit, rows, self.row_nbytes, reads)
+        return found.to(self.handle.device).view(self.handle.dtype)
 
     def again(self, compute: Callable[[torch.Tensor], _T]) -> _T:
         """Returns the result of `compute` for the weights of a use between steps, in its backward."""
@@ -168,7 +179,7 @@ def table_handles(
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of one piece, of shape `shape`. Without any `ids` the weights are not read."""
+    """The rows `ids` of one piece of shape `shape`, which have been looked up."""
 
     @staticmethod
     def forward(
@@ -178,11 +189,11 @@ class _Lookup(torch.autograd.Function):
         padding: int,
         by_frequency: bool,
         shape: tuple[int, ...],
-        weight: torch.Tensor,
+        rows: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(ids)
         ctx.settings, ctx.shape = (shape[0], padding, by_frequency), shape
-        return F.embedding(ids, weight) if len(ids) else weight.new_empty((0, *shape[1:]))
+        return rows
 
     @staticmethod
     @once_differentiable
@@ -197,30 +208,52 @@ class _Lookup(torch.autograd.Function):
 
 
 def _looked_up(pieces: Sequence[Piece], ids: torch.Tensor, padding_idx: int | None, by_frequency: bool) -> torch.Tensor:
-    """Returns the rows of a table that `ids` name, (..., features). Only pieces with a token are fetched.
+    """Returns the rows of a table that `ids` name, (..., features). Bytes move only of pieces with a token.
 
     In torch a table has one gradient, which is zero in rows without a token: their moments fade, and their weights move
     by momentum and decay. So each piece has a part in the graph, and receives zeros if no token visits it.
     """
-    flat, words, features = ids.reshape(-1), pieces[-1].rows.stop, pieces[0].handle.shape[1]
+    # The host decides what is read, so it needs the tokens.
+    flat, words, features = ids.reshape(-1).long().cpu(), pieces[-1].rows.stop, pieces[0].handle.shape[1]
     if flat.numel() and not (0 <= int(flat.min()) and int(flat.max()) < words):
         raise IndexError(f"index out of range in self: {int(flat.min())} to {int(flat.max())} of {words} rows")
     # All pieces but the last have the same number of rows. Tokens keep their order within a piece.
     piece_of = flat.div(len(pieces[0].rows), rounding_mode="floor")
     order = piece_of.argsort(stable=True)
-    counts = piece_of.bincount(minlength=len(pieces)).tolist()
+    chosen = flat[order].split(piece_of.bincount(minlength=len(pieces)).tolist())
     rows = []
-    for piece, chosen in zip(pieces, order.split(counts), strict=True):
-        local, leaf, shape = flat[chosen] - piece.rows.start, piece.leaf(), piece.handle.shape
+    for piece, local, reads in zip(pieces, *_lookups(pieces, chosen), strict=True):
+        on_device, leaf, shape = local.to(ids.device), piece.leaf(), piece.handle.shape
         padding = -1 if padding_idx is None or padding_idx not in piece.rows else padding_idx - piece.rows.start
-        look_up = partial(_Lookup.apply, leaf, local, padding, by_frequency, shape)
-        if len(chosen):
-            rows.append(piece.on_device(look_up))
+        if not len(local):
+            found = torch.empty((0, features), dtype=piece.handle.dtype, device=ids.device)
+        elif reads is None:
+            found = piece.on_device(partial(F.embedding, on_device))
         else:
-            rows.append(look_up(torch.empty(0, dtype=piece.handle.dtype, device=ids.device)))
+            found = piece.look_up(local, reads)
+        look_up: Any = _Lookup.apply
+        rows.append(look_up(leaf, on_device, padding, by_frequency, shape, found))
     place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    return torch.cat(rows).index_select(0, place).view(*ids.shape, features)
+    place[order] = torch.arange(len(order), device="cpu")
+    return torch.cat(rows).index_select(0, place.to(ids.device)).view(*ids.shape, features)
+
+
+def _lookups(
+    pieces: Sequence[Piece], chosen: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[tuple[range, ...] | None]]:
+    """Returns the rows to look up within each piece, and the reads for them; None for a piece that is fetched.
+
+    `chosen` are the rows of the table.
+    """
+    pager = pieces[0].handle.engine.pager
+    rows = [of_table - piece.rows.start for piece, of_table in zip(pieces, chosen, strict=True)]
+    reads = [
+        pager.row_reads(piece.handle.unit, local.unique().tolist(), piece.row_nbytes) if len(local) else ()
+        for piece, local in zip(pieces, rows, strict=True)
+    ]
+    fetched = [piece.handle.unit for piece, of_piece in zip(pieces, reads, strict=True) if of_piece is None]
+    pager.expect(fetched, [piece.handle.unit for piece in pieces])
+    return rows, reads
 
 
 # -- product -------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.nn import functional
 import offload
 from offload import testing
 from offload.config import load_config
-from offload.errors import BudgetError, ConfigError, UsageError
+from offload.errors import BudgetError, ConfigError, IoError, UsageError
 from offload.finetune.corpus.documents import find_data, read_records
 from offload.layout.memory_plan import division_of
 from offload.losses import causal_lm, chunk_loss_of
@@ -23,9 +23,10 @@ from offload.offline.open_model import ModelOptions, open_model
 from offload.offline.score import scores
 from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
-from offload.planner.model_shape import from_training
+from offload.planner.model_shape import drawn, from_training
 from offload.planner.recommend import plan
-from offload.sizes import MIB
+from offload.sizes import MIB, PAGE
+from offload.states import State
 from tests.support import models, rounding_bounds
 from tests.support.model_folders import make_folder, write_lines
 from tests.support.oracle import (
@@ -52,11 +53,16 @@ ROOM = 16 << 10
 """Bytes of device memory, for the block of `llama` or a piece: in fp32 a table takes eight times as many."""
 
 
-def llama(tied: bool = False, chunked: bool = True, layers: int = 1) -> nn.Module:
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    testing.replace(monkeypatch, "size.row_request", 0)  # else a lookup in a tiny table reads one range of each piece
+
+
+def llama(tied: bool = False, chunked: bool = True, layers: int = 1, words: int = WORDS) -> nn.Module:
     """Returns a Llama whose tables are most of it, with its loss in chunks of tokens, or from all logits."""
     widths = {"hidden_size": 32, "intermediate_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
     shape = transformers.LlamaConfig(
-        **widths, num_hidden_layers=layers, vocab_size=WORDS, tie_word_embeddings=tied, use_cache=False
+        **widths, num_hidden_layers=layers, vocab_size=words, tie_word_embeddings=tied, use_cache=False
     )
     model = transformers.LlamaForCausalLM(shape)
     if chunked:
@@ -94,9 +100,10 @@ def test_the_bits_do_not_depend_on_the_tier(tied: bool, dtype: str, tmp_path: Pa
 class Classified(nn.Module):
     """An embedding with a row of padding, and a head of few classes, which is no table."""
 
-    def __init__(self) -> None:
+    def __init__(self, frozen: bool = False, words: int = WORDS) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(WORDS, 32, padding_idx=5)
+        self.embedding = nn.Embedding(words, 32, padding_idx=5)
+        self.embedding.requires_grad_(not frozen)
         self.layers = nn.ModuleList([nn.Linear(32, 32)])
         self.head = nn.Linear(32, 3)
 
@@ -111,14 +118,48 @@ def classes(model: Any, step: int, micro: int) -> torch.Tensor:
     return functional.cross_entropy(found, ids.flatten().to(found.device) % 3)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_lookup_has_the_bits_of_a_whole_table(dtype: str, tmp_path: Path) -> None:
+def test_a_lookup_has_the_bits_of_a_whole_table(dtype: str, frozen: bool, tmp_path: Path) -> None:
     """Rows without a token too: their moments fade, and their weights decay. A clip would add in another order."""
-    job = Job(Classified, classes, steps=3, clip=0.0, dtype=dtype, accumulation=2, lr=1e-2)
+    model = partial(Classified, frozen)
+    job = Job(model, classes, steps=3, clip=0.0, dtype=dtype, accumulation=2, lr=1e-2)
     whole, pieces = (run(job, DISK, tmp_path / how, vocabulary=how) for how in ("whole", "pieces"))
     assert pieces.losses == whole.losses
     assert_same_tensors(pieces.weights, whole.weights)
+
+
+def test_a_lookup_reads_the_rows_of_its_tokens(tmp_path: Path) -> None:
+    """From the drive whole pages, which are compared with their checksums; nothing where the table is in memory."""
+    model = partial(Classified, words=16 * WORDS)
+    ids = torch.tensor([[3, 3, 40, 2000, 9000], [9001, 12345, 3, 16639, 2000]])
+    pages = {row * 32 * 4 // PAGE for row in ids.flatten().tolist()}
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = model()(ids)
+    for placement, nbytes in ((CPU, 0), (DISK, len(pages) * PAGE)):
+        engine = start(Job(model, classes), placement, tmp_path, vocabulary="pieces").eval()
+        inspected = testing.inspect(engine)
+        read = []
+        for _ in range(3):
+            before = engine.io_bytes().read
+            with torch.no_grad():
+                assert torch.equal(engine(ids).cpu(), expected)
+            read.append(engine.io_bytes().read - before)
+        assert read[1:] == [nbytes] * 2, "all but the table is in host memory since the first forward"
+        names = [inspected.layouts[unit].name for unit in inspected.access_order]
+        assert not any(name.endswith("]") for name in names), "nothing prefetches a piece"
+        assert not any(inspected.unaccounted_memory().values())
+        if placement == DISK:
+            unit = next(unit for unit, layout in enumerate(inspected.layouts) if layout.name.endswith("[0:1040]"))
+            path, offset = inspected.state_place(unit, State.WEIGHT, 3 * 32 * 4)
+            with open(path, "r+b") as file:
+                file.seek(offset)
+                file.write(b"damage")
+            with pytest.raises(IoError):
+                engine(ids)
+        engine.destroy(remove=True)
 
 
 def test_all_terms_of_a_loss_are_those_of_a_whole_head(tmp_path: Path) -> None:
@@ -204,13 +245,22 @@ def test_a_table_larger_than_the_device_trains(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="device_memory"):
         start(job, DISK, tmp_path / "whole", device_memory=ROOM, vocabulary="whole")
     machine = described("24GB", 1 << 34, [parse_drive("7GB/s,5GB/s")])
-    for options, in_pieces in (({"device_memory": ROOM}, True), ({}, False), ({"vocabulary": "pieces"}, True)):
+    cached = {"vocabulary": "pieces", "host_memory": 4_000_000}
+    for options, in_pieces in (({"device_memory": ROOM}, True), ({}, False), (cached, True)):
         content = config(job, DISK, tmp_path, **options)
         shape = from_training(llama(), 20, torch.float32, division_of(load_config(content)), {})
         engine = start(job, DISK, tmp_path / "planned", **options)
         assert (pieces_of(engine) > 0) is in_pieces
         planned = plan(shape, machine, Load(2), content)
         assert planned.shape.layouts == testing.inspect(engine).layouts
+        if options is cached:
+            ids, read = models.tokens(0, 0, (2, 20), WORDS), [0]
+            for _ in range(3):  # the first forward leaves all but the table in host memory
+                with torch.no_grad():
+                    engine.module.model(input_ids=ids)
+                read.append(engine.io_bytes().read)
+            expected = sum(use.row_nbytes or 0 for use in drawn(planned.shape, ids.numel(), 0).uses)
+            assert read[3] - read[2] == read[2] - read[1] == pytest.approx(expected, rel=0.25)
         engine.destroy(remove=True)
 
 

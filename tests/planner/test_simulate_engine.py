@@ -19,6 +19,7 @@ from offload.sizes import align_up
 from offload.states import State
 from offload.swapper.memory.device import Device
 from tests.gradients.test_gradient_spill import least_host_memory
+from tests.models.test_vocabulary import WORDS, llama
 from tests.planner.test_simulate import Case
 from tests.support import models
 from tests.support.devices.late_device import use_device
@@ -110,16 +111,16 @@ def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps
     inspected = testing.inspect(engine)
     pager, store = inspected.pager, inspected.store
     assert store is not None
-    calls: list[tuple[str, int]] = []
+    calls: list[tuple[str, int, int | None]] = []
 
     def log(name: str, real: Any) -> None:
         def called(unit: int, *args: Any, **kwargs: Any) -> Any:
-            calls.append((name, unit))
+            calls.append((name, unit, sum(map(len, args[-1])) if name == "look_up" else None))
             return real(unit, *args, **kwargs)
 
         setattr(pager, name, called)
 
-    for name in ("acquire", "release"):
+    for name in ("acquire", "release", "look_up"):
         log(name, getattr(pager, name))
     sizes = list(inspected.sizes)
     costs: list[UpdateCost | None] = []
@@ -161,12 +162,14 @@ def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps
     return found
 
 
-def uses_of(calls: list[tuple[str, int]]) -> list[Use]:
-    """Of pins that were taken and given back, in order."""
+def uses_of(calls: list[tuple[str, int, int | None]]) -> list[Use]:
+    """Of pins that were taken and given back, and of lookups, in order."""
     uses: list[Use] = []
     begun: dict[int, list[int]] = {}
-    for name, unit in calls:
-        if name == "acquire":
+    for name, unit, lookup in calls:
+        if lookup is not None:
+            uses.append(Use(unit, lookup=lookup))
+        elif name == "acquire":
             begun.setdefault(unit, []).append(len(uses))
             uses.append(Use(unit))
         else:
@@ -176,6 +179,12 @@ def uses_of(calls: list[tuple[str, int]]) -> list[Use]:
     return uses
 
 
+def same_tokens(model: Any, step: int, micro: int) -> torch.Tensor:
+    ids = models.tokens(0, 0, (2, 10), 4 * WORDS)
+    return model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
+
+
+TABLES = Job(partial(llama, True, words=4 * WORDS), same_tokens)
 JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT._replace(accumulation=2)}
 
 
@@ -209,6 +218,21 @@ def test_without_chance_every_figure_is_the_engines(
     streamed = any(2 * align_up(size.shard_nbytes) > real.budgets.host for size in real.case.sizes)
     if more in (0, 2_000_000):
         assert streamed == bool(real.spilled) == (more == 0)
+
+
+def test_lookups_without_chance_have_the_engines_figures(
+    tmp_path: Path, spilled: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    testing.replace(monkeypatch, "io.queue", lambda *_, **__: PromptQueue())
+    testing.replace(monkeypatch, "size.row_request", 0)
+    budgets = {"host_memory": 1_500_000, "device_memory": 64 << 10}
+    real = record(TABLES, tmp_path, False, spilled, steps=3, vocabulary="pieces", **budgets)
+    assert any(use.lookup for use in real.case.uses)
+    for number, figures in enumerate(real.steps, start=1):
+        found = real.simulated(number, overlap=False)
+        assert figures == Figures(
+            found.moved.read, found.moved.written, found.uses, found.hits, found.host_peak, found.device_peak
+        ), f"step {number}"
 
 
 @pytest.mark.sample(1)

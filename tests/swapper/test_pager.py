@@ -285,6 +285,22 @@ def test_experts_that_are_expected_come_first_and_backwards_again() -> None:
     assert list(trace.order) == [0, 10, 12, 14, 1, 2, 1, 14, 12, 10, 0]
 
 
+def test_a_lookup_of_rows_is_no_use_of_its_units() -> None:
+    """Units 0 to 3 are pieces of a table that the head uses too; the run before has fetched 0 and 2 for its lookup."""
+    trace = access_order([0, 2, 4, 5, 0, 1, 2, 3, 5, 4])
+    trace.expect([1], range(4), backward=False)
+    assert list(trace.upcoming()) == [1, 4, 5, 0, 2, 3], (
+        "nothing is prefetched for the lookup but the piece that it fetches"
+    )
+    uses = [1, 4, 5, 0, 1, 2, 3, 5, 4]
+    for unit in uses:
+        assert trace.distance(unit) == 0
+        trace.use(unit)
+    assert trace.unforeseen == 0
+    trace.finish()
+    assert list(trace.order) == uses
+
+
 @given(orders, st.lists(st.tuples(st.sets(st.integers(4, 7)), orders), max_size=8))
 def test_expected_experts_never_fail(order: list[int], steps: list[tuple[set[int], list[int]]]) -> None:
     """Whatever is used, and whatever was expected, the order answers every question."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from offload.swapper.policy import (
     keeps,
     largest_beside,
     next_to_fetch,
+    row_reads,
     victims,
 )
 from tests.support.access_orders import access_order
@@ -48,6 +50,21 @@ def _filled(pages: list[int], present: set[int], total: int = 40) -> tuple[Alloc
         if (offset := space.take(pages[unit] * PAGE)) is not None
     ]
     return space, blocks
+
+
+@given(st.sets(st.integers(0, 999), min_size=1, max_size=20), st.integers(1, 9000), st.integers(0, 5000))
+def test_a_lookup_reads_the_pages_of_its_rows_or_all(rows: set[int], row_nbytes: int, start: int) -> None:
+    nbytes = start + 1000 * row_nbytes
+    reads = row_reads(sorted(rows), row_nbytes, start, nbytes, nbytes)
+    places = [range(start + row * row_nbytes, start + (row + 1) * row_nbytes) for row in rows]
+    if reads:
+        assert all(any(read.start <= place.start and place.stop <= read.stop for read in reads) for place in places)
+        assert all(read.start % PAGE == 0 and (read.stop % PAGE == 0 or read.stop == nbytes) for read in reads)
+        assert all(after.start - before.stop > 64 << 10 for before, after in pairwise(reads)), "small gaps are read"
+        assert sum(map(len, reads)) < nbytes
+        assert not row_reads(sorted(rows), row_nbytes, start, nbytes, sum(map(len, reads)) - 1), "there is no room"
+    else:
+        assert len(rows) * ((64 << 10) + row_nbytes + 2 * PAGE) >= nbytes
 
 
 @given(orders, sizes, st.sets(st.integers(0, 9)), st.integers(1, 40), st.integers(-1, 20))

@@ -86,6 +86,7 @@ class SimulatedPager:
         self._pinned: dict[int, Entry] = {}
         """Units in use, by index."""
         self._limits = limits
+        self._looked_up: dict[int, None] = {}
         self._to_read: set[int] = set()
         """Units on DISK that may be read into a host buffer."""
         self._to_upload: set[int] = set()
@@ -108,6 +109,39 @@ class SimulatedPager:
         yield from self._fetch(entry)
         yield from self.prefetch()
         yield from self.machine.counted("upload", until(entry.copied))
+
+    def looks_up(self, unit: int, nbytes: int) -> bool:
+        """Returns True if a lookup of rows, of `nbytes` on DISK, does not fetch the unit."""
+        size = self.entries[unit].size
+        if size.tier is Tier.DISK:
+            room = self.host.nbytes // 2 // PAGE * PAGE if self.streams(unit) else size.shard_nbytes
+            return nbytes <= room and nbytes < size.shard_nbytes
+        return not size.device_resident
+
+    def look_up(self, unit: int, nbytes: int) -> Acting[None]:
+        """Waits for the update of a unit, and reads `nbytes` of rows if the unit is not in memory."""
+        entry, block = self.entries[unit], None
+        if not nbytes:
+            return
+        self._looked_up[unit] = None
+        while block is None:
+            if entry.updating:
+                yield from self.machine.counted("update", self._wait_for_update(entry))
+            elif entry.residency is Residency.DEVICE or (entry.at_hand and entry.residency is not Residency.READING):
+                return
+            else:
+                block = yield from self.machine.counted("room", self.take_host_buffer(unit, nbytes))
+                if block is None:
+                    yield from self.machine.counted("room", self._wait_for_buffer())
+        read = self.machine.read("weight read", "weights_read", unit, nbytes, Priority.URGENT)
+        yield from self.machine.counted("read", until(read))
+        self.host.give(block.offset, block.nbytes)
+        self.notify()
+
+    def end_lookups(self) -> tuple[int, ...]:
+        """Returns the units of the lookups of a step, in their order."""
+        looked_up, self._looked_up = tuple(self._looked_up), {}
+        return looked_up
 
     def release(self, units: Iterable[int]) -> None:
         """Unpins units, and evicts from the device the units that the policy does not keep.

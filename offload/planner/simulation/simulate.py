@@ -73,6 +73,8 @@ class Use(NamedTuple):
     """Units whose gradients of the step are complete after the use; by default after a unit's last use."""
     expects: Expected = Expected()
     """Units whose uses, starting here, are known before this use."""
+    lookup: int | None = None
+    """Bytes of the rows that a lookup needs, if it reads them from DISK; None for a use that fetches the unit."""
 
 
 class Budgets(NamedTuple):
@@ -229,8 +231,13 @@ class _Loop:
                 if use.expects.units:
                     self._pager.access_order.expect(*use.expects)
                     yield from self._pager.prefetch()
-                yield from self._pager.acquire(use.unit)
-                ends.setdefault(position + use.held, []).append(use.unit)
+                if use.lookup is not None and (not position or uses[position - 1].lookup is None):
+                    yield from self._pager.prefetch()  # as `Pager.expect`, before all lookups in a table
+                if use.lookup is not None and self._pager.looks_up(use.unit, use.lookup):
+                    yield from self._pager.look_up(use.unit, use.lookup)
+                else:
+                    yield from self._pager.acquire(use.unit)
+                    ends.setdefault(position + use.held, []).append(use.unit)
                 yield from self._inputs.before(position)
                 yield from self._compute(use)
                 for unit in completed.get(position, ()):
@@ -258,7 +265,7 @@ class _Loop:
         yield from self._machine.counted("update", self._updater.finish())
         # The recorded order of this step determines the updates and prefetches of the next one.
         self._pager.access_order.finish()
-        self._updater.schedule(self._pager.access_order.order)
+        self._updater.schedule((*self._pager.end_lookups(), *self._pager.access_order.order))
         yield from self._pager.prefetch()
         if not self._overlap:
             yield from self._machine.counted("update", self._updater.finish())
