@@ -139,7 +139,7 @@ def plan(
     def place(vocabulary: str) -> Callable[[], Planned]:
         divided = whole if vocabulary == "whole" else cut or whole.in_pieces()
         memory = settled(divided, hardware, load, content, in_turns)
-        decide = partial(_in_best_order, divided, hardware, load, content, memory)
+        decide = functools.partial(_in_best_order, divided, hardware, load, content, memory, within, coarse)
         if not hardware.on_cpu:  # the run does not know the activations before they come
             return decide
         planned = decide()
@@ -150,8 +150,16 @@ def plan(
     return whole_or_pieces(vocabulary, place)()
 
 
-def _in_best_order(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any], memory: Memory) -> Planned:
-    """Returns the plan with the schedule that takes the shorter step."""
+def _in_best_order(
+    shape: Shape,
+    hardware: Hardware,
+    load: Load,
+    content: Mapping[str, Any],
+    memory: Memory,
+    within: float,
+    coarse: bool,
+) -> Planned:
+    """Returns the plan with the schedule that takes the shorter step; arguments and errors as of `plan`."""
     wish = wish_of(memory.config)
     room = room_of(hardware, memory, wish, shape, load)
     if wish.tier == "nvme" and not room.drives:
