@@ -276,14 +276,6 @@ def _room(hardware: Hardware) -> Room:
     return Room(hardware.ram, hardware.gpu_memory, disk, max(len(hardware.drives), 1), hardware.unified)
 
 
-def least_seconds(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> float:
-    """Returns the lower bound of the step that `plan` would simulate; it raises the errors of `plan`."""
-    try:
-        return plan(shape, hardware, load, content, within=0.0).timing.seconds
-    except TooSlowError as bound:
-        return bound.seconds
-
-
 def with_host_budget(planned: Planned, coarse: bool = False) -> Planned:
     """Returns the plan with the recommended host budget; `coarse` if the timing of `planned` is.
 
@@ -441,7 +433,11 @@ def _bound(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     for way in _ways(shape, hardware, load, recompute, options):
         with contextlib.suppress(BudgetError, ConfigError):
             _check_device(shape, hardware, way.load, way.content)
-            most = max(most, load.tokens(shape) / least_seconds(shape, hardware, way.load, way.content))
+            try:
+                seconds = _fitting(shape, hardware, way, 0.0).timing.seconds
+            except TooSlowError as bound:
+                seconds = bound.seconds
+            most = max(most, load.tokens(shape) / seconds)
     return most
 
 
