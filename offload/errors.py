@@ -7,7 +7,7 @@
     ├── StoreError       the swap store: no room, locked by another process, damaged, of another model
     ├── UsageError       a call of the engine that is not valid now
     ├── RankError        another process of the run is gone, or executes another collective
-    ├── NumericsError    a gradient norm that is inf or NaN; weights were not changed. Or logits that are
+    ├── NumericsError    a gradient norm, or logits, that are inf or NaN; weights were not changed
     └── EngineFailed     an earlier error on a background thread has stopped this engine
 
 Each message states the expected value, the actual value, and the next thing to do.
