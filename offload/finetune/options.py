@@ -24,6 +24,8 @@ from offload.swapper.memory.limits import free_host_memory
 
 DEFAULT_BATCH_SIZE = 8
 DEFAULT_STEPS = 200
+DEFAULT_SEQ_LEN = 256
+"""Tokens of a row, for models with so many positions."""
 DEFAULT_WARMUP = 0.03
 DEFAULT_CLIP = 1.0
 DEFAULT_DECAY = 0.1
@@ -62,7 +64,7 @@ class Options:
     epochs: float | None = None
     batch_size: int | None = None
     accumulation: int | None = None
-    seq_len: int = 256
+    seq_len: int | None = None
     lr: float | None = None
     schedule: str | None = None
     warmup: float | None = None
@@ -101,6 +103,12 @@ class Options:
     report_to: tuple[str, ...] = ()
     log_every: int | None = None
     trace: str | None = None
+    show_batch: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.seq_len or DEFAULT_SEQ_LEN
 
     @property
     def frozen(self) -> str | None:
@@ -454,7 +462,7 @@ def check(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"--{name.replace('_', '-')} must be a number of at least 0, got {value}")
-    if options.seq_len < 2:
+    if options.length < 2:
         raise ConfigError("--seq-len must be at least 2: a model learns to predict the next token")
     if options.warmup is not None and options.warmup >= 1 and options.warmup % 1:
         raise ConfigError(f"--warmup must be a fraction of the steps below 1, or a number, got {options.warmup}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 import typer
 
 from offload.cli.console import FAILED, Json, errors
-from offload.cli.options import option, takes_options
+from offload.cli.options import dtypes, option, takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError, printable
 from offload.sizes import count_of, format_size
@@ -51,9 +51,10 @@ class _Placed:
         option("DeepSpeed JSON file. An option of the command line overrules it.", "--deepspeed", group="Placement"),
     ] = None
     dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"] | None,
+        str | None,
         option(
-            "Dtype of the weights. Another one than the files' needs RAM for all of them. [default: that of the files]"
+            "Dtype of the weights. Another one than the files' needs RAM for all of them. [default: that of the files]",
+            **dtypes("bf16", "fp16", "fp32"),
         ),
     ] = None
     host_memory: Annotated[

@@ -6,13 +6,13 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from offload.cli.console import BAD_INPUT, FAILED, Json, echo, echo_error, errors, make_console
+from offload.cli.options import dtypes
 from offload.cli.signals import signals
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.fileio import real_path
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
 _DAMAGED = 1
 _SHOWN = 20
 """Most damages or names to print; `--json` contains all."""
-
-
-class Dtype(str, Enum):
-    """Dtypes that an export can write."""
-
-    bf16 = "bf16"
-    fp32 = "fp32"
-    fp16 = "fp16"
 
 
 Run = Annotated[Path, typer.Argument(help="A run's folder: NVME_PATH/RUN.")]
@@ -137,7 +129,11 @@ def export(
         typer.Option(help="Weights for transformers; or all that DeepSpeed, or FSDP2 (dcp.load), resumes from."),
     ] = "safetensors",
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Dtype of the weights. fp32 gives the exact masters. [default: as they train]")
+        str | None,
+        typer.Option(
+            help="Dtype of the weights. fp32 gives the exact masters. [default: as they train]",
+            **dtypes("bf16", "fp32", "fp16"),
+        ),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Bytes of a file at most.")] = "5GB",
     tokenizer: Annotated[
@@ -193,9 +189,7 @@ def export(
                 with _bar(console, states.nbytes) as progress:
                     done = write_all(trained, out, states, progress)
             else:
-                plan = make_plan(
-                    source, None if dtype is None else dtype.value, shard_nbytes, saved=described_names(source.about)
-                )
+                plan = make_plan(source, dtype, shard_nbytes, saved=described_names(source.about))
                 with _bar(console, read_nbytes(plan)) as progress:
                     done = write(source, out, plan, queue, progress, tokenizer, _tokenizer_writer(source.client_state))
             note_saved(source, path)

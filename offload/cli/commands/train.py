@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from offload.cli.console import BAD_INPUT, Json, errors
-from offload.cli.options import option, takes_options
+from offload.cli.options import dtypes, option, takes_options
 from offload.launch.environment import rank_number
 
 if TYPE_CHECKING:
@@ -110,17 +110,20 @@ class TrainOptions:
         Literal["assistant", "all"],
         option("Tokens that are learned: the assistant's of chats and the completions of prompts, or all."),
     ] = "assistant"
+    show_batch: Annotated[
+        bool, option("Print the first row of the first step, with its learned tokens marked, and end there.")
+    ] = False
     seq_len: Annotated[
-        int,
+        int | None,
         option(
-            "Tokens of a sequence.",
+            "Tokens of a sequence. [default: 256, or the model's positions if it has fewer]",
             "--max-length",
             "--max-seq-length",
             "--sequence-len",
             "--cutoff-len",
             "--block-size",
         ),
-    ] = 256
+    ] = None
     steps: Annotated[
         int | None,
         option("Steps in all, those of a resumed run included. [default: 200]", "--max-steps", group="Steps"),
@@ -205,9 +208,12 @@ class TrainOptions:
         option("Folder for swap files, one for each drive; may repeat. [default: ./swap]", metavar="PATH"),
     ] = None
     dtype: Annotated[
-        Literal["auto", "bf16", "fp16", "fp32"] | None,
+        str | None,
         option(
-            "Dtype of the weights; auto: bf16 if this machine multiplies it as fast as fp32, else fp32. [default: auto]"
+            "Dtype of the weights; auto: bf16 if this machine multiplies it as fast as fp32, else fp32. "
+            "[default: auto]",
+            "--torch-dtype",
+            **dtypes("auto", "bf16", "fp16", "fp32"),
         ),
     ] = None
     moments: Annotated[

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import psutil
 import typer
@@ -28,6 +28,7 @@ from rich.text import Text
 from offload.cli.console import BAD_INPUT, FAILED, make_table
 from offload.cli.signals import AT_ONCE, ENDING, exit_on_signal, handlers
 from offload.errors import BudgetError, ConfigError, IoError, OffloadError, StoreError, UsageError, printable
+from offload.fileio.jsonl import hold_log, json_line
 from offload.interrupts import exit_on_next_signal
 from offload.launch.environment import rank_number
 from offload.notices import shell_command
@@ -50,7 +51,8 @@ class StepLog:
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
-        self._file: TextIO | None = None if path is None else open(path, "a", encoding="utf-8")
+        # Held until the end, so that no other run writes to the file; a device or a pipe cannot be.
+        self._file: IO[str] | None = None if path is None else hold_log(path) or open(path, "a", encoding="utf-8")
 
     def __enter__(self) -> StepLog:
         return self
@@ -59,8 +61,6 @@ class StepLog:
         self._close()
 
     def write(self, content: Mapping[str, Any]) -> None:
-        from offload.fileio.jsonl import json_line
-
         if self._file is None:
             return
         try:
@@ -376,6 +376,7 @@ class Training:
     def go(self, options: Any) -> None:
         """Runs the job. Errors and signals end the process with their message and exit code."""
         from offload.config import read_json
+        from offload.finetune.corpus.chats import Example
         from offload.finetune.job import prepare
         from offload.finetune.output import Finished
 
@@ -399,6 +400,10 @@ class Training:
                         _Result(run=job.run, saved=_path(job.output), steps=job.steps, total_steps=job.total_steps)
                     )
                     return
+                if isinstance(job, Example):
+                    self._show_example(job)
+                    self._json({"row": job.heading, "parts": [part._asdict() for part in job.parts]})
+                    return
                 self._train(job, options, signals)
         except Stopped as stopped:
             # The exit code that a shell reports for a process ended by this signal.
@@ -417,7 +422,7 @@ class Training:
     def _show_example(self, example: Example) -> None:
         """Prints an example: learned tokens bold and green in a terminal, else between [[ and ]]."""
         how = "in green" if self.console.color_system else "between [[ and ]]"
-        self.console.print(f"the first document, its learned tokens {how}:", markup=False)
+        self.console.print(f"{example.heading}, its learned tokens {how}:", markup=False)
         if self.console.color_system:
             text = Text("  ")
             for part in example.parts:
@@ -507,9 +512,13 @@ class Training:
             delete = shell_command("rm", job.folder)
             self.console.print(f"the swap files are kept in {job.folder}; delete them with: {delete}", markup=False)
         if job.output is not None:
-            self.console.print(f"saved in {job.output}", markup=False)
+            chats = getattr(job.tokenizer, "chat_template", None) is not None
+            try_it = (
+                shell_command("chat", job.output) if chats else f"{shell_command('generate', job.output)} --prompt …"
+            )
+            self.console.print(f"saved in {job.output}; try it: {try_it}", markup=False)
         elif remove:
-            self.console.print("the trained model is not saved; --output FOLDER saves it", markup=False)
+            self.console.print("what was trained is not saved; --output FOLDER saves it", markup=False)
         self._result(result)
 
     def _end(self, job: Any) -> None:
@@ -580,11 +589,12 @@ class Training:
             yield "evaluation loss", f"{self.evaluations[-1].loss:.4f}{lowest}"
 
     def _result(self, result: _Result) -> None:
-        if self.json_output:
-            from offload.fileio.jsonl import json_line
+        self._json(vars(result))
 
+    def _json(self, content: Mapping[str, Any]) -> None:
+        if self.json_output:
             # `json_line` writes NaN as null, which every JSON parser accepts.
-            print(json_line(vars(result)), flush=True)
+            print(json_line(dict(content)), flush=True)
 
 
 def _path(folder: Path | None) -> str | None:

@@ -46,6 +46,22 @@ class Data(NamedTuple):
     example: Example | None = None
     """A document of the training data with its learned tokens; None for text, which is learned as a whole."""
 
+    def first_row(self, tokenizer: Any) -> Example:
+        """Returns the first row of the first step, without its padding; the heading contains the counts."""
+        inputs = self.batches.inputs(1, 0)
+        ids, labels = (inputs[name][0].numpy() for name in ("input_ids", "labels"))
+        learned: np.ndarray = labels != token_stream.IGNORED
+        # Padding is 0, and not learned. The last token of a document is learned, or follows one that is not 0.
+        count = int(np.flatnonzero((ids != 0) | learned)[-1]) + 1
+        # The model predicts each token from those before it, so the first of a row is never learned.
+        learned[0] = False
+        row = Example.of(ids[:count].tolist(), learned[:count].tolist(), tokenizer, whole=True)
+        row.heading = (
+            f"the first row of step 1 ({count_of(count, 'token')}, {learned.sum()} learned, {len(ids) - count} of "
+            "padding)"
+        )
+        return row
+
     @property
     def largest_id(self) -> int:
         return max(self.batches.largest_id, self.held_out.largest_id if self.held_out is not None else 0)
@@ -75,8 +91,8 @@ def _documents(options: Options, files: DataFiles, tokenizer: Any, share: Share,
     kinds: Counter[type[Record]] = Counter()
     whole = options.train_on == "all"
     documents = packing.encode(_counted(files.learned, kinds), tokenizer, whole)
-    example = packing.example(documents, options.seq_len, tokenizer)
-    packed = packing.pack(documents, options.seq_len, apart)
+    example = packing.example(documents, options.length, tokenizer)
+    packed = packing.pack(documents, options.length, apart)
     evaluated: packing.Packed | None = None
     if files.evaluated:
         evaluated = _packed_to_evaluate(options, files, tokenizer, apart)
@@ -101,14 +117,14 @@ def _packed_to_evaluate(options: Options, files: DataFiles, tokenizer: Any, apar
     """Returns the documents of --eval-data in rows; errors name the option."""
     try:
         documents = packing.encode(read_records(files.evaluated), tokenizer, options.train_on == "all")
-        return packing.pack(documents, options.seq_len, apart)
+        return packing.pack(documents, options.length, apart)
     except ConfigError as error:
         raise ConfigError(f"--eval-data: {error}") from error
 
 
 def _text(options: Options, files: DataFiles, tokenizer: Any, share: Share) -> Data:
     """Returns sequences of a text, with sequences held out unless evaluation files are given."""
-    tokens, length = _tokens(files.learned, tokenizer), options.seq_len
+    tokens, length = _tokens(files.learned, tokenizer), options.length
     # Sequences are held out before batches are drawn, so that no training batch contains an evaluated token.
     evaluated = np.empty((0, length), tokens.dtype)
     if files.evaluated:
