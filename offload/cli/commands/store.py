@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -139,7 +138,7 @@ def export(
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            help="Folder from which a tokenizer's files are copied along. A preset gets that of bytes.",
+            help="Folder from which a tokenizer's files are copied along. [default: that of a run of offload train]",
             metavar="FOLDER",
         ),
     ] = None,
@@ -152,6 +151,7 @@ def export(
     Example: offload export /mnt/nvme/my-run ./my-model --dtype bf16
     """
     from offload.aio import IoQueue
+    from offload.runs.as_folder import tokenizer_writer
     from offload.runs.export import (
         check_target,
         described_names,
@@ -191,7 +191,7 @@ def export(
             else:
                 plan = make_plan(source, dtype, shard_nbytes, saved=described_names(source.about))
                 with _bar(console, read_nbytes(plan)) as progress:
-                    done = write(source, out, plan, queue, progress, tokenizer, _tokenizer_writer(source.client_state))
+                    done = write(source, out, plan, queue, progress, tokenizer, tokenizer_writer(source.client_state))
             note_saved(source, path)
     for notice in done.notices:
         echo(notice, err=True)
@@ -203,20 +203,6 @@ def export(
             f"{done.dtype}, in {done.path}",
             markup=False,
         )
-
-
-def _tokenizer_writer(client_state: Mapping[str, Any]) -> Callable[[Path], None] | None:
-    """Returns the function that writes the tokenizer of a run that has learned bytes; None for any other run."""
-    from offload.finetune.model import byte_tokenizer, learned_bytes
-
-    # Without transformers, the export works but writes no tokenizer.
-    if not learned_bytes(client_state) or importlib.util.find_spec("transformers") is None:
-        return None
-
-    def save(folder: Path) -> None:
-        byte_tokenizer().save_pretrained(str(folder))
-
-    return save
 
 
 def merge(
