@@ -70,7 +70,7 @@ from offload.finetune.output import (
 )
 from offload.hardware import probe
 from offload.hardware.system import folder_notices
-from offload.hub import local_model
+from offload.hub import check_push, local_model
 from offload.launch.environment import rank_number
 from offload.layout.peak_memory import BesideBudgets
 from offload.losses.causal_model import ChosenLoss, as_begun, choose_loss, would_be_chunked
@@ -140,7 +140,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     """
     check(options)
     if options.show_batch:  # nothing is written, so what is in the way of an output or a log does not matter
-        options = replace(options, output=None, save_every=None, no_output=True, log=None)
+        options = replace(options, output=None, save_every=None, no_output=True, push_to_hub=None, log=None)
     lora = None if options.lora is None else parse_lora(options.lora)
     options = replace(options, model=local_model(options.model))
     folder = find_folder(options.model, adapters=lora is not None)
@@ -175,6 +175,8 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     # Cheap checks come first: reading the data may take minutes, and building the model longer.
     files = find_files(options)
     require_transformers()
+    if options.push_to_hub is not None:
+        check_push(options.push_to_hub)
     if lora is not None:
         require_peft()
     shape = config_of(options.model)

@@ -98,6 +98,7 @@ class Options:
     kernels: str = "auto"
     output: Path | None = None
     no_output: bool = False
+    push_to_hub: str | None = None
     save_every: int | None = None
     log: Path | None = None
     report_to: tuple[str, ...] = ()
@@ -489,6 +490,8 @@ def check(options: Options) -> None:
         )
     if options.no_output and options.output is not None:
         raise ConfigError(f"--no-output and --output {options.output} exclude each other; give one of them")
+    if options.push_to_hub is not None and options.no_output:
+        raise ConfigError("--push-to-hub sends the folder of --output, and --no-output writes none; leave one out")
     if options.save_every is not None and options.no_output:
         raise ConfigError("--save-every writes the model below --output, and --no-output writes none; leave one out")
 

@@ -47,7 +47,7 @@ def output_of(options: Options, run: str) -> tuple[Path | None, str]:
         return options.output, f"{trained} will be in {options.output}"
     if options.no_output:
         return None, f"{none}, as --no-output asks"
-    if options.save_every is None:
+    if options.save_every is None and options.push_to_hub is None:
         if options.keep:
             return None, f"{none}; --keep keeps it in the swap files, of which `offload export` makes a folder"
         if options.model in PRESETS and not (options.data or options.text):

@@ -75,6 +75,15 @@ class TrainOptions:
         ),
     ] = None
     no_output: Annotated[bool, option("Write no model: what was trained is deleted after the last step.")] = False
+    push_to_hub: Annotated[
+        str | None,
+        option(
+            "Send that folder to this repository of the Hugging Face Hub after the last step, with a model card; a new "
+            "repository is private.",
+            "--hub-model-id",
+            metavar="OWNER/NAME",
+        ),
+    ] = None
     save_every: Annotated[
         int | None, option("Write the model every so many steps, too, in checkpoint-N of that folder.", "--save-steps")
     ] = None
@@ -82,8 +91,8 @@ class TrainOptions:
         list[Path] | None,
         option(
             'Documents, complete in rows of --seq-len: a *.jsonl file with {"text"}, {"messages"} or {"prompt", '
-            '"completion"} a line, *.parquet or *.csv with such columns, a text file, or a folder of these; may '
-            "repeat.",
+            '"completion"} a line, *.parquet or *.csv with such columns, a text file, a folder of these, or a '
+            "data set of the hub, OWNER/NAME[:SPLIT]; may repeat.",
             "--train-file",
             group="Data",
             metavar="PATH",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import logging
 import os
 import resource
@@ -475,6 +476,11 @@ class Training:
                 self._show(job, result, remove)
             except OSError as error:  # the run itself has ended well
                 _quit(error, FAILED, options)
+        if options.push_to_hub is not None and engine.global_rank == 0:
+            try:
+                self._push(job, options, result)
+            except (ConfigError, OSError) as error:
+                _quit(error, FAILED, options)
 
     def _others(self, others: Others | None) -> dict[str, float]:
         """Returns the log's field on the work of other processes during a step, and keeps it; nothing if unknown."""
@@ -520,6 +526,33 @@ class Training:
         elif remove:
             self.console.print("what was trained is not saved; --output FOLDER saves it", markup=False)
         self._result(result)
+
+    def _push(self, job: Any, options: Any, result: _Result) -> None:
+        """Sends the output to the hub, with a card of the base model, the data and the losses."""
+        from offload.hub import push
+
+        what, library = ("model", "transformers") if options.lora is None else ("adapter", "peft")
+        about = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["offload"]}
+        if "/" in options.model and not os.path.exists(options.model):
+            about["base_model"] = options.model  # a name of the hub
+            if options.lora is not None:
+                # By this name, whoever fetches the adapter finds its base model.
+                config = job.output / "adapter_config.json"
+                config.write_text(
+                    json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": options.model}, indent=2)
+                )
+        files = ", ".join(path.name for path in options.data or options.text)
+        card = {
+            "base model": Path(options.model).name if "base_model" not in about else options.model,
+            "data": "; ".join((files, *(line[6:] for line in job.data.lines if line.startswith("data: ")))),
+            "steps": str(result.steps),
+            "loss": f"{result.losses[0]:.4f} to {result.losses[-1]:.4f}" if result.losses else "",
+            "evaluation loss": "" if result.eval_loss is None else f"{result.eval_loss:.4f}",
+        }
+        lines = "".join(f"| {name} | {value.replace('|', ' ')} |\n" for name, value in card.items() if value)
+        text = f"# {options.push_to_hub}\n\nThis {what} was trained by `offload train`.\n\n| | |\n|---|---|\n{lines}"
+        url = push(job.output, options.push_to_hub, about, text)
+        self.console.print(f"sent to {url}", markup=False)
 
     def _end(self, job: Any) -> None:
         """Commits the complete steps, keeps the swap files, and prints how to resume."""
