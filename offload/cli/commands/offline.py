@@ -324,6 +324,8 @@ def chat(typed: ChatOptions) -> None:
 
 def _messages() -> Iterator[str]:
     """Yields the lines of stdin that are not empty. In a terminal a sign shows that a line is expected."""
+    if sys.stdin.isatty():
+        _say("write a message and press Enter; Ctrl-D ends")
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
@@ -434,7 +436,7 @@ class _Measured:
         parts = {"drive": spent.drive, "copies": spent.copies, "compute": spent.compute}
         if spent.total:
             shares = ", ".join(f"{name} {part / spent.total:.0%}" for name, part in parts.items())
-            _say(f"limited by {spent.limit}: of the forwards' {spent.total:.1f} s {shares}")
+            _say(f"limited by {spent.limit}: of {spent.total:.1f} s in the model {shares}")
         return {
             "seconds": seconds,
             "tokens_per_second": rate,

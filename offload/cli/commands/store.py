@@ -237,7 +237,11 @@ def merge(
         )
     else:
         changed = count_of(len(plan.changes), "weight")
-        console.print(f"{changed} of {plan.base} changed, {format_size(plan.nbytes)} in {out}", markup=False)
+        console.print(
+            f"the adapter is merged into {changed} of {plan.base}; the model ({format_size(plan.nbytes)}) is in {out}: "
+            f"{shell_command('chat', out)}",
+            markup=False,
+        )
 
 
 def convert(

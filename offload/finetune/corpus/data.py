@@ -14,17 +14,17 @@ import numpy as np
 from offload.errors import ConfigError
 from offload.finetune.corpus import packing, token_stream
 from offload.finetune.corpus.chats import Example
-from offload.finetune.corpus.documents import Record, find_data, read_records
+from offload.finetune.corpus.documents import DataFile, Record, find_data, read_records
 from offload.finetune.corpus.token_stream import HeldOut
 from offload.finetune.options import Options
 from offload.sizes import count_of
 
 
 class DataFiles(NamedTuple):
-    """Paths of the data files, found but not read."""
+    """The data files, and data sets of the hub: found but not read."""
 
-    learned: list[Path]
-    evaluated: list[Path]
+    learned: Sequence[DataFile]
+    evaluated: Sequence[DataFile]
 
 
 class Share(NamedTuple):
@@ -106,7 +106,7 @@ def _documents(options: Options, files: DataFiles, tokenizer: Any, share: Share,
     return Data(learned, held_out, packing.notices(packed, learned, kinds, tokenizer, whole), example)
 
 
-def _counted(files: Sequence[Path], kinds: Counter[type[Record]]) -> Iterator[Record]:
+def _counted(files: Sequence[DataFile], kinds: Counter[type[Record]]) -> Iterator[Record]:
     # Counted while the records stream through: they are never all in memory.
     for record in read_records(files):
         kinds[type(record)] += 1
@@ -147,10 +147,11 @@ def _held_out(inputs: dict[str, np.ndarray], share: Share) -> HeldOut:
     return HeldOut(inputs, share.micro, share.rank, share.world_size)
 
 
-def _tokens(files: Sequence[Path], tokenizer: Any) -> np.ndarray:
+def _tokens(files: Sequence[DataFile], tokenizer: Any) -> np.ndarray:
+    paths = [file for file in files if isinstance(file, Path)]  # a text is no data set of the hub
     if tokenizer is None:
-        return token_stream.read_bytes(files)
-    return token_stream.read_tokens(files, lambda content: packing.encode_text(content, tokenizer))
+        return token_stream.read_bytes(paths)
+    return token_stream.read_tokens(paths, lambda content: packing.encode_text(content, tokenizer))
 
 
 def _evaluation_lines(options: Options, held_out: HeldOut | None) -> tuple[str, ...]:
