@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub, by name: fetched once into the hub's own cache, and used there.
+"""Models on the Hugging Face Hub, by name: fetched once into the hub's own cache, and used there; folders sent there.
 
 A model that the cache contains is used without a question to the network, so that a run resumes with the files that it
 began with. `huggingface_hub` comes with transformers; nothing of a model is run.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,70 @@ def _hub_folder(name: str, config_only: bool) -> Path:
             f"{reason:.200}): fetch it where there is a network: hf download {name} --local-dir "
             f"{name.rpartition('/')[2]}"
         ) from error
+
+
+def data_set(name: str) -> Any:
+    """Returns the split of a data set of the hub, as a `datasets.Dataset`; None if `name` is no OWNER/NAME[:SPLIT].
+
+    Without a split it is "train".
+
+    Raises:
+        ConfigError: `datasets` is not installed, or cannot load the split.
+    """
+    owner_name, _, split = name.partition(":")
+    if not _HUB_NAME.fullmatch(owner_name):
+        return None
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"there is no data at {name}; to fetch a data set of the hub, run: pip install 'offload[datasets]'"
+        ) from error
+    try:
+        return datasets.load_dataset(owner_name, split=split or "train")
+    except Exception as error:  # datasets and the readers below it raise classes of their own
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"there is no data at {name}, and no data set of the hub can be loaded by that name "
+            f"({type(error).__name__}: {reason:.300}): correct the path, or OWNER/NAME:SPLIT"
+        ) from error
+
+
+def check_push(name: str) -> None:
+    """Raises `ConfigError` if `name` cannot be a repository of the hub, or no token for the hub is at hand."""
+    if not _HUB_NAME.fullmatch(name):
+        raise ConfigError(f"--push-to-hub takes OWNER/NAME of a model on the hub, got {name!r:.99}")
+    import huggingface_hub
+
+    if huggingface_hub.get_token() is None:
+        raise ConfigError(
+            f"--push-to-hub {name} needs a token that may write there: run: hf auth login, or set HF_TOKEN"
+        )
+
+
+def push(folder: Path, name: str, about: Mapping[str, Any], text: str) -> str:
+    """Sends a folder to a repository of the hub, which is made, private, if there is none. Returns its address.
+
+    The folder's README.md becomes a model card of `text` (Markdown) and the metadata `about`.
+
+    Raises:
+        ConfigError: The hub did not take the folder, which then stays as it is.
+    """
+    import huggingface_hub
+
+    try:
+        metadata = huggingface_hub.ModelCardData(**about).to_yaml()
+        (folder / "README.md").write_text(f"---\n{metadata}\n---\n\n{text}", encoding="utf-8")
+        hub = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+        url = hub.create_repo(name, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=["checkpoint-*"])
+    except Exception as error:  # huggingface_hub and its HTTP client raise classes of their own
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{folder} is saved, and could not be sent to {name} ({type(error).__name__}: {reason:.200}); to repeat "
+            f"that alone, run: {shlex.join(['hf', 'upload', '--private', name, str(folder), '.'])}"
+        ) from error
+    return str(url)
 
 
 def _fetch(huggingface_hub: Any, name: str, config_only: bool, **more: Any) -> Path:

@@ -297,6 +297,8 @@ class TensorPlaces:
         origin = origin_of(parameter)
         if origin is None:
             return "is made by its module" if is_deferred(parameter) else "is in memory already"
+        if not isinstance(origin, Stored | ConvertedParameter):
+            return "is merged with an adapter"
         stored_dtype = next((stored.dtype for stored in _tensors_of(origin) if stored.dtype != dtype), None)
         if stored_dtype is not None:
             return f"is stored as {str(stored_dtype).removeprefix('torch.')}, not as {dtype_name(dtype)}"

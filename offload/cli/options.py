@@ -27,6 +27,23 @@ def option(help: str, *aliases: str, name: str = "", group: str | None = None, *
     return typer.Option(name, *aliases, help=help, rich_help_panel=group, **more)
 
 
+def dtypes(*names: str) -> Any:
+    """Returns arguments of `option` for dtypes, one of `names`; torch's spellings, such as float16, are taken too.
+
+    Without names the command itself checks the value.
+    """
+
+    def parse(text: str) -> str:
+        from offload.config.blocks import short_dtype  # loads pydantic
+
+        name: str = short_dtype(text)
+        if names and name not in names:
+            raise typer.BadParameter(f"{text!r} is not one of {', '.join(names)}")
+        return name
+
+    return {"parser": parse, "metavar": "|".join(names) or "DTYPE"}
+
+
 T = TypeVar("T")
 
 

@@ -214,6 +214,11 @@ def steps_or_never(value: Any) -> Any:
     return 0 if value == math.inf else _number(value)
 
 
+def short_dtype(value: Any) -> Any:
+    """Returns "bf16", "fp16" or "fp32" for the names of torch, such as "bfloat16" or "torch.half"; else the value."""
+    return _DTYPE_NAMES.get(value.lower().removeprefix("torch."), value) if isinstance(value, str) else value
+
+
 def spelling(names: Mapping[str, str]) -> BeforeValidator:
     """Returns a validator that replaces each spelling in `names`, in any case of letters, by its choice."""
     return BeforeValidator(lambda value: names.get(value.lower(), value) if isinstance(value, str) else value)
@@ -238,8 +243,8 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 Memory = Annotated[int, BeforeValidator(_memory)]
 OptimizerName = Literal["Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD", "Muon", "SinkGD"]
 OptimizerType = Annotated[str, BeforeValidator(_optimizer)]
-DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
-SumDtype = Annotated[Literal["fp32", "bf16", "fp16"], spelling(DTYPE_NAMES)]
+_DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+SumDtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(lambda value: short_dtype(value))]
 Beta = Annotated[Number, Field(lt=1)]
 
 
@@ -730,7 +735,7 @@ class TorchAutocast(Block):
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(False, description="whether `engine(...)` runs the model under torch.autocast")
-    dtype: Annotated[Literal["bf16", "fp16"], spelling(DTYPE_NAMES)] = Field(
+    dtype: Annotated[Literal["bf16", "fp16"], BeforeValidator(lambda value: short_dtype(value))] = Field(
         "bf16", description="dtype of autocast; fp16 is refused: it needs a loss scale, which the fp16 block has"
     )
 

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
+from offload.config.blocks import short_dtype
 from offload.config.load import read_json
 from offload.errors import ConfigError, UsageError
 
@@ -125,7 +126,7 @@ def plain_config(model: Any, config: Any, keywords: Mapping[str, Any]) -> Any:
             value = [os.fspath(path) for path in paths]
         _put(content, _KEYS[name], name, value)
     if dtype is not None:
-        wanted = _DTYPES.get(dtype, dtype) if isinstance(dtype, torch.dtype) else dtype
+        wanted = _DTYPES.get(dtype, dtype) if isinstance(dtype, torch.dtype) else short_dtype(dtype)
         if wanted not in _DTYPES.values():
             raise ConfigError(f'dtype must be "bf16", "fp16" or "fp32", got {dtype!r}')
         for precision in ("bf16", "fp16"):

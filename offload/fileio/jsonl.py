@@ -47,7 +47,9 @@ def check_log(log: Path) -> None:
             if first.strip() and not step_of(first) and not _is_cut_off(first):
                 raise ConfigError(f"{log} is not the log of a run, and would be overwritten; give another file")
             if not _lock(file):
-                raise ConfigError(f"{log} is the log of a run that is under way; give another file, or end that run")
+                raise ConfigError(
+                    f"{log} is the log of a run that is under way{_holder(file)}; give another file, or end that run"
+                )
 
 
 def cut_log(path: Path, steps: int) -> Path | None:
@@ -67,7 +69,7 @@ def cut_log(path: Path, steps: int) -> Path | None:
         # Line by line: the log of a run of weeks is larger than its process should become.
         with path.open(errors="replace") as lines:
             if not _lock(lines):
-                raise OSError(errno.EBUSY, "another run writes it")
+                raise OSError(errno.EBUSY, f"another run{_holder(lines)} writes it; give another file")
             if steps == 0 and any(step_of(line) > 0 for line in lines):
                 return _move_aside(real_path(path))
             lines.seek(0)
@@ -87,8 +89,9 @@ def hold_log(path: Path) -> IO[str] | None:
         return None
     file = path.open("a", encoding="utf-8")
     if not _lock(file):
+        holder = _holder(file)
         file.close()
-        raise OSError(errno.EBUSY, "another run writes the log", str(path))
+        raise OSError(errno.EBUSY, f"another run{holder} writes the log; give another file", str(path))
     return file
 
 
@@ -101,6 +104,20 @@ def _lock(file: IO[str]) -> bool:
     except OSError:  # a file system without locks
         return True
     return True
+
+
+def _holder(file: IO[str]) -> str:
+    """Returns " (process N)" for the process that holds the lock of a file; "" if the kernel does not say."""
+    about = os.fstat(file.fileno())
+    place = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
+    try:
+        locks = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return ""
+    # number: FLOCK ADVISORY WRITE process major:minor:inode start end
+    return next(
+        (f" (process {words[4]})" for words in map(str.split, locks) if words[1] == "FLOCK" and place in words), ""
+    )
 
 
 def _move_aside(log: Path) -> Path:

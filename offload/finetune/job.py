@@ -23,6 +23,7 @@ from offload.engine.engine import Engine
 from offload.engine.setup import start
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log
+from offload.finetune.corpus.chats import Example
 from offload.finetune.corpus.data import Data, Share, find_files, read_files, steps_of
 from offload.finetune.kernels import Kernels, apply_kernels, choose_kernels
 from offload.finetune.model import (
@@ -40,6 +41,7 @@ from offload.finetune.model import (
     without_cache,
 )
 from offload.finetune.options import (
+    DEFAULT_SEQ_LEN,
     DEFAULT_STEPS,
     Options,
     Start,
@@ -68,7 +70,7 @@ from offload.finetune.output import (
 )
 from offload.hardware import probe
 from offload.hardware.system import folder_notices
-from offload.hub import local_model
+from offload.hub import check_push, local_model
 from offload.launch.environment import rank_number
 from offload.layout.peak_memory import BesideBudgets
 from offload.losses.causal_model import ChosenLoss, as_begun, choose_loss, would_be_chunked
@@ -76,7 +78,7 @@ from offload.notices import Remark
 from offload.planner.model_shape import config_of
 from offload.planner.output import in_short
 from offload.planner.predict_run import as_step, predict, step_of
-from offload.presets import check_positions, require_transformers
+from offload.presets import check_positions, positions_of, require_transformers
 from offload.swapper.memory.device import compute_device, let_segments_grow
 from offload.swapper.store import run_status
 from offload.timeline import path_of
@@ -130,13 +132,15 @@ class Job:
 # -- checks and building ------------------------------------------------------------------------------
 
 
-def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str], None]) -> Job | Finished:
+def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str], None]) -> Job | Finished | Example:
     """Checks options, config and files, then builds the model and the engine. All ranks must call.
 
     `file` is the content of the config file; `say` receives lines for the user, one at a time. The result is a
-    `Finished` if an identical job has ended under `--resume auto`.
+    `Finished` if an identical job has ended under `--resume auto`, and an example of the data for `--show-batch`.
     """
     check(options)
+    if options.show_batch:  # nothing is written, so what is in the way of an output or a log does not matter
+        options = replace(options, output=None, save_every=None, no_output=True, push_to_hub=None, log=None)
     lora = None if options.lora is None else parse_lora(options.lora)
     options = replace(options, model=local_model(options.model))
     folder = find_folder(options.model, adapters=lora is not None)
@@ -153,7 +157,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         # The number depends on the data. The warm-up is compared with the real number later, so it must pass here.
         steps = max(DEFAULT_STEPS, int(options.warmup or 0))
     config = load_config(schedule(content, options, steps)[0])
-    batch = batch_of(config, options.seq_len, world_size)
+    batch = batch_of(config, options.length, world_size)
     output, saved = output_of(options, config.offload.run)
     options = replace(options, output=output)
     _say_all(lines, say)
@@ -171,12 +175,20 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     # Cheap checks come first: reading the data may take minutes, and building the model longer.
     files = find_files(options)
     require_transformers()
+    if options.push_to_hub is not None:
+        check_push(options.push_to_hub)
     if lora is not None:
         require_peft()
-    check_positions(config_of(options.model), options.seq_len)
+    shape = config_of(options.model)
+    if options.seq_len is None:
+        options = replace(options, seq_len=min(DEFAULT_SEQ_LEN, positions_of(shape) or DEFAULT_SEQ_LEN))
+    check_positions(shape, options.length)
     tokenizer = None if folder is None else read_tokenizer(folder)
     share = Share(batch.micro, batch.accumulation, config.offload.seed, rank, world_size)
     data = read_files(options, files, tokenizer, share, keeps_documents_apart(folder))
+    if options.show_batch:
+        _say_all(data.lines, say)
+        return data.first_row(tokenizer)
     steps = steps_of(options, DEFAULT_STEPS, data.batches)  # with --epochs known only after the data are packed
     content, lines = schedule(content, options, steps)
     _say_all(lines, say)
@@ -195,7 +207,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
             say(choice)
     torch.manual_seed(config.offload.seed)  # the same on all ranks here, so that all build the same initial weights
     model, source = build_model(options.model, folder, content)
-    check_model(model, options.seq_len, data.largest_id)
+    check_model(model, options.length, data.largest_id)
     make_ready(model, options.gradient_checkpointing)
     always = without_cache(model)
     if lora is not None:
@@ -280,7 +292,7 @@ _EVALUATIONS = 5
 def _identity(options: Options, folder: Path | None, data: Data, steps: int, content: Mapping[str, Any]) -> Identity:
     """Returns the identity of this job, with absolute paths: a later process may have another working directory."""
     batches = data.batches
-    text = {"seq-len": options.seq_len, "tokens": batches.token_count, "checksum": batches.checksum}
+    text = {"seq-len": options.length, "tokens": batches.token_count, "checksum": batches.checksum}
     model = options.model if folder is None else str(folder.absolute())
     output = None if options.output is None else str(options.output.absolute())
     return Identity(
@@ -350,7 +362,7 @@ def _prediction(
     beside: Mapping[str, BesideBudgets] = {}
     try:
         chunked = would_be_chunked(model, options.chunked_loss)
-        step = step_of(model, content, options.seq_len, always, options.gradient_checkpointing, chunked)
+        step = step_of(model, content, options.length, always, options.gradient_checkpointing, chunked)
         beside = step.beside
         rates = probe.kept()
         if rates is None:

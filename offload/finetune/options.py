@@ -24,6 +24,8 @@ from offload.swapper.memory.limits import free_host_memory
 
 DEFAULT_BATCH_SIZE = 8
 DEFAULT_STEPS = 200
+DEFAULT_SEQ_LEN = 256
+"""Tokens of a row, for models with so many positions."""
 DEFAULT_WARMUP = 0.03
 DEFAULT_CLIP = 1.0
 DEFAULT_DECAY = 0.1
@@ -62,7 +64,7 @@ class Options:
     epochs: float | None = None
     batch_size: int | None = None
     accumulation: int | None = None
-    seq_len: int = 256
+    seq_len: int | None = None
     lr: float | None = None
     schedule: str | None = None
     warmup: float | None = None
@@ -96,11 +98,18 @@ class Options:
     kernels: str = "auto"
     output: Path | None = None
     no_output: bool = False
+    push_to_hub: str | None = None
     save_every: int | None = None
     log: Path | None = None
     report_to: tuple[str, ...] = ()
     log_every: int | None = None
     trace: str | None = None
+    show_batch: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.seq_len or DEFAULT_SEQ_LEN
 
     @property
     def frozen(self) -> str | None:
@@ -454,7 +463,7 @@ def check(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"--{name.replace('_', '-')} must be a number of at least 0, got {value}")
-    if options.seq_len < 2:
+    if options.length < 2:
         raise ConfigError("--seq-len must be at least 2: a model learns to predict the next token")
     if options.warmup is not None and options.warmup >= 1 and options.warmup % 1:
         raise ConfigError(f"--warmup must be a fraction of the steps below 1, or a number, got {options.warmup}")
@@ -481,6 +490,8 @@ def check(options: Options) -> None:
         )
     if options.no_output and options.output is not None:
         raise ConfigError(f"--no-output and --output {options.output} exclude each other; give one of them")
+    if options.push_to_hub is not None and options.no_output:
+        raise ConfigError("--push-to-hub sends the folder of --output, and --no-output writes none; leave one out")
     if options.save_every is not None and options.no_output:
         raise ConfigError("--save-every writes the model below --output, and --no-output writes none; leave one out")
 

@@ -41,12 +41,13 @@ def output_of(options: Options, run: str) -> tuple[Path | None, str]:
     There is no default folder with --keep, since the swap files are the model, or for a preset that learns Python's
     library, which is a demonstration. A default folder that belongs to another user is a `ConfigError`.
     """
-    none = "the trained model is not saved"
+    trained = f"the trained {'model' if options.lora is None else 'adapter'}"
+    none = f"{trained} is not saved"
     if options.output is not None:
-        return options.output, f"the trained model will be in {options.output}"
+        return options.output, f"{trained} will be in {options.output}"
     if options.no_output:
         return None, f"{none}, as --no-output asks"
-    if options.save_every is None:
+    if options.save_every is None and options.push_to_hub is None:
         if options.keep:
             return None, f"{none}; --keep keeps it in the swap files, of which `offload export` makes a folder"
         if options.model in PRESETS and not (options.data or options.text):
@@ -57,7 +58,7 @@ def output_of(options: Options, run: str) -> tuple[Path | None, str]:
             f"the trained model would be in ./{folder}, which is of {owner}, who could change it at any time; name a "
             "folder with --output"
         )
-    return folder, f"the trained model will be in ./{run}-output (--output names another folder)"
+    return folder, f"{trained} will be in ./{run}-output (--output names another folder)"
 
 
 def check_output(folder: Path | None, may_be_there: bool) -> None:

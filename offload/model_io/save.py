@@ -30,6 +30,7 @@ from offload.aio.protocols import Future, Pending, Queue, wait_for_all
 from offload.checkpoint.directory import LOCK, exchange, make_folder, naming_errors, only_save, write_new
 from offload.checkpoint.files import check_folder
 from offload.checkpoint.save import own_or_shared
+from offload.config.blocks import short_dtype
 from offload.distributed.agreement import AllOrNothing, Collective
 from offload.engine.components import EngineComponents, together
 from offload.engine.saved_state import SavedPart
@@ -433,7 +434,7 @@ def check_dtype(wanted: str | torch.dtype | None) -> torch.dtype | None:
     """Returns the dtype that a user asks for, None for None; raises `ConfigError` if weights cannot be saved in it."""
     if wanted is None:
         return None
-    torch_dtype = DTYPES.get(wanted) if isinstance(wanted, str) else wanted
+    torch_dtype = DTYPES.get(short_dtype(wanted)) if isinstance(wanted, str) else wanted
     if torch_dtype is None or torch_dtype not in DTYPES.values():
         raise ConfigError(f"expected a dtype of saved weights from {', '.join(DTYPES)}, got {wanted!r}")
     return torch_dtype

@@ -31,6 +31,13 @@ class Completed:
         return {"place": self.place, "completion": self.text, "tokens": self.tokens}
 
 
+def question(text: str, tokenizer: Any, raw: bool) -> Prompt | Chat:
+    """Returns the prompt of the command line: a user's message for the chat template, if there is one, or the text."""
+    if raw or not text or getattr(tokenizer, "chat_template", None) is None:
+        return Prompt("--prompt", text)
+    return Chat("--prompt", [{"role": "user", "content": text}])
+
+
 def encode_fitting(
     prompt: Prompt | Chat, tokenizer: Any, config: Any, *, max_new_tokens: int, cached: int | None = None
 ) -> np.ndarray:

@@ -1,9 +1,10 @@
-"""`offload merge`: adds a LoRA adapter of peft to the weights of its base model, in the memory of a few pieces.
+"""LoRA adapters of peft: `offload merge` adds one to the weights of its base model, in the memory of a few pieces.
 
     base/*.safetensors ─► tensor after tensor, a piece of rows at a time ─► out/*.safetensors
                               └ adapted: W + scaling * B @ A in fp32, rounded once to the dtype of W
 
-The names, shapes and dtypes of the base's files stay, so whatever loads the base loads the result.
+The names, shapes and dtypes of the base's files stay, so whatever loads the base loads the result. `MergePlan.adapted`
+returns the model that runs with its adapter, and writes no file: A and B stay beside W, which is read in place.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from offload.errors import ConfigError, NumericsError, StoreError
 from offload.fileio.inner_files import read_bounded
 from offload.fileio.safetensors_stream import SafetensorsWriter, unrepeated
 from offload.hub import local_model
-from offload.model_io.deferred import origin_of
+from offload.model_io.deferred import make_deferred, origin_of
 from offload.model_io.folder import CONFIG, GENERATION, INDEX, SINGLE, Stored, stored_tensors
 from offload.model_io.save import TOKENIZER, arriving, check_room, copy_tokenizer
 from offload.offline.open_model import deferred_model
@@ -69,6 +70,11 @@ class _LowRank(NamedTuple):
     """Values that peft has saved in place of the base's, (out, in), as it does for embeddings; None for the base's."""
     magnitude: Stored | None
     """(out,), norms of the rows of the merged weight with DoRA (arXiv 2402.09353, equation 5)."""
+
+    @property
+    def is_sum(self) -> bool:
+        """True if the output of a layer is that of its own weight plus a product."""
+        return self.start is None and self.magnitude is None
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         out, into = self.b.shape[0], self.a.shape[1]
@@ -134,6 +140,8 @@ class MergePlan:
     """All tensors of the base model's files."""
     changes: Mapping[str, _Change]
     """Changes of some of them, by their names in the files."""
+    model: torch.nn.Module
+    """The base model, with deferred parameters."""
 
     @classmethod
     def of(cls, adapter: Path, base: str | None = None) -> MergePlan:
@@ -155,12 +163,14 @@ class MergePlan:
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}; give the folder of the base model by --base")
         check_folder(folder)
+        require_transformers()
         tensors = stored_tensors(folder)
         unsafe = next((stored.path for stored in tensors.values() if stored.path.suffix != ".safetensors"), None)
         if unsafe is not None:
             raise ConfigError(f"{unsafe} is no safetensors file: load and save the base model by transformers once")
-        changes = _changes(settings, _adapter_tensors(adapter), _places(folder), adapter, folder)
-        return cls(adapter=adapter, base=folder, tensors=tensors, changes=changes)
+        model = deferred_model(folder)
+        changes = _changes(settings, _adapter_tensors(adapter), _places(model, folder), adapter, folder)
+        return cls(adapter=adapter, base=folder, tensors=tensors, changes=changes, model=model)
 
     @property
     def nbytes(self) -> int:
@@ -198,6 +208,59 @@ class MergePlan:
             _copy_texts(self.adapter, self.base, folder)
         return tuple(notices)
 
+    def adapted(self) -> torch.nn.Module:
+        """Returns the model with its adapter, as deferred parameters. To be called once.
+
+        A linear layer computes its low-rank product beside its weight. Any other weight that the adapter changes is
+        merged when it is read.
+        """
+        linear = (torch.nn.Linear, require_transformers().pytorch_utils.Conv1D)
+        for name, parameter in list(self.model.named_parameters()):
+            origin = origin_of(parameter)
+            change = self.changes.get(origin.name) if isinstance(origin, Stored) else None
+            layer = self.model.get_submodule(name.rpartition(".")[0])
+            if isinstance(change, _LowRank) and change.is_sum and type(layer) in linear:
+                _add_product(layer, change)
+            elif change is not None:
+                assert isinstance(origin, Stored)
+                make_deferred(parameter, _MergedParameter(origin, change))
+        return self.model
+
+
+def _add_product(layer: torch.nn.Module, change: _LowRank) -> None:
+    """Makes a linear layer add scaling * B @ A @ input to its output, in the dtype of A and B."""
+    for name, stored in (("lora_A", change.a), ("lora_B", change.b)):
+        parameter = torch.nn.Parameter(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), False)
+        make_deferred(parameter, stored)
+        layer.register_parameter(name, parameter)
+    # In transformers' words for a layer whose weights in fp32 stay so beside others in 16 bits.
+    layer._keep_in_fp32_modules = ["lora_A", "lora_B"]  # type: ignore[assignment]
+
+    def add(layer: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        low = torch.nn.functional.linear(args[0].to(layer.lora_A.dtype), layer.lora_A)
+        return output + (torch.nn.functional.linear(low, layer.lora_B) * change.scaling).to(output.dtype)
+
+    layer.register_forward_hook(add)
+
+
+class _MergedParameter(NamedTuple):
+    """A weight and what an adapter does to it; implements `Origin`."""
+
+    stored: Stored
+    change: _Change
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def pieces(self, part: range | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        width = max(math.prod(self.shape[1:]), 1)
+        begin, stop = (0, math.prod(self.shape)) if part is None else (part.start, part.stop)
+        for first, values in _merged_rows(self.stored, self.change, range(begin // width, -(-stop // width))):
+            flat, start = values.view(-1), first * width
+            inside = flat[max(begin - start, 0) : stop - start]
+            yield max(start - begin, 0), inside
+
 
 def _copy_texts(adapter: Path, base: Path, folder: Path) -> None:
     """Copies configs of the base, and the adapter's tokenizer if it contains one: its training may have added words."""
@@ -219,17 +282,24 @@ def _merged(stored: Stored, change: _Change | None) -> Iterator[tuple[int, memor
         for position, values in stored.pieces():
             yield position * itemsize, _bytes_of(values)
         return
-    width, apply = math.prod(stored.shape[1:]), change.read()
-    rows = max(_PIECE_NBYTES // (4 * max(width, 1)), 1)
-    for first in range(0, stored.shape[0], rows):
-        part = range(first, min(first + rows, stored.shape[0]))
+    width = math.prod(stored.shape[1:])
+    for first, values in _merged_rows(stored, change, range(stored.shape[0])):
+        yield first * width * itemsize, _bytes_of(values.view(-1))
+
+
+def _merged_rows(stored: Stored, change: _Change, rows: range) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields merged rows of a tensor in pieces, (rows, …) in its dtype, each with the number of its first row."""
+    apply = change.read()
+    count = max(_PIECE_NBYTES // (4 * max(math.prod(stored.shape[1:]), 1)), 1)
+    for first in range(rows.start, rows.stop, count):
+        part = range(first, min(first + count, rows.stop))
         values = apply(part, _rows_of(stored, part)).to(stored.dtype).contiguous()
         if not values.isfinite().all():
             raise NumericsError(
                 f"{stored.name} has inf or NaN after the merge: look at the adapter's training, and at the weights of "
                 f"{stored.path}"
             )
-        yield first * width * itemsize, _bytes_of(values.view(-1))
+        yield first, values
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
@@ -301,10 +371,8 @@ class _Parameter(NamedTuple):
     """True if a low-rank change is (in, out): of embeddings, and of layers such as GPT-2's `Conv1D`."""
 
 
-def _places(base: Path) -> dict[str, _Parameter]:
-    """Returns the parameters of the base model by each of their names. Reads headers of files alone."""
-    require_transformers()
-    model = deferred_model(base)
+def _places(model: torch.nn.Module, base: Path) -> dict[str, _Parameter]:
+    """Returns the parameters of the base model by each of their names."""
     config: Any = model.config
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"the weights of {base} are quantized: give the folder of the model before by --base")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +20,13 @@ from offload.finetune.corpus.token_stream import IGNORED
 from offload.finetune.model import read_tokenizer
 from offload.inference_engine import InferenceEngine, read_model, start
 from offload.losses import chunk_loss_of
+from offload.model_io.folder import CONFIG
+from offload.model_io.save import TOKENIZER
 from offload.presets import check_folder, check_positions, error_message, positions_of, require_transformers
 from offload.sizes import count_of, format_size, parse_size
+
+if TYPE_CHECKING:
+    from offload.offline.merge import MergePlan
 
 # -- static cache --------------------------------------------------------------------------------------
 #
@@ -179,16 +184,18 @@ def open_model(
     name: str,
     placement: ModelOptions,
     *,
-    scores: bool,
+    scores: bool = False,
     rows: int = 0,
     seq_len: int | None = None,
+    base: str | None = None,
     check: Callable[[Any, Any], object] | None = None,
 ) -> OpenModel:
     """Returns the model of a folder under an engine, to score records or to generate.
 
-    To score, a micro-batch has at most `rows` rows, of at most `seq_len` tokens; None stands for the model's positions,
-    at most 1024. `check` is called with tokenizer and config before the weights are opened, since opening may take
-    long. `check` may raise.
+    The folder may be that of an adapter of peft, whose base model is `base`, or else the one that it names. To score, a
+    micro-batch has at most `rows` rows, of at most `seq_len` tokens; None stands for the model's positions, at most
+    1024. `check` is called with tokenizer and config before the weights are opened, since opening may take long.
+    `check` may raise.
 
     Raises:
         ConfigError: The folder contains no suitable model, or an option is wrong.
@@ -201,11 +208,17 @@ def open_model(
             f"there is no folder {folder}; give a model's folder: config.json, tokenizer, safetensors, or OWNER/NAME "
             "of a model on the hub"
         )
-    check_folder(folder)
-    require_transformers()
     content = placement.content()  # a wrong config is reported before the model is built
-    tokenizer = read_tokenizer(folder)
-    model = deferred_model(folder)
+    plan = _adapter(folder, base)
+    if plan is None:
+        check_folder(folder)
+        require_transformers()
+        tokenizer = read_tokenizer(folder)
+        model = deferred_model(folder)
+    else:
+        # A training may have added words, so an adapter may have a tokenizer of its own.
+        tokenizer = read_tokenizer(folder if any((folder / file).is_file() for file in TOKENIZER) else plan.base)
+        model = plan.adapted()
     # Decided by the class name, since transformers has no other mark of a head's purpose.
     rewards = type(model).__name__.endswith("ForSequenceClassification")
     # Called before the engine takes the model over: hooks that are registered later may be removed.
@@ -233,6 +246,17 @@ def open_model(
         # Records may be shorter than the longest row. The guard of memory looks at each batch.
         engine = start(model, content)
     return OpenModel(engine=engine, tokenizer=tokenizer, rewards=rewards, chunked=chunked, longest=longest, lines=lines)
+
+
+def _adapter(folder: Path, base: str | None) -> MergePlan | None:
+    """Returns the plan of the adapter in a folder; None if the folder contains a model."""
+    from offload.offline.merge import ADAPTER_CONFIG, MergePlan  # imports this module
+
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file():
+        return MergePlan.of(folder, base)
+    if base is not None:
+        raise ConfigError(f"--base {base} is the model of an adapter, and {folder} is no folder of one: leave it out")
+    return None
 
 
 def deferred_model(folder: Path) -> nn.Module:

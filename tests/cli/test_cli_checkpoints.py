@@ -195,7 +195,7 @@ def _on_ranks(folder: Path) -> None:
 def test_the_shards_of_all_ranks_are_merged(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_on_ranks, tmp_path)
     report_of("export", tmp_path / "swap" / "default", tmp_path / "of-run", "--dtype", "fp32")
-    report_of("export", tmp_path / "saved", tmp_path / "of-checkpoint", "--dtype", "fp32")
+    report_of("export", tmp_path / "saved", tmp_path / "of-checkpoint", "--dtype", "torch.float32")
     ours, theirs = tensors(tmp_path / "of-checkpoint"), tensors(tmp_path / "of-run")
     assert_same_tensors(ours, theirs)
     assert report_of("verify", tmp_path / "saved")["world_size"] == 2

@@ -86,6 +86,8 @@ def inner_command(path: tuple[str, ...]) -> Any:
 def test_a_value_that_is_none_of_its_choices_and_a_command_that_is_none() -> None:
     choices = "'never', 'auto', 'must', 'restart'; see `offload train --help`"
     assert refused("train", "--resume", "no") == f"invalid value for '--resume': 'no' is not one of {choices}"
+    for command in ("train", "generate"):
+        assert "'int3' is not one of " in refused(command, "--dtype", "int3")
     assert refused("train", "--steps", "x").startswith("invalid value for '--steps' / '--max-steps': ")
     assert refused("trian") == "no such command 'trian'. Did you mean 'train'? see `offload --help`"
     assert refused("bench", "oi").endswith("see `offload bench --help`")

@@ -17,13 +17,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 from offload import testing
+from offload.cli.commands.train_run import StepLog
 from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.fileio.jsonl import check_log, cut_log, hold_log
 from offload.finetune import model as language_model
 from offload.hardware import probe
 from offload.swapper.store import run_status
-from tests.support.model_folders import make_folder
+from tests.support.model_folders import make_folder, write_lines
 from tests.support.processes.cli_in_process import all_lines, call, facts, isolated_cache, log, run_folder, swap_files
 
 STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "read_bytes", "written_bytes", "drives", "time"}
@@ -264,7 +265,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_with_weights_and_tokenizer(folder: Path) -> None:
-    found = facts(call("--model", "model", "--steps", "2", "--json", "--dtype", "fp32"))
+    found = facts(call("--model", "model", "--steps", "2", "--json", "--dtype", "float32"))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert found["parameters"] == sum(parameter.numel() for parameter in model.parameters())
@@ -285,6 +286,22 @@ def test_a_folder_that_is_broken(folder: Path, name: str, content: bytes, messag
     result = call("--model", "model")
     assert result.exit_code == 2 and message in result.stderr, result.output
     assert not Path("swap").exists()
+
+
+def test_show_batch_shows_the_row_that_the_model_would_learn_and_writes_nothing(folder: Path) -> None:
+    write_lines(Path("rows.jsonl"), [{"prompt": "def double", "completion": "return 2"}] * 20)
+    before = files_but_the_cache()
+    # Neither the missing folder of the log nor the output in the way matters.
+    command = ["train", "--model", "model", "--data", "rows.jsonl", "--show-batch"]
+    result = CliRunner().invoke(app, [*command, "--log", "missing/log", "--output", "model"])
+    assert result.exit_code == 0, result.output
+    # Without --seq-len a row has the model's 64 positions: 16 documents of 4 words.
+    assert "in 2 rows of 64 tokens" in result.stdout
+    assert "the first row of step 1 (64 tokens, 32 learned, 0 of padding), its learned tokens between" in result.stdout
+    assert result.stdout.count("def double[[return 2]]") == 16
+    parts = json.loads(CliRunner().invoke(app, [*command, "--seq-len", "6", "--json"]).stdout)["parts"]
+    assert parts == [{"text": "def double", "learned": False}, {"text": "return 2", "learned": True}]
+    assert files_but_the_cache() == before
 
 
 def test_text_beyond_the_vocabulary(folder: Path) -> None:
@@ -437,14 +454,16 @@ def test_the_log_of_a_run_that_is_under_way_is_refused(tmp_path: Path) -> None:
     log.write_text(lines(1, 2))
     held = hold_log(log)
     assert held is not None
-    with pytest.raises(ConfigError, match="a run that is under way; give another file"):
+    with pytest.raises(ConfigError, match=rf"a run that is under way \(process {os.getpid()}\); give another file"):
         check_log(log)
     for take in (lambda: cut_log(log, 0), lambda: cut_log(log, 1), lambda: hold_log(log)):
-        with pytest.raises(OSError, match="another run writes"):
+        with pytest.raises(OSError, match=r"another run \(process .*\) writes"):
             take()
     assert log.read_text() == lines(1, 2) and os.listdir(log.parent) == ["log.jsonl"]
     held.close()
     check_log(log)
+    with StepLog(log, print), pytest.raises(ConfigError, match="under way"):
+        check_log(log)
     assert hold_log(Path("/dev/null")) is None, "which all runs may share"
 
 

@@ -29,7 +29,7 @@ from offload.finetune.corpus.packing import Document, Rows, encode, notices, pac
 from offload.finetune.corpus.token_stream import read_bytes
 from offload.finetune.model import APART, make_ready, without_cache
 from tests.support import rounding_bounds
-from tests.support.model_folders import MARKING_TEMPLATE, PLAIN_TEMPLATE, llama_config, tokenizer
+from tests.support.model_folders import MARKING_TEMPLATE, PLAIN_TEMPLATE, llama_config, tokenizer, write_lines
 from tests.support.models import DECODER, gpt2
 
 SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
@@ -310,6 +310,27 @@ def test_a_list_that_is_none_is_named_by_its_item(content: str, words: str, tmp_
     (tmp_path / "rows.json").write_text(content)
     with pytest.raises(ConfigError, match=re.escape(words)):
         [*read_records([tmp_path / "rows.json"])]
+
+
+def test_a_data_set_of_the_hub_has_rows_as_a_file_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder in the place of the hub: `datasets` finds it by the same name."""
+    datasets = pytest.importorskip("datasets", exc_type=ImportError)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "owner/set/data").mkdir(parents=True)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for split, count in (("train", 3), ("test", 2)):
+        rows = [{"messages": turns, "id": number} for number in range(count)]
+        write_lines(tmp_path / f"owner/set/data/{split}.jsonl", rows)
+    found = [*read_records(find_data([Path("owner/set:test")]))]
+    assert found == [Chat(f"owner/set:test: row {number}", turns) for number in (1, 2)]
+    with pytest.raises(ConfigError, match=r"no data set of the hub can be loaded by that name .*no_split"):
+        find_data([Path("owner/set:no_split")])
+    with pytest.raises(ConfigError, match=r"no data at owner/typo\.jsonl$"):
+        find_data([Path("owner/typo.jsonl")])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"pip install 'offload\[datasets\]'"):
+        find_data([Path("owner/other")])
 
 
 def test_a_folder_is_searched_in_an_order_that_stays(tmp_path: Path) -> None:

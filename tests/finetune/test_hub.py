@@ -1,7 +1,8 @@
-"""Models by their names on the hub: fetched once, then used from the hub's cache, from a small hub on loopback."""
+"""Models by their names on the hub: fetched once, used from the hub's cache, and sent; from a small hub on loopback."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import http.server
 import json
@@ -29,6 +30,9 @@ class Hub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
         self.asked: list[str] = []
+        self.taken: dict[str, bytes] = {}
+        """Files that were sent."""
+        self.full = False
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -56,12 +60,34 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             gated = "owner/gated" in path
             content, status = {}, 403 if gated else 404
             headers["X-Error-Code"] = "GatedRepo" if gated else "RepoNotFound"
+        self._answer(content, status, headers)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append(self.path)
+        content: dict[str, Any] = {}
+        here = f"http://{self.headers['Host']}"
+        if self.path == "/api/repos/create":
+            content = {"url": f"{here}/owner/mine"}
+            assert json.loads(body)["visibility"] == "private"
+        elif "/preupload/" in self.path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            content["files"] = [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]
+        elif "/commit/" in self.path and not self.server.full:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.server.taken[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            content = {"commitUrl": f"{here}/owner/mine/commit/{COMMIT}", "commitOid": COMMIT}
+        refused = "/commit/" in self.path and self.server.full
+        self._answer(content, 403 if refused else 200, {"Content-Type": "application/json"})
+
+    def _answer(self, content: Any, status: int, headers: dict[str, str]) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(data)
 
     def log_message(self, format: str, *values: Any) -> None:
@@ -97,6 +123,32 @@ def test_a_model_is_fetched_once_and_trained_from_the_cache(hub: Hub, tmp_path: 
     assert not any("consolidated" in path for path in hub.asked)
     hub.asked.clear()
     assert (Path(local_model("owner/tiny")) / "model.safetensors").is_file() and not hub.asked
+
+
+def test_an_adapter_is_sent_with_its_card_and_a_failure_loses_nothing(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines(tmp_path / "rows.jsonl", [{"text": "one, two, three"}] * 4)
+    command = ["train", "--model", "owner/tiny", "--data", "rows.jsonl", "--steps", "1", "--batch-size", "1"]
+    command += ["--lora", "r=2,targets=all-linear", "--eval-every", "0", "--push-to-hub", "owner/mine"]
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    without = CliRunner().invoke(app, command)
+    assert without.exit_code == 2 and "run: hf auth login" in without.output and not (tmp_path / "swap").exists()
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "secret")
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0 and "sent to http" in result.output, result.output
+    names = {"README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
+    assert names <= hub.taken.keys()
+    card = hub.taken["README.md"].decode()
+    assert "base_model: owner/tiny" in card and "rows.jsonl; 4 documents in " in card and "| loss | " in card
+    # Whoever fetches the adapter finds its base model.
+    assert json.loads(hub.taken["adapter_config.json"])["base_model_name_or_path"] == "owner/tiny"
+    hub.full = True
+    failed = CliRunner().invoke(app, [*command, "--output", "again"])
+    assert (
+        failed.exit_code == 1 and "to repeat that alone, run: hf upload --private owner/mine again ." in failed.stderr
+    )
+    assert (tmp_path / "again" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.slow

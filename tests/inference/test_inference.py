@@ -455,9 +455,9 @@ def test_too_many_tokens_are_refused_at_the_start_and_leave_no_file(folder: Path
 
 
 def test_new_tokens_beyond_the_positions_are_refused(folder: Path) -> None:
-    fits = call("generate", folder, "--prompt", "a" * 28, "--max-new-tokens", "100")
+    fits = call("generate", folder, "--raw", "--prompt", "a" * 28, "--max-new-tokens", "100")
     assert fits.exit_code == 0, fits.stderr
-    result = call("generate", folder, "--prompt", "a" * 28, "--max-new-tokens", "101")
+    result = call("generate", folder, "--raw", "--prompt", "a" * 28, "--max-new-tokens", "101")
     message = "a prompt of 28 tokens, which with 101 new ones are more than the 128 positions of this model; lower"
     assert result.exit_code == 2 and message in result.stderr and result.stdout == ""
     assert "are read from" not in result.stderr, "the model was opened"
@@ -496,9 +496,10 @@ def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: P
         made = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=1)[0, len(ids) :]
         expected.append(coder.decode(made, skip_special_tokens=True))
     assert [each["completion"] for each in lines_of(result.stdout)] == expected
-    alone = call("generate", folder, "--prompt", "one, two, ", "--max-new-tokens", "6")
+    raw = "--raw", "--prompt", "one, two, "
+    alone = call("generate", folder, *raw, "--max-new-tokens", "6")
     assert alone.stdout == f"{expected[0]}\n"
-    (facts,) = lines_of(call("generate", folder, "--prompt", "one, two, ", "--max-new-tokens", "6", "--json").stdout)
+    (facts,) = lines_of(call("generate", folder, *raw, "--max-new-tokens", "6", "--json").stdout)
     assert [each["completion"] for each in facts["completions"]] == expected[:1]
     # With a static cache the tokens are the same.
     cached = call(
@@ -508,9 +509,14 @@ def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: P
     assert [each["completion"] for each in lines_of(cached.stdout)] == expected
     assert f"take {format_size(2 * cache_nbytes(model.config, 100, 1, 4))} of device memory" in cached.stderr
     there = "--static-cache", "100", "--static-cache-on", "host"
-    cached = call("generate", folder, "--prompt", "one, two, ", "--max-new-tokens", "6", *there)
+    cached = call("generate", folder, *raw, "--max-new-tokens", "6", *there)
     assert cached.stdout == alone.stdout
     assert f"take {format_size(cache_nbytes(model.config, 100, 1, 4))} of host memory" in cached.stderr
+    # Without --raw the prompt is a user's message.
+    write_lines(tmp_path / "asked.jsonl", [{"messages": [{"role": "user", "content": "one, two, "}]}])
+    (answer,) = lines_of(call("generate", folder, "--data", tmp_path / "asked.jsonl", "--max-new-tokens", "6").stdout)
+    answered = call("generate", folder, *raw[1:], "--max-new-tokens", "6").stdout
+    assert answered == f"{answer['completion']}\n" != alone.stdout
     asked = "--prompt", "a", "--max-new-tokens", "8"
     drawn = [
         call("generate", folder, *asked, "--do-sample", "--temperature", "2.0", "--seed", seed).stdout
@@ -585,6 +591,8 @@ def test_the_static_cache_takes_the_memory_that_was_said() -> None:
         (("score", "missing", "--data", "{folder}/config.json"), "or OWNER/NAME of a model on the hub"),
         (("score", "{folder}", "--data", "{folder}/config.json", "--batch-size", "0"), "--batch-size is at least 1"),
         (("score", "{folder}", "--data", "{folder}/config.json", "--output", "/absent/scores"), "its folder does not"),
+        (("generate", "{folder}", "--data", "missing", "--raw"), "--raw is for --prompt"),
+        (("generate", "{folder}", "--prompt", "a", "--base", "b"), "--base b is the model of an adapter, and"),
         (("generate", "{folder}"), "expected one of --prompt and --data"),
         (("generate", "{folder}", "--prompt", "a", "--temperature", "2"), "needs --do-sample"),
         (("generate", "{folder}", "--prompt", ""), "is an empty prompt"),
@@ -615,7 +623,7 @@ def test_a_folder_of_adapters_is_refused_with_the_command_that_merges_them(folde
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM")).save_pretrained(adapter)
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(adapter)
-    done = call("score", adapter, "--data", records)
+    done = call("train", "--model", adapter)
     assert done.exit_code == 2 and f"{adapter} contains adapters and no model; merge them" in done.stderr
     program, *command = shlex.split(done.stderr.partition("first: ")[2].rpartition(", then give")[0])
     assert program == "offload" and call(*command).exit_code == 0

@@ -1,4 +1,4 @@
-"""`offload merge` writes the model that peft's own merge makes, from files and in pieces."""
+"""`offload merge` writes the model that peft's own merge makes, in pieces; other commands run adapters unmerged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.offline import merge
-from tests.support.model_folders import make_folder
+from tests.support.model_folders import MARKING_TEMPLATE, make_folder, write_lines
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "every linear layer": {"target_modules": "all-linear"},
@@ -37,7 +37,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
-    make_folder(folder, tie_word_embeddings=False)
+    make_folder(folder, MARKING_TEMPLATE, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.save_pretrained(folder, max_shard_size="20KB")  # several files
     (folder / "model.safetensors").unlink(missing_ok=True)
@@ -62,6 +62,14 @@ def call(*arguments: Any) -> Any:
     return CliRunner().invoke(app, ["merge", *map(str, arguments)])
 
 
+def generated(folder: Path, *arguments: Any) -> Any:
+    """Greedy tokens as text, which are equal if the weights are, up to their last bits."""
+    command = ["generate", str(folder), "--prompt", "Count to", "--max-new-tokens", "12", *map(str, arguments)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def assert_merged(made: Any, out: Path) -> None:
     expected = made.merge_and_unload()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
@@ -81,6 +89,10 @@ def test_it_is_the_merge_of_peft(name: str, base: Path, tmp_path: Path, monkeypa
     assert len(tensors_of(tmp_path / "out")) == len(tensors_of(base)) > 1
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert_merged(made, tmp_path / "out")
+    answer = generated(tmp_path / "adapter", "--base", base)
+    assert answer.stdout == generated(tmp_path / "out").stdout != generated(base).stdout
+    # Where the adapter is but products of linear layers, all weights are read where they are.
+    assert ("kept in host memory" in answer.stderr) == (name not in list(ADAPTERS)[:2])
 
 
 def tensors_of(folder: Path) -> list[Path]:
@@ -94,6 +106,7 @@ def heads(folder: Path) -> int:
 def test_weights_in_bf16_are_rounded_once_and_others_keep_their_bytes(base: Path, tmp_path: Path) -> None:
     half = transformers.AutoModelForCausalLM.from_pretrained(base).bfloat16()
     half.save_pretrained(tmp_path / "half")
+    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "half")
     made = adapted(tmp_path / "half", tmp_path / "adapter", target_modules=["q_proj"])
     result = call(tmp_path / "adapter", tmp_path / "out")  # the adapter names its base
     assert result.exit_code == 0, result.output
@@ -109,6 +122,31 @@ def test_weights_in_bf16_are_rounded_once_and_others_keep_their_bytes(base: Path
             assert wrong <= 0.01 * values.numel(), "fp32 sums round as exact ones but at ties"
             continue
         assert torch.equal(after[name], expected), name
+    # An adapter in fp32 computes in fp32 beside them, and is read where it is too.
+    assert "kept in host memory" not in generated(tmp_path / "adapter").stderr
+
+
+@pytest.mark.parametrize("lora", [(), ("--lora", "r=2,targets=all-linear")], ids=["model", "adapter"])
+def test_a_run_answers_as_what_it_has_saved(lora: tuple[str, ...], base: Path, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Count to"}, {"role": "assistant", "content": "3"}]
+    write_lines(tmp_path / "rows.jsonl", [{"messages": chat}] * 8)
+    command = ["train", "--model", base, "--data", tmp_path / "rows.jsonl", "--nvme-path", tmp_path / "swap", *lora]
+    command += ["--dtype", "fp32", "--steps", "2", "--lr", "0.05", "--eval-every", "0", "--output", tmp_path / "saved"]
+
+    def train(*more: str) -> Path:
+        result = CliRunner().invoke(app, [*map(str, command), *more])
+        assert result.exit_code == 0, result.output
+        return tmp_path / "swap" / "default"
+
+    run = train("--keep")
+    answer = generated(run)
+    assert answer.stdout == generated(tmp_path / "saved").stdout != generated(base).stdout
+    assert f"its {'adapter' if lora else 'model'} (" in answer.stderr
+    assert sorted(path.name for path in run.parent.iterdir()) == ["default"]  # what was written is gone
+    if lora:
+        shutil.rmtree(tmp_path / "saved")
+        train("--resume", "restart")  # and ends without swap files
+        assert generated(run).stdout == answer.stdout
 
 
 def test_layers_whose_weight_is_transposed(tmp_path: Path) -> None:

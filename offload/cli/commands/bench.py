@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from offload.cli.console import BAD_INPUT, FAILED, Json, echo, errors, make_table, parse_count, status_line
-from offload.cli.options import takes_options
+from offload.cli.options import dtypes, takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError
 from offload.sizes import format_size, parse_size
@@ -125,9 +125,11 @@ def _io_cells(row: Any) -> list[str]:
 def bench_adam(
     numel: Annotated[str, typer.Option(help="Parameters, as 64Mi or 250M.")] = "64Mi",
     dtype: Annotated[
-        list[str] | None, typer.Option(help="Weights: bf16, fp32, fp16; may repeat. [default: bf16]")
+        list[str] | None, typer.Option(help="Weights: bf16, fp32, fp16; may repeat. [default: bf16]", **dtypes())
     ] = None,
-    grad_dtype: Annotated[list[str] | None, typer.Option(help="Gradients; may repeat. [default: as weights]")] = None,
+    grad_dtype: Annotated[
+        list[str] | None, typer.Option(help="Gradients; may repeat. [default: as weights]", **dtypes())
+    ] = None,
     moments: Annotated[list[str] | None, typer.Option(help="fp32, bf16, int8; may repeat. [default: fp32]")] = None,
     threads: Annotated[list[int] | None, typer.Option(help="May repeat. [default: 1 and all cores]")] = None,
     isa: Annotated[
@@ -310,9 +312,9 @@ class GpuOptions:
         ),
     ] = "train_batch"
     moments: Annotated[str | None, typer.Option(help="fp32, bf16, int8. [default: as the part has]")] = None
-    grad_dtype: Annotated[str | None, typer.Option(help="Sums of gradients: fp32, bf16. [default: the engine's]")] = (
-        None
-    )
+    grad_dtype: Annotated[
+        str | None, typer.Option(help="Sums of gradients: fp32, bf16. [default: the engine's]", **dtypes())
+    ] = None
     steps: Annotated[int, typer.Option(help="Timed steps of a placement, fewer where time is short.")] = 8
     nbytes: Annotated[str, typer.Option(help="Bytes of one copy.")] = "256MiB"
     device: Annotated[str, typer.Option(help="cuda; cpu is a rehearsal that measures nothing of interest.")] = "cuda"
@@ -390,7 +392,7 @@ class TrainBenchOptions:
     micro_batches: Annotated[
         int, typer.Option(help="Micro-batches of a step; with more than one layer-major order is measured too.")
     ] = 1
-    dtype: Annotated[str, typer.Option(help="bf16, fp32; auto: the one that suits this machine.")] = "auto"
+    dtype: Annotated[str, typer.Option(help="bf16, fp32; auto: the one that suits this machine.", **dtypes())] = "auto"
     rounds: Annotated[int, typer.Option(help="Rounds; each runs all contenders in turns.")] = 5
     steps: Annotated[int, typer.Option(help="Steps of a turn that count; two before them do not.")] = 3
     recompute: Annotated[

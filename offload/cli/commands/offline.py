@@ -10,14 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
 from offload.cli.console import FAILED, Json, errors
-from offload.cli.options import option, takes_options
+from offload.cli.options import dtypes, option, takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError, printable
 from offload.sizes import count_of, format_size
@@ -29,7 +28,9 @@ if TYPE_CHECKING:
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="FOLDER", help="config.json, tokenizer and safetensors, or a model of the hub.", rich_help_panel="Data"
+        metavar="MODEL",
+        help="A folder with config.json, tokenizer and safetensors; a model of the hub; an adapter; or a run.",
+        rich_help_panel="Data",
     ),
 ]
 Output = Annotated[
@@ -44,16 +45,24 @@ Output = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class _Placed:
-    """Options of both commands about where the model runs."""
+    """Options of all commands: which model runs, and where."""
 
+    model: Model
+    base: Annotated[
+        str | None,
+        option(
+            "Folder or hub name of an adapter's base model. [default: the one that the adapter names]", group="Data"
+        ),
+    ] = None
     config: Annotated[
         Path | None,
         option("DeepSpeed JSON file. An option of the command line overrules it.", "--deepspeed", group="Placement"),
     ] = None
     dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"] | None,
+        str | None,
         option(
-            "Dtype of the weights. Another one than the files' needs RAM for all of them. [default: that of the files]"
+            "Dtype of the weights. Another one than the files' needs RAM for all of them. [default: that of the files]",
+            **dtypes("bf16", "fp16", "fp32"),
         ),
     ] = None
     host_memory: Annotated[
@@ -84,7 +93,6 @@ class _Placed:
 class _Scored:
     """Options of `offload score` about the records to score."""
 
-    model: Model
     data: Annotated[
         list[Path],
         option(
@@ -114,10 +122,15 @@ class ScoreOptions(_Placed, _Scored):
 class _Generated:
     """Options of `offload generate` about the prompts and the sampling."""
 
-    model: Model
-    prompt: Annotated[str | None, option("A text to continue; its continuation is printed as it is.", group="Data")] = (
-        None
-    )
+    prompt: Annotated[
+        str | None,
+        option(
+            "A question, which the tokenizer's chat template makes a prompt of; without a template a text to continue. "
+            "The answer is printed as it is.",
+            group="Data",
+        ),
+    ] = None
+    raw: Annotated[bool, option("Continue the text of --prompt itself, without the chat template.")] = False
     data: Annotated[
         list[Path] | None,
         option(
@@ -158,7 +171,6 @@ class GenerateOptions(_Placed, _Generated):
 class _Talked:
     """Options of `offload chat` about the conversation and the sampling."""
 
-    model: Model
     system: Annotated[str | None, option("A system message before the first of yours.", group="Data")] = None
     max_new_tokens: Annotated[int, option("Most tokens of an answer.", group="Sampling")] = 512
     do_sample: Annotated[bool, option("Draw tokens by their probabilities; else the most probable one.")] = False
@@ -190,10 +202,8 @@ def score(typed: ScoreOptions) -> None:
         # Missing data are reported before a model of many gigabytes is opened.
         files = find_data(typed.data)
         with _lines(typed.output, typed.json_output) as (write, kept):
-            model = _opened(
-                typed.model, typed.placement(), scores=True, rows=typed.micro_batch_size, seq_len=typed.seq_len
-            )
-            with model.engine:
+            given = {"scores": True, "rows": typed.micro_batch_size, "seq_len": typed.seq_len}
+            with _opened(typed, typed.placement(), **given) as model:
                 measured, total = _Measured(model), Total()
                 found = scores(
                     model,
@@ -221,36 +231,38 @@ def score(typed: ScoreOptions) -> None:
 def generate(typed: GenerateOptions) -> None:
     """Continue prompts by a model larger than the RAM.
 
-    Example: offload generate ./llama-70b --prompt "Once upon a time" --max-new-tokens 32
+    Example: offload generate ./llama-70b --prompt "Why is the sky blue?" --max-new-tokens 32
 
     Weights are read from the folder's own files once for each token of a batch of prompts. With --data each
     continuation is a JSON object on a line of its own. All else goes to stderr.
     """
     with errors(FAILED), signals():
         _check_generation(typed)
-        from offload.finetune.corpus.documents import Prompt, find_data, read_prompts
-        from offload.offline.generate import completions, encode_fitting
+        from offload.finetune.corpus.documents import find_data, read_prompts
+        from offload.offline.generate import completions, encode_fitting, question
 
         on_host = typed.static_cache_on == "host"
         # Files are searched now and read later.
-        prompts: Iterable[Prompt | Chat] = (
-            read_prompts(find_data(typed.data or [])) if typed.prompt is None else [Prompt("--prompt", typed.prompt)]
-        )
-        fits = partial(encode_fitting, max_new_tokens=typed.max_new_tokens, cached=typed.static_cache)
-        # Prompts of files are read and checked as they are needed, so only `--prompt` is checked now.
-        check = None if typed.prompt is None else partial(fits, next(iter(prompts)))
+        prompts: Iterable[Prompt | Chat] = read_prompts(find_data(typed.data or []))
+        prompt = typed.prompt
+
+        def check(tokenizer: Any, config: Any) -> None:
+            nonlocal prompts
+            # Prompts of files are read and checked as they are needed, so only `--prompt` is checked now.
+            if prompt is not None:
+                asked = question(prompt, tokenizer, typed.raw)
+                prompts = [asked]
+                encode_fitting(asked, tokenizer, config, max_new_tokens=typed.max_new_tokens, cached=typed.static_cache)
+
         with _lines(typed.output, typed.json_output) as (write, kept):
             rows = 1 if typed.prompt is not None else typed.batch_size
             placement = dataclasses.replace(
                 typed.placement(), static_cache=typed.static_cache, cache_on_host=on_host, rows=rows
             )
-            model = _opened(typed.model, placement, scores=False, check=check)
-            with model.engine:
+            with _opened(typed, placement, check=check) as model:
                 import torch
 
                 measured = _Measured(model)
-                if typed.prompt is not None and getattr(model.tokenizer, "chat_template", None) is not None:
-                    _say("the prompt is continued as it is; offload chat applies the model's chat template")
                 torch.manual_seed(typed.seed)
                 sampling = {} if typed.temperature is None else {"temperature": typed.temperature}
                 count = tokens = 0
@@ -289,8 +301,7 @@ def chat(typed: ChatOptions) -> None:
         _check_sampling(typed)
         from offload.offline.generate import Conversation, check_chat_template
 
-        model = _opened(typed.model, typed.placement(), scores=False, check=check_chat_template)
-        with model.engine:
+        with _opened(typed, typed.placement(), check=check_chat_template) as model:
             import torch
 
             measured = _Measured(model)
@@ -314,6 +325,8 @@ def chat(typed: ChatOptions) -> None:
 
 def _messages() -> Iterator[str]:
     """Yields the lines of stdin that are not empty. In a terminal a sign shows that a line is expected."""
+    if sys.stdin.isatty():
+        _say("write a message and press Enter; Ctrl-D ends")
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
@@ -339,6 +352,8 @@ def _check_generation(typed: GenerateOptions) -> None:
     _check_numbers(batch_size=typed.batch_size, max_new_tokens=typed.max_new_tokens, static_cache=typed.static_cache)
     if (typed.prompt is None) == (not typed.data):
         raise ConfigError("expected one of --prompt and --data")
+    if typed.raw and typed.prompt is None:
+        raise ConfigError("--raw is for --prompt; a line of --data is a chat only if it contains messages")
     _check_sampling(typed)
     # Python represents arguments that are not UTF-8 by surrogates, which tokenizers reject.
     if typed.prompt is not None and any("\ud800" <= each <= "\udfff" for each in typed.prompt):
@@ -347,14 +362,19 @@ def _check_generation(typed: GenerateOptions) -> None:
         raise ConfigError("--static-cache-on host needs --static-cache TOKENS, the size of the cache")
 
 
-def _opened(folder: str, placement: ModelOptions, **options: Any) -> OpenModel:
-    """Returns the model of a folder by `open_model`. Lines on it are reported by `_measured` alone."""
+@contextlib.contextmanager
+def _opened(typed: _Placed, placement: ModelOptions, **options: Any) -> Iterator[OpenModel]:
+    """Yields the model of a folder, an adapter or a run, by `open_model`. `_measured` alone reports lines on it."""
     from offload.hub import local_model
     from offload.offline.open_model import open_model
+    from offload.runs.as_folder import as_folder
 
     # The command prints these lines itself, remarks too, which logging leaves out by default.
     logging.getLogger("offload.notices").setLevel(logging.ERROR)
-    return open_model(local_model(folder), placement, **options)
+    with as_folder(Path(local_model(typed.model)), _say) as folder:
+        model = open_model(str(folder), placement, base=typed.base, **options)
+        with model.engine:
+            yield model
 
 
 def _check_numbers(**given: int | None) -> None:
@@ -417,7 +437,7 @@ class _Measured:
         parts = {"drive": spent.drive, "copies": spent.copies, "compute": spent.compute}
         if spent.total:
             shares = ", ".join(f"{name} {part / spent.total:.0%}" for name, part in parts.items())
-            _say(f"limited by {spent.limit}: of the forwards' {spent.total:.1f} s {shares}")
+            _say(f"limited by {spent.limit}: of {spent.total:.1f} s in the model {shares}")
         return {
             "seconds": seconds,
             "tokens_per_second": rate,

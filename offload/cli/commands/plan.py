@@ -23,7 +23,7 @@ from offload.cli.console import (
     status_line,
     without_collector,
 )
-from offload.cli.options import option, takes_options
+from offload.cli.options import dtypes, option, takes_options
 from offload.cli.signals import exit_on_signal
 from offload.errors import ConfigError
 
@@ -77,7 +77,8 @@ class PlanOptions:
         Path | None, option("DeepSpeed JSON file to plan for. [default: tiers that fit]", "--deepspeed", group="Step")
     ] = None
     dtype: Annotated[
-        str | None, option("auto, bf16, fp16 or fp32; auto: as train, bf16 where described. [default: auto]")
+        str | None,
+        option("auto, bf16, fp16 or fp32; auto: as train, bf16 where described. [default: auto]", **dtypes()),
     ] = None
     moments: Annotated[str | None, option("Form of the optimizer's moments: fp32, bf16 or int8. [default: fp32]")] = (
         None

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from offload.cli.console import BAD_INPUT, FAILED, Json, echo, echo_error, errors, make_console
+from offload.cli.options import dtypes
 from offload.cli.signals import signals
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.fileio import real_path
@@ -26,14 +25,6 @@ if TYPE_CHECKING:
 _DAMAGED = 1
 _SHOWN = 20
 """Most damages or names to print; `--json` contains all."""
-
-
-class Dtype(str, Enum):
-    """Dtypes that an export can write."""
-
-    bf16 = "bf16"
-    fp32 = "fp32"
-    fp16 = "fp16"
 
 
 Run = Annotated[Path, typer.Argument(help="A run's folder: NVME_PATH/RUN.")]
@@ -137,13 +128,17 @@ def export(
         typer.Option(help="Weights for transformers; or all that DeepSpeed, or FSDP2 (dcp.load), resumes from."),
     ] = "safetensors",
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Dtype of the weights. fp32 gives the exact masters. [default: as they train]")
+        str | None,
+        typer.Option(
+            help="Dtype of the weights. fp32 gives the exact masters. [default: as they train]",
+            **dtypes("bf16", "fp32", "fp16"),
+        ),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Bytes of a file at most.")] = "5GB",
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            help="Folder from which a tokenizer's files are copied along. A preset gets that of bytes.",
+            help="Folder from which a tokenizer's files are copied along. [default: that of a run of offload train]",
             metavar="FOLDER",
         ),
     ] = None,
@@ -156,6 +151,7 @@ def export(
     Example: offload export /mnt/nvme/my-run ./my-model --dtype bf16
     """
     from offload.aio import IoQueue
+    from offload.runs.as_folder import tokenizer_writer
     from offload.runs.export import (
         check_target,
         described_names,
@@ -193,11 +189,9 @@ def export(
                 with _bar(console, states.nbytes) as progress:
                     done = write_all(trained, out, states, progress)
             else:
-                plan = make_plan(
-                    source, None if dtype is None else dtype.value, shard_nbytes, saved=described_names(source.about)
-                )
+                plan = make_plan(source, dtype, shard_nbytes, saved=described_names(source.about))
                 with _bar(console, read_nbytes(plan)) as progress:
-                    done = write(source, out, plan, queue, progress, tokenizer, _tokenizer_writer(source.client_state))
+                    done = write(source, out, plan, queue, progress, tokenizer, tokenizer_writer(source.client_state))
             note_saved(source, path)
     for notice in done.notices:
         echo(notice, err=True)
@@ -209,20 +203,6 @@ def export(
             f"{done.dtype}, in {done.path}",
             markup=False,
         )
-
-
-def _tokenizer_writer(client_state: Mapping[str, Any]) -> Callable[[Path], None] | None:
-    """Returns the function that writes the tokenizer of a run that has learned bytes; None for any other run."""
-    from offload.finetune.model import byte_tokenizer, learned_bytes
-
-    # Without transformers, the export works but writes no tokenizer.
-    if not learned_bytes(client_state) or importlib.util.find_spec("transformers") is None:
-        return None
-
-    def save(folder: Path) -> None:
-        byte_tokenizer().save_pretrained(str(folder))
-
-    return save
 
 
 def merge(
@@ -257,7 +237,11 @@ def merge(
         )
     else:
         changed = count_of(len(plan.changes), "weight")
-        console.print(f"{changed} of {plan.base} changed, {format_size(plan.nbytes)} in {out}", markup=False)
+        console.print(
+            f"the adapter is merged into {changed} of {plan.base}; the model ({format_size(plan.nbytes)}) is in {out}: "
+            f"{shell_command('chat', out)}",
+            markup=False,
+        )
 
 
 def convert(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from offload.cli.console import BAD_INPUT, Json, errors
-from offload.cli.options import option, takes_options
+from offload.cli.options import dtypes, option, takes_options
 from offload.launch.environment import rank_number
 
 if TYPE_CHECKING:
@@ -75,6 +75,15 @@ class TrainOptions:
         ),
     ] = None
     no_output: Annotated[bool, option("Write no model: what was trained is deleted after the last step.")] = False
+    push_to_hub: Annotated[
+        str | None,
+        option(
+            "Send that folder to this repository of the Hugging Face Hub after the last step, with a model card; a new "
+            "repository is private.",
+            "--hub-model-id",
+            metavar="OWNER/NAME",
+        ),
+    ] = None
     save_every: Annotated[
         int | None, option("Write the model every so many steps, too, in checkpoint-N of that folder.", "--save-steps")
     ] = None
@@ -82,8 +91,8 @@ class TrainOptions:
         list[Path] | None,
         option(
             'Documents, complete in rows of --seq-len: a *.jsonl file with {"text"}, {"messages"} or {"prompt", '
-            '"completion"} a line, *.parquet or *.csv with such columns, a text file, or a folder of these; may '
-            "repeat.",
+            '"completion"} a line, *.parquet or *.csv with such columns, a text file, a folder of these, or a '
+            "data set of the hub, OWNER/NAME[:SPLIT]; may repeat.",
             "--train-file",
             group="Data",
             metavar="PATH",
@@ -110,17 +119,20 @@ class TrainOptions:
         Literal["assistant", "all"],
         option("Tokens that are learned: the assistant's of chats and the completions of prompts, or all."),
     ] = "assistant"
+    show_batch: Annotated[
+        bool, option("Print the first row of the first step, with its learned tokens marked, and end there.")
+    ] = False
     seq_len: Annotated[
-        int,
+        int | None,
         option(
-            "Tokens of a sequence.",
+            "Tokens of a sequence. [default: 256, or the model's positions if it has fewer]",
             "--max-length",
             "--max-seq-length",
             "--sequence-len",
             "--cutoff-len",
             "--block-size",
         ),
-    ] = 256
+    ] = None
     steps: Annotated[
         int | None,
         option("Steps in all, those of a resumed run included. [default: 200]", "--max-steps", group="Steps"),
@@ -205,9 +217,12 @@ class TrainOptions:
         option("Folder for swap files, one for each drive; may repeat. [default: ./swap]", metavar="PATH"),
     ] = None
     dtype: Annotated[
-        Literal["auto", "bf16", "fp16", "fp32"] | None,
+        str | None,
         option(
-            "Dtype of the weights; auto: bf16 if this machine multiplies it as fast as fp32, else fp32. [default: auto]"
+            "Dtype of the weights; auto: bf16 if this machine multiplies it as fast as fp32, else fp32. "
+            "[default: auto]",
+            "--torch-dtype",
+            **dtypes("auto", "bf16", "fp16", "fp32"),
         ),
     ] = None
     moments: Annotated[

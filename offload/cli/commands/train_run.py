@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import logging
 import os
 import resource
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import psutil
 import typer
@@ -28,6 +29,7 @@ from rich.text import Text
 from offload.cli.console import BAD_INPUT, FAILED, make_table
 from offload.cli.signals import AT_ONCE, ENDING, exit_on_signal, handlers
 from offload.errors import BudgetError, ConfigError, IoError, OffloadError, StoreError, UsageError, printable
+from offload.fileio.jsonl import hold_log, json_line
 from offload.interrupts import exit_on_next_signal
 from offload.launch.environment import rank_number
 from offload.notices import shell_command
@@ -50,7 +52,8 @@ class StepLog:
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
-        self._file: TextIO | None = None if path is None else open(path, "a", encoding="utf-8")
+        # Held until the end, so that no other run writes to the file; a device or a pipe cannot be.
+        self._file: IO[str] | None = None if path is None else hold_log(path) or open(path, "a", encoding="utf-8")
 
     def __enter__(self) -> StepLog:
         return self
@@ -59,8 +62,6 @@ class StepLog:
         self._close()
 
     def write(self, content: Mapping[str, Any]) -> None:
-        from offload.fileio.jsonl import json_line
-
         if self._file is None:
             return
         try:
@@ -376,6 +377,7 @@ class Training:
     def go(self, options: Any) -> None:
         """Runs the job. Errors and signals end the process with their message and exit code."""
         from offload.config import read_json
+        from offload.finetune.corpus.chats import Example
         from offload.finetune.job import prepare
         from offload.finetune.output import Finished
 
@@ -399,6 +401,10 @@ class Training:
                         _Result(run=job.run, saved=_path(job.output), steps=job.steps, total_steps=job.total_steps)
                     )
                     return
+                if isinstance(job, Example):
+                    self._show_example(job)
+                    self._json({"row": job.heading, "parts": [part._asdict() for part in job.parts]})
+                    return
                 self._train(job, options, signals)
         except Stopped as stopped:
             # The exit code that a shell reports for a process ended by this signal.
@@ -417,7 +423,7 @@ class Training:
     def _show_example(self, example: Example) -> None:
         """Prints an example: learned tokens bold and green in a terminal, else between [[ and ]]."""
         how = "in green" if self.console.color_system else "between [[ and ]]"
-        self.console.print(f"the first document, its learned tokens {how}:", markup=False)
+        self.console.print(f"{example.heading}, its learned tokens {how}:", markup=False)
         if self.console.color_system:
             text = Text("  ")
             for part in example.parts:
@@ -470,6 +476,11 @@ class Training:
                 self._show(job, result, remove)
             except OSError as error:  # the run itself has ended well
                 _quit(error, FAILED, options)
+        if options.push_to_hub is not None and engine.global_rank == 0:
+            try:
+                self._push(job, options, result)
+            except (ConfigError, OSError) as error:
+                _quit(error, FAILED, options)
 
     def _others(self, others: Others | None) -> dict[str, float]:
         """Returns the log's field on the work of other processes during a step, and keeps it; nothing if unknown."""
@@ -507,10 +518,41 @@ class Training:
             delete = shell_command("rm", job.folder)
             self.console.print(f"the swap files are kept in {job.folder}; delete them with: {delete}", markup=False)
         if job.output is not None:
-            self.console.print(f"saved in {job.output}", markup=False)
+            chats = getattr(job.tokenizer, "chat_template", None) is not None
+            try_it = (
+                shell_command("chat", job.output) if chats else f"{shell_command('generate', job.output)} --prompt …"
+            )
+            self.console.print(f"saved in {job.output}; try it: {try_it}", markup=False)
         elif remove:
-            self.console.print("the trained model is not saved; --output FOLDER saves it", markup=False)
+            self.console.print("what was trained is not saved; --output FOLDER saves it", markup=False)
         self._result(result)
+
+    def _push(self, job: Any, options: Any, result: _Result) -> None:
+        """Sends the output to the hub, with a card of the base model, the data and the losses."""
+        from offload.hub import push
+
+        what, library = ("model", "transformers") if options.lora is None else ("adapter", "peft")
+        about = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["offload"]}
+        if "/" in options.model and not os.path.exists(options.model):
+            about["base_model"] = options.model  # a name of the hub
+            if options.lora is not None:
+                # By this name, whoever fetches the adapter finds its base model.
+                config = job.output / "adapter_config.json"
+                config.write_text(
+                    json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": options.model}, indent=2)
+                )
+        files = ", ".join(path.name for path in options.data or options.text)
+        card = {
+            "base model": Path(options.model).name if "base_model" not in about else options.model,
+            "data": "; ".join((files, *(line[6:] for line in job.data.lines if line.startswith("data: ")))),
+            "steps": str(result.steps),
+            "loss": f"{result.losses[0]:.4f} to {result.losses[-1]:.4f}" if result.losses else "",
+            "evaluation loss": "" if result.eval_loss is None else f"{result.eval_loss:.4f}",
+        }
+        lines = "".join(f"| {name} | {value.replace('|', ' ')} |\n" for name, value in card.items() if value)
+        text = f"# {options.push_to_hub}\n\nThis {what} was trained by `offload train`.\n\n| | |\n|---|---|\n{lines}"
+        url = push(job.output, options.push_to_hub, about, text)
+        self.console.print(f"sent to {url}", markup=False)
 
     def _end(self, job: Any) -> None:
         """Commits the complete steps, keeps the swap files, and prints how to resume."""
@@ -580,11 +622,12 @@ class Training:
             yield "evaluation loss", f"{self.evaluations[-1].loss:.4f}{lowest}"
 
     def _result(self, result: _Result) -> None:
-        if self.json_output:
-            from offload.fileio.jsonl import json_line
+        self._json(vars(result))
 
+    def _json(self, content: Mapping[str, Any]) -> None:
+        if self.json_output:
             # `json_line` writes NaN as null, which every JSON parser accepts.
-            print(json_line(vars(result)), flush=True)
+            print(json_line(dict(content)), flush=True)
 
 
 def _path(folder: Path | None) -> str | None:

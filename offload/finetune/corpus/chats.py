@@ -346,23 +346,28 @@ class Example(str):
     """A line of the start that shows what is learned: the text between [[ and ]]. `parts` are for a terminal."""
 
     parts: tuple[ExamplePart, ...]
+    heading = "the first document"
 
     @classmethod
-    def of(cls, ids: Sequence[int], learned: Sequence[bool], tokenizer: Any) -> Example:
-        parts = parts_of(ids, learned, tokenizer)
+    def of(cls, ids: Sequence[int], learned: Sequence[bool], tokenizer: Any, whole: bool = False) -> Example:
+        """Returns the example of a row of tokens. Long parts are shortened, unless it is to be shown `whole`."""
+        parts = parts_of(ids, learned, tokenizer, whole)
         example = cls("".join(f"[[{part.text}]]" if part.learned else part.text for part in parts))
         example.parts = parts
         return example
 
 
-def parts_of(ids: Sequence[int], learned: Sequence[bool], tokenizer: Any) -> tuple[ExamplePart, ...]:
-    """Returns the text of a document in parts, shortened, and without characters that control a terminal."""
+def parts_of(
+    ids: Sequence[int], learned: Sequence[bool], tokenizer: Any, whole: bool = False
+) -> tuple[ExamplePart, ...]:
+    """Returns the text of a document in parts, without characters that control a terminal; shortened if not `whole`."""
     runs = [
         (flag, [token for token, _ in tokens])
         for flag, tokens in itertools.groupby(zip(ids, learned, strict=True), key=lambda pair: bool(pair[1]))
     ]
-    parts = [ExamplePart(_shortened(visible_text(_text(tokens, tokenizer))), flag) for flag, tokens in runs[:_MOST]]
-    return tuple(parts) if len(runs) <= _MOST else (*parts, ExamplePart(" [...]", False))
+    shown = [(visible_text(_text(tokens, tokenizer)), flag) for flag, tokens in (runs if whole else runs[:_MOST])]
+    parts = [ExamplePart(text if whole else _shortened(text), flag) for text, flag in shown]
+    return tuple(parts) if len(runs) == len(parts) else (*parts, ExamplePart(" [...]", False))
 
 
 def visible_text(text: str) -> str:

@@ -14,17 +14,17 @@ import numpy as np
 from offload.errors import ConfigError
 from offload.finetune.corpus import packing, token_stream
 from offload.finetune.corpus.chats import Example
-from offload.finetune.corpus.documents import Record, find_data, read_records
+from offload.finetune.corpus.documents import DataFile, Record, find_data, read_records
 from offload.finetune.corpus.token_stream import HeldOut
 from offload.finetune.options import Options
 from offload.sizes import count_of
 
 
 class DataFiles(NamedTuple):
-    """Paths of the data files, found but not read."""
+    """The data files, and data sets of the hub: found but not read."""
 
-    learned: list[Path]
-    evaluated: list[Path]
+    learned: Sequence[DataFile]
+    evaluated: Sequence[DataFile]
 
 
 class Share(NamedTuple):
@@ -45,6 +45,22 @@ class Data(NamedTuple):
     lines: tuple[str, ...]
     example: Example | None = None
     """A document of the training data with its learned tokens; None for text, which is learned as a whole."""
+
+    def first_row(self, tokenizer: Any) -> Example:
+        """Returns the first row of the first step, without its padding; the heading contains the counts."""
+        inputs = self.batches.inputs(1, 0)
+        ids, labels = (inputs[name][0].numpy() for name in ("input_ids", "labels"))
+        learned: np.ndarray = labels != token_stream.IGNORED
+        # Padding is 0, and not learned. The last token of a document is learned, or follows one that is not 0.
+        count = int(np.flatnonzero((ids != 0) | learned)[-1]) + 1
+        # The model predicts each token from those before it, so the first of a row is never learned.
+        learned[0] = False
+        row = Example.of(ids[:count].tolist(), learned[:count].tolist(), tokenizer, whole=True)
+        row.heading = (
+            f"the first row of step 1 ({count_of(count, 'token')}, {learned.sum()} learned, {len(ids) - count} of "
+            "padding)"
+        )
+        return row
 
     @property
     def largest_id(self) -> int:
@@ -75,8 +91,8 @@ def _documents(options: Options, files: DataFiles, tokenizer: Any, share: Share,
     kinds: Counter[type[Record]] = Counter()
     whole = options.train_on == "all"
     documents = packing.encode(_counted(files.learned, kinds), tokenizer, whole)
-    example = packing.example(documents, options.seq_len, tokenizer)
-    packed = packing.pack(documents, options.seq_len, apart)
+    example = packing.example(documents, options.length, tokenizer)
+    packed = packing.pack(documents, options.length, apart)
     evaluated: packing.Packed | None = None
     if files.evaluated:
         evaluated = _packed_to_evaluate(options, files, tokenizer, apart)
@@ -90,7 +106,7 @@ def _documents(options: Options, files: DataFiles, tokenizer: Any, share: Share,
     return Data(learned, held_out, packing.notices(packed, learned, kinds, tokenizer, whole), example)
 
 
-def _counted(files: Sequence[Path], kinds: Counter[type[Record]]) -> Iterator[Record]:
+def _counted(files: Sequence[DataFile], kinds: Counter[type[Record]]) -> Iterator[Record]:
     # Counted while the records stream through: they are never all in memory.
     for record in read_records(files):
         kinds[type(record)] += 1
@@ -101,14 +117,14 @@ def _packed_to_evaluate(options: Options, files: DataFiles, tokenizer: Any, apar
     """Returns the documents of --eval-data in rows; errors name the option."""
     try:
         documents = packing.encode(read_records(files.evaluated), tokenizer, options.train_on == "all")
-        return packing.pack(documents, options.seq_len, apart)
+        return packing.pack(documents, options.length, apart)
     except ConfigError as error:
         raise ConfigError(f"--eval-data: {error}") from error
 
 
 def _text(options: Options, files: DataFiles, tokenizer: Any, share: Share) -> Data:
     """Returns sequences of a text, with sequences held out unless evaluation files are given."""
-    tokens, length = _tokens(files.learned, tokenizer), options.seq_len
+    tokens, length = _tokens(files.learned, tokenizer), options.length
     # Sequences are held out before batches are drawn, so that no training batch contains an evaluated token.
     evaluated = np.empty((0, length), tokens.dtype)
     if files.evaluated:
@@ -131,10 +147,11 @@ def _held_out(inputs: dict[str, np.ndarray], share: Share) -> HeldOut:
     return HeldOut(inputs, share.micro, share.rank, share.world_size)
 
 
-def _tokens(files: Sequence[Path], tokenizer: Any) -> np.ndarray:
+def _tokens(files: Sequence[DataFile], tokenizer: Any) -> np.ndarray:
+    paths = [file for file in files if isinstance(file, Path)]  # a text is no data set of the hub
     if tokenizer is None:
-        return token_stream.read_bytes(files)
-    return token_stream.read_tokens(files, lambda content: packing.encode_text(content, tokenizer))
+        return token_stream.read_bytes(paths)
+    return token_stream.read_tokens(paths, lambda content: packing.encode_text(content, tokenizer))
 
 
 def _evaluation_lines(options: Options, held_out: HeldOut | None) -> tuple[str, ...]:

@@ -4,6 +4,7 @@
 *.json                      also one list of such objects
 *.parquet, *.csv            one document a row, in columns of these names
 any other file              one document, plain text
+OWNER/NAME[:SPLIT]          a data set of the Hugging Face Hub, one document a row, in columns of these names
 
 ShareGPT's {"conversations": [{"from": "human", "value": …}, …]} and Alpaca's {"instruction": …, "output": …} are read
 as messages.
@@ -21,6 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from offload.errors import ConfigError
 from offload.fileio.inner_files import open_data
+from offload.hub import data_set
 
 # -- tables --------------------------------------------------------------------------------------------
 #
@@ -164,9 +166,21 @@ class Completion(NamedTuple):
 Record = Text | Chat | Completion
 
 
-def find_data(paths: Sequence[Path]) -> list[Path]:
-    """Returns the files of `paths`, those of a folder sorted by path."""
-    files: list[Path] = []
+class HubData(NamedTuple):
+    """A split of a data set of the hub."""
+
+    name: str
+    """OWNER/NAME, or OWNER/NAME:SPLIT."""
+    table: Any
+    """A `datasets.Dataset`."""
+
+
+DataFile = Path | HubData
+
+
+def find_data(paths: Sequence[Path]) -> list[DataFile]:
+    """Returns the files of `paths`, those of a folder sorted by path, and data sets of the hub."""
+    files: list[DataFile] = []
     for path in paths:
         if path.is_dir():
             # Sorted, since the order of a folder differs between file systems and the data must not.
@@ -176,14 +190,17 @@ def find_data(paths: Sequence[Path]) -> list[Path]:
             files += inside
         elif path.is_file():
             files.append(path)
-        else:
+        # A path with the ending of a file is a mistyped path, and no data set.
+        elif path.suffix in (*_IN_FOLDERS, ".json") or (table := data_set(str(path))) is None:
             raise ConfigError(f"there is no data at {path}")
-    if any(file.suffix == ".parquet" for file in files):
+        else:
+            files.append(HubData(str(path), table))
+    if any(isinstance(file, Path) and file.suffix == ".parquet" for file in files):
         require_pyarrow()
     return files
 
 
-def read_records(files: Iterable[Path]) -> Iterator[Record]:
+def read_records(files: Iterable[DataFile]) -> Iterator[Record]:
     """Yields the documents of all files in order.
 
     Memory holds one record at a time, a few hundred rows of a Parquet file, or one file of plain text.
@@ -191,7 +208,7 @@ def read_records(files: Iterable[Path]) -> Iterator[Record]:
     return _read(files, _record)
 
 
-def read_prompts(files: Iterable[Path]) -> Iterator[Prompt | Chat]:
+def read_prompts(files: Iterable[DataFile]) -> Iterator[Prompt | Chat]:
     """Yields the prompts of all files in order: `prompt` or `text` of a line or row, a chat, or a file of plain text.
 
     A completion beside a prompt is ignored.
@@ -200,9 +217,13 @@ def read_prompts(files: Iterable[Path]) -> Iterator[Prompt | Chat]:
         yield Prompt(record.place, record.text) if isinstance(record, Text) else record
 
 
-def _read(files: Iterable[Path], make: Callable[[Any, str], _T]) -> Iterator[_T | Text]:
+def _read(files: Iterable[DataFile], make: Callable[[Any, str], _T]) -> Iterator[_T | Text]:
     """Yields the result of `make` for each parsed line or row and its place, and files of plain text as `Text`."""
     for file in files:
+        if isinstance(file, HubData):
+            for found, place in _hub_rows(file):
+                yield make(found, place)
+            continue
         try:
             # A file of an unknown kind is plain text: users name such files explicitly.
             rows = _ROWS.get(file.suffix)
@@ -215,6 +236,14 @@ def _read(files: Iterable[Path], make: Callable[[Any, str], _T]) -> Iterator[_T 
                     yield make(found, place)
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
+
+
+def _hub_rows(data: HubData) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields the rows of a data set, each with its place, counted from 1. Nulls are left out, as of Parquet."""
+    names = data.table.column_names
+    _check(names, data.name)
+    for number, row in enumerate(data.table.select_columns([name for name in _READ if name in names]), 1):
+        yield _without_nulls(row), f"{data.name}: row {number}"
 
 
 def _lines(file: Path) -> Iterator[tuple[Any, str]]:

@@ -1,0 +1,100 @@
+"""A run or a checkpoint as a folder that other commands open: its model, or the adapter that it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from offload.aio import IoQueue
+from offload.errors import ConfigError
+from offload.fileio import real_path
+from offload.finetune.model import byte_tokenizer, learned_bytes, parse_lora
+from offload.finetune.output import has_model, is_identity
+from offload.model_io.save import TOKENIZER, copy_tokenizer, make_plan, shard_size
+from offload.model_io.saved_names import described_names
+from offload.notices import shell_command
+from offload.offline.merge import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from offload.runs.export import export, open_source
+from offload.sizes import format_size
+from offload.swapper.store import rank_folders
+from offload.swapper.store.folder import read_finished
+
+
+@contextlib.contextmanager
+def as_folder(path: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """Yields a folder with the model or adapter of a run of `offload train`, and any other path as it is.
+
+    The weights of the last commit are written into a folder beside the run, which is removed at the end. Of a run that
+    has ended and removed its swap files, the folder is the one that it has saved.
+
+    Raises:
+        StoreError: The run cannot be read, or has no room for the weights beside it.
+        ConfigError: The run does not say which tokenizer it has.
+    """
+    if not rank_folders(path):
+        job = (read_finished(path) or {}).get("job")
+        output = job.get("output") if is_identity(job) else None
+        saved = isinstance(output, str) and has_model(Path(output))
+        if saved:
+            say(f"{path} has ended, and has saved its model in {output}")
+        yield Path(output) if saved and isinstance(output, str) else path
+        return
+    path = real_path(path)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as beside:
+        yield _exported(path, Path(beside) / "model", say)
+
+
+def _exported(path: Path, out: Path, say: Callable[[str], None]) -> Path:
+    with IoQueue() as queue, contextlib.closing(open_source(path, queue)) as source:
+        job = source.client_state.get("job")
+        if not is_identity(job) or "model" not in job:
+            raise ConfigError(
+                f"{path} is not of offload train, and does not say which tokenizer its model has; write it to a folder "
+                f"first: {shell_command('export', path)} FOLDER --tokenizer FOLDER"
+            )
+        what = "model" if job.get("lora") is None else "adapter"
+        if what == "model":
+            plan = make_plan(source, None, shard_size("5GB"), saved=described_names(source.about))
+        else:
+            plan = make_plan(source, None, shard_size("5GB"), frozen=False, name=ADAPTER_WEIGHTS)
+        done = export(source, out, plan, queue, write_tokenizer=tokenizer_writer(source.client_state))
+        if what == "adapter":
+            _make_adapter(out, str(job["lora"]), job["model"])
+    say(
+        f"step {done.step} of {path}: its {what} ({format_size(done.nbytes)}) is in {out.parent} until this command "
+        "ends"
+    )
+    return out
+
+
+def _make_adapter(folder: Path, lora: str, base: str) -> None:
+    """Gives the weights of adapters the names of peft, and writes their config."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / ADAPTER_WEIGHTS
+    save_file({name.replace(".default.", "."): values for name, values in load_file(path).items()}, path)
+    settings = parse_lora(lora)
+    content = {"peft_type": "LORA", "r": settings.r, "lora_alpha": settings.alpha, "base_model_name_or_path": base}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(content))
+
+
+def tokenizer_writer(client_state: Mapping[str, Any]) -> Callable[[Path], None] | None:
+    """Returns the function that writes the tokenizer of a run of `offload train` into a folder; None if unknown."""
+    job = client_state.get("job")
+    # Without transformers, an export works but writes no tokenizer of bytes.
+    if learned_bytes(client_state):
+        return _write_byte_tokenizer if importlib.util.find_spec("transformers") is not None else None
+    folder = Path(str(job["model"])) if is_identity(job) and "model" in job else None
+    if folder is None or not any((folder / name).is_file() for name in TOKENIZER):
+        return None
+    return partial(copy_tokenizer, folder)
+
+
+def _write_byte_tokenizer(folder: Path) -> None:
+    byte_tokenizer().save_pretrained(str(folder))
