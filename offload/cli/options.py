@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
+
+from offload.sizes import MIB
 
 UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
 """Context settings of a command whose options may contain underscores, as Hugging Face's arguments do."""
@@ -42,6 +46,61 @@ def dtypes(*names: str) -> Any:
         return name
 
     return {"parser": parse, "metavar": "|".join(names) or "DTYPE"}
+
+
+def read_recipe(context: typer.Context, path: Path | None) -> Path | None:
+    """Makes the values of a YAML file the defaults of a command's options; a callback of its option `--recipe`.
+
+    Keys are names of options, aliases among them. A list stands for an option that repeats.
+
+    Raises:
+        typer.BadParameter: The file cannot be read, or contains something else than values of options.
+    """
+    if path is None:
+        return None
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter("a recipe needs PyYAML; run: pip install 'offload[hf]'") from error
+    from offload.fileio.inner_files import read_bounded
+
+    try:
+        text = read_bounded(path, MIB)
+        node = yaml.compose(text, yaml.SafeLoader)
+        content = yaml.safe_load(text)
+        if not isinstance(content, dict):
+            raise ValueError("expected a line KEY: VALUE for each option")
+        keys = [key.value for key, _ in node.value]  # a second one would silently win
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{path} is no recipe: {' '.join(str(error).split())}") from error
+    options = {
+        name.lstrip("-").replace("-", "_"): parameter
+        for parameter in context.command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+        if parameter.name not in ("recipe", "help")
+    }
+    defaults: dict[str, Any] = {}
+    for key in keys:
+        name = str(key).replace("-", "_")
+        if name not in options or options[name].name in defaults or keys.count(key) > 1:
+            near = difflib.get_close_matches(name, options, 1)
+            hint = f"; did you mean {near[0]}?" if near and name not in options else ""
+            reason = "sets an option twice" if name in options else f"is no option{hint}"
+            raise typer.BadParameter(f"{path}: the key {key!r:.99} {reason}")
+        parameter, value = options[name], content[key]
+        listed = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, str | int | float) for item in listed) or (
+            len(listed) != 1 and not multiple(parameter)
+        ):
+            raise typer.BadParameter(f"{path}: expected the value of an option as {key!r:.99}, got {value!r:.99}")
+        defaults[str(parameter.name)] = listed if multiple(parameter) else listed[0]
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return path
+
+
+def multiple(parameter: Any) -> bool:
+    """Returns True for an option that may repeat."""
+    return bool(getattr(parameter, "multiple", False))
 
 
 T = TypeVar("T")

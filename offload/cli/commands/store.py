@@ -121,12 +121,20 @@ def import_(
 
 
 def export(
-    path: Saved,
-    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist, or be empty.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="A run's folder, NVME_PATH/RUN; or a checkpoint, or a folder of them: the latest. For gguf a model's."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist, or be empty. Or a new file, X.gguf.")],
     format: Annotated[
-        Literal["safetensors", "deepspeed-universal", "dcp"],
-        typer.Option(help="Weights for transformers; or all that DeepSpeed, or FSDP2 (dcp.load), resumes from."),
-    ] = "safetensors",
+        Literal["safetensors", "gguf", "deepspeed-universal", "dcp"] | None,
+        typer.Option(
+            help="Weights for transformers, or for llama.cpp; or all that DeepSpeed, or FSDP2 (dcp.load), resumes "
+            "from. [default: gguf for a name that ends in .gguf, else safetensors]"
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -147,8 +155,8 @@ def export(
     """Write the weights of a run or a checkpoint as safetensors files that transformers loads.
 
     With --format deepspeed-universal, write masters, moments, counters and schedule as a universal checkpoint of
-    DeepSpeed; with --format dcp, for torch.distributed.checkpoint.
-    Example: offload export /mnt/nvme/my-run ./my-model --dtype bf16
+    DeepSpeed; with --format dcp, for torch.distributed.checkpoint. A model's folder becomes a file of llama.cpp.
+    Example: offload export /mnt/nvme/my-run ./my-model && offload export ./my-model ./my-model.gguf
     """
     from offload.aio import IoQueue
     from offload.runs.as_folder import tokenizer_writer
@@ -166,6 +174,10 @@ def export(
     from offload.runs.states_by_parameter import plan_states
 
     console = make_console(stderr=json_output, highlight=False, soft_wrap=True)
+    format = format or ("gguf" if out.suffix == ".gguf" else "safetensors")
+    if format == "gguf":
+        _export_gguf(path, out, dtype, tokenizer, console, json_output)
+        return
     # `_refusals` must be inside `errors`, which would report a `StoreError` as a failure.
     with errors(FAILED), _refusals(), signals():
         _check_folder(path)
@@ -203,6 +215,26 @@ def export(
             f"{done.dtype}, in {done.path}",
             markup=False,
         )
+
+
+def _export_gguf(
+    path: Path, out: Path, dtype: str | None, tokenizer: Path | None, console: Console, json_output: bool
+) -> None:
+    with errors(FAILED), _refusals(), signals():
+        _check_folder(path)
+        if dtype is not None:
+            raise UsageError("--dtype is for a run; a GGUF file has the dtype of the model's files: leave it out")
+        from offload.offline.gguf import GgufPlan, check_file
+
+        check_file(out.absolute())
+        plan = GgufPlan.of(path, tokenizer)
+        with _bar(console, plan.nbytes) as progress:
+            plan.write(out.absolute(), progress)
+    if json_output:
+        print(json.dumps({"tensors": len(plan.tensors), "nbytes": plan.nbytes, "path": str(out)}))
+    else:
+        tensors = count_of(len(plan.tensors), "tensor")
+        console.print(f"{tensors} of {plan.architecture}, {format_size(plan.nbytes)}, in {out}", markup=False)
 
 
 def merge(

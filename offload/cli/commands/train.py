@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from offload.cli.console import BAD_INPUT, Json, errors
-from offload.cli.options import dtypes, option, takes_options
+from offload.cli.options import dtypes, option, read_recipe, takes_options
 from offload.launch.environment import rank_number
 
 if TYPE_CHECKING:
@@ -32,6 +32,15 @@ class TrainOptions:
             group="Model",
         ),
     ] = "gpt2-tiny"
+    recipe: Annotated[
+        Path | None,
+        option(
+            "YAML file with a line KEY: VALUE for options that are not given, such as `seq_len: 2048`.",
+            metavar="FILE",
+            callback=read_recipe,
+            is_eager=True,
+        ),
+    ] = None
     lora: Annotated[
         str | None,
         option(
@@ -311,8 +320,8 @@ def _job_options(typed: TrainOptions, rank: int) -> Options:
     from offload.finetune.options import Options
 
     values: dict[str, Any] = dict(vars(typed))
-    # `Options` has no such field: the form of the output is decided by this command, not by the job.
-    del values["json_output"]
+    # `Options` has no such fields: they are this command's, not the job's.
+    del values["json_output"], values["recipe"]
     for name in ("text", "data", "eval_data", "nvme_path", "report_to"):
         values[name] = tuple(values[name] or ())
     values["trace"] = None if typed.trace is None else str(typed.trace)
