@@ -93,8 +93,8 @@ def test_grpo_on_two_ranks_is_that_of_two_plain_ranks(runs: Runs) -> None:
 ROWS = {
     "dpo": '{"prompt": "abc", "chosen": " yes", "rejected": " no"}\n' * 8,
     "reward": '{"prompt": "abc", "chosen": " yes", "rejected": " no"}\n' * 8,
-    "kto": '{"prompt": "abc", "completion": " yes", "label": true}\n{"prompt": "d", "completion": " e", "label": false}\n'
-    * 4,
+    "kto": 4
+    * ('{"prompt": "abc", "completion": " yes", "label": true}\n{"prompt": "d", "completion": " e", "label": false}\n'),
     "grpo": '{"prompt": "abc"}\n' * 8,
 }
 
@@ -108,8 +108,10 @@ def test_commands_of_trl_print_the_losses_of_those_without(command: str, runs: R
         "def brief(completions, **_):\n    return [-len(text) for text in completions]\n"
     )
     kind = "LlamaForSequenceClassification" if command == "reward" else "LlamaForCausalLM"
-    words = f"trl {command} --model_name_or_path {runs.folder / kind} --dataset_name data --output_dir out --use_cpu".split()
-    words += "--bf16 False --dtype float32 --per_device_train_batch_size 2 --max_steps 3 --logging_steps 1".split()
+    words = f"trl {command} --model_name_or_path {runs.folder / kind} --dataset_name data --output_dir out".split()
+    words += (
+        "--use_cpu --bf16 False --dtype float32 --per_device_train_batch_size 2 --max_steps 3 --logging_steps 1".split()
+    )
     words += "--report_to none --save_strategy no --disable_tqdm True --learning_rate 1e-3".split()
     if command == "grpo":
         words += "--reward_funcs rewards.brief --num_generations 2 --max_completion_length 6 --beta 0.1".split()
