@@ -293,7 +293,8 @@ def divide_device(
         room = most = min(_DEVICE_UNITS * largest, live)
         if machine.host_addressable:  # the host budget, activations and gradients share this memory
             share = int(_ARENA_SHARE * max(machine.free_host - sum(beside_budgets(parts)), 0)) // PAGE * PAGE
-            room = most = max(largest, min(weights if request.keeps_weights else room, share))
+            gathered = request.keeps_weights and not parts.alone
+            room = most = max(largest, min(weights if gathered else room, share))
         else:
             most = weights + sum(nbytes for _, nbytes in totals)
     need = DeviceNeed(least=least, most=fixed + most, unit=largest, weights=fixed + weights, totals=totals)

@@ -17,9 +17,9 @@ import offload
 import offload.deepspeed as deepspeed
 from offload import checkpointing
 from offload.activations import checkpoints
-from offload.activations.checkpoints import blocks_of
 from offload.config import load_config
 from offload.errors import ConfigError, UsageError
+from offload.layout.units import blocks_of
 from offload.notices import Remark
 from tests.support import models
 from tests.support.oracle import Job, assert_same, config, run, train_step

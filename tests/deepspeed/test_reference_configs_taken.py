@@ -37,7 +37,7 @@ def called(*arguments: str) -> str:
 @each_file
 def test_a_plan_is_made_of_it(name: str, tmp_path: Path) -> None:
     meaning = MEANINGS[name]
-    text = called("plan", "--model", "gpt2-tiny", "--config", str(written(meaning, tmp_path)), *MACHINE)
+    text = called("plan", "gpt2-tiny", "--details", "--config", str(written(meaning, tmp_path)), *MACHINE)
     assert f"weights on {meaning.tier}, states on {meaning.tier}" in text
     assert f"a step is {meaning.batch.accumulation} x {meaning.batch.micro} x 1024 tokens" in text
 

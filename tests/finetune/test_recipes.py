@@ -34,7 +34,7 @@ def test_values_are_those_of_the_file_where_no_option_is_given(tmp_path: Path) -
         "data: [a, b]\nnvme_path: /mnt\nchunked_loss: false\n"
     )
     params = parsed(path, "--steps", "9", "--batch-size", "3")
-    wanted = {"model": "mine", "lr": 2e-4, "steps": 9, "batch_size": 3, "load_in_4bit": True, "seq_len": 256}
+    wanted = {"model": "mine", "lr": 2e-4, "steps": 9, "batch_size": 3, "load_in_4bit": True, "seq_len": None}
     assert {name: params[name] for name in wanted} == wanted
     assert list(params["data"]) == [Path("a"), Path("b")] and list(params["nvme_path"]) == ["/mnt"]
     assert params["chunked_loss"] is False and params["epochs"] is None
