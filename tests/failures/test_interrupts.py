@@ -38,6 +38,9 @@ from tests.support.oracle import Job, room_for, start, train_step
 from tests.support.processes import warm_process
 from tests.support.sampling import examples
 
+# An exception of a handler may come between another library's `open` and its `with`: then Python closes the file, and warns.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 STEPS = 5
 _OURS = str(Path(offload.__file__).parent)
 
