@@ -38,8 +38,10 @@ from tests.support.oracle import Job, room_for, start, train_step
 from tests.support.processes import warm_process
 from tests.support.sampling import examples
 
-# An exception of a handler may come between another library's `open` and its `with`: then Python closes the file, and warns.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+# A handler's exception may come between the `open` of another library and its `with`: Python closes the file, and warns.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"
+)
 
 STEPS = 5
 _OURS = str(Path(offload.__file__).parent)
