@@ -38,7 +38,7 @@ from tests.support.oracle import Job, room_for, start, train_step
 from tests.support.processes import warm_process
 from tests.support.sampling import examples
 
-# A handler's exception may come between the `open` of another library and its `with`: Python closes the file, and warns.
+# A handler may raise between the `open` of another library and its `with`: Python closes the file, and warns.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"
 )
