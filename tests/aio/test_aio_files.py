@@ -97,7 +97,8 @@ def test_an_error_names_the_drive(backend: str, tmp_path: Path) -> None:
         os.truncate(paths[1], 4096)
         assert file.size() == 3 * 4096
         with pytest.raises(IoError) as caught:
-            queue.read(file, 0, bytearray(8 * 4096)).wait()
+            # Of several missing stripes any may be told.
+            queue.read(file, 0, bytearray(4 * 4096)).wait()
         assert (caught.value.errno, caught.value.path) == (errno.ENODATA, str(paths[1]))
         assert (caught.value.offset, caught.value.nbytes) == (4096, 4096)
         # Within one stripe there is one drive, whose file has the bytes at another offset.
