@@ -169,7 +169,7 @@ def beside_forward(model: nn.Module, tokens: int, itemsize: int, chunked: bool) 
     layers = _layers(model)
     pieces = {id(model.get_parameter(table.parameter)): table.pieces for table in find_tables(model)}
     hidden = max((layer.features for module, layer in layers.items() if isinstance(module, nn.Embedding)), default=0)
-    found = {}
+    beside = {}
     for vocabulary in ("whole", "pieces"):
         activations = copy = 0
         for module, layer in layers.items():
@@ -182,8 +182,8 @@ def beside_forward(model: nn.Module, tokens: int, itemsize: int, chunked: bool) 
             results += tokens * hidden * _OF_HIDDEN
             activations = max(activations, results * _FP32)
             copy = max(copy, math.ceil(layer.numel * share) * itemsize)
-        found[vocabulary] = BesideBudgets(copy=copy if itemsize < _FP32 else 0, activations=activations)
-    return found
+        beside[vocabulary] = BesideBudgets(copy=copy if itemsize < _FP32 else 0, activations=activations)
+    return beside
 
 
 def _layers(model: nn.Module) -> dict[nn.Module, _Layer]:

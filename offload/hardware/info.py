@@ -219,7 +219,7 @@ def findings(report: dict[str, Any], probed: bool) -> list[Finding]:
     locked, limit, files = about_io["memlock_bytes"], memory_of["limit_bytes"], report["open_files"]
     locked_words = "no limit" if locked is None else format_size(locked)
     few = files is not None and files < _FEW_FILES
-    found = [
+    lines = [
         Finding("ok", "native parts", "built for this machine; no compiler is needed"),
         Finding("ok", "I/O", f"{about_io['backend']}: {about_io['why']}"),
         Finding("ok", "locked memory", f"{locked_words} (ulimit -l)"),
@@ -237,19 +237,19 @@ def findings(report: dict[str, Any], probed: bool) -> list[Finding]:
         *(Finding("ok", "GPU", f"{card['name']}, {format_size(card['memory_bytes'])}") for card in cards),
     ]
     if not cards:
-        found.append(Finding("warning", "GPU", f"none, so the CPU computes: {report['gpus']['why']}"))
+        lines.append(Finding("warning", "GPU", f"none, so the CPU computes: {report['gpus']['why']}"))
     if cards and "microsoft" in report["machine"]["kernel"].lower():
         words = "WSL pins 0.5 to 1 GiB in all, and copies the rest more slowly; nothing to do"
-        found.append(Finding("warning", "pinned memory", words))
-    found += [finding for folder in report["drives"] for finding in _of_folder(folder)]
+        lines.append(Finding("warning", "pinned memory", words))
+    lines += [finding for folder in report["drives"] for finding in _of_folder(folder)]
     if not report["drives"]:
-        found.append(Finding("warning", "drive", "not examined; give its folder: offload doctor /mnt/nvme"))
+        lines.append(Finding("warning", "drive", "not examined; give its folder: offload doctor /mnt/nvme"))
     if not probed:
         where = "".join(f" {folder['path']}" for folder in report["drives"] if "error" not in folder)
         words = f"this machine was not measured, so plans need --gpu; run: offload probe{where}"
-        found.append(Finding("warning", "probe", words))
-    found += [Finding("warning", "advice", words) for words in report["advice"]]
-    return found
+        lines.append(Finding("warning", "probe", words))
+    lines += [Finding("warning", "advice", words) for words in report["advice"]]
+    return lines
 
 
 def _of_folder(folder: dict[str, Any]) -> list[Finding]:
@@ -260,11 +260,11 @@ def _of_folder(folder: dict[str, Any]) -> list[Finding]:
     kind = ", ".join(kinds[disk["rotational"]] for disk in folder["disks"]) or "of unknown kind"
     how = "O_DIRECT" if folder["o_direct"] else "no O_DIRECT"
     free = f"{format_size(folder['free_bytes'])} free"
-    found = [Finding("ok", name, f"{folder['file_system']} on {folder['device']}, {kind}, {how}, {free}, writable")]
+    lines = [Finding("ok", name, f"{folder['file_system']} on {folder['device']}, {kind}, {how}, {free}, writable")]
     if folder["free_bytes"] < _LITTLE_ROOM:
         level = "warning" if folder["free_bytes"] > MIB else "error"
-        found.append(Finding(level, name, f"only {free}: free some room, or give another drive"))
-    return found
+        lines.append(Finding(level, name, f"only {free}: free some room, or give another drive"))
+    return lines
 
 
 def lines(report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -227,14 +227,14 @@ class MergePlan:
         return self.model
 
 
-def _add_product(layer: torch.nn.Module, change: _LowRank) -> None:
+def _add_product(layer: Any, change: _LowRank) -> None:
     """Makes a linear layer add scaling * B @ A @ input to its output, in the dtype of A and B."""
     for name, stored in (("lora_A", change.a), ("lora_B", change.b)):
         parameter = torch.nn.Parameter(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), False)
         make_deferred(parameter, stored)
         layer.register_parameter(name, parameter)
     # In transformers' words for a layer whose weights in fp32 stay so beside others in 16 bits.
-    layer._keep_in_fp32_modules = ["lora_A", "lora_B"]  # type: ignore[assignment]
+    layer._keep_in_fp32_modules = ["lora_A", "lora_B"]
 
     def add(layer: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         low = torch.nn.functional.linear(args[0].to(layer.lora_A.dtype), layer.lora_A)

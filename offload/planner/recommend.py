@@ -614,7 +614,7 @@ def _promising(ideas: Iterable[_Idea]) -> list[_Idea]:
             bounds.append((bound.seconds / idea.tokens, idea))
         except (BudgetError, ConfigError):
             continue  # it does not fit
-    return [idea for _, idea in sorted(bounds, key=lambda each: each[0])[:_TRIED]]
+    return [idea for _, idea in sorted(bounds, key=lambda bound: bound[0])[:_TRIED]]
 
 
 class _Idea(NamedTuple):
@@ -685,15 +685,15 @@ def writes_less(planned: Planned) -> list[tuple[str, float]]:
     """
     memory, load, written = planned.memory, planned.load, planned.timing.moved.written
     inputs = planned.timing.moved.inputs_written
-    found = []
+    options = []
     if State.PACKED not in memory.mode.moments and memory.mode.moments and memory.mode.moment_dtype != torch.int8:
         content = {**planned.content, "offload": {**planned.content.get("offload", {}), "moments": "int8"}}
         with contextlib.suppress(BudgetError, ConfigError):
             narrow = settled(planned.shape, planned.hardware, planned.given, content, load.alive > 1)
             share = update_written(narrow, planned.shape) / max(update_written(memory, planned.shape), 1)
-            found.append(("--moments int8", (inputs + (written - inputs) * share) / written))
-    found.append((f"--accumulation {2 * load.accumulation}", (inputs + (written - inputs) / 2) / written))
-    return found
+            options.append(("--moments int8", (inputs + (written - inputs) * share) / written))
+    options.append((f"--accumulation {2 * load.accumulation}", (inputs + (written - inputs) / 2) / written))
+    return options
 
 
 def recommended_host(planned: Planned) -> int:

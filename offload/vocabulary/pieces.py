@@ -81,8 +81,8 @@ class Piece(NamedTuple):
 
     def look_up(self, rows: torch.Tensor, reads: Sequence[range]) -> torch.Tensor:
         """Returns `rows` of the piece, (n,) on the host, as (n, features) on the device; see `Pager.look_up`."""
-        found = self.handle.engine.pager.look_up(self.handle.unit, rows, self.row_nbytes, reads)
-        return found.to(self.handle.device).view(self.handle.dtype)
+        values = self.handle.engine.pager.look_up(self.handle.unit, rows, self.row_nbytes, reads)
+        return values.to(self.handle.device).view(self.handle.dtype)
 
     def again(self, compute: Callable[[torch.Tensor], _T]) -> _T:
         """Returns the result of `compute` for the weights of a use between steps, in its backward."""
@@ -226,13 +226,13 @@ def _looked_up(pieces: Sequence[Piece], ids: torch.Tensor, padding_idx: int | No
         on_device, leaf, shape = local.to(ids.device), piece.leaf(), piece.handle.shape
         padding = -1 if padding_idx is None or padding_idx not in piece.rows else padding_idx - piece.rows.start
         if not len(local):
-            found = torch.empty((0, features), dtype=piece.handle.dtype, device=ids.device)
+            values = torch.empty((0, features), dtype=piece.handle.dtype, device=ids.device)
         elif reads is None:
-            found = piece.on_device(partial(F.embedding, on_device))
+            values = piece.on_device(partial(F.embedding, on_device))
         else:
-            found = piece.look_up(local, reads)
+            values = piece.look_up(local, reads)
         look_up: Any = _Lookup.apply
-        rows.append(look_up(leaf, on_device, padding, by_frequency, shape, found))
+        rows.append(look_up(leaf, on_device, padding, by_frequency, shape, values))
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device="cpu")
     return torch.cat(rows).index_select(0, place.to(ids.device)).view(*ids.shape, features)

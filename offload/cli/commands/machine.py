@@ -64,12 +64,12 @@ def doctor(
     from offload.hardware.probe import kept
 
     with errors(FAILED):
-        found = about.findings(about.facts(paths or ()), probed=kept() is not None)
+        findings = about.findings(about.facts(paths or ()), probed=kept() is not None)
     if json_output:
-        print(json.dumps([finding._asdict() for finding in found]))
+        print(json.dumps([finding._asdict() for finding in findings]))
     else:
-        Console(highlight=False, markup=False).print(make_table((), found))
-    if any(finding.level == "error" for finding in found):
+        Console(highlight=False, markup=False).print(make_table((), findings))
+    if any(finding.level == "error" for finding in findings):
         raise typer.Exit(FAILED)
 
 

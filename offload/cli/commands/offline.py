@@ -202,8 +202,9 @@ def score(typed: ScoreOptions) -> None:
         # Missing data are reported before a model of many gigabytes is opened.
         files = find_data(typed.data)
         with _lines(typed.output, typed.json_output) as (write, kept):
-            given = {"scores": True, "rows": typed.micro_batch_size, "seq_len": typed.seq_len}
-            with _opened(typed, typed.placement(), **given) as model:
+            with _opened(
+                typed, typed.placement(), scores=True, rows=typed.micro_batch_size, seq_len=typed.seq_len
+            ) as model:
                 measured, total = _Measured(model), Total()
                 found = scores(
                     model,
