@@ -235,6 +235,28 @@ def test_beside_weights_that_stay_layer_major_sends_gradients_once_where_activat
     assert chosen(**stays, activation_nbytes=None, learns=True) == ScheduleChoice(LAYER_MAJOR, once, after_a_step=True)
 
 
+@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+def test_micro_batches_in_turns_fetch_each_weight_twice_and_send_each_gradient_once(
+    placement: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shape of a 7B in miniature, with room for two layers."""
+    job = Job(models.llama, models.language_loss, accumulation=4, dtype="bf16")
+    device = LateDevice(seed=0, lateness=0)
+    use_device(monkeypatch, device, always=False)
+    options: dict[str, Any] = {"schedule": "layer_major", "activations": "device", "device_memory": room_for(job, 2)}
+    engine = start(job, placement, tmp_path, **options)
+    nbytes = sum(parameter.numel() for parameter in engine.module.parameters()) * torch.bfloat16.itemsize
+    for step in range(2):  # the first forward of all runs alone, so the second step is the first in the recorded order
+        accumulated_step(engine, job, step)
+    before = device.uploaded, device.downloaded
+    for step in range(2, 4):
+        accumulated_step(engine, job, step)
+    # Beside these, the first weights of the next step may be on the device already.
+    assert device.uploaded - before[0] <= 2 * 2 * nbytes + engine.device_memory
+    assert 2 * nbytes <= device.downloaded - before[1] < 2 * nbytes + 1024, "gradients, and their sums of squares"
+    engine.destroy(remove=True)
+
+
 def test_the_bytes_of_a_step_in_either_order() -> None:
     """13B on an H200 held to 24 GiB, as measured in November 2026: 8 passes, about half of the weights kept."""
     sizes = {"weights": 26, "kept": 16, "on_disk": 0, "cached": 0, "gradient": 26, "total": 52, "added": 0}

@@ -133,7 +133,7 @@ class LateDevice(Device):
         self.memory = ProtectedMemory()
         self.lock = threading.RLock()
         self.progress = 0
-        self.copies = self.downloads = self.downloaded = 0
+        self.copies = self.downloads = self.downloaded = self.uploaded = 0
         self.spare = DeviceRoom(0, 0)
         """What the first step is said to leave of the device's memory."""
         self._chance, self._lateness = random.Random(seed), lateness
@@ -167,6 +167,7 @@ class LateDevice(Device):
                     stream.pop(0).finish()
 
     def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+        self.uploaded += source.nbytes
         return self._give("upload", destination, source, after)
 
     def download(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
