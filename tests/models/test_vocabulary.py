@@ -351,25 +351,25 @@ def test_first_values_do_not_depend_on_where_a_module_makes_them(tmp_path: Path)
 
 
 def test_scores_fit_a_limit_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start counts the logits of a chunk."""
-    files = {
-        "/proc/self/cgroup": "0::/outer",
-        "/sys/fs/cgroup/outer/memory.max": str(100 * MIB),
-        "/sys/fs/cgroup/outer/memory.current": "0",
-    }
+    """The start counts the logits of a chunk, and takes fewer rows at a time if there is no room for all."""
+    files = {"/proc/self/cgroup": "0::/outer", "/sys/fs/cgroup/outer/memory.current": "0"}
     widths = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
     folder = make_folder(tmp_path / "model", vocab_size=131_072, tie_word_embeddings=True, **widths)
     write_lines(tmp_path / "records.jsonl", [{"text": "words " * 20}])
     found = []
-    for limited in (False, True):
-        if limited:
+    for limit, rows in ((None, 16), (100 * MIB, 16), (52 * MIB, 4)):
+        if limit is not None:
+            files["/sys/fs/cgroup/outer/memory.max"] = str(limit)
             testing.replace(monkeypatch, "machine.system_file", lambda path: files.get(path, ""))
-        model = open_model(str(folder), ModelOptions(), scores=True, rows=4, seq_len=16)
+        model = open_model(str(folder), ModelOptions(), scores=True, rows=16, batch=32, seq_len=32)
         with model.engine:
-            assert any("pieces of rows" in line for line in model.engine.notices) is limited
+            assert any("pieces of rows" in line for line in model.engine.notices) is (limit is not None)
+            assert (model.rows, model.batch) == (rows, 32)
+            assert any("has no room for 16 of 32 rows" in line for line in model.lines) is (rows < 16)
             records = read_records(find_data([tmp_path / "records.jsonl"]))
-            found += scores(model, records, seq_len=16, batch_size=8, micro_batch_size=4)
-    assert found[0].log_likelihood == pytest.approx(found[1].log_likelihood, rel=1e-5)
+            found += scores(model, records, seq_len=32, batch_size=model.batch, micro_batch_size=model.rows)
+    for score in found[1:]:
+        assert score.log_likelihood == pytest.approx(found[0].log_likelihood, rel=1e-5)
 
 
 # -- ranks --------------------------------------------------------------------------------------------
