@@ -343,7 +343,7 @@ def _ends_in_loss_of(text: ast.AST | None, head: str) -> bool:
     """
     if text is None:
         return False
-    calls, assignments, reads, in_output, uses_of_head = [], [], 0, 0, 0
+    calls, assignments, reads, in_output, uses_of_head, line_of_loss = [], [], 0, 0, 0, 0
     cap = _cap_in(text)
     in_cap = set() if cap is None else set(ast.walk(cap))
     for node in ast.walk(text):
@@ -360,6 +360,7 @@ def _ends_in_loss_of(text: ast.AST | None, head: str) -> bool:
         elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
             in_output += any(_is_logits(keyword.value) for keyword in node.value.keywords if keyword.arg == "logits")
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "self.loss_function":
+            line_of_loss = node.lineno
             calls.append(
                 node.args[0] if node.args else next((k.value for k in node.keywords if k.arg == "logits"), None)
             )
@@ -373,7 +374,7 @@ def _ends_in_loss_of(text: ast.AST | None, head: str) -> bool:
         and ast.unparse(assignments[0].func) == f"self.{head}"
         and len(assignments[0].args) == 1
         and _HIDDEN.fullmatch(ast.unparse(assignments[0].args[0])) is not None
-        and (cap is None or assignments[0].lineno < cap.lineno < calls[0].lineno)
+        and (cap is None or assignments[0].lineno < cap.lineno < line_of_loss)
     )
 
 
