@@ -269,7 +269,7 @@ def test_a_table_larger_than_the_device_trains(tmp_path: Path) -> None:
         planned = plan(shape, machine, Load(2), content)
         assert planned.shape.layouts == testing.inspect(engine).layouts
         if options is cached:
-            ids, read = models.tokens(0, 0, (2, 20), WORDS), [0]
+            ids, read = models.tokens(0, 0, (2, 20), WORDS).to(engine.device), [0]
             for _ in range(3):  # the first forward leaves all but the table in host memory
                 with torch.no_grad():
                     engine.module.model(input_ids=ids)
