@@ -8,7 +8,9 @@ Options that this program does not know are for `offload train`.
     export          the weights of the last commit, for transformers
     score           records by what was exported
 
-With `--train-only` there is one life without commits, for the largest model that the drive holds.
+With `--train-only` there is one life without commits, for the largest model that the drive holds. `--random-limits N`
+gives such a life N cgroups in turn, with limits of 0.8 to 8 GiB that `--seed` draws: each must train, or end in an
+error of this library before its first step.
 
 Each says its seconds and the peak of its memory, as the kernel counts it: `peak` is memory of the processes' own,
 `charged` has what the kernel kept of files too, which gives way. The sum of the run's start stands beside its peak, and
@@ -22,6 +24,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import statistics
@@ -36,7 +39,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from bench.measure import report
-from offload.sizes import parse_size
+from offload.cli.console import BAD_INPUT
+from offload.sizes import GIB, parse_size
 
 _MEMORY = Path("/sys/fs/cgroup/memory")
 _LOOK_SECONDS = 0.02
@@ -53,19 +57,39 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--records", type=Path, default=Path(__file__), help="text that is scored")
     parser.add_argument("--train-only", action="store_true", help="one life, nothing kept: the disk holds more of it")
+    parser.add_argument("--random-limits", type=int, default=0, help="number of limits in place of --memory")
+    parser.add_argument("--seed", type=int, default=0, help="of the random limits")
     options, more = parser.parse_known_args()
     log = options.folder / "larger.jsonl"
     log.unlink(missing_ok=True)
     train = ["train", "--model", options.model, "--run", "larger", "--log", str(log), "--seq-len", str(options.seq_len)]
     train += ["--nvme-path", str(options.folder), "--batch-size", "1", "--eval-every", "0", *more]
     about = {"model": options.model, "memory": options.memory, "tokens": options.seq_len}
+    one_life = [*train, "--steps", str(options.steps), "--durability", "none", "--no-output"]
+    if options.random_limits:
+        draws = random.Random(options.seed)
+        for _ in range(options.random_limits):
+            _live_or_refuse(draws.randrange(8 * GIB // 10, 8 * GIB), one_life, log, about)
+        return
     with _limited(options.memory) as limit:
         if options.train_only:
-            only = limit.run([*train, "--steps", str(options.steps), "--durability", "none", "--no-output"])
+            only = limit.run(one_life)
             report("larger", {**about, **figures(_lines(log), _lines(log), only["peak"])})
             report("larger, trained", only)
             return
         _live_twice(limit, [*train, "--steps", str(2 * options.steps), "--keep"], options, log, about)
+
+
+def _live_or_refuse(nbytes: int, command: list[str], log: Path, about: dict[str, Any]) -> None:
+    """Trains in a cgroup of `nbytes`, where an error before the first step is a right end too."""
+    log.unlink(missing_ok=True)
+    with _limited(nbytes) as limit:
+        life = limit.run(command, may_refuse=True)
+    lines = _lines(log)
+    planned = next((line["about"]["planned_peak_bytes"] for line in lines if "about" in line), None)
+    report("larger, limit", {**about, "memory": nbytes, **life, "predicted_peak": planned, "lines": len(lines)})
+    if life["returned"] and lines:
+        raise SystemExit(f"a limit of {nbytes} bytes ended the run after {len(lines)} lines of its log")
 
 
 def _live_twice(limit: _Limit, train: list[str], options: argparse.Namespace, log: Path, about: dict[str, Any]) -> None:
@@ -135,8 +159,11 @@ class _Limit:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def run(self, command: Sequence[str], until: Any = None) -> dict[str, Any]:
-        """Runs a command of `offload` in the cgroup; kills it when `until()` is true. Returns its seconds and peaks."""
+    def run(self, command: Sequence[str], until: Any = None, may_refuse: bool = False) -> dict[str, Any]:
+        """Runs a command of `offload` in the cgroup; kills it when `until()` is true. Returns its seconds and peaks.
+
+        With `may_refuse` the command may end in an error about what it was given, such as its memory.
+        """
         began, peak = time.monotonic(), 0
         (self._folder / "memory.max_usage_in_bytes").write_text("0")
         process = subprocess.Popen([sys.executable, "-m", "offload", *command], preexec_fn=self._enter)
@@ -146,7 +173,8 @@ class _Limit:
                 process.send_signal(signal.SIGKILL)
             time.sleep(_LOOK_SECONDS)
         came = {"seconds": time.monotonic() - began, "peak": peak, "returned": process.returncode}
-        if process.returncode and not (until is not None and until()):
+        refused = may_refuse and process.returncode == BAD_INPUT
+        if process.returncode and not refused and not (until is not None and until()):
             raise SystemExit(f"{' '.join(command)} ended with {process.returncode}, after {came}")
         return came | {"charged": int((self._folder / "memory.max_usage_in_bytes").read_text())}
 

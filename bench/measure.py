@@ -14,6 +14,7 @@ import torch
 import offload
 from offload import kernels
 from offload.bench.configs import placed
+from offload.losses import chunk_loss_of
 from offload.presets import build
 
 STEPS = 4
@@ -38,10 +39,12 @@ def options(about: str | None, seq_len: int, rounds: int) -> argparse.ArgumentPa
     return parser
 
 
-def engine_of(model: str, settings: dict[str, Any]) -> offload.Engine:
-    """Returns an engine over the preset of this name."""
+def engine_of(model: str, settings: dict[str, Any], chunked_loss: bool = False) -> offload.Engine:
+    """Returns an engine over the preset of this name, with the model's own loss or the same in chunks of tokens."""
     with offload.init(settings):
         made = build(model)
+    if chunked_loss:
+        chunk_loss_of(made)
     return offload.initialize(model=made, config=settings)[0]
 
 

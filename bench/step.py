@@ -1,8 +1,8 @@
 """A step with everything on disk against the same step in memory: `python -m bench.step FOLDER [--model NAME]`.
 
 Engines take turns, each in a process of its own: one in memory, whose micro-batches pass one after the other, and one
-on disk for each of `--schedules`, `--speculate` and `--durability` (`step,none` shows what a commit costs). In one
-process they would share host memory and teams of threads.
+on disk for each of `--schedules`, `--speculate`, `--durability` (`step,none` shows what a commit costs) and
+`--vocabulary` (`whole,pieces`). In one process they would share host memory and teams of threads.
 
 Bound of the bytes: 26 for each parameter (an update reads 12 and writes 12, the backward reads 2), and 4 for each
 further micro-batch of the order micro_batch_major. Bound of the time: the larger of compute (the step in memory) and
@@ -68,6 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--schedules", default="micro_batch_major", help="a list, with commas")
     parser.add_argument("--speculate", default="auto", help="a list of auto, true and false, with commas")
     parser.add_argument("--durability", default="auto", help="a list of auto, step, none and steps, with commas")
+    parser.add_argument("--vocabulary", default="auto", help="a list of auto, whole and pieces, with commas")
+    parser.add_argument("--chunked-loss", action="store_true", help="compute the loss in chunks of tokens")
     parser.add_argument("--activations", default=None, help="tier of the inputs of blocks that are computed again")
     parser.add_argument("--tiers", default="nvme,nvme", help="of weights and of states: nvme, cpu or none")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
@@ -77,9 +79,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device-memory", default=None, help="of an engine on disk, as in the config")
     parser.add_argument("--no-overlap", action="store_true", help="on disk, step() waits for its updates: to compare")
     given = parser.parse_args(arguments)
-    memory = Contender(given, "none,none", "micro_batch_major", "false", "none")
-    lists = (given.schedules.split(","), given.speculate.split(","), given.durability.split(","))
-    orders = list(itertools.product(*lists))
+    memory = Contender(given, "none,none", "micro_batch_major", "false", "none", "auto")
+    lists = (given.schedules, given.speculate, given.durability, given.vocabulary)
+    orders = list(itertools.product(*(each.split(",") for each in lists)))
     disk = [Contender(given, given.tiers, *order) for order in orders]
     with drive_rates([given.folder / "bench-step.rates"], 256 * MIB) as drive:
         rates = [drive()]
@@ -99,11 +101,11 @@ def main(arguments: list[str] | None = None) -> None:
         "drive": median_rates(rates)._asdict(),
         "seconds_in_memory": memory.median("seconds"),
     }
-    for (schedule, speculate, durability), contender in zip(orders, disk, strict=True):
+    for (schedule, speculate, durability, vocabulary), contender in zip(orders, disk, strict=True):
         nbytes, step = contender.median("nbytes"), contender.median("seconds")
         # An update reads 12 and writes 12 of the 26 bytes; the backward reads the rest.
         io = median_rates(rates).seconds(nbytes * 14 / 26, nbytes * 12 / 26)
-        figures[f"{schedule}, speculate {speculate}, durability {durability}"] = {
+        figures[f"{schedule}, speculate {speculate}, durability {durability}, vocabulary {vocabulary}"] = {
             "seconds": round(step, 4),
             "over_memory": round(_ratio(contender, memory, "seconds"), 3),
             "over_first": round(_ratio(contender, disk[0], "seconds"), 3),
@@ -127,7 +129,7 @@ def _ratio(contender: Contender, base: Contender, field: str) -> float:
 
 def _take_turns(pipe: Connection, given: argparse.Namespace, *order: str) -> None:
     """Builds an engine, reports its facts, and takes a turn for each True that comes."""
-    engine = engine_of(given.model, _settings(given, *order))
+    engine = engine_of(given.model, _settings(given, *order), given.chunked_loss)
     facts = {"parameters": engine.parameter_count, "host_memory": engine.host_memory}
     pipe.send({**facts, "device_memory": engine.device_memory})
     model: Any = engine.module
@@ -144,16 +146,18 @@ def _take_turns(pipe: Connection, given: argparse.Namespace, *order: str) -> Non
     engine.destroy(remove=True)
 
 
-def _settings(given: argparse.Namespace, tiers: str, schedule: str, speculate: str, durability: str) -> dict[str, Any]:
+def _settings(
+    given: argparse.Namespace, tiers: str, schedule: str, speculate: str, durability: str, vocabulary: str
+) -> dict[str, Any]:
     weights, states = tiers.split(",")
-    more: dict[str, Any] = {"schedule": schedule}
+    more: dict[str, Any] = {"schedule": schedule, "vocabulary": vocabulary}
     if weights == "nvme" or states == "nvme":
         more["durability"] = {"every": int(durability)} if durability.isdecimal() else durability
         more["debug"] = {"overlap": not given.no_overlap}
         more["speculate"] = {"true": True, "false": False}.get(speculate, speculate)
         optional = {name: getattr(given, name) for name in ("host_memory", "device_memory", "activations")}
         more |= {name: value for name, value in optional.items() if value}
-    run = "-".join(("bench", weights, states, schedule, speculate, durability))
+    run = "-".join(("bench", weights, states, schedule, speculate, durability, vocabulary))
     settings = settings_for(given.folder, run, weights, **more)
     settings["zero_optimization"]["offload_optimizer"]["device"] = states
     settings["bf16"] = {"enabled": given.dtype == "bf16"}

@@ -41,6 +41,8 @@ _OF_BLOCK = 3
 """The same for the widest layer of a block without gradients: its results, a gate's, and a temporary."""
 _OF_HIDDEN = 5
 """Tensors of hidden states beside them: the residual, its norm, the mask, and the inputs and results of blocks."""
+_OF_WAITING = 2
+"""The same for a micro-batch that waits between two blocks: its hidden states, and its mask and positions."""
 _WIDER = 8
 """Multiple of a layer's features by which its results exceed them, if they are logits."""
 _CERTAIN = 8
@@ -157,7 +159,9 @@ class MemoryGuard(Extension):
         )
 
 
-def beside_forward(model: nn.Module, tokens: int, itemsize: int, chunked: bool) -> dict[str, BesideBudgets]:
+def beside_forward(
+    model: nn.Module, tokens: int, itemsize: int, chunked: bool, waiting: int = 0
+) -> dict[str, BesideBudgets]:
     """Returns what a forward without gradients takes beside both budgets, with "whole" tables and in "pieces".
 
     Args:
@@ -165,6 +169,7 @@ def beside_forward(model: nn.Module, tokens: int, itemsize: int, chunked: bool) 
         tokens: tokens of a micro-batch.
         itemsize: bytes of an element of weights.
         chunked: True if the loss is computed in chunks of tokens, with no more than these tokens' logits.
+        waiting: tokens of other micro-batches, which pass through each block in turns with this one.
     """
     layers = _layers(model)
     pieces = {id(model.get_parameter(table.parameter)): table.pieces for table in find_tables(model)}
@@ -179,7 +184,7 @@ def beside_forward(model: nn.Module, tokens: int, itemsize: int, chunked: bool) 
                 results = math.ceil(min(tokens, CHUNK_TOKENS) * words * share) * (_OF_LOSS + (itemsize < _FP32))
             else:
                 results = tokens * words * (_OF_LOSS if layer.logits else _OF_BLOCK)
-            results += tokens * hidden * _OF_HIDDEN
+            results += hidden * (tokens * _OF_HIDDEN + waiting * _OF_WAITING)
             activations = max(activations, results * _FP32)
             copy = max(copy, math.ceil(layer.numel * share) * itemsize)
         beside[vocabulary] = BesideBudgets(copy=copy if itemsize < _FP32 else 0, activations=activations)

@@ -27,11 +27,11 @@ class BesideBudgets(NamedTuple):
     """Bytes that torch allocates in a step where the CPU computes, in addition to both budgets."""
 
     gradients: int = 0
-    """Gradients of the largest unit that are in memory at once, as autograd makes them."""
+    """Gradients of the largest parameter that are in memory at once, as autograd makes them."""
     sums: int = 0
     """The sum of a unit's gradients that waits in more bytes than a complete one."""
     copy: int = 0
-    """The weights of a unit, in the layout that a product uses."""
+    """The weights of a parameter, in the layout that a product uses."""
     activations: int = 0
     """Activations of the micro-batches that are in memory at once; 0 where they are not known."""
     libraries: int = LIBRARIES
@@ -42,12 +42,14 @@ def beside_budgets(
 ) -> BesideBudgets:
     """Returns what a backward on the CPU takes in addition to both budgets.
 
-    `gradients` is the number of gradients of the largest unit that are in memory at once: a tied parameter has several.
-    If gradients wait in fewer bytes than their sums have, the sums of a unit are there too. `copies` is False for
-    weights in fp32, whose products read them in the layout that they have.
+    `gradients` is the number of gradients of the largest parameter that are in memory at once: a tied parameter has
+    several. A gradient leaves when it is made; several ranks first collect those of a unit. If gradients wait in fewer
+    bytes than their sums have, the sums of a unit are there too. `copies` is False for weights in fp32, whose products
+    read them in the layout that they have.
     """
+    gradient = min(parts.largest_gradient, parts.largest_parameter) if parts.alone else parts.largest_gradient
     sums = max(map(parts.sum_nbytes, range(len(parts.nbytes))), default=0) if parts.gradients.complete_first else 0
-    return BesideBudgets(gradients * parts.largest_gradient, sums, parts.largest_unit if copies else 0, activations)
+    return BesideBudgets(gradients * gradient, sums, parts.largest_parameter if copies else 0, activations)
 
 
 class PeakMemory(NamedTuple):
@@ -67,7 +69,7 @@ class PeakMemory(NamedTuple):
         names = (
             "of the host budget",
             "of the device budget",
-            "for gradients of the largest layer",
+            "for gradients of the largest parameter",
             "for the sum of its gradients",
             "for a copy of its weights in a product",
             "for activations",

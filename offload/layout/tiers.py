@@ -275,6 +275,8 @@ class Partitions:
     """Bytes of each unit on the device: the weights of all ranks, and the values of those stored as blocks."""
     largest_gradient: int
     """Bytes of the gradients of the largest unit as a backward produces them, over all ranks."""
+    largest_parameter: int
+    """Bytes of the largest parameter on the device, or of the largest part of one that is in parts."""
     gradients: GradientDtypes
     alone: bool
     """True if this is the only rank."""
@@ -444,6 +446,14 @@ def partitions(
         trainable_numel=tuple(trainable),
         unit_nbytes=tuple(layout.device_numel * itemsize for layout, itemsize in zip(layouts, itemsizes, strict=True)),
         largest_gradient=max(map(operator.mul, wholes, itemsizes), default=0),
+        largest_parameter=max(
+            (
+                segment.value_numel * itemsize
+                for layout, itemsize in zip(layouts, itemsizes, strict=True)
+                for segment in layout.segments
+            ),
+            default=0,
+        ),
         gradients=gradients,
         alone=world_size * replicas == 1,
         whole=whole_sizes(layouts, mode, rank, world_size),

@@ -7,8 +7,9 @@ mixtures and adapters stay as they are.
 
 Code that reads or changes logits would have no effect. So all code from the call of the model to its loss must be known
 by identity (`provenance.py`): transformers' class with its own forward, torch's head, transformers' loss, and no
-foreign hook. Models that scale or cap their logits, or compute another term from them, are refused. Each call checks
-the path again, since a hook may be added later. A call with such a hook computes all logits and logs the reason.
+foreign hook. A cap of the logits, as Gemma has it, becomes that of `causal_lm`. Models that scale their logits, or
+compute another term from them, are refused. Each call checks the path again, since a hook may be added later. A call
+with such a hook computes all logits and logs the reason.
 """
 
 from __future__ import annotations
@@ -34,6 +35,18 @@ from offload.provenance import change_of_call, described, forward_text, is_causa
 
 _HIDDEN = re.compile(r"\w+(\[:, slice_indices(, :)?\])?")
 """The hidden states as a forward passes them to its head; in transformers 5.0 only the ones of `logits_to_keep`."""
+_CAPPED = """\
+if {0} is not None:
+    logits = logits / {1}
+    logits = torch.tanh(logits)
+    logits = logits * {1}"""
+_CAPS: dict[str, Callable[[Any], float | None]] = {
+    _CAPPED.format(*["self.config.final_logit_softcapping"] * 2): lambda config: config.final_logit_softcapping,
+    _CAPPED.format(
+        "(final_logit_softcapping := self.config.get_text_config().final_logit_softcapping)", "final_logit_softcapping"
+    ): lambda config: config.get_text_config().final_logit_softcapping,
+}
+"""The cap of logits as forwards of transformers write it, and the limit that a config of the model contains."""
 
 
 def chunk_loss_of(
@@ -237,7 +250,8 @@ class _LossOfModel:
                 **kwargs,
             )
             return usual
-        if logits is not call.logits:
+        softcap = softcap_of(self._model)
+        if softcap is None and logits is not call.logits:
             raise UsageError(
                 f"{type(self._model).__name__} changes its logits before the loss, so its loss cannot be computed in "
                 "chunks; do not call offload.losses.chunk_loss_of for it"
@@ -250,6 +264,7 @@ class _LossOfModel:
             head=self._head,
             shift=shift_labels is None,
             ignore_index=ignore_index,
+            softcap=softcap,
             chunk_tokens=self._chunk_tokens,
         )
         wanted = wanted.reshape(hidden.shape[:-1])
@@ -313,9 +328,8 @@ def _why_not_path(outer: nn.Module, model: Any, loss: Any, head: nn.Linear, path
         return f"the forward of {name} is {described(type(model).forward)}, not that of transformers"
     if not _ends_in_loss_of(forward_text(model, "transformers"), path):
         return (
-            f"{name} does not compute its loss from the output of {path} itself: it scales or caps its "
-            "logits, reads them for another term, or its forward has another form; compute its loss with "
-            "offload.losses.causal_lm"
+            f"{name} does not compute its loss from the output of {path} itself: it scales its logits, reads them for "
+            "another term, or its forward has another form; compute its loss with offload.losses.causal_lm"
         )
     return None
 
@@ -324,12 +338,17 @@ def _why_not_path(outer: nn.Module, model: Any, loss: Any, head: nn.Linear, path
 def _ends_in_loss_of(text: ast.AST | None, head: str) -> bool:
     """Returns True if a forward has `logits = self.<head>(…)`, and passes `logits` only to the loss and the output.
 
-    The function reads the source text, since a run would need a batch and the model's weights.
+    A cap may stand between them. The function reads the source text, since a run would need a batch and the model's
+    weights.
     """
     if text is None:
         return False
-    calls, assignments, reads, in_output, uses_of_head = [], [], 0, 0, 0
+    calls, assignments, reads, in_output, uses_of_head, line_of_loss = [], [], 0, 0, 0, 0
+    cap = _cap_in(text)
+    in_cap = set() if cap is None else set(ast.walk(cap))
     for node in ast.walk(text):
+        if node in in_cap:
+            continue
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(target, ast.Name) and target.id == "logits" for target in targets):
@@ -341,6 +360,7 @@ def _ends_in_loss_of(text: ast.AST | None, head: str) -> bool:
         elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
             in_output += any(_is_logits(keyword.value) for keyword in node.value.keywords if keyword.arg == "logits")
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "self.loss_function":
+            line_of_loss = node.lineno
             calls.append(
                 node.args[0] if node.args else next((k.value for k in node.keywords if k.arg == "logits"), None)
             )
@@ -354,7 +374,21 @@ def _ends_in_loss_of(text: ast.AST | None, head: str) -> bool:
         and ast.unparse(assignments[0].func) == f"self.{head}"
         and len(assignments[0].args) == 1
         and _HIDDEN.fullmatch(ast.unparse(assignments[0].args[0])) is not None
+        and (cap is None or assignments[0].lineno < cap.lineno < line_of_loss)
     )
+
+
+def _cap_in(text: Any) -> ast.If | None:
+    """Returns the statement of a forward that caps its logits; None if the forward has none, or several."""
+    caps = [each for each in text.body[0].body if isinstance(each, ast.If) and ast.unparse(each) in _CAPS]
+    return caps[0] if len(caps) == 1 else None
+
+
+def softcap_of(model: Any) -> float | None:
+    """Returns the limit of the absolute values of the logits of a model of transformers; None without a limit."""
+    text = forward_text(inside_adapters(model), "transformers")
+    cap = None if text is None else _cap_in(text)
+    return None if cap is None else _CAPS[ast.unparse(cap)](inside_adapters(model).config)
 
 
 def _is_logits(node: ast.AST | None) -> bool:

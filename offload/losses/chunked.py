@@ -204,7 +204,7 @@ def _losses(
     slope = None
     if terms.softcap is not None:
         values = values.div_(terms.softcap).tanh_()
-        slope = 1 - values.square() if with_gradient else None
+        slope = values.square().neg_().add_(1) if with_gradient else None
         values *= terms.softcap
     words = values.shape[-1]
     chosen = torch.where(counts, labels, 0).unsqueeze(-1)
@@ -342,7 +342,7 @@ def _capped(
     if softcap is None:
         return values, None
     values = values.div_(softcap).tanh_()
-    slope = 1 - values.square() if with_slope else None
+    slope = values.square().neg_().add_(1) if with_slope else None
     return values.mul_(softcap), slope
 
 

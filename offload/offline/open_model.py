@@ -172,6 +172,10 @@ class OpenModel:
     """True if a call with labels returns the loss of each row, and never holds all logits."""
     longest: int
     """Most tokens of a row."""
+    rows: int
+    """Rows of a micro-batch."""
+    batch: int
+    """Rows of a batch, for which the weights are read once."""
     lines: tuple[str, ...]
     """Lines for the user."""
 
@@ -185,7 +189,8 @@ def open_model(
     placement: ModelOptions,
     *,
     scores: bool = False,
-    rows: int = 0,
+    rows: int = 1,
+    batch: int = 1,
     seq_len: int | None = None,
     base: str | None = None,
     check: Callable[[Any, Any], object] | None = None,
@@ -193,9 +198,10 @@ def open_model(
     """Returns the model of a folder under an engine, to score records or to generate.
 
     The folder may be that of an adapter of peft, whose base model is `base`, or else the one that it names. To score, a
-    micro-batch has at most `rows` rows, of at most `seq_len` tokens; None stands for the model's positions, at most
-    1024. `check` is called with tokenizer and config before the weights are opened, since opening may take long.
-    `check` may raise.
+    micro-batch has at most `rows` rows, and a batch at most `batch`, of at most `seq_len` tokens; None stands for the
+    model's positions, at most 1024. Where the CPU computes, both numbers are halved until a limit of memory has room.
+    `check` is called with tokenizer and config before the weights are opened, since opening may take long. `check` may
+    raise.
 
     Raises:
         ConfigError: The folder contains no suitable model, or an option is wrong.
@@ -239,13 +245,35 @@ def open_model(
         check_positions(config, seq_len)  # a longer row may come after hours
     longest = seq_len or min(positions_of(config) or _LONGEST, _LONGEST)
     itemsize = value_nbytes(content, config)
-    beside = beside_forward(model, rows * longest, itemsize, chunked) if scores else {}
-    try:
-        engine = start(model, content, beside)
-    except BudgetError:
-        # Records may be shorter than the longest row. The guard of memory looks at each batch.
-        engine = start(model, content)
-    return OpenModel(engine=engine, tokenizer=tokenizer, rewards=rewards, chunked=chunked, longest=longest, lines=lines)
+    asked = rows, batch = min(rows, batch), batch
+    while True:
+        waiting = max(batch - rows, 0) * longest
+        beside = beside_forward(model, rows * longest, itemsize, chunked, waiting) if scores else {}
+        try:
+            engine = start(model, content, beside)
+            break
+        except BudgetError:
+            if rows == batch == 1:
+                # Records may be shorter than the longest row. The guard of memory looks at each batch.
+                engine = start(model, content)
+                break
+        rows, batch = (rows // 2, batch) if rows > 1 else (1, max(batch // 2, 1))
+    if (rows, batch) != asked:
+        lines += (
+            f"memory has no room for {asked[0]} of {asked[1]} rows of {longest} tokens at a time: a layer computes "
+            f"{count_of(rows, 'row')} at a time, and the weights are read for each {count_of(batch, 'row')}; a shorter "
+            "--seq-len leaves room for more",
+        )
+    return OpenModel(
+        engine=engine,
+        tokenizer=tokenizer,
+        rewards=rewards,
+        chunked=chunked,
+        longest=longest,
+        rows=rows,
+        batch=batch,
+        lines=lines,
+    )
 
 
 def _adapter(folder: Path, base: str | None) -> MergePlan | None:

@@ -278,8 +278,8 @@ def _head(shape: Shape, load: Load, copy: int = 0) -> int:
     if not load.chunked_loss:
         return load.batch * (head.saved + 2 * shape.temporary) + copy
     tokens = load.batch * shape.sequence
-    # Logits in fp32, and in the model's dtype if that is another one.
-    of_token = head.largest // shape.sequence
+    # Logits in fp32, and in the model's dtype if that is another one. A cap has a slope for each.
+    of_token = head.largest // shape.sequence * (1 + shape.capped)
     logits = min(CHUNK_TOKENS, tokens) * (of_token + (of_token * size // _FP32 if size < _FP32 else 0))
     hidden = load.batch * head.boundary
     # The head's input stays. Several chunks sum the head's gradients in fp32. The backward later scales a sum of the
@@ -345,7 +345,8 @@ def beside(memory: Memory, shape: Shape, load: Load) -> BesideBudgets:
     if weights are tied.
     """
     parts, units = memory.parts, [use.unit for use in shape.uses]
-    activations = need(shape, load).device
+    # malloc keeps some of what was freed between blocks that are in use.
+    activations = need(shape, load).device * 17 // 16
     # A unit that is used twice has tied weights. The engine adds the gradients of a table in pieces itself.
     tied = shape.uncut is None and len(set(units)) < len(units)
     head = memory.layouts[units[-1]].numel if units else 0

@@ -134,6 +134,8 @@ class Shape(NamedTuple):
     """True if only adapters are trained. A saved model then consists of the adapters."""
     tables: tuple[Table, ...] = ()
     """Whole tables of the vocabulary that `in_pieces` cuts."""
+    capped: bool = False
+    """True if the model limits the absolute values of its logits."""
     uncut: Shape | None = None
     """The shape with whole tables, if this one has them in pieces."""
 
@@ -898,7 +900,13 @@ def _counted(
             if (module := id(model.get_submodule(name))) in per_token
         ),
         tables=tables,
+        capped=getattr(_text_config(text), "final_logit_softcapping", None) is not None,
     )
+
+
+def _text_config(config: Any) -> Any:
+    """Returns the config of the language model in a config of transformers; any other config is returned as it is."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _begin(counter: Counter, needed: Sequence[int]) -> Any:

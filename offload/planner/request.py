@@ -291,8 +291,8 @@ def _in_chunks(request: PlanRequest) -> bool:
     """Returns True if the loss is computed in chunks: as the user chooses, else if the model allows it."""
     if request.chunked_loss and not request.chunks:
         raise ConfigError(
-            f"--chunked-loss: the loss of {request.model} cannot be computed in chunks, since the model scales or caps "
-            f"its logits, or its head is no linear layer; leave the option out"
+            f"--chunked-loss: the loss of {request.model} cannot be computed in chunks, since the model scales its "
+            "logits or reads them for another term, or its head is no linear layer; leave the option out"
         )
     return request.chunks if request.chunked_loss is None else request.chunked_loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,17 @@ def llama(tied: bool = False, chunked: bool = True, layers: int = 1, words: int 
     return model
 
 
+def gemma() -> nn.Module:
+    """Returns a Gemma 3, whose table is tied, with a cap of its logits and its loss in chunks of tokens."""
+    widths = {"hidden_size": 32, "intermediate_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape = transformers.Gemma3TextConfig(
+        **widths, head_dim=16, num_hidden_layers=1, vocab_size=WORDS, final_logit_softcapping=0.5, use_cache=False
+    )
+    model = transformers.Gemma3ForCausalLM(shape)
+    chunk_loss_of(model, chunk_tokens=24)
+    return model
+
+
 def loss(model: Any, step: int, micro: int) -> torch.Tensor:
     ids = models.tokens(step, micro, (2, 20), WORDS)
     result: torch.Tensor = model(input_ids=ids, labels=ids).loss
@@ -86,11 +98,13 @@ def pieces_of(engine: offload.Engine) -> int:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_bits_do_not_depend_on_the_tier(tied: bool, dtype: str, tmp_path: Path) -> None:
-    """And the numbers are those of plain PyTorch, but for roundings."""
-    job = Job(partial(llama, tied), loss, steps=2, dtype=dtype, accumulation=2 if tied else 1)
+@pytest.mark.parametrize("make", [llama, partial(llama, tied=True), gemma], ids=["untied", "tied", "gemma3"])
+def test_the_bits_do_not_depend_on_the_tier(make: Callable[[], nn.Module], dtype: str, tmp_path: Path) -> None:
+    """Nor on device memory of an eighth of a table. And the numbers are those of plain PyTorch, but for roundings."""
+    job = Job(make, loss, steps=2, dtype=dtype, accumulation=1 if make is llama else 2)
     pieces = same_bits(job, tmp_path, (MEMORY, CPU, DISK), vocabulary="pieces")
+    room = ROOM if dtype == "fp32" else ROOM // 2
+    assert_same(pieces, run(job, DISK, tmp_path / "small", device_memory=room))
     if dtype == "fp32":
         rounding_bounds.same_training(pieces, plain_loop(job), job, reordered=True)
     else:
@@ -255,7 +269,7 @@ def test_a_table_larger_than_the_device_trains(tmp_path: Path) -> None:
         planned = plan(shape, machine, Load(2), content)
         assert planned.shape.layouts == testing.inspect(engine).layouts
         if options is cached:
-            ids, read = models.tokens(0, 0, (2, 20), WORDS), [0]
+            ids, read = models.tokens(0, 0, (2, 20), WORDS).to(engine.device), [0]
             for _ in range(3):  # the first forward leaves all but the table in host memory
                 with torch.no_grad():
                     engine.module.model(input_ids=ids)
@@ -339,25 +353,25 @@ def test_first_values_do_not_depend_on_where_a_module_makes_them(tmp_path: Path)
 
 
 def test_scores_fit_a_limit_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start counts the logits of a chunk."""
-    files = {
-        "/proc/self/cgroup": "0::/outer",
-        "/sys/fs/cgroup/outer/memory.max": str(100 * MIB),
-        "/sys/fs/cgroup/outer/memory.current": "0",
-    }
+    """The start counts the logits of a chunk, and takes fewer rows at a time if there is no room for all."""
+    files = {"/proc/self/cgroup": "0::/outer", "/sys/fs/cgroup/outer/memory.current": "0"}
     widths = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
     folder = make_folder(tmp_path / "model", vocab_size=131_072, tie_word_embeddings=True, **widths)
     write_lines(tmp_path / "records.jsonl", [{"text": "words " * 20}])
     found = []
-    for limited in (False, True):
-        if limited:
+    for limit, rows in ((None, 16), (100 * MIB, 16), (52 * MIB, 4)):
+        if limit is not None:
+            files["/sys/fs/cgroup/outer/memory.max"] = str(limit)
             testing.replace(monkeypatch, "machine.system_file", lambda path: files.get(path, ""))
-        model = open_model(str(folder), ModelOptions(), scores=True, rows=4, seq_len=16)
+        model = open_model(str(folder), ModelOptions(), scores=True, rows=16, batch=32, seq_len=32)
         with model.engine:
-            assert any("pieces of rows" in line for line in model.engine.notices) is limited
+            assert any("pieces of rows" in line for line in model.engine.notices) is (limit is not None)
+            assert (model.rows, model.batch) == (rows, 32)
+            assert any("has no room for 16 of 32 rows" in line for line in model.lines) is (rows < 16)
             records = read_records(find_data([tmp_path / "records.jsonl"]))
-            found += scores(model, records, seq_len=16, batch_size=8, micro_batch_size=4)
-    assert found[0].log_likelihood == pytest.approx(found[1].log_likelihood, rel=1e-5)
+            found += scores(model, records, seq_len=32, batch_size=model.batch, micro_batch_size=model.rows)
+    for score in found[1:]:
+        assert score.log_likelihood == pytest.approx(found[0].log_likelihood, rel=1e-5)
 
 
 # -- ranks --------------------------------------------------------------------------------------------

@@ -202,13 +202,13 @@ def test_the_loss_is_computed_in_chunks_where_the_model_allows_it_as_in_train(tm
     assert found(*TINY, *MACHINE)["step"]["chunked_loss"]
     assert not found(*TINY, *MACHINE, "--no-chunked-loss")["step"]["chunked_loss"]
     assert found("--parameters", "1B", "--layers", "4", *MACHINE)["step"]["chunked_loss"]
-    capped = folder(tmp_path / "capped", "Gemma2")
-    assert not allows_chunks(capped) and allows_chunks(folder(tmp_path / "plain", "Llama"))
-    assert not found("--model", capped, "--seq-len", "32", *MACHINE)["step"]["chunked_loss"]
+    scaled = folder(tmp_path / "scaled", "Cohere")
+    assert not allows_chunks(scaled) and allows_chunks(folder(tmp_path / "plain", "Llama"))
+    assert not found("--model", scaled, "--seq-len", "32", *MACHINE)["step"]["chunked_loss"]
 
 
 def test_chunks_that_the_model_does_not_allow_are_an_error(tmp_path: Path) -> None:
-    done = run("--model", folder(tmp_path / "capped", "Gemma2"), "--seq-len", "32", *MACHINE, "--chunked-loss")
+    done = run("--model", folder(tmp_path / "scaled", "Cohere"), "--seq-len", "32", *MACHINE, "--chunked-loss")
     assert done.exit_code == 2 and "cannot be computed in chunks" in done.stderr
 
 

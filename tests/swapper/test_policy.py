@@ -162,6 +162,7 @@ def parts_of(numels: list[int]) -> Partitions:
         trainable_numel=tuple(numels),
         unit_nbytes=sizes,
         largest_gradient=max(sizes),
+        largest_parameter=max(sizes),
         gradients=GradientDtypes(torch.bfloat16, torch.bfloat16, torch.bfloat16),
         alone=True,
     )

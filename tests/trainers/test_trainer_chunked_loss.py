@@ -42,9 +42,9 @@ def qwen3() -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=8))
 
 
-def gemma2() -> Any:
-    """A model that caps its logits."""
-    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SMALL, head_dim=8))
+def cohere() -> Any:
+    """A model that scales its logits."""
+    return transformers.CohereForCausalLM(transformers.CohereConfig(**SMALL))
 
 
 def lora() -> Any:
@@ -82,7 +82,7 @@ def test_one_line_tells_of_the_loss(tmp_path: Path, caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, "offload")
     expected = {
         models.llama: "from the logits of 1024 tokens at a time; chunked_loss=False computes all at once",
-        gemma2: "not computed in chunks of tokens: Gemma2ForCausalLM does not compute its loss from the output of",
+        cohere: "not computed in chunks of tokens: CohereForCausalLM does not compute its loss from the output of",
     }
     for model, message in expected.items():
         caplog.clear()
@@ -239,8 +239,8 @@ def test_off_is_off_and_the_impossible_is_an_error(calls: list[torch.Size], tmp_
     with ended(made(tmp_path / "off", chunked_loss=False)) as mine:
         mine.train()
     assert not calls
-    with pytest.raises(UsageError, match="Gemma2ForCausalLM does not compute its loss from the output of lm_head"):
-        made(tmp_path / "on", model=gemma2, chunked_loss=True).train()
+    with pytest.raises(UsageError, match="CohereForCausalLM does not compute its loss from the output of lm_head"):
+        made(tmp_path / "on", model=cohere, chunked_loss=True).train()
 
 
 def test_a_script_that_has_chosen_itself_is_left_alone(calls: list[torch.Size], tmp_path: Path) -> None:

@@ -202,16 +202,15 @@ def score(typed: ScoreOptions) -> None:
         # Missing data are reported before a model of many gigabytes is opened.
         files = find_data(typed.data)
         with _lines(typed.output, typed.json_output) as (write, kept):
-            with _opened(
-                typed, typed.placement(), scores=True, rows=typed.micro_batch_size, seq_len=typed.seq_len
-            ) as model:
+            rows = {"rows": typed.micro_batch_size, "batch": typed.batch_size, "seq_len": typed.seq_len}
+            with _opened(typed, typed.placement(), scores=True, **rows) as model:
                 measured, total = _Measured(model), Total()
                 found = scores(
                     model,
                     read_records(files),
                     seq_len=model.longest,
-                    batch_size=typed.batch_size,
-                    micro_batch_size=typed.micro_batch_size,
+                    batch_size=model.batch,
+                    micro_batch_size=model.rows,
                 )
                 for each in found:
                     total.add(each)
