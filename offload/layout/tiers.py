@@ -353,7 +353,7 @@ class PlacementRequest:
     host_memory: int | None = None
     device_memory: int | None = None
     weights_on_device: float | None = None
-    """Fraction of the weights that stays on the device, in place of `device_memory`; `device_share` makes bytes of it."""
+    """Fraction of the weights that stays on the device, in place of `device_memory`; see `device_share`."""
     states_off_device: float = 1.0
     """Fraction of the states whose tier is not the device (`ratio`)."""
     cached_weights: int | None = None

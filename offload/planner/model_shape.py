@@ -649,9 +649,7 @@ def _layouts(of: _Decoder) -> Iterator[UnitLayout]:
         )
         # All experts have the layout of the first, under their own names.
         for row in range(of.experts):
-            segments = tuple(
-                segment._replace(name=f"{segment.stack}[{row}]", row=row) for segment in first.segments
-            )
+            segments = tuple(segment._replace(name=f"{segment.stack}[{row}]", row=row) for segment in first.segments)
             yield first._replace(name=f"{name}[{row}]", segments=segments)
 
 
