@@ -55,6 +55,11 @@ def printable(text: str, lines: bool = True) -> str:
 class OffloadError(Exception):
     """Base class of all errors of this library. Its message is printable, whatever names it quotes."""
 
+    @property
+    def page(self) -> str:
+        """Returns where the documentation has causes and cures of errors of this class."""
+        return f"docs/reference/errors.md#{type(self).__name__.lower()}"
+
     def __str__(self) -> str:
         """Returns the message without control characters but line breaks and tabs."""
         return printable(super().__str__())

@@ -28,6 +28,8 @@ _CODE = re.compile(r".*(attn|experts)_implementation")
 
 LLAMA = "LlamaConfig"
 """Class of the config of a Llama."""
+DECODERS = frozenset({LLAMA, "MistralConfig", "Qwen3Config", "Qwen3MoeConfig"})
+"""Classes of configs whose presets a plan knows in closed form, and whose loss can be computed in chunks."""
 
 
 class Preset(NamedTuple):

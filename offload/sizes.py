@@ -34,6 +34,23 @@ def parse_size(text: str | int | float) -> int:
         raise ConfigError(f"{text!r} is too large a number of bytes; give a smaller size") from error
 
 
+_PERCENT = re.compile(r"\s*([0-9]{1,3}(?:\.[0-9]+)?)\s*%\s*")
+
+
+def parse_percent(value: Any) -> float | None:
+    """Returns the fraction of a text such as "50%", above 0 and at most 1; None for a value without a percent sign.
+
+    Raises:
+        ConfigError: the text has a percent sign, and is no percentage above 0 and up to 100.
+    """
+    if not isinstance(value, str) or "%" not in value:
+        return None
+    match = _PERCENT.fullmatch(value)
+    if match is None or not 0 < float(match[1]) <= 100:
+        raise ConfigError(f"expected a percentage above 0% and up to 100%, such as '50%', got {value!r}")
+    return float(match[1]) / 100
+
+
 def format_size(nbytes: float) -> str:
     """Returns `nbytes` with a binary unit and one decimal: 13314398618 -> '12.4 GiB'."""
     value = float(nbytes)

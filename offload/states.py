@@ -24,6 +24,9 @@ class State(enum.Enum):
     """Scales of moments in 8 bits: for each block of elements one scale per moment, in the order of the moments."""
     GRAD = "grad"
 
+    # The hash of `Enum` runs Python code, and a plan looks states up millions of times. Members are singletons.
+    __hash__ = object.__hash__
+
     @property
     def title(self) -> str:
         """The name for people."""
@@ -46,3 +49,5 @@ class Tier(enum.Enum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+
+    __hash__ = object.__hash__  # as that of `State`

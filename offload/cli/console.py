@@ -7,6 +7,7 @@ import gc
 import logging
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,9 +31,14 @@ def echo(text: object, err: bool = False) -> None:
 
 
 def echo_error(error: BaseException) -> None:
-    """Prints an error on stderr in one line; a list of config errors takes one line per error."""
+    """Prints an error on stderr in one line; a list of config errors takes one line per error.
+
+    A terminal also shows where the documentation has the cause and the cure.
+    """
     # If a name contained a line break, the rest of the name would look like a line of this program.
     typer.echo(f"error: {printable(str(error), lines=isinstance(error, ConfigError))}", err=True)
+    if isinstance(error, OffloadError) and sys.stderr.isatty():
+        typer.echo(f"cause and cure: {error.page}", err=True)
 
 
 def make_console(**options: Any) -> Console:

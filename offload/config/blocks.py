@@ -14,7 +14,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from offload.errors import ConfigError
-from offload.sizes import MIB, parse_size
+from offload.sizes import MIB, parse_percent, parse_size
 
 # -- block ---------------------------------------------------------------------------------------------
 
@@ -177,6 +177,11 @@ def _memory(value: Any) -> Any:
     return nbytes
 
 
+def _device_memory(value: Any) -> Any:
+    """Parses a size, and checks a percentage, which stays as it is written."""
+    return _memory(value) if parse_percent(value) is None else value
+
+
 def _device(value: Any) -> Any:
     """Returns the type of a device, as torch names it. Raises `ValueError` for a device with an index, as "cuda:1"."""
     if isinstance(value, str) and not value.isidentifier():
@@ -241,6 +246,7 @@ Names = Annotated[tuple[Name, ...], BeforeValidator(_strings)]
 Paths = Annotated[tuple[Annotated[Name, BeforeValidator(expanded)], ...], BeforeValidator(_strings)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 Memory = Annotated[int, BeforeValidator(_memory)]
+DeviceMemory = Annotated[int | str, BeforeValidator(_device_memory)]
 OptimizerName = Literal["Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD", "Muon", "SinkGD"]
 OptimizerType = Annotated[str, BeforeValidator(_optimizer)]
 _DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
@@ -974,8 +980,10 @@ class OffloadBlock(Block):
         description="host budget of the process, as '16GiB'; default: as needed, at most the free memory but 6 GiB or "
         "5 % of it beside a GPU, and at most 80 % where the CPU computes",
     )
-    device_memory: Memory | None = Field(
-        None, description="device budget for weights; default: states in the tier none, and three of the largest unit"
+    device_memory: DeviceMemory | None = Field(
+        None,
+        description="device budget for weights, as '8GiB', or '50%': that share of the model's weights stays on the "
+        "device; default: states in the tier none, and three of the largest unit",
     )
     durability: Literal["auto", "step", "none"] | Every = Field(
         "auto",

@@ -173,8 +173,8 @@ def _explain_key(errors: Sequence[ErrorDetails], path: str) -> str:
     expected = re.sub("^(Value error, |Input |String |Tuple )", "", first["msg"]).replace(
         " after validation, not", ", not"
     )
-    # `parse_size` has no subject for its message, and the config has one: the key.
-    expected = re.sub("^expected a size", "should be a size", expected)
+    # `parse_size` and `parse_percent` have no subject for their messages, and the config has one: the key.
+    expected = re.sub("^expected a (size|percentage)", r"should be a \1", expected)
     expected = _EXPECTED.get(first["type"], expected)
     if first["type"] == "string_too_short" and re.search(r"nvme_path\.\d+$", key):
         key = key.rpartition(".")[0]  # a single folder may be given without a list

@@ -74,7 +74,7 @@ class PlainKeywords(TypedDict, total=False):
     host_memory: int | str
     """Bytes of host memory, as a number or text such as "32GiB"."""
     device_memory: int | str
-    """Bytes of device memory."""
+    """Bytes of device memory, or a text such as "50%": that share of the weights stays on the device."""
     dtype: str | torch.dtype
     """"bf16", "fp16" or "fp32"; by default the dtype of the model's parameters."""
     gradient_accumulation_steps: int

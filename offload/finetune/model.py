@@ -18,7 +18,7 @@ from offload.losses.causal_model import would_be_chunked
 from offload.model_io.load import init, load_pretrained
 from offload.planner.model_shape import config_of, model_of
 from offload.presets import (
-    LLAMA,
+    DECODERS,
     PRESETS,
     build,
     check_folder,
@@ -144,7 +144,7 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
 def allows_chunks(name: str) -> bool:
     """Returns True if the loss of a preset's or a folder's model is in chunks by default. No weight is made."""
     # All these presets allow chunks. Without this shortcut, the import of transformers would take seconds.
-    if name in PRESETS and PRESETS[name].config == LLAMA:
+    if name in PRESETS and PRESETS[name].config in DECODERS:
         return True
     config = config_of(name)
     with contextlib.suppress(ConfigError):  # some models cannot be cut; then all of their layers are built

@@ -26,7 +26,7 @@ from offload.engine.params import handle_of
 from offload.engine.setup import initialize
 from offload.errors import BudgetError, ConfigError, UsageError
 from offload.hf.arguments import as_reference
-from offload.sizes import count_of, format_size, parse_size
+from offload.sizes import count_of, format_size, parse_percent, parse_size
 
 logger = logging.getLogger("offload")
 
@@ -157,7 +157,7 @@ class Accelerator(accelerate.Accelerator):
         content = content_of(config)
         budget = value_of(content, "offload.device_memory")
         taken = sum(engine.device_memory for engine in self.references)
-        if budget is None or not taken:
+        if budget is None or not taken or parse_percent(budget) is not None:  # a percentage is of this model's weights
             return content
         left_bytes = parse_size(budget) - taken
         if left_bytes <= 0:

@@ -43,7 +43,7 @@ class OffloadLM(HFLM):
         device: Where to compute; None for the accelerator that is there, or else the CPU. So is "cuda:0", which lm_eval
             passes by itself; CUDA_VISIBLE_DEVICES chooses another GPU.
         host_memory: Host budget, as "16GiB".
-        device_memory: Device budget for weights.
+        device_memory: Device budget for weights, as "8GiB", or "50%": that share of them stays.
         more: Options of the class `hf` about requests, such as `max_length`, `add_bos_token`, `enable_thinking`.
 
     Raises:

@@ -40,7 +40,7 @@ from offload.layout.tiers import (
 from offload.layout.units import Stack, Units, find_units, parameters_in_fp32
 from offload.layout.vocabulary import cut_tables
 from offload.layout.vocabulary import described as described_tables
-from offload.sizes import align_up, format_size
+from offload.sizes import align_up, format_size, parse_percent
 from offload.states import State, Tier
 from offload.swapper.policy import Limits
 from offload.swapper.store.format import MAX_UNITS_OF_THREE_SLOTS
@@ -70,7 +70,8 @@ def placement_request(config: Config, accumulation: int = 1, early: bool = False
         weights=_TIERS[param.device],
         states=_TIERS[optimizer.device],
         host_memory=offload.host_memory,
-        device_memory=offload.device_memory,
+        device_memory=None if isinstance(offload.device_memory, str) else offload.device_memory,
+        weights_on_device=parse_percent(offload.device_memory),
         states_off_device=optimizer.ratio,
         cached_weights=_cached_weights(config),
         small_unit=zero.stage3_param_persistence_threshold,

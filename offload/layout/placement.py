@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError
 from offload.layout.modes import Mode
 from offload.layout.peak_memory import BesideBudgets, PeakMemory, beside_budgets, check_peak
 from offload.layout.tiers import (
@@ -251,6 +251,26 @@ _ARENA_SHARE = 0.25
 """If the CPU computes, the default arena takes at most this fraction of the bytes that `beside_budgets` leaves."""
 _GRADIENT_SHARE = 0.75
 """Fraction of the free device memory for resident states, paged units and gradients: activations need the rest."""
+
+
+def device_share(share: float, parts: Partitions, tiers: TierMap) -> int:
+    """Returns the bytes of the device budget with which the fraction `share` of the weights stays on the device.
+
+    Weights count as the device holds them: in the compute dtype, also those that other tiers store as codes. Beside
+    them the budget has room for two of the largest units, one in use and one on its way, and for resident states.
+
+    Raises:
+        ConfigError: no weights are paged, so all of them stay.
+    """
+    paged, largest = moving(parts, tiers), largest_moving(parts, tiers)
+    if not any(paged):
+        raise ConfigError(
+            '"device_memory" is a percentage of the weights that stay on the device, but "offload_param" places all of '
+            'them there: set its "device" to cpu or nvme (weights="cpu"), or leave "device_memory" out'
+        )
+    resident = sum(nbytes for nbytes, size in zip(parts.unit_nbytes, paged, strict=True) if not size)
+    kept = max(int(share * (resident + sum(paged))) - resident, 0)
+    return device_fixed(parts, tiers) + min(align_up(kept) + 2 * largest, sum(paged) + largest)
 
 
 def divide_device(
@@ -727,6 +747,9 @@ def place(
     """
     beside = beside or beside_budgets(parts, gradients=1)
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
+    if request.weights_on_device is not None:
+        nbytes = device_share(request.weights_on_device, parts, configured_tiers)
+        request = replace(request, device_memory=nbytes)
     # All engines of the process share an explicit host budget.
     if request.host_memory is not None:
         budget = max(request.host_memory - machine.other_engines, 0) // PAGE * PAGE
@@ -747,7 +770,9 @@ def place(
     if machine.device_kernels and mode.rule.on_device:
         # Gradients take the rest of an explicit budget, or of a fraction of the free memory.
         fixed, largest = device_fixed(parts, configured_tiers), largest_moving(parts, configured_tiers)
-        if request.device_memory is not None:
+        if request.weights_on_device is not None:
+            spare = 0  # the percentage is of weights alone
+        elif request.device_memory is not None:
             spare = request.device_memory // PAGE * PAGE - fixed - largest
         else:
             spare = int(_GRADIENT_SHARE * machine.free_device) - fixed - _DEVICE_UNITS * largest

@@ -354,6 +354,8 @@ class PlacementRequest:
     states: Tier
     host_memory: int | None = None
     device_memory: int | None = None
+    weights_on_device: float | None = None
+    """Fraction of the weights that stays on the device, in place of `device_memory`; see `device_share`."""
     states_off_device: float = 1.0
     """Fraction of the states whose tier is not the device (`ratio`)."""
     cached_weights: int | None = None

@@ -23,7 +23,7 @@ from offload.losses import chunk_loss_of
 from offload.model_io.folder import CONFIG
 from offload.model_io.save import TOKENIZER
 from offload.presets import check_folder, check_positions, error_message, positions_of, require_transformers
-from offload.sizes import count_of, format_size, parse_size
+from offload.sizes import count_of, format_size, parse_percent, parse_size
 
 if TYPE_CHECKING:
     from offload.offline.merge import MergePlan
@@ -111,7 +111,7 @@ def beside_cache(content: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
     """Returns the config of the engine. If it has a device budget, the cache's bytes are subtracted."""
     block = content.get("offload", {})
     budget = block.get("device_memory", "auto")
-    if budget == "auto":
+    if budget == "auto" or parse_percent(budget) is not None:  # a percentage is of the weights alone
         return dict(content)
     left = parse_size(budget) - nbytes
     if left <= 0:

@@ -30,7 +30,7 @@ from offload.layout.units import Table
 from offload.layout.vocabulary import find_tables, pieces_of
 from offload.planner.simulation.simulate import Expected
 from offload.presets import (
-    LLAMA,
+    DECODERS,
     PRESETS,
     check_folder,
     check_length,
@@ -507,7 +507,8 @@ def _divided(use: Use, units: Sequence[int], choice: Expected | None = None) -> 
 
 # -- from preset ---------------------------------------------------------------------------------------
 #
-# The shape of a Llama preset in closed form, equal to the counts of a forward on fake tensors.
+# The shape of a decoder preset in closed form, equal to the counts of a forward on fake tensors: Llama, Mistral, Qwen3
+# and its mixtures of experts.
 #
 # A forward needs transformers. Importing it and building its models would take longer than all other parts of a plan.
 # A test checks that each number here equals the counted one.
@@ -516,24 +517,75 @@ def _divided(use: Use, units: Sequence[int], choice: Expected | None = None) -> 
 _FP32 = 4
 """Bytes of an element of norms, logits and rotary embeddings inside of their operations."""
 _IDS = 8
-"""Bytes of a token's id."""
+"""Bytes of a token's id, and of an expert's number."""
 _ROTARY = {2: 54, 4: 42}
 """Bytes that rotary embeddings move for each token and feature of a head, by the bytes of a weight."""
 _LOSS = {2: 18, 4: 12}
-"""Bytes that the loss moves for each logit, by the bytes of a weight: bf16 logits are copied to fp32 first."""
+"""Bytes that a softmax of 16-bit or fp32 values moves for each of them: bf16 values are copied to fp32 first."""
+
+
+class _Decoder(NamedTuple):
+    """Sizes of a decoder's layers. A layer has one gated MLP, or `experts` of them and a router."""
+
+    layers: int
+    vocabulary: int
+    hidden: int
+    inner: int
+    """Width of an MLP, or of an expert."""
+    heads: int
+    key_heads: int
+    features: int
+    """Width of a head."""
+    normed: bool
+    """True if the queries and keys of each head are normalized."""
+    tied: bool
+    """True if the head is the embedding."""
+    experts: int
+    per_token: int
+
+    @property
+    def queries(self) -> int:
+        """Returns the width of the queries of all heads."""
+        return self.heads * self.features
+
+    @property
+    def keys(self) -> int:
+        """Returns the width of the keys of all groups of heads."""
+        return self.key_heads * self.features
+
+
+def _decoder(settings: Mapping[str, Any], normed: bool) -> _Decoder:
+    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+    return _Decoder(
+        layers=settings["num_hidden_layers"],
+        vocabulary=settings["vocab_size"],
+        hidden=hidden,
+        inner=settings.get("moe_intermediate_size", settings["intermediate_size"]),
+        heads=heads,
+        key_heads=settings["num_key_value_heads"],
+        features=settings.get("head_dim", hidden // heads),
+        normed=normed,
+        # Configs of these families have a head of its own by default.
+        tied=settings.get("tie_word_embeddings", False),
+        experts=settings.get("num_experts", 0),
+        per_token=settings.get("num_experts_per_tok", 0),
+    )
 
 
 def from_preset(name: str, sequence: int, itemsize: int) -> Shape | None:
     """Returns the shape of a preset in the default division into units; None if only a forward can determine it."""
-    if name not in PRESETS or PRESETS[name].config != LLAMA:
+    if name not in PRESETS or PRESETS[name].config not in DECODERS:
         return None
     settings = PRESETS[name].settings
+    of = _decoder(settings, PRESETS[name].config.startswith("Qwen3"))
     # The counter skips tensors of the causal mask's shape. At these lengths other tensors have that shape, too.
-    if sequence in (1, settings["hidden_size"] // settings["num_attention_heads"]):
+    if sequence in (1, of.features):
         return None
     check_length(settings["max_position_embeddings"], sequence)
-    uses = tuple(_uses(settings, sequence, itemsize))
-    layouts = tuple(_layouts(settings))
+    uses = tuple(_uses(of, sequence, itemsize))
+    layouts = tuple(_layouts(of))
+    # The embedding, the layers, the norm, and the head unless it is the embedding; then the experts.
+    first = of.layers + (2 if of.tied else 3)
     return Shape(
         name=name,
         layouts=layouts,
@@ -543,109 +595,168 @@ def from_preset(name: str, sequence: int, itemsize: int) -> Shape | None:
         positions=settings["max_position_embeddings"],
         itemsize=itemsize,
         matrices=frozenset(
-            segment.name for layout in layouts for segment in layout.segments if segment.name.endswith("_proj.weight")
+            segment.name
+            for layout in layouts[:first]
+            for segment in layout.segments
+            if segment.name.endswith(("_proj.weight", ".gate.weight"))
+        ),
+        experts=tuple(
+            Experts(range(first + index * of.experts, first + (index + 1) * of.experts), of.per_token)
+            for index in range(of.layers if of.experts else 0)
         ),
         tables=tuple(
-            Table(segment.name, pieces_of(*segment.shape), _is_tied(settings))
-            for layout in layouts
+            Table(segment.name, pieces_of(*segment.shape), of.tied)
+            for layout in layouts[:first]
             for segment in layout.segments
-            if segment.shape[0] == settings["vocab_size"] and len(segment.shape) == 2
+            if segment.shape[0] == of.vocabulary and len(segment.shape) == 2
         ),
     )
 
 
-def _layouts(settings: Mapping[str, Any]) -> Iterator[UnitLayout]:
-    """Yields the layouts of the embedding, of each layer, of the norm, and of the head unless it is the embedding."""
-    hidden, inner, vocabulary = (settings[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
-    keys = hidden // settings["num_attention_heads"] * settings["num_key_value_heads"]
-    layer = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
+def _layouts(of: _Decoder) -> Iterator[UnitLayout]:
+    """Yields the layouts of the embedding, of each layer, of the norm, and of the head unless it is the embedding.
+
+    The layouts of all experts follow, layer by layer.
+    """
+    hidden, inner = of.hidden, of.inner
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (of.queries, hidden),
+        "self_attn.k_proj": (of.keys, hidden),
+        "self_attn.v_proj": (of.keys, hidden),
+        "self_attn.o_proj": (hidden, of.queries),
     }
-    yield _layout("model.embed_tokens", {"": (vocabulary, hidden)})
-    for index in range(settings["num_hidden_layers"]):
+    if of.normed:
+        layer |= {"self_attn.q_norm": (of.features,), "self_attn.k_norm": (of.features,)}
+    if of.experts:
+        layer["mlp.gate"] = (of.experts, hidden)
+    else:
+        layer |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    yield _layout("model.embed_tokens", {"": (of.vocabulary, hidden)})
+    for index in range(of.layers):
         yield _layout(f"model.layers.{index}", {f".{module}": shape for module, shape in layer.items()})
     yield _layout("model.norm", {"": (hidden,)})
-    if not _is_tied(settings):
-        yield _layout("lm_head", {"": (vocabulary, hidden)})
+    if not of.tied:
+        yield _layout("lm_head", {"": (of.vocabulary, hidden)})
+    stacks = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
+    for index in range(of.layers if of.experts else 0):
+        name = f"model.layers.{index}.mlp.experts"
+        first = arrange(
+            f"{name}[0]",
+            [
+                ParameterSegment(f"{name}.{stack}[0]", shape, 0, math.prod(shape), True, stack=f"{name}.{stack}")
+                for stack, shape in stacks.items()
+            ],
+            1,
+        )
+        # All experts have the layout of the first, under their own names.
+        for row in range(of.experts):
+            segments = tuple(segment._replace(name=f"{segment.stack}[{row}]", row=row) for segment in first.segments)
+            yield first._replace(name=f"{name}[{row}]", segments=segments)
 
 
 def _layout(unit: str, shapes: Mapping[str, tuple[int, ...]]) -> UnitLayout:
     segments = [
-        ParameterSegment(f"{unit}{module}.weight", shape, 0, shape[0] * (shape[1] if len(shape) > 1 else 1), True)
-        for module, shape in shapes.items()
+        ParameterSegment(f"{unit}{module}.weight", shape, 0, math.prod(shape), True) for module, shape in shapes.items()
     ]
     return arrange(unit, segments, 1)
 
 
-def _uses(settings: Mapping[str, Any], tokens: int, itemsize: int) -> Iterator[Use]:
-    hidden, layers, vocabulary = (settings[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size"))
-    features = hidden // settings["num_attention_heads"]
-    boundary = itemsize * tokens * hidden
+def _uses(of: _Decoder, tokens: int, itemsize: int) -> Iterator[Use]:
+    boundary = itemsize * tokens * of.hidden
+    norm = _norm(of.hidden, 1, itemsize)
     yield Use(
         0,
         0.0,
-        float(82 + 2 * features + tokens * (290 + itemsize * hidden + _ROTARY[itemsize] * features)),
+        float(82 + 2 * of.features + tokens * (290 + itemsize * of.hidden + _ROTARY[itemsize] * of.features)),
         saved=_IDS * tokens,
         boundary=_IDS * tokens,
         lookup=True,
         largest=boundary,
     )
-    layer = _layer(settings, tokens, itemsize)
-    # The first layer saves the rotary embeddings of all.
-    yield layer._replace(saved=layer.saved + 2 * itemsize * tokens * features)
-    yield from (layer._replace(unit=index) for index in range(2, layers + 1))
+    layer, expert = _layer(of, tokens, itemsize), _expert(of, tokens, itemsize)
+    first_expert = of.layers + (2 if of.tied else 3)
+    for index in range(of.layers):
+        # The first layer saves the rotary embeddings of all.
+        rotary = 0 if index else 2 * itemsize * tokens * of.features
+        yield layer._replace(unit=1 + index, saved=layer.saved + rotary)
+        if of.experts:
+            yield expert._replace(unit=first_expert + index * of.experts)
     yield Use(
-        layers + 1,
+        of.layers + 1,
         0.0,
-        float(tokens * (24 + (44 - 4 * itemsize) * hidden)),
-        saved=tokens * (_FP32 + (_FP32 + itemsize) * hidden),
+        float(tokens * norm[0]),
+        saved=tokens * norm[1],
         boundary=boundary,
-        largest=_FP32 * tokens * hidden,
+        largest=_FP32 * tokens * of.hidden,
     )
     yield Use(
-        0 if _is_tied(settings) else layers + 2,
-        2.0 * tokens * hidden * vocabulary,
-        float(16 + tokens * (24 + _LOSS[itemsize] * vocabulary)),
-        saved=12 + tokens * (_IDS + itemsize * hidden + _FP32 * vocabulary),
+        0 if of.tied else of.layers + 2,
+        2.0 * tokens * of.hidden * of.vocabulary,
+        float(16 + tokens * (24 + _LOSS[itemsize] * of.vocabulary)),
+        saved=12 + tokens * (_IDS + itemsize * of.hidden + _FP32 * of.vocabulary),
         boundary=boundary,
-        largest=_FP32 * tokens * vocabulary,
+        largest=_FP32 * tokens * of.vocabulary,
     )
 
 
-def _layer(settings: Mapping[str, Any], tokens: int, itemsize: int) -> Use:
-    hidden, inner, heads = (settings[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
-    features, groups = hidden // heads, settings["num_key_value_heads"]
-    keys = features * groups
-    attention = 4.0 * tokens * tokens * hidden
-    mlp_flops = 6.0 * tokens * hidden * inner
+def _norm(width: int, count: int, itemsize: int) -> tuple[int, int]:
+    """Returns the bytes for each token that `count` norms of `width` elements in all move, and those that they save."""
+    return 24 * count + (44 - 4 * itemsize) * width, _FP32 * count + (_FP32 + itemsize) * width
+
+
+def _layer(of: _Decoder, tokens: int, itemsize: int) -> Use:
+    """Returns the use of a layer without its experts."""
+    hidden, inner, queries, keys = of.hidden, of.inner, of.queries, of.keys
+    attention = 4.0 * tokens * tokens * queries
+    moved, saved = _norm(2 * hidden, 2, itemsize)
+    if of.normed:
+        norms = _norm(queries + keys, of.heads + of.key_heads, itemsize)
+        moved, saved = moved + norms[0], saved + norms[1]
+    moved += 6 * itemsize * hidden + itemsize * (10 * queries + 10 * keys + 4 * of.features)
     # Keys and values of a group of heads are copied for each head.
-    copied = 0 if groups == heads else 4 * itemsize * hidden
-    moved = 48 + (88 + 8 * itemsize) * hidden + itemsize * (10 * keys + 5 * inner + 4 * features) + copied
+    moved += 0 if of.key_heads == of.heads else 4 * itemsize * queries
+    saved += itemsize * hidden + 4 * itemsize * queries + _FP32 * of.heads
+    if of.experts:
+        # A router: the scores of all experts in fp32, and the weights and numbers of those that are chosen.
+        moved += 8 - 3 * itemsize * hidden + _LOSS[itemsize] * of.experts + (44 - 3 * itemsize) * of.per_token
+        mlp_flops = 2.0 * tokens * hidden * of.experts
+        mlp_saved = itemsize * hidden + _FP32 * (1 + of.experts) + (_FP32 + _IDS) * of.per_token
+        mlp_largest = max(_FP32 * of.experts, _IDS * of.per_token)
+    else:
+        moved += 5 * itemsize * inner
+        mlp_flops = 6.0 * tokens * hidden * inner
+        mlp_saved = itemsize * (hidden + 4 * inner)
+        mlp_largest = itemsize * max(hidden, inner)
     return Use(
         1,
-        4.0 * tokens * hidden * (hidden + keys) + mlp_flops + attention,
+        4.0 * tokens * hidden * (queries + keys) + mlp_flops + attention,
         float(4 * itemsize + tokens * moved),
-        saved=tokens * (8 + 8 * (1 + itemsize) * hidden + 4 * itemsize * inner + 4 * heads),
+        saved=tokens * (saved + mlp_saved),
         boundary=itemsize * tokens * hidden,
-        largest=_FP32 * tokens * hidden,
+        largest=tokens * max(_FP32 * hidden, (_FP32 if of.normed else itemsize) * queries),
         attention=attention,
         mlp_flops=mlp_flops,
-        mlp_saved=itemsize * tokens * (hidden + 4 * inner),
-        mlp_largest=itemsize * tokens * inner,
+        mlp_saved=tokens * mlp_saved,
+        mlp_largest=tokens * mlp_largest,
     )
 
 
-def _is_tied(settings: Mapping[str, Any]) -> bool:
-    """Returns True if the head is the embedding; `LlamaConfig` has a head of its own by default."""
-    return bool(settings.get("tie_word_embeddings", False))
+def _expert(of: _Decoder, tokens: int, itemsize: int) -> Use:
+    """Returns the use of a layer's first expert, which stands for all that are visited."""
+    rows, flops = tokens * of.per_token, 6.0 * tokens * of.per_token * of.hidden * of.inner
+    saved = itemsize * rows * (1 + 2 * of.hidden + 4 * of.inner)
+    return Use(
+        0,
+        flops,
+        float(itemsize * (4 * tokens * of.hidden + rows * (1 + 5 * of.hidden + 5 * of.inner))),
+        saved=saved,
+        boundary=itemsize * tokens * of.hidden,
+        largest=itemsize * tokens * of.hidden,
+        mlp_flops=flops,
+        mlp_saved=saved,
+        mlp_largest=itemsize * rows * max(of.hidden, 2 * of.inner),
+    )
 
 
 # -- from model ----------------------------------------------------------------------------------------
@@ -669,8 +780,8 @@ def from_name(
     """Returns the shape of a preset, or of a folder with a config.json."""
     named = units.named if isinstance(units, Division) else units
     known = None if named or layers is not None else from_preset(name, sequence, dtype.itemsize)
-    if known is not None:
-        whole = isinstance(units, Division) and not RULE_LAYOUTS[units.rule].elementwise
+    whole = isinstance(units, Division) and not RULE_LAYOUTS[units.rule].elementwise
+    if known is not None and not (whole and known.experts):  # a rule for matrices divides experts otherwise
         return known._replace(tables=()) if whole else known
     config = config_of(name, layers)
     if quantized_bits(config) is not None:

@@ -299,24 +299,41 @@ def victims(
     if space.could_take(nbytes, ()):
         return ()
     distances = {block.unit: distance(block.unit) for block in evictable}
-    going: list[UnitBlock] = []
-    # Bytes are added before holes are sorted: too few of them fit nowhere.
-    free = space.nbytes - space.used_bytes
-    for block in sorted(
+    latest = sorted(
         (block for block in evictable if distances[block.unit] > beyond),
         key=lambda block: (-distances[block.unit], block.unit),
-    ):
-        going.append(block)
-        free += align_up(max(block.nbytes, 1))
-        if free >= nbytes and space.could_take(nbytes, (block[1:] for block in going)):
-            break
-    else:
+    )
+    # Bytes are added before holes are sorted: too few of them fit nowhere.
+    free, least = space.nbytes - space.used_bytes, 0
+    while free < nbytes and least < len(latest):
+        free += align_up(max(latest[least].nbytes, 1))
+        least += 1
+    least = max(least, 1)
+
+    def suffice(blocks: Sequence[UnitBlock]) -> bool:
+        return space.could_take(nbytes, [block[1:] for block in blocks])
+
+    if free < nbytes or len(latest) < least:
         return None
+    # The fewest of them, by bisection: what some leave free, more of them leave free too.
+    if not suffice(latest[:least]):
+        if not suffice(latest):
+            return None
+        least = bisect.bisect_left(range(len(latest)), True, least + 1, key=lambda count: suffice(latest[:count]))
+    going = latest[:least]
     # Eviction by distance also picks blocks that do not border on the others. Such blocks need not go. The last block
-    # must go: without it the first loop found no room.
+    # must go: without it there was no room.
+    if len(going) > 1:
+        size = align_up(max(nbytes, 1))
+        regions = [
+            region
+            for region in free_regions(space.holes, [block[1:] for block in going])
+            if region[1] - region[0] >= size
+        ]
+        going = [block for block in going if any(start <= block.offset < stop for start, stop in regions)]
     for block in reversed(going[:-1]):
         fewer = [remaining for remaining in going if remaining is not block]
-        if space.could_take(nbytes, (block[1:] for block in fewer)):
+        if suffice(fewer):
             going = fewer
     return tuple(block.unit for block in going)
 

@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 import offload
 from offload import schedules
 from offload.cli.commands.train import TrainOptions
+from offload.cli.console import echo_error
 from offload.cli.main import app
 from offload.config import load_config, resolve_batch
-from offload.errors import ConfigError
+from offload.errors import BudgetError, ConfigError
 from offload.finetune.model import decay_groups
 from offload.finetune.options import Options, chooses_dtype, in_options, merge, schedule
 from offload.swapper.store import store
@@ -53,6 +54,18 @@ def test_help_and_exit_codes(path: tuple[str, ...]) -> None:
     assert told.exit_code == 0
     assert f"Example: offload {' '.join(path)} " in " ".join(told.output.split()) or "Examples:" in told.output
     assert ("--json" in told.output) is (path not in WITHOUT_JSON)
+
+
+def test_a_terminal_shows_where_the_cure_of_an_error_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    echo_error(BudgetError("too small"))
+    assert capsys.readouterr().err == "error: too small\n", "a program reads one line"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    echo_error(BudgetError("too small"))
+    assert capsys.readouterr().err.endswith("\ncause and cure: docs/reference/errors.md#budgeterror\n")
+    echo_error(OSError("of the system"))
+    assert "cure" not in capsys.readouterr().err
 
 
 def refused(*arguments: str) -> str:

@@ -122,6 +122,10 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
         {"gradient_clipping": "off"},
         "gradient_clipping should be a number, got 'off'; 0 switches clipping off",
     ),
+    "no percentage of a budget": (
+        {"offload": {"device_memory": "120%"}},
+        "offload.device_memory should be a percentage above 0% and up to 100%, such as '50%', got '120%'",
+    ),
     "a word for a budget": (
         {"offload": {"host_memory": "16 GB of RAM"}},
         "offload.host_memory should be a size such as '16GiB', '800MB' or a number of bytes, got '16 GB of RAM'",
@@ -375,6 +379,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"offload": {"durability": {"evry": 3}}},
         r'unknown key offload\.durability\.evry.*"every"',
     ),
+    "no percent": ({"offload": {"device_memory": "0%"}}, r"offload\.device_memory.*percentage above 0%.*'0%'"),
+    "two signs of percent": ({"offload": {"device_memory": "50 %%"}}, r"offload\.device_memory.*percentage.*'50 %%'"),
+    "a percentage of RAM": ({"offload": {"host_memory": "50%"}}, r"offload\.host_memory should be a size"),
     "a size without an end": ({"offload": {"host_memory": "1e400"}}, r"offload\.host_memory"),
     "a seed without an end": ({"offload": {"seed": 1e300}}, r"offload\.seed"),
     "a path that is a number": ({"zero_optimization": {"offload_param": {"nvme_path": 5}}}, "nvme_path.*list.*5"),

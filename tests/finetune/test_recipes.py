@@ -19,6 +19,14 @@ SIZES = {  # hidden, inner, layers, heads
     "Qwen/Qwen3-8B": (4096, 12288, 36, 32),
     "Qwen/Qwen3-14B": (5120, 17408, 40, 40),
     "Qwen/Qwen3-32B": (5120, 25600, 64, 64),
+    "Qwen/Qwen3-30B-A3B": (2048, 6144, 48, 32),
+}
+EXPERTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_key_value_heads": 4,
 }
 RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.yaml"))
 
@@ -72,8 +80,11 @@ def test_a_recipe_fits_its_cards(name: str, gpu: str, tmp_path: Path) -> None:
     params = parsed(ROOT / "recipes" / name)
     hidden, inner, layers, heads = SIZES[params["model"]]
     shape = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-    transformers.Qwen3Config(
-        **shape, num_attention_heads=heads, architectures=["Qwen3ForCausalLM"], **_WIDTHS
+    dense = "A3B" not in params["model"]
+    config = transformers.Qwen3Config if dense else transformers.Qwen3MoeConfig
+    architecture = "Qwen3ForCausalLM" if dense else "Qwen3MoeForCausalLM"
+    config(
+        **shape, num_attention_heads=heads, architectures=[architecture], **(_WIDTHS if dense else _WIDTHS | EXPERTS)
     ).save_pretrained(tmp_path)
     names = (
         "lora",

@@ -23,7 +23,7 @@ from offload.planner import memory, recommend, request
 from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
 from offload.planner.model_shape import Shape, from_count, from_name, from_preset
-from offload.presets import LLAMA, PRESETS
+from offload.presets import DECODERS, PRESETS
 from offload.sizes import GIB, MIB, parse_size
 from tests.planner.test_plan_activations import llama
 
@@ -50,7 +50,7 @@ def test_a_model_shows_its_blocks_its_mlps_and_its_attention(tmp_path: Path) -> 
     assert layer.mlp_largest == 2 * tokens * 768 and layer.largest == 4 * tokens * 256, "of a norm, in fp32"
 
 
-_LLAMAS = sorted(name for name, preset in PRESETS.items() if preset.config == LLAMA)
+_DECODERS = sorted(name for name, preset in PRESETS.items() if preset.config in DECODERS)
 _LAYERS = 3
 """The first layer differs from the others, which are alike."""
 
@@ -60,7 +60,7 @@ def _counted(name: str, sequence: int, dtype: torch.dtype) -> Shape:
     return from_name(name, sequence, dtype, layers=_LAYERS)
 
 
-@pytest.fixture(params=_LLAMAS)
+@pytest.fixture(params=_DECODERS)
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a preset, which has fewer layers for the test."""
     preset = PRESETS[request.param]._replace(settings={**PRESETS[request.param].settings, "num_hidden_layers": _LAYERS})
@@ -79,7 +79,7 @@ def test_the_closed_form_is_what_is_counted(name: str, sequence: int, dtype: tor
 @pytest.mark.sample(1)
 def test_a_length_at_which_the_mask_has_the_shape_of_another_tensor_is_counted(name: str) -> None:
     settings = PRESETS[name].settings
-    for sequence in (1, settings["hidden_size"] // settings["num_attention_heads"]):
+    for sequence in (1, settings.get("head_dim", settings["hidden_size"] // settings["num_attention_heads"])):
         assert from_preset(name, sequence, 2) is None
         assert from_name(name, sequence) == _counted(name, sequence, torch.bfloat16)
 
@@ -103,7 +103,7 @@ def test_experts_that_a_sequence_visits_anyway_are_counted_in_groups(tmp_path: P
     assert few.in_groups() is few, "two tokens leave experts out"
 
 
-def test_what_is_no_llama_or_too_long_is_left_to_the_forward_or_refused() -> None:
+def test_what_is_no_decoder_or_too_long_is_left_to_the_forward_or_refused() -> None:
     assert from_preset("gpt2-tiny", 64, 2) is None and from_preset("/a/folder", 64, 2) is None
     with pytest.raises(ConfigError, match="--seq-len 4097 is more than the 4096 positions of this model"):
         from_preset("llama-1b", 4097, 2)

@@ -325,6 +325,8 @@ def test_the_page_has_no_message_that_nobody_raises() -> None:
 def test_every_class_has_a_section_and_every_cause_a_cure(name: str) -> None:
     section = PAGE.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
     assert section
+    # The anchor of a heading is its text in lower case.
+    assert getattr(errors, name).__new__(getattr(errors, name)).page == f"docs/reference/errors.md#{name.lower()}"
     for part in section.split("\n### ")[1:]:
         assert "**Cause.** " in part and "**Cure.** " in part and "\n* `" in part, part.splitlines()[0]
 

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offload
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError
 from offload.layout.peak_memory import beside_budgets
 from offload.layout.placement import MachineMemory, host_needs, least_host, place, usable_host
 from offload.layout.tiers import PlacementRequest, configured, demotions, with_tier
 from offload.sizes import MIB
 from offload.states import Tier
 from tests.support.oracle import processes
+from tests.support.processes.device_process import engine_device
 from tests.support.processes.memory_limit import MemoryLimit, memory_limit
 from tests.swapper.test_policy import MODE, parts_of
 
@@ -114,3 +115,51 @@ def test_a_model_larger_than_its_container_trains_with_default_budgets(tmp_path:
         process.join()
     assert process.exitcode == 0, f"the run ended with {process.exitcode}"
     assert json.loads((tmp_path / "losses.json").read_text()) == train(tmp_path, "none")
+
+
+@pytest.mark.parametrize(("share", "units"), [(0.01, 2.04), (0.25, 3), (0.5, 4), (1, 5)])
+def test_a_percentage_of_the_weights_and_two_units_are_the_device_budget(share: float, units: float) -> None:
+    """Four equal units of 1 MiB: the budget has their share and two units, at most all of them and one."""
+    parts = parts_of([MIB // MODE.weight_dtype.itemsize] * 4)
+    machine = MachineMemory(free_host=1 << 34, free_device=1 << 34, host_addressable=False, drives=True)
+    request = PlacementRequest(weights=Tier.HOST, states=Tier.DISK, weights_on_device=share)
+    placement = place(parts, MODE, request, machine)
+    assert 0 <= placement.device_nbytes - units * MIB < 4096, "rounded to a page"
+    assert placement.device_need.most == placement.device_nbytes, "as an explicit budget it does not grow"
+
+
+def test_a_percentage_of_weights_that_all_stay_is_refused() -> None:
+    request = PlacementRequest(weights=Tier.DEVICE, states=Tier.HOST, weights_on_device=0.5)
+    machine = MachineMemory(free_host=1 << 34, free_device=1 << 34, host_addressable=False, drives=True)
+    with pytest.raises(ConfigError, match='set its "device" to cpu or nvme'):
+        place(parts_of([MIB] * 4), MODE, request, machine)
+
+
+def test_frozen_weights_are_copied_to_the_device_less_often_and_never_back() -> None:
+    def copied(device_memory: str | None) -> tuple[float, float]:
+        """Returns the bytes that the last of some steps copies to the device, and from it."""
+        network = nn.Sequential(*model().requires_grad_(False), nn.Linear(WIDTH, 1, bias=False))
+        content = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "cpu"},
+                "offload_optimizer": {"device": "cpu"},
+            },
+            "offload": {"device": engine_device()} | ({"device_memory": device_memory} if device_memory else {}),
+            "wall_clock_breakdown": True,
+        }
+        engine = offload.initialize(model=network, config=content).engine
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+            engine.step()
+        numbers = dict(engine.measured)
+        engine.destroy()
+        return numbers["uploaded_bytes"], numbers["downloaded_bytes"]
+
+    default, half, whole = (copied(device_memory) for device_memory in (None, "50%", "100%"))
+    trains = 4 * WIDTH
+    assert default[1] == half[1] == whole[1] == trains, "the gradient of what trains, at any percentage"
+    assert default[0] > half[0] > whole[0], "more of the frozen weights stay"
+    assert trains <= whole[0] < 4 * trains, "all frozen weights stay; what was updated comes again, in whole pages"

@@ -68,9 +68,10 @@ class _Placed:
     host_memory: Annotated[
         str | None, option("Host budget, as 16GiB: more holds weights between uses. [default: what is needed]")
     ] = None
-    device_memory: Annotated[str | None, option("Device budget for weights. [default: three of the largest layer]")] = (
-        None
-    )
+    device_memory: Annotated[
+        str | None,
+        option("Device budget for weights, as 8GiB, or 50%: that share stays. [default: three of the largest layer]"),
+    ] = None
     device: Annotated[
         str | None, option("Where to compute: auto, cpu, cuda, or another accelerator of torch. [default: auto]")
     ] = None

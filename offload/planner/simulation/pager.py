@@ -83,6 +83,9 @@ class SimulatedPager:
         )
         # Units whose reads have begun and are not delivered, by index. After each event, actors check for ended reads.
         self._reading: dict[int, Entry] = {}
+        self._in_host: dict[int, Entry] = {}
+        self._on_device: dict[int, Entry] = {}
+        """Units with a host buffer and units with a device buffer, by index."""
         self._pinned: dict[int, Entry] = {}
         """Units in use, by index."""
         self._limits = limits
@@ -228,9 +231,9 @@ class SimulatedPager:
     def _start_read(self, entry: Entry, to: Residency, buffer: UnitBlock, priority: Priority) -> None:
         """Starts a read into a host buffer (READING), or into the unit's device buffer (UPLOADING)."""
         if to is Residency.READING:
-            entry.host_buffer = buffer
+            self._in_host[entry.index], entry.host_buffer = entry, buffer
         else:
-            entry.device_buffer = buffer
+            self._on_device[entry.index], entry.device_buffer = entry, buffer
         self._reading[entry.index] = entry
         entry.reading = self.machine.read("weight read", "weights_read", entry.index, entry.size.shard_nbytes, priority)
         self.move(entry, to)
@@ -275,7 +278,7 @@ class SimulatedPager:
         for each in (host_buffer, second):
             if each is not None:
                 self.host.give(each.offset, each.nbytes)
-        entry.device_buffer = place
+        self._on_device[entry.index], entry.device_buffer = entry, place
         self.move(entry, Residency.DEVICE)
 
     def _upload(self, entry: Entry, place: UnitBlock) -> Acting[None]:
@@ -286,7 +289,7 @@ class SimulatedPager:
         entry.copied = self.machine.upload(entry.index, entry.size.shard_nbytes + made)
         if self.machine.on_cpu:
             yield from self.machine.counted("upload", until(entry.copied))
-        entry.device_buffer = place
+        self._on_device[entry.index], entry.device_buffer = entry, place
         self.move(entry, Residency.DEVICE)
 
     def _allocate_on_device(self, entry: Entry, beyond: int = -1) -> UnitBlock | None:
@@ -295,7 +298,7 @@ class SimulatedPager:
         floor = Floor(0, self.device.nbytes, beside)
         idle = [
             e.device_buffer
-            for e in self.entries
+            for _, e in sorted(self._on_device.items())
             if e.device_buffer is not None
             and e.residency is Residency.DEVICE
             and not e.pins
@@ -391,6 +394,7 @@ class SimulatedPager:
         assert entry.device_buffer is not None and not entry.pins
         self.device.give(entry.device_buffer.offset, entry.device_buffer.nbytes)
         entry.device_buffer = None
+        del self._on_device[entry.index]
         # After an update the writes of the host buffer may still be in flight.
         kept = Residency.WRITING if entry.unwritten else Residency.HOST
         self.move(entry, kept if entry.at_hand else Residency.DISK)
@@ -403,7 +407,9 @@ class SimulatedPager:
         Without `wait`, units whose copy to the device is under way are not evicted.
         """
         while not self.host.could_take(nbytes, ()):
-            evictable = [e.host_buffer for e in self.entries if e.host_buffer is not None and self._is_evictable(e)]
+            evictable = [
+                e.host_buffer for e in self._in_host.values() if e.host_buffer is not None and self._is_evictable(e)
+            ]
             chosen = victims(self.host, nbytes, evictable, self._distance, beyond)
             if chosen is None:
                 return None
@@ -419,6 +425,7 @@ class SimulatedPager:
                 assert entry.host_buffer is not None
                 self.host.give(entry.host_buffer.offset, entry.host_buffer.nbytes)
                 entry.host_buffer = None
+                del self._in_host[entry.index]
                 if entry.residency is Residency.HOST:
                     self.move(entry, Residency.DISK)
         offset = self.host.take(nbytes)
@@ -488,6 +495,8 @@ class SimulatedPager:
         if not entry.at_hand and not self.waiting_for_buffer:
             beyond = -1 if entry.index in self.wanted else self.access_order.distance(entry.index)
             entry.host_buffer = yield from self.take_host_buffer(entry.index, entry.size.shard_nbytes, beyond)
+            if entry.host_buffer is not None:
+                self._in_host[entry.index] = entry
         entry.in_update = entry.at_hand
         return entry.in_update
 
