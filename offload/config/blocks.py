@@ -945,6 +945,10 @@ class Debug(Block):
 
     poison: bool = Field(False, description="fill freed device memory with NaN and place weights at random addresses")
     overlap: bool = Field(True, description="run updates while the next forward runs")
+    collectives: bool = Field(
+        False,
+        description="call the collectives of several ranks in a process that trains alone too, over a group of one",
+    )
 
 
 class Every(Block):

@@ -280,7 +280,7 @@ class Rounds(Agreement):
         """Number of gathers of the series that have begun, and number of gathers that begin before they are needed."""
         self._reductions: deque[int] = deque()
         """Units that all ranks reduce next in this order, without a round."""
-        self._uses_ask = self.ranks.mesh.shards > 1
+        self._uses_ask = self.ranks.gathers
         """False while all ranks know that their next uses need no round, such as if each rank has all weights."""
         self._strayed = False
         """True if this rank has left a series of reductions. It then takes part in no other series."""

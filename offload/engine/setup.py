@@ -179,7 +179,7 @@ def start(
         raise
     ranks = Ranks()
     try:
-        ranks = join_ranks(device, settings.zero_optimization.mics_shard_size)
+        ranks = join_ranks(device, settings.zero_optimization.mics_shard_size, settings.offload.debug.collectives)
         with STARTING, with_adopted_buffers(model):
             world = join(settings, model, device, ranks, shards)
             together = bool(shards.dtensors) or world.shares_batches or isinstance(model, PipelineStages)

@@ -201,7 +201,7 @@ def reduction_of(
     ZeRO partitions gradients from stage 2 on. In stages 0 and 1 a rank therefore has memory for the sum of all of a
     step's micro-batches, and reduces this sum once.
     """
-    if world_size * replicas == 1:
+    if _alone(config, world_size, replicas):
         return None
     zero = config.zero_optimization
     overlaps = zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm
@@ -231,8 +231,13 @@ def reduction_of(
         replicas=replicas,
         form=form,
         coded_sums=coded_sums,
-        in_place=world_size == 1 and dtype is torch.float32 and not coded_sums,
+        in_place=world_size == 1 < replicas and dtype is torch.float32 and not coded_sums,
     )
+
+
+def _alone(config: Config, world_size: int, replicas: int) -> bool:
+    """Returns True if one process trains, and does not try the collectives of several."""
+    return world_size * replicas == 1 and not config.offload.debug.collectives
 
 
 def buffer_dtype(config: Config) -> torch.dtype | None:
@@ -339,7 +344,8 @@ def place_states(request: MemoryRequest) -> MemoryPlan:
     config, accumulation = request.config, request.accumulation
     mode = mode_of(config, request.optimizer)
     # Several ranks add up their micro-batches where the gradients wait.
-    in_turns = request.in_turns and request.world_size * request.replicas == 1
+    alone = _alone(config, request.world_size, request.replicas)
+    in_turns = request.in_turns and alone
     gradients = gradient_dtypes(config, mode, accumulation, request.layouts, in_turns)
     in_place_nbytes = [None if layout is None else layout.nbytes for layout in request.in_place_layouts]
     parts = partitions(
@@ -349,7 +355,7 @@ def place_states(request: MemoryRequest) -> MemoryPlan:
         request.rank,
         request.world_size,
         in_place_nbytes,
-        replicas=request.replicas,
+        alone=alone,
         reduction=reduction_of(config, mode, accumulation, request.layouts, request.world_size, request.replicas),
         coded=coded_gathers(config, () if in_place_nbytes else request.layouts, mode.weight_dtype, request.world_size),
         node=node_shards_of(config, request.layouts, mode, request.world_size),
@@ -435,10 +441,12 @@ def unit_sizes(
     shares: Sequence[tuple[range, range]],
     mode: Mode,
     in_place_layouts: Sequence[InPlaceLayout | None] = (),
+    gathered: bool = False,
 ) -> list[UnitSize]:
     """Returns the facts that the pager needs about each unit.
 
-    `in_place_layouts` contains the place of each unit in the model's own files; empty if none is read there.
+    `in_place_layouts` contains the place of each unit in the model's own files; empty if none is read there. `gathered`
+    is True if ranks gather the units.
     """
     sizes: list[UnitSize] = []
     for layout, tiers, parts, in_place_layout in zip(
@@ -451,7 +459,7 @@ def unit_sizes(
             shard_nbytes, pieces = in_place_layout.nbytes, in_place_layout.pieces
         expanded = (layout.device_numel - layout.numel) * itemsize
         nbytes = layout.device_numel * itemsize
-        sizes.append(UnitSize(layout.name, nbytes, tiers[State.WEIGHT], shard_nbytes, pieces, expanded))
+        sizes.append(UnitSize(layout.name, nbytes, tiers[State.WEIGHT], shard_nbytes, pieces, expanded, gathered))
     return sizes
 
 

@@ -277,7 +277,7 @@ class Partitions:
     """Bytes of the gradients of the largest unit as a backward produces them, over all ranks."""
     gradients: GradientDtypes
     alone: bool
-    """True if this is the only rank."""
+    """True if this rank holds all states, and reduces its gradients with no other."""
     whole: WholeSizes = NO_WHOLE_SIZES
     """Sizes of the parameters that a step needs as a whole, for optimizers that need it."""
     frozen: tuple[int, ...] = ()
@@ -408,7 +408,7 @@ def partitions(
     world_size: int,
     in_place_nbytes: Sequence[int | None] = (),
     *,
-    replicas: int = 1,
+    alone: bool,
     reduction: Reduction | None = None,
     coded: CodedGathers = NO_CODES,
     node: NodeShards = NO_NODE,
@@ -445,7 +445,7 @@ def partitions(
         unit_nbytes=tuple(layout.device_numel * itemsize for layout, itemsize in zip(layouts, itemsizes, strict=True)),
         largest_gradient=max(map(operator.mul, wholes, itemsizes), default=0),
         gradients=gradients,
-        alone=world_size * replicas == 1,
+        alone=alone,
         whole=whole_sizes(layouts, mode, rank, world_size),
         frozen=tuple(
             len(layout.frozen(rank, world_size)) * itemsize for layout, itemsize in zip(layouts, itemsizes, strict=True)

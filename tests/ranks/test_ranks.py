@@ -44,7 +44,7 @@ from tests.support.oracle import (
 )
 from tests.support.param_states import gpt2
 from tests.support.ranks.rank_jobs import JOBS, language_rows_loss, my_rows, rows_loss
-from tests.support.ranks.rank_pool import RankPool, rank_and_size, start, train
+from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, start, train
 from tests.support.sampling import drawn
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
@@ -443,6 +443,35 @@ def test_stages_1_and_2_gather_each_weight_once_a_step_and_stage_3_for_each_use(
         assert all(count == 8 for count in gathers) if stage == 2 else min(gathers) > 2 * 8, gathers
         assert_same_tensors(weights, expected or weights)
         expected = weights
+
+
+# -- a world of one -----------------------------------------------------------------------------------
+
+
+def train_alone(job: Job, folder: Path, collectives: bool) -> tuple[Result, Communication]:
+    """Trains on one rank that has no process group of its own making."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    engine = start(job, ("none", "cpu"), folder, debug={"poison": True, "collectives": collectives})
+    result, sent = trained(engine, job), engine.communication()
+    engine.destroy(remove=True)
+    return result, sent
+
+
+@pytest.mark.works("Several ranks", 'every collective in a world of one (`"debug": {"collectives": true}`)', "right")
+def test_a_process_that_trains_alone_calls_every_collective_if_asked(tmp_path: Path) -> None:
+    with pool(1) as one:
+        for stage, reductions in ((1, 1), (2, 2), (3, 2)):
+            job = SUMS._replace(stage=stage, accumulation=2, steps=2)
+            units, runs = len(find_units(job.model()).units), job.steps * reductions
+            [(expected, silent)] = one.run(train_alone, job, tmp_path, False)
+            [(found, sent)] = one.run(train_alone, job, tmp_path, True)
+            assert_same(expected, found)
+            assert silent == Communication()
+            assert sent.gradients == Sent(units * runs, 0)
+            assert (
+                sent.weights.collectives >= units * job.steps and sent.agreement.collectives and not sent.total.nbytes
+            )
 
 
 # -- memory -------------------------------------------------------------------------------------------
