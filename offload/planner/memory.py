@@ -144,7 +144,7 @@ def settle(
     """Returns the memory of a run on the first rank, by the same decisions as `initialize`.
 
     `speculate` says whether updates may begin under the backward; None for the config's answer. `in_turns` is True if
-    the micro-batches of a step take turns at a block. `replicas` as for `Mesh`: each is divided into `world_size` shards.
+    the micro-batches of a step take turns at a block. Each of the `replicas` is divided into `world_size` shards.
     """
     config = load_config(content)
     # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.

@@ -1,12 +1,12 @@
 """A step on several GPUs and machines: the bytes of its collectives, and its seconds by the busiest resource.
 
-    weights      W (n - 1) / n a gather, once a step where all weights stay on the device, else at each use that lacks them
-    gradients    G (n - 1) / n a reduction, once a step or once a micro-batch; stage 0 adds up S bytes by 2 S (n - 1) / n
+    weights      W (n - 1) / n a gather: once a step where all weights stay on the device, else at uses that lack them
+    gradients    G (n - 1) / n a reduction, each step or each micro-batch; stage 0 adds up S bytes by 2 S (n - 1) / n
 
 These are the bytes of `engine.communication()`: what one rank sends, once for each receiver. Seconds are the largest of
 compute, links, host and drives, as if none of them ever waited for another: no run is faster, and most are slower.
 
-With tensor parallelism of t and a pipeline of p, a GPU has 1 / (t p) of each unit, and ZeRO divides this among the rest.
+With tensor parallelism of t and a pipeline of p, a GPU has 1 / (t p) of each unit, which ZeRO divides further.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import UnitLayout, arrange
-from offload.layout.placement import growth
+from offload.layout.placement import device_fixed, growth
 from offload.layout.tiers import Partitions
 from offload.planner.activations import Load, beside_weights, input_nbytes
 from offload.planner.hardware import Hardware
@@ -42,8 +42,8 @@ class Cluster(NamedTuple):
     nodes: int = 1
     """Machines."""
     link: float | None = None
-    """Bytes a second of the slowest link, each way: of a machine's network, or of a GPU where there is one machine. None
-    for the rate of copies to the GPU."""
+    """Bytes a second of the slowest link, each way: of a machine's network, or of a GPU where there is one machine.
+    None for the rate of copies to the GPU."""
     tensor: int = 1
     """GPUs that divide each layer."""
     pipeline: int = 1
@@ -67,8 +67,8 @@ class Cluster(NamedTuple):
         if self.gpus * self.nodes % self.parts or self.gpus % self.tensor:
             raise ConfigError(
                 f"{count_of(self.nodes, 'machine')} of {count_of(self.gpus, 'GPU')} cannot be divided by --tensor "
-                f"{self.tensor} and --pipeline {self.pipeline}: the product must divide all GPUs, and --tensor those of "
-                "a machine"
+                f"{self.tensor} and --pipeline {self.pipeline}: the product must divide all GPUs, and --tensor those "
+                "of a machine"
             )
 
 
@@ -80,7 +80,7 @@ class Sent(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What one rank sends in a step, by the kinds of `engine.communication()`; `tensor` are collectives of the model."""
+    """What one rank sends in a step, by the kinds of `engine.communication()`; `tensor` is of the model itself."""
 
     weights: Sent = Sent()
     gradients: Sent = Sent()
@@ -155,8 +155,8 @@ def weights_of(memory: Memory, uses: Sequence[int], ranks: int) -> Sent:
     """
     if memory.parts.nbytes[0][State.WEIGHT] == memory.parts.unit_nbytes[0]:
         return Sent()
-    room = memory.placement.moving_nbytes - (memory.placement.device_need.weights - sum(memory.parts.unit_nbytes))
-    missing = gathers(uses, memory.parts.unit_nbytes, max(room, max(memory.parts.unit_nbytes)))
+    room = memory.placement.moving_nbytes - device_fixed(memory.parts, memory.placement.tiers)
+    missing = gathers(uses, memory.parts.unit_nbytes, room)
     nbytes = sum(memory.parts.unit_nbytes[unit] * (ranks - 1) // ranks for unit in missing)
     return Sent(len(missing), nbytes)
 
@@ -177,14 +177,17 @@ def gathers(uses: Sequence[int], nbytes: Sequence[int], room: int) -> list[int]:
         if unit in present:
             continue
         missing.append(unit)
-        while present and sum(nbytes[other] for other in present) + nbytes[unit] > room:
-            present.remove(max(present, key=lambda other: following[other][-1] if following[other] else len(uses)))
+        room -= nbytes[unit]
+        while present and room < 0:
+            furthest = max(present, key=lambda other: following[other][-1] if following[other] else len(uses))
+            present.remove(furthest)
+            room += nbytes[furthest]
         present.add(unit)
     return missing
 
 
 def _tensor_of(shape: Shape, load: Load, cluster: Cluster) -> Sent:
-    """Returns the all-reduces of Megatron's layers: two in each forward, and two in each backward, of a block's input."""
+    """Returns the all-reduces of Megatron's layers: two of a block's input in each forward, and in each backward."""
     if cluster.tensor == 1:
         return Sent()
     times = load.accumulation * (6 if load.recompute else 4)
@@ -226,7 +229,7 @@ def plan_stages(
     shape = shape._replace(layouts=layouts, tables=(), uncut=None)
     found: dict[int, RanksPlan] = {}
     for stage in STAGES:
-        best: RanksPlan | None = None
+        plans: list[RanksPlan] = []
         for tried in _tried(shape, load, batch, accumulation, recompute):
             for weights, states in PLACEMENTS:
                 # Below stage 3 DeepSpeed's files have no weights elsewhere.
@@ -234,11 +237,15 @@ def plan_stages(
                     continue
                 content = settings(weights, states, accumulation=tried.accumulation, **options)
                 content["zero_optimization"]["stage"] = stage
-                planned = _fitting(shape, hardware, tried, cluster, content, stage, (weights, states))
-                if planned and (best is None or planned.tokens_per_second > _WORTH * best.tokens_per_second):
-                    best = planned
-        if best is not None:
-            found[stage] = best
+                plans += _fitting(shape, hardware, tried, cluster, content, stage, (weights, states))
+        if plans:
+            best = max(plan.tokens_per_second for plan in plans)
+            near = (plan for plan in plans if plan.tokens_per_second * _WORTH >= best)
+            # States on the GPU come first. What is sent beside compute takes its time too, in a run.
+            found[stage] = min(
+                near,
+                key=lambda plan: (PLACEMENTS.index((plan.weights, plan.states)), plan.traffic.nbytes / plan.tokens),
+            )
     if not found:
         raise BudgetError(
             f"{shape.name} does not fit on {count_of(cluster.nodes, 'machine')} of {count_of(cluster.gpus, 'GPU')}, in "
@@ -259,7 +266,9 @@ def fastest(plans: dict[int, RanksPlan]) -> RanksPlan:
 def _tried(
     shape: Shape, load: Load, batch: int | None, accumulation: int | None, recompute: bool | None
 ) -> Iterator[Load]:
-    for size in loads(load._replace(schedule="micro_batch_major", speculate=False), shape.sequence, batch, accumulation):
+    for size in loads(
+        load._replace(schedule="micro_batch_major", speculate=False), shape.sequence, batch, accumulation
+    ):
         for again in (False, True) if recompute is None else (recompute,):
             yield size._replace(recompute=again)
 
@@ -272,8 +281,8 @@ def _fitting(
     content: dict[str, Any],
     stage: int,
     devices: tuple[str, str],
-) -> RanksPlan | None:
-    """Returns the plan of a config on each GPU, or None if it does not fit."""
+) -> list[RanksPlan]:
+    """Returns the plan of a config on each GPU; none if it does not fit."""
     parts, gpus, ranks = cluster.parts, cluster.gpus, cluster.data
     drives = hardware.drives if "nvme" in devices else ()
     # The `parts` GPUs that hold a model together are planned as one, whose every number is theirs together.
@@ -295,14 +304,14 @@ def _fitting(
             speculate=False,
         )
     except (BudgetError, ConfigError):
-        return None
+        return []
     # A budget without room moves states to a drive, which another candidate covers.
     if memory.placement.on_disk and not drives:
-        return None
+        return []
     beside = parts * beside_weights(memory, shape, load)
     left = room.device - memory.device - beside
     if left < 0:
-        return None
+        return []
     more = growth(memory.device, memory.placement.device_need, DeviceRoom(left, beside))
     memory = replace(memory, placement=memory.placement.grown(max(more, 0)))
     compute, uses, (read, written) = work_of(memory, shape, hardware, load)
@@ -325,7 +334,7 @@ def _fitting(
         "PCIe": max(_copied(memory, traffic, ranks)) / parts / hardware.upload,
         "drives": (read / hardware.read + written / hardware.written) / parts * gpus if drives else 0.0,
     }
-    return RanksPlan(
+    plan = RanksPlan(
         stage=stage,
         weights=devices[0],
         states=devices[1],
@@ -337,6 +346,7 @@ def _fitting(
         busy=busy,
         tokens=load.tokens(shape) * ranks,
     )
+    return [plan]
 
 
 def _copied(memory: Memory, traffic: Traffic, ranks: int) -> tuple[int, int]:
