@@ -18,6 +18,7 @@ from offload.planner.memory import Room, settle
 from offload.planner.model_shape import from_count
 from offload.planner.ranks import Cluster, RanksPlan, fastest, gathers, gradients_of, plan_stages, weights_of
 from offload.sizes import GIB
+from tests.pages import claims_page
 from tests.ranks.test_ranks import Chain, chain_loss
 from tests.support.oracle import Job, config
 from tests.support.ranks.rank_pool import RankPool, start
@@ -118,3 +119,10 @@ def test_the_command_prints_each_stage_in_few_lines() -> None:
 def test_wrong_options_are_refused_by_name(options: list[str], words: str) -> None:
     done = CliRunner().invoke(app, ["plan", "llama-7b", "--gpu", "A100 80GB", "--ram", "512GB", *options])
     assert done.exit_code == 2 and words in " ".join(done.stderr.split()), done.stderr
+
+
+def test_the_page_of_claims_has_the_numbers_of_the_planner() -> None:
+    page = claims_page.PAGE.read_text(encoding="utf-8")
+    small = claims_page.MODELS[4]
+    for line in (*map(claims_page.states_row, (1, 8, 64)), claims_page.row(*small), claims_page.larger()):
+        assert line in page, "run: python -m tests.pages.claims_page"
