@@ -73,11 +73,11 @@ V100 = Machine("16 x V100 32 GB in 2 machines, 25 Gbit/s", "V100", 512, Cluster(
 
 MODELS: tuple[tuple[str, tuple[int, int], Machine, str], ...] = (
     ("LLaMA 7B", (7, 32), A100, "about 7,000 (ZeRO-2)"),
-    ("LLaMA 13B", (13, 40), A100, "–"),
-    ("LLaMA 30B", (30, 60), A100, "–"),
-    ("LLaMA 65B", (65, 80), A100, "–"),
-    ("1B", (1, 16), T4, "– (it trains)"),
-    ("13B", (13, 40), V100, "–"),
+    ("LLaMA 13B", (13, 40), A100, "-"),
+    ("LLaMA 30B", (30, 60), A100, "-"),
+    ("LLaMA 65B", (65, 80), A100, "-"),
+    ("1B", (1, 16), T4, "- (it trains)"),
+    ("13B", (13, 40), V100, "-"),
 )
 
 
