@@ -27,7 +27,7 @@ from offload.aio.memory import release_heap
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Aio, Config
 from offload.distributed.agreement import Agreement, AllOrNothing, Rounds
-from offload.distributed.gathers import CodedWeightGathers, NodeGathers, WeightGathers
+from offload.distributed.gathers import CodedWeightGathers, JoinedWeightGathers, NodeGathers, WeightGathers
 from offload.distributed.process_group import Ranks
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.distributed.reshard import NewRanks, finish, reshard
@@ -643,6 +643,9 @@ def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timel
     gathers, coded, node = WeightGathers(plan.world.ranks), plan.parts.coded, plan.parts.node
     if coded.largest:
         gathers = CodedWeightGathers(plan.world.ranks, plan.device, coded, arena.keep(coded.nbytes))
+    if plan.parts.joined_gathers:
+        sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode)
+        gathers = JoinedWeightGathers(plan.world.ranks, plan.device, sizes, arena.keep(plan.parts.joined_gathers))
     if node.nbytes:
         gathers = NodeGathers(gathers, node, plan.world.node, plan.device, arena.keep(node.nbytes))
     return Rounds(gathers, shown_names(plan), callbacks, timeline=timeline)

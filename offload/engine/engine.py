@@ -407,8 +407,8 @@ class EngineCore(EngineCallbacks):
         self.sleeping.wake()
         self.components.pager.serve_gather(unit)
 
-    def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
-        self.components.gradients.serve_reduce(unit, holders)
+    def serve_reduce(self, unit: int, holders: Sequence[int], following: Sequence[int]) -> None:
+        self.components.gradients.serve_reduce(unit, holders, following)
 
 
 # -- any engine ----------------------------------------------------------------------------------------

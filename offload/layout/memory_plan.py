@@ -10,6 +10,7 @@ communicates with other ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -216,12 +217,15 @@ def reduction_of(
     # A replica of one shard sends only its sums, to the other replicas.
     form = CODES if zero.zero_quantized_gradients and world_size > 1 else None
     coded_sums = zero.zero_quantized_gradients and 1 < replicas <= MOST_CODED_REPLICAS
+    joined = 0
+    if replicas == 1 and form is None and not turns:
+        joined = _joined(zero.reduce_bucket_size, [layout.trainable_stop for layout in layouts])
     if whole:  # a bucket receives the rounded values of a sum of another dtype
         buckets = 0 if dtype == sums else exchanges
     elif turns:
         buckets = 2
-    else:  # a bucket is free again once its values are encoded
-        buckets = exchanges if form is None else 1
+    else:  # a bucket is free again once its values are encoded; a series, whose units are joined, needs two
+        buckets = max(exchanges, 2 if joined else 1) if form is None else 1
     return Reduction(
         dtype=dtype,
         wide=named is None,
@@ -232,7 +236,27 @@ def reduction_of(
         form=form,
         coded_sums=coded_sums,
         in_place=world_size == 1 < replicas and dtype is torch.float32 and not coded_sums,
+        joined=joined,
     )
+
+
+def _joined(most: int | None, sizes: Sequence[int]) -> int:
+    """Returns the largest size of several units that share a collective; 0 if no two neighbours are small enough.
+
+    It is at most half of the largest unit, so that large units are not copied, and buffers stay small.
+    """
+    limit = min(most or 0, max(sizes, default=0) // 2)
+    return limit if any(one + other <= limit for one, other in itertools.pairwise(sizes)) else 0
+
+
+def _joined_gathers(config: Config, layouts: Sequence[UnitLayout], mode: Mode) -> int:
+    """Returns the most bytes of units that ranks gather by one collective; 0 for one unit at a time."""
+    zero, itemsize = config.zero_optimization, mode.weight_dtype.itemsize
+    coded = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
+    if not zero.allgather_bucket_size or coded or zero.zero_hpz_partition_size > 1:
+        return 0
+    sizes = [layout.numel * layout.mode_in(mode).weight_dtype.itemsize for layout in layouts]
+    return _joined(zero.allgather_bucket_size * itemsize, sizes)
 
 
 def _alone(config: Config, world_size: int, replicas: int) -> bool:
@@ -348,6 +372,7 @@ def place_states(request: MemoryRequest) -> MemoryPlan:
     in_turns = request.in_turns and alone
     gradients = gradient_dtypes(config, mode, accumulation, request.layouts, in_turns)
     in_place_nbytes = [None if layout is None else layout.nbytes for layout in request.in_place_layouts]
+    gathers = not alone and not in_place_nbytes and (request.world_size > 1 or request.replicas == 1)
     parts = partitions(
         request.layouts,
         mode,
@@ -359,6 +384,7 @@ def place_states(request: MemoryRequest) -> MemoryPlan:
         reduction=reduction_of(config, mode, accumulation, request.layouts, request.world_size, request.replicas),
         coded=coded_gathers(config, () if in_place_nbytes else request.layouts, mode.weight_dtype, request.world_size),
         node=node_shards_of(config, request.layouts, mode, request.world_size),
+        joined_gathers=_joined_gathers(config, request.layouts, mode) if gathers else 0,
     )
     # Several ranks would have to agree on every guess. A rule of two passes first needs norms. A tile of torch's
     # optimizers is an entire unit, and there is no room for a copy of its old states.

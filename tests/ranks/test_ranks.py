@@ -445,6 +445,56 @@ def test_stages_1_and_2_gather_each_weight_once_a_step_and_stage_3_for_each_use(
         expected = weights
 
 
+# -- buckets ------------------------------------------------------------------------------------------
+
+
+class Uneven(nn.Sequential):
+    """One large layer between small ones."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(32, 32) for _ in range(3)), nn.Linear(32, 1024), nn.Linear(1024, 32))
+        self.append(nn.Linear(32, 32))
+
+
+def train_in_buckets(job: Job, folder: Path) -> tuple[Result, list[Communication]]:
+    """Returns the result, and what each step sends."""
+    engine = start(job, ("none", "cpu"), folder, schedule="micro_batch_major")
+    sent: list[Communication] = []
+
+    def step_of(engine: offload.Engine, job: Job, step: int) -> float:
+        before = engine.communication()
+        loss = accumulated_step(engine, job, step)
+        sent.append(engine.communication().since(before))
+        return loss
+
+    result = trained(engine, job, step_of)
+    engine.destroy(remove=True)
+    return result, sent
+
+
+@pytest.mark.works(
+    "Several ranks", "small units in one collective (`reduce_bucket_size`, `allgather_bucket_size`)", "right"
+)
+@pytest.mark.parametrize(
+    ("stage", "sent", "overlap"), [(1, None, True), (1, "bf16", False), (2, None, False), (2, None, True)]
+)
+def test_small_units_share_a_collective_and_change_no_bit(
+    stage: int, sent: str | None, overlap: bool, ranks: RankPool, tmp_path: Path
+) -> None:
+    job = SUMS._replace(model=Uneven, loss=chain_loss, stage=stage, sent=sent, overlap=overlap, steps=4, dtype="fp32")
+    expected = ranks.run(train_in_buckets, job, tmp_path)
+    joined = ranks.run(train_in_buckets, job._replace(bucket=3 * 4096), tmp_path)
+    for (alone, each), (together, fewer) in zip(expected, joined, strict=True):
+        assert_same(alone, together)
+        # Three small layers of 4,096 elements with their padding, two large ones, and a small one.
+        reductions = 1 if stage == 1 else job.accumulation
+        assert (each[2].weights.collectives, fewer[2].weights.collectives) == (6, 4)
+        assert each[2].gradients.collectives == 6 * reductions
+        assert fewer[2].gradients.collectives == 4 * reductions
+        assert fewer[2].weights.nbytes == each[2].weights.nbytes
+        assert fewer[2].gradients.nbytes == each[2].gradients.nbytes
+
+
 # -- a world of one -----------------------------------------------------------------------------------
 
 
