@@ -103,7 +103,8 @@ class JoinedWeightGathers(WeightGathers):
 
     def join(self, units: Sequence[int]) -> Sequence[int]:
         if not self._units:
-            self._gather.wait()  # its weights are in the memory until they are copied
+            if not self.ranks.on_gpu:  # else the upload stream orders the next use of the memory after the copies
+                self._gather.wait()
             own = next((number for number, unit in enumerate(units) if unit in self._alone), len(units))
             together = join(units[: max(own, 1)], self._nbytes, len(self._memory))
             if len(together) == 1:

@@ -445,6 +445,22 @@ def test_stages_1_and_2_gather_each_weight_once_a_step_and_stage_3_for_each_use(
         expected = weights
 
 
+def notices_and_gathers(folder: Path) -> tuple[list[str], int]:
+    job = SUMS._replace(stage=2, model=Chain, loss=chain_loss)
+    engine = start(job, ("none", "cpu"), folder, device_memory=160 * 1024, schedule="micro_batch_major")
+    notices = [str(notice) for notice in engine.notices]
+    trained(engine, job)
+    gathers = engine.communication().weights.collectives
+    engine.destroy(remove=True)
+    return notices, gathers
+
+
+def test_a_line_says_where_weights_do_not_fit_and_are_gathered_as_in_stage_3(ranks: RankPool, tmp_path: Path) -> None:
+    notices, gathers = ranks.run(notices_and_gathers, tmp_path)[0]
+    assert any("the device has no room for all weights" in line and "as in stage 3" in line for line in notices)
+    assert gathers > 2 * 8 * SUMS.steps
+
+
 # -- buckets ------------------------------------------------------------------------------------------
 
 
