@@ -1193,7 +1193,7 @@ def join_ranks(device: Device, shard_size: int, collectives: bool = False) -> Ra
     """
     if collectives and dist.is_available() and not dist.is_initialized():
         # Nobody has to be met, so the store needs no address.
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     if dist.is_available() and dist.is_initialized() and (collectives or dist.get_world_size() > 1):
         return ProcessGroup(device, shard_size)
     mesh_of(shard_size, 1)

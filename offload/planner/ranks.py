@@ -316,13 +316,15 @@ def _fitting(
     more = growth(memory.device, memory.placement.device_need, DeviceRoom(left, beside))
     memory = replace(memory, placement=memory.placement.grown(max(more, 0)))
     compute, uses, (read, written) = work_of(memory, shape, hardware, load)
+
+    def of_one(sent: Sent) -> Sent:
+        """Returns what one GPU sends of its part of each unit."""
+        return Sent(sent.collectives // cluster.pipeline, sent.nbytes // parts)
+
     traffic = Traffic(
-        weights_of(memory, uses, ranks), gradients_of(memory.parts, shape.layouts, load.accumulation, ranks)
-    )
-    # One GPU sends its part of each unit.
-    traffic = Traffic(
-        *(Sent(sent.collectives // cluster.pipeline, sent.nbytes // parts) for sent in traffic[:2]),
-        _tensor_of(shape, load, cluster),
+        weights=of_one(weights_of(memory, uses, ranks)),
+        gradients=of_one(gradients_of(memory.parts, shape.layouts, load.accumulation, ranks)),
+        tensor=_tensor_of(shape, load, cluster),
     )
     trained = sum(memory.parts.trainable_numel)
     on_device = all(tier is Tier.DEVICE for row in memory.placement.tiers for tier in row.values())

@@ -287,10 +287,14 @@ def ranks(request: PlanRequest, cluster: Cluster) -> tuple[Shape, Hardware, dict
     if on.on_cpu or on.unified:
         raise ConfigError(f"--gpus counts GPUs with memory of their own, and {on.name} has none: give --gpu")
     load = _load(request, on.on_cpu, _in_chunks(request), None)
-    options = {"dtype": dtype, "moments": request.moments, "master": request.master}
-    options["durability"] = request.durability or "auto"
-    sizes = (request.batch_size, request.accumulation, request.recompute)
-    return of, on, plan_stages(of, on, load, cluster, *sizes, **options)
+    plans = plan_stages(
+        *(of, on, load, cluster, request.batch_size, request.accumulation, request.recompute),
+        dtype=dtype,
+        moments=request.moments,
+        master=request.master,
+        durability=request.durability or "auto",
+    )
+    return of, on, plans
 
 
 def longest(request: PlanRequest) -> list[Longest]:
