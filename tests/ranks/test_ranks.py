@@ -723,6 +723,26 @@ def test_a_step_sends_what_the_formulas_of_zero_say(
     assert (first.measured["collectives"], first.measured["sent_bytes"]) == first.sent.total and not other.measured
 
 
+@pytest.mark.parametrize(("stage", "reductions"), [(1, 1), (2, 4)])
+def test_four_ranks_gather_once_a_step_and_reduce_as_the_stage_says(
+    stage: int, reductions: int, four: RankPool, tmp_path: Path
+) -> None:
+    for found in four.run(second_step, tmp_path, stage, 4):
+        shard_nbytes = sum(found.units) * FP32 * 3 // 4
+        assert found.sent.weights == Sent(len(found.units), shard_nbytes)
+        assert found.sent.gradients == Sent(len(found.units) * reductions, shard_nbytes * reductions)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("stage", [1, 2])
+def test_four_ranks_of_a_low_stage_equal_one_rank_in_every_placement(
+    stage: int, four: RankPool, tmp_path: Path
+) -> None:
+    job = SUMS._replace(stage=stage)
+    found = four.run(train_in_all, job, tmp_path, [MEMORY, ("none", "cpu"), DISK])[0]
+    rounding_bounds.same_training(found, train(job, DISK, tmp_path / "one"), job, reordered=True)
+
+
 # -- communication_data_type --------------------------------------------------------------------------
 
 COUNTED = JOBS["gpt2"]._replace(steps=2, accumulation=2)
