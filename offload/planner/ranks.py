@@ -229,6 +229,7 @@ def plan_stages(
         )
     shape = shape._replace(layouts=layouts, tables=(), uncut=None)
     found: dict[int, RanksPlan] = {}
+    refusal: Exception | None = None
     for stage in STAGES:
         plans: list[RanksPlan] = []
         for tried in _tried(shape, load, batch, accumulation, recompute):
@@ -238,7 +239,10 @@ def plan_stages(
                     continue
                 content = settings(weights, states, accumulation=tried.accumulation, **options)
                 content["zero_optimization"]["stage"] = stage
-                plans += _fitting(shape, hardware, tried, cluster, content, stage, (weights, states))
+                try:
+                    plans += _fitting(shape, hardware, tried, cluster, content, stage, (weights, states))
+                except (BudgetError, ConfigError) as error:
+                    refusal = error
         if plans:
             best = max(plan.tokens_per_second for plan in plans)
             near = (plan for plan in plans if plan.tokens_per_second * _WORTH >= best)
@@ -248,10 +252,12 @@ def plan_stages(
                 key=lambda plan: (PLACEMENTS.index((plan.weights, plan.states)), plan.traffic.nbytes / plan.tokens),
             )
     if not found:
+        if isinstance(refusal, ConfigError):  # options that go with no placement
+            raise refusal
         raise BudgetError(
             f"{shape.name} does not fit on {count_of(cluster.nodes, 'machine')} of {count_of(cluster.gpus, 'GPU')}, in "
             "no ZeRO stage: give a smaller --batch-size or --seq-len, more --gpus, more --ram or a --drive"
-        )
+        ) from refusal
     return found
 
 
@@ -283,7 +289,7 @@ def _fitting(
     stage: int,
     devices: tuple[str, str],
 ) -> list[RanksPlan]:
-    """Returns the plan of a config on each GPU; none if it does not fit."""
+    """Returns the plan of a config on each GPU; none if there is no room for it. Raises as `settle` does."""
     parts, gpus, ranks = cluster.parts, cluster.gpus, cluster.data
     drives = hardware.drives if "nvme" in devices else ()
     # The `parts` GPUs that hold a model together are planned as one, whose every number is theirs together.
@@ -294,18 +300,15 @@ def _fitting(
         None if free is None else free * parts // gpus,
         max(len(drives), 1),
     )
-    try:
-        memory = settle(
-            shape.layouts,
-            content,
-            room,
-            load.accumulation,
-            world_size=1 if stage == 0 else ranks,
-            replicas=ranks if stage == 0 else 1,
-            speculate=False,
-        )
-    except (BudgetError, ConfigError):
-        return []
+    memory = settle(
+        shape.layouts,
+        content,
+        room,
+        load.accumulation,
+        world_size=1 if stage == 0 else ranks,
+        replicas=ranks if stage == 0 else 1,
+        speculate=False,
+    )
     # A budget without room moves states to a drive, which another candidate covers.
     if memory.placement.on_disk and not drives:
         return []
