@@ -66,6 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2, help="steps of a turn that count")
+    parser.add_argument("--overlap", action="store_true", help='"overlap_comm": true in each stage of ours')
     parser.add_argument("--only", default=",".join(CONTENDERS), help="a list of contenders, with commas")
     given = parser.parse_args(arguments)
     rounds: dict[str, list[list[Turn]]] = {name: [] for name in given.only.split(",")}
@@ -183,7 +184,8 @@ def _engine(stage: int, tier: str, whole: bool = False) -> Callable[..., Contest
         # Otherwise states are divided, in stage 0 too.
         settings["zero_optimization"] |= {
             "stage": stage,
-            **({"overlap_comm": True} if whole else {"mics_shard_size": -1}),
+            **({} if whole else {"mics_shard_size": -1}),
+            **({"overlap_comm": True} if whole or given.overlap else {}),
         }
         settings["gradient_accumulation_steps"] = given.micro_batches
         settings["train_micro_batch_size_per_gpu"] = given.batch_size

@@ -305,7 +305,7 @@ class ZeroOptimization(Block):
 
     TUNING = split_names(
         """stage3_model_persistence_threshold model_persistence_threshold contiguous_gradients
-        reduce_bucket_size reduce_scatter allgather_partitions allgather_bucket_size
+        reduce_scatter allgather_partitions
         use_multi_rank_bucket_allreduce round_robin_gradients ignore_unused_parameters load_from_fp32_weights
         memory_efficient_linear override_module_apply stage3_module_granularity_threshold
         module_granularity_threshold stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params
@@ -315,11 +315,9 @@ class ZeroOptimization(Block):
     )
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "mics_hierarchical_params_gather": "a gather is one all-gather of the replica, whose path the backend chooses",
-        "reduce_bucket_size": "gradients are reduced unit by unit, so that a bucket is as large as the largest unit",
         "reduce_scatter": "each rank gets its part of a sum, in every stage; replicas of mics_shard_size all-reduce",
         "contiguous_gradients": "the gradients of a unit that ranks reduce are always one piece of memory",
         "round_robin_gradients": "each rank has an equal part of every unit, so none has more to copy than another",
-        "allgather_bucket_size": "weights are gathered unit by unit, where and when they are used",
         "allgather_partitions": "the weights of a unit are always gathered by an all-gather, never by broadcasts",
     }
     REFUSED: ClassVar[dict[str, str]] = {
@@ -378,6 +376,15 @@ class ZeroOptimization(Block):
     )
     sub_group_size: Count | None = Field(
         None, description="elements of a tile of the update at most; default: 16 MiB of all states"
+    )
+    reduce_bucket_size: Count | None = Field(
+        None,
+        description="elements of gradients that ranks send in one collective at most, if it has several units; at most "
+        "half of the largest unit; only where all weights stay on the device; default: unit by unit",
+    )
+    allgather_bucket_size: Count | None = Field(
+        None,
+        description="the same for the weights that ranks gather in one collective",
     )
     stage3_prefetch_bucket_size: Elements | None = Field(
         None, description="elements prefetched at most, one unit at least; 0: none; default: as memory allows"
@@ -951,6 +958,10 @@ class Debug(Block):
 
     poison: bool = Field(False, description="fill freed device memory with NaN and place weights at random addresses")
     overlap: bool = Field(True, description="run updates while the next forward runs")
+    collectives: bool = Field(
+        False,
+        description="call the collectives of several ranks in a process that trains alone too, over a group of one",
+    )
 
 
 class Every(Block):

@@ -278,9 +278,11 @@ class Rounds(Agreement):
         """Units in the order in which all ranks gather them. Each is gathered before its first use."""
         self._begun = self._ahead = 0
         """Number of gathers of the series that have begun, and number of gathers that begin before they are needed."""
+        self._joined = 0
+        """Number of gathers of the series up to the last one of a collective that has begun, or that a Ctrl-C ended."""
         self._reductions: deque[int] = deque()
         """Units that all ranks reduce next in this order, without a round."""
-        self._uses_ask = self.ranks.mesh.shards > 1
+        self._uses_ask = self.ranks.gathers
         """False while all ranks know that their next uses need no round, such as if each rank has all weights."""
         self._strayed = False
         """True if this rank has left a series of reductions. It then takes part in no other series."""
@@ -313,7 +315,7 @@ class Rounds(Agreement):
             together = all(intent.same(announcement) for intent in intents)
             series = latest[0].series
             if together and series is not None and all(intent.series == announcement.series for intent in intents):
-                self._series, self._begun, self._ahead = series.missing, 0, series.ahead
+                self._series, self._begun, self._joined, self._ahead = series.missing, 0, 0, series.ahead
                 series.begin()
                 self._uses_ask = False
                 return GatherDecision(gather=False, together=True, series=True)
@@ -357,13 +359,17 @@ class Rounds(Agreement):
 
     def _gather_series(self, stop: int) -> None:
         """Begins the gathers of the series before position `stop`. An interrupted gather is begun again."""
-        for unit in self._series[self._begun : stop]:
-            self._check(retried=unit)
-            # Set until the gather has begun: if this thread leaves before, by a Ctrl-C, the other ranks wait for it.
-            self._agreed_unit = unit
-            self._callbacks.serve_gather(unit)
-            self._agreed_unit = -1
-            self._begun += 1
+        while self._begun < min(max(stop, self._joined), len(self._series)):
+            # Units of one collective begin together, since none of them has its weights before the last has begun.
+            units = self._gathers.join(self._series[self._begun :])
+            self._joined = self._begun + len(units)
+            for unit in units:
+                self._check(retried=unit)
+                # Set until the gather has begun: if this thread leaves before, by a Ctrl-C, the others wait for it.
+                self._agreed_unit = unit
+                self._callbacks.serve_gather(unit)
+                self._agreed_unit = -1
+                self._begun += 1
 
     def gather(self, unit: int, unsharded: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
         """Fills in the other ranks' shards of a unit, as agreed; see `Ranks.gather`."""
@@ -399,7 +405,7 @@ class Rounds(Agreement):
         """Reduces the next unit of the series. A rank without gradients of the unit contributes zeros."""
         # calling thread: set until the reduction has ended. If this thread leaves before, the other ranks wait for it.
         unit = self._agreed_unit = self._reductions.popleft()
-        self._callbacks.serve_reduce(unit, range(self.ranks.size))
+        self._callbacks.serve_reduce(unit, range(self.ranks.size), tuple(self._reductions))
         self._agreed_unit = -1
 
     def end_reductions(self) -> None:
@@ -564,7 +570,8 @@ class Rounds(Agreement):
         # calling thread: the callbacks wait for reads and updates of this rank at most, which need no other rank.
         self._agreed_unit = unit
         if kind is Collective.REDUCE:
-            self._callbacks.serve_reduce(unit, [rank for rank, intent in enumerate(intents) if intent.holds == unit])
+            holders = [rank for rank, intent in enumerate(intents) if intent.holds == unit]
+            self._callbacks.serve_reduce(unit, holders, tuple(self._reductions))
         else:
             try:
                 self._callbacks.serve_gather(unit)

@@ -1,6 +1,7 @@
 """Gathers weights as values or as codes of 8 bits, over all ranks or within a node.
 
     WeightGathers         values, over all ranks of a replica
+    JoinedWeightGathers   values of several units at a time, over the same ranks
     CodedWeightGathers    codes, over the same ranks (qwZ of ZeRO++, arXiv 2306.10209)
     NodeGathers           one of these for the first gather, then within a node (hpZ of ZeRO++)
 
@@ -10,14 +11,17 @@ One thread at a time may call a gather: the thread that makes all collectives.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 
 from offload.distributed.process_group import Ranks
+from offload.interrupts import uninterrupted
 from offload.kernels.blocks import dequantize, quantize
-from offload.layout.tiers import CODES, CodedGathers, NodeShards
-from offload.swapper.memory.device import DONE, Device, Event
+from offload.layout.tiers import CODES, CodedGathers, NodeShards, join
+from offload.swapper.memory.device import DONE, Device, Event, Later
+from offload.swapper.table import UnitSize
 
 # -- weights -------------------------------------------------------------------------------------------
 
@@ -32,8 +36,130 @@ class WeightGathers:
         """Fills `unsharded` with the partition of every rank of this replica; see `Ranks.gather`."""
         return self.ranks.gather(unsharded, shard_ranges, uploaded)
 
+    def join(self, units: Sequence[int]) -> Sequence[int]:
+        """Returns the first of `units`, which are gathered next, and those after it that the same collective gathers.
+
+        Every rank calls `gather` for all of them before anything waits for one. After an exception the next call
+        returns the units that are left.
+        """
+        return units[:1]
+
     def forget(self) -> None:
         """Drops kept weights, because weights may change now. Every rank calls this between the same two gathers."""
+
+
+class JoinedGather(Later):
+    """The weights of several units that one collective gathers, as an `Event`.
+
+    On an accelerator the upload stream fills the units. Otherwise the first thread that waits does.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._filled = False
+
+    def begin(self, fill: Callable[[], None]) -> None:
+        """Stores `fill`, which waits for the collective, and copies the weights to their units."""
+        self._fill = fill
+
+    def done(self) -> bool:
+        """Returns True if the weights are in their units."""
+        return self._filled if self.known is None else self.known.done()
+
+    @uninterrupted
+    def wait(self) -> None:
+        """Waits until the weights are in their units."""
+        if self.known is not None:
+            self.known.wait()
+            return
+        # any thread: whoever holds the lock waits for other ranks, with an end if one is lost.
+        with self._lock:
+            if not self._filled:
+                self._fill()
+                self._filled = True
+
+
+class JoinedWeightGathers(WeightGathers):
+    """Gathers of values, several small units at a time (`allgather_bucket_size`).
+
+        this rank's shards of some units ─► one buffer ─► all-gather ─► the shards of each unit, of all ranks
+
+    Only gathers whose order all ranks know are joined. The weights are copied twice more, which small units can afford.
+    """
+
+    def __init__(self, ranks: Ranks, device: Device, sizes: Sequence[UnitSize], memory: torch.Tensor) -> None:
+        """Stores `memory`, device memory for the weights of a collective, uint8."""
+        super().__init__(ranks)
+        self._device, self._memory = device, memory
+        # What the device computes from the gathered bytes of a unit would be computed before they are there.
+        self._alone = {unit for unit, size in enumerate(sizes) if size.expanded_nbytes}
+        self._nbytes = [size.nbytes for size in sizes]
+        self._units: tuple[int, ...] = ()
+        """Units of a collective that has not begun."""
+        self._shards: dict[int, tuple[torch.Tensor, Sequence[range]]] = {}
+        """For each of these units that has asked for its gather, its memory and this rank's ranges in it."""
+        self._gather: Event = DONE
+        """The last collective."""
+
+    def join(self, units: Sequence[int]) -> Sequence[int]:
+        if not self._units:
+            if not self.ranks.on_gpu:  # else the upload stream orders the next use of the memory after the copies
+                self._gather.wait()
+            own = next((number for number, unit in enumerate(units) if unit in self._alone), len(units))
+            together = join(units[: max(own, 1)], self._nbytes, len(self._memory))
+            if len(together) == 1:
+                return together
+            self._units, self._shards, self._gather = together, {}, JoinedGather()
+        return [unit for unit in self._units if unit not in self._shards]
+
+    def gather(self, unit: int, unsharded: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+        if unit not in self._units:
+            return super().gather(unit, unsharded, shard_ranges, uploaded)
+        if not self.ranks.on_gpu:  # else the upload stream orders the copies of `_begin` after that of the shard
+            uploaded.wait()
+        self._shards[unit] = unsharded, shard_ranges
+        gather = self._gather
+        assert isinstance(gather, JoinedGather)
+        if len(self._shards) == len(self._units):
+            self._begin(gather)
+            self._units = ()
+        return gather
+
+    def _begin(self, gather: JoinedGather) -> None:
+        """Starts the collective of `_units`."""
+        shards, pieces = self.ranks.mesh.shards, list[tuple[torch.Tensor, range]]()
+        for unsharded, ranges in self._shards.values():
+            pieces += [(unsharded, own) for own in ranges]
+        nbytes = sum(len(own) for _, own in pieces)
+        everyone = self._memory[: shards * nbytes].view(shards, nbytes)
+        own_row = everyone[self.ranks.shard]
+
+        def copy_out() -> None:
+            at = 0
+            for unsharded, own in pieces:
+                first = own.start - self.ranks.shard * len(own)
+                region = unsharded[first : first + shards * len(own)].view(shards, len(own))
+                region.copy_(everyone[:, at : at + len(own)])
+                at += len(own)
+
+        # upload stream: on an accelerator it carries the copies and waits for the collective, and the host continues.
+        with self._device.uploading():
+            at = 0
+            for unsharded, own in pieces:
+                own_row[at : at + len(own)].copy_(unsharded[own.start : own.stop], non_blocking=True)
+                at += len(own)
+            work = self.ranks.gather_parts(everyone.view(-1), own_row)
+            if self.ranks.on_gpu:
+                work.order_compute()
+                copy_out()
+                gather.known = self._device.uploaded()
+                return
+
+        def fill() -> None:
+            work.wait()
+            copy_out()
+
+        gather.begin(fill)
 
 
 class CodedWeightGathers(WeightGathers):

@@ -766,6 +766,8 @@ class Ranks:
     """
 
     on_gpu = False
+    alone = True
+    """True if the collectives return at once."""
     here = 1
     """Number of processes on this machine, among all processes that train."""
 
@@ -781,6 +783,11 @@ class Ranks:
     def shard(self) -> int:
         """The shard of each unit that this rank holds."""
         return self.mesh.shard_of(self.rank)
+
+    @property
+    def gathers(self) -> bool:
+        """True if weights are gathered: each rank holds a shard of a unit."""
+        return not self.alone and (self.mesh.shards > 1 or self.size == 1)
 
     def divided(self, divisions: Sequence[Sequence[int]], shard_size: int | None = None) -> Ranks:
         """Returns this process's group of ranks. Collective.
@@ -914,7 +921,9 @@ _GRACE = datetime.timedelta(seconds=2)
 
 
 class ProcessGroup(Ranks):
-    """At least two processes that train together, this process among them."""
+    """The processes that train together, this process among them: two or more, or one whose collectives are tried."""
+
+    alone = False
 
     def __init__(self, device: Device, shard_size: int) -> None:
         """Waits for all processes, and creates the process groups. Every process calls this.
@@ -954,7 +963,7 @@ class ProcessGroup(Ranks):
             return _own(in_all, backend, timeout)
 
         return DeviceGroups(
-            None if self.mesh.shards == 1 else own(self.mesh.replica_groups),
+            own(self.mesh.replica_groups) if self.gathers else None,
             None if self.mesh.replicas == 1 else own(self.mesh.shard_groups),
         )
 
@@ -1020,7 +1029,7 @@ class ProcessGroup(Ranks):
     # -- weights and gradients ----------------------------------------------------------------------
 
     def gather(self, unsharded: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
-        if self.mesh.shards == 1:  # this rank's partition is all of the unit
+        if not self.gathers:  # this rank's partition is all of the unit
             return super().gather(unsharded, shard_ranges, uploaded)
         if not self.on_gpu:
             uploaded.wait()
@@ -1044,7 +1053,7 @@ class ProcessGroup(Ranks):
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int], kind: Kind = Kind.GRADIENTS
     ) -> CollectiveWork:
-        if not senders or self.mesh.shards == 1:  # nothing comes from another rank
+        if not senders or not self.gathers:  # nothing comes from another rank
             return super().exchange(received, sent, senders, kind)
         part, sends, shards = received[0].nbytes, sent is not None, self.mesh.shards
         out = received.view(-1).view(torch.uint8)
@@ -1176,12 +1185,16 @@ class ProcessGroup(Ranks):
             self._control, self._groups = None, DeviceGroups(None, None)
 
 
-def join_ranks(device: Device, shard_size: int) -> Ranks:
+def join_ranks(device: Device, shard_size: int, collectives: bool = False) -> Ranks:
     """Returns the ranks of torch's default process group, or a world of one process if there is no group.
 
-    For the arguments and errors see `ProcessGroup`.
+    With `collectives`, a process that trains alone gets a group too, so that it calls what several ranks call. For the
+    other arguments and errors see `ProcessGroup`.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if collectives and dist.is_available() and not dist.is_initialized():
+        # Nobody has to be met, so the store needs no address.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if dist.is_available() and dist.is_initialized() and (collectives or dist.get_world_size() > 1):
         return ProcessGroup(device, shard_size)
     mesh_of(shard_size, 1)
     return Ranks()

@@ -19,6 +19,8 @@ gradients of the same parameters (see `agreement`).
     overlap_comm        reduce 1: start 1    reduce 2: start 2, add 1    ...    end: add the last
     otherwise           reduce 1: start 1, add 1    reduce 2: start 2, add 2    ...
 
+Small units that are reduced one after the other share an exchange (`reduce_bucket_size`), if all ranks know the order.
+
 With `overlap_comm` an exchange is under way during the backward of the next unit. Its values are added when the next
 unit is reduced, at the end of the backward, or before a gradient or the memory is needed, whichever comes first. All
 ranks start the same exchanges in the same order. Each rank adds the values in its own time: additions wait for the
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -46,7 +49,7 @@ from offload.interrupts import uninterrupted
 from offload.kernels.blocks import dequantize, quantize
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
-from offload.layout.tiers import CODES, GradientDtypes, Reduction
+from offload.layout.tiers import CODES, GradientDtypes, Reduction, join
 from offload.metrics.meter import NO_SPANS, ComputeSpans
 from offload.swapper.memory.device import DONE, Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
@@ -66,9 +69,10 @@ from offload.timeline import OFF, Row, Timeline
 class GradientExchange(NamedTuple):
     """A reduction that has begun, and whose received values are not added up yet."""
 
-    unit: int
+    units: Mapping[int, int]
+    """The units, each with the first element of its partition in a row of `received`."""
     received: torch.Tensor
-    """(contributing ranks, or 1 for a sum over replicas; numel of this rank's partition, or the bytes of its codes)."""
+    """(contributing ranks, or 1 for a sum over replicas; numel of this rank's partitions, or bytes of its codes)."""
     sent: torch.Tensor | None
     """Memory of the values that this rank has sent; None if it sends nothing, or if the memory is free already."""
     work: CollectiveWork
@@ -93,7 +97,8 @@ class ExchangeMemory:
         # Gradients of any dtype become codes.
         self._sent = deque([keep(nbytes) for _ in range(reduction.coded)] or rounded)
         self._received = deque(keep(nbytes) for _ in range(reduction.received))
-        """The memory of the oldest exchange comes first, as in `_sent`."""
+        self._packed = deque(keep(reduction.joined * reduction.dtype.itemsize) for _ in range(reduction.packed))
+        """The memory of the oldest exchange comes first, as in `_sent` and `_received`."""
 
     def send(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the rows that are sent for `values`, (shards, numel), as codes or in `dtype`.
@@ -111,6 +116,12 @@ class ExchangeMemory:
         rows = memory[: self.form.stored_nbytes(values.numel())]
         quantize(self.form, values.view(-1), rows)
         return rows.view(len(values), -1)
+
+    def pack(self, shards: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory for rows of several units that are sent together, (shards, numel) in `dtype`."""
+        memory = self._packed[0]
+        self._packed.rotate(-1)
+        return memory.view(dtype)[: shards * numel].view(shards, numel)
 
     def receive(self, senders: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns memory for one row from each sender, (senders, ...): `numel` elements of `dtype`, or their codes."""
@@ -322,11 +333,18 @@ class ReduceScatterAccumulator(GradientAccumulator):
         if self._adds_up:
             self._room = [[keep(layout.trainable_stop * dtypes.sums.itemsize)] for layout in layouts]
         rounded = buckets if self._adds_up else []
+        self._numels, self._joined = reduction.numels(layouts), reduction.joined
         self._memory = ExchangeMemory(reduction, largest, rounded, keep)
         longest = max(map(len, parts))
         sums = [keep(longest * torch.float32.itemsize).view(torch.float32) for _ in range(reduction.sums)]
         codes = [keep(nbytes) for nbytes in reduction.sum_codes(list(map(len, parts)))]
         self._over_replicas = ReplicaSums(self._ranks, sums, codes)
+        self._together: tuple[int, ...] = ()
+        """Units of an exchange that has not begun, as not all of them have come."""
+        self._packed: torch.Tensor = torch.empty(0)
+        """Rows of these units, (shards, numel of their partitions)."""
+        self._units: dict[int, int] = {}
+        """Units that are in `_packed`, as in `GradientExchange`."""
         self._under_way: deque[GradientExchange] = deque()
         """Exchanges whose values are not added up, oldest first. `Rounds.lock` guards it."""
         self._adding = False
@@ -449,13 +467,14 @@ class ReduceScatterAccumulator(GradientAccumulator):
         return self._unit
 
     @uninterrupted
-    def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
+    def serve_reduce(self, unit: int, holders: Sequence[int], following: Sequence[int]) -> None:
         """Starts the sum of the gradients of `unit` from the ranks `holders`, and ends sums that began before.
 
         This rank keeps its partition of the mean over all ranks: ranks outside `holders` contribute zeros. Every rank
-        calls this at the same time.
+        calls this at the same time. All reduce the units `following` next; a unit that is small enough waits for them.
         """
         part, mesh = self._parts[unit], self._ranks.mesh
+        units, numel = {unit: 0}, len(part)
         sends = self._ranks.rank in holders
         # compute stream: NCCL waits for the calling thread's stream, but another stream may have added up received
         # rows.
@@ -472,26 +491,58 @@ class ReduceScatterAccumulator(GradientAccumulator):
             if unit == self._unit:
                 self._unit, self._filled = -1, set()
             del self._held[unit]
-            rows = self._memory.send(sent[: mesh.shards * len(part)].view(mesh.shards, len(part)), self._sent[unit])
-            if self._memory.form is not None:
+            rows = sent[: mesh.shards * len(part)].view(mesh.shards, len(part))
+            together = self._together or self._joined_with(unit, holders, following)
+            if len(together) > 1:
+                units, rows = self._pack(unit, rows, together)
                 self._free(unit, sent)
                 sent = None
+                if unit != together[-1]:
+                    return
+                self._together, numel = (), rows.shape[1]
+            else:
+                rows = self._memory.send(rows, self._sent[unit])
+                if self._memory.form is not None:
+                    self._free(unit, sent)
+                    sent = None
         senders = mesh.shards_among(holders, self._ranks.rank)
         if self._in_place:
             if rows is None:
                 self._add_received()  # ends a sum of zeros that this rank may have begun from the same memory
             received, work = self._over_replicas.begin_in_place(rows, len(part))
         else:
-            received = self._memory.receive(len(senders), len(part), self._sent[unit])
+            received = self._memory.receive(len(senders), numel, self._sent[unit])
             work = self._ranks.exchange(received, rows, senders)
             if mesh.replicas > 1:
                 work.order_compute()
                 received, work = self._over_replicas.begin(received, len(part))
                 self._free(unit, sent)
                 sent = None
-        self._under_way.append(GradientExchange(unit, received, sent, work))
+        self._under_way.append(GradientExchange(units, received, sent, work))
         # The exchange before is added up while the new one runs; without overlap the new one is added up here.
         self._add_received(self._exchanges - 1)
+
+    def _joined_with(self, unit: int, holders: Sequence[int], following: Sequence[int]) -> tuple[int, ...]:
+        """Returns `unit` and those of `following`, which all ranks reduce next, that the same exchange takes."""
+        # All ranks send in a series, and any rank may be missing among the holders of another reduction.
+        if not self._joined or len(holders) < self._ranks.size:
+            return (unit,)
+        alike = itertools.takewhile(lambda other: self._sent[other] is self._sent[unit], following)
+        return join((unit, *alike), self._numels, self._joined)
+
+    def _pack(self, unit: int, rows: torch.Tensor, together: tuple[int, ...]) -> tuple[dict[int, int], torch.Tensor]:
+        """Copies the rows of `unit`, (shards, numel), to those of all units `together`.
+
+        Returns the units that have come, each with the first element of its partition in a row, and the rows.
+        """
+        if not self._together:
+            numel = sum(len(self._parts[other]) for other in together)
+            self._together, self._units = together, {}
+            self._packed = self._memory.pack(len(rows), numel, self._sent[unit])
+        at = sum(len(self._parts[other]) for other in together[: together.index(unit)])
+        self._packed[:, at : at + rows.shape[1]].copy_(rows)
+        self._units[unit] = at
+        return self._units, self._packed
 
     def _free(self, unit: int, sent: torch.Tensor | None) -> None:
         """Frees memory of gradients, for compute that is ordered after the calling thread's compute."""
@@ -519,12 +570,13 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 if self._adding:
                     raise self._ranks.fail("it has failed while it added gradients up")
                 self._adding = True
-                self._put_mean(exchange.unit, exchange.received)
+                for unit, at in exchange.units.items():
+                    self._put_mean(unit, exchange.received[:, at:])
                 self._end(exchange)
                 self._adding = False  # not in a `finally`: a sum that is added in part must not be added again
 
     def _end(self, exchange: GradientExchange) -> None:
-        self._free(exchange.unit, exchange.sent)
+        self._free(next(iter(exchange.units), 0), exchange.sent)
         self._under_way.popleft()
 
     def _drop_received(self) -> None:
@@ -599,6 +651,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         for unit in list(self._held):  # also of units that an update reads
             self._release(unit)
         self._unit, self._filled, self._aside = -1, set(), []
+        self._units = {}
         self._seen = [set() for _ in self._layouts]
 
     def close(self) -> None:

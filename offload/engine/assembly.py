@@ -27,7 +27,7 @@ from offload.aio.memory import release_heap
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Aio, Config
 from offload.distributed.agreement import Agreement, AllOrNothing, Rounds
-from offload.distributed.gathers import CodedWeightGathers, NodeGathers, WeightGathers
+from offload.distributed.gathers import CodedWeightGathers, JoinedWeightGathers, NodeGathers, WeightGathers
 from offload.distributed.process_group import Ranks
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.distributed.reshard import NewRanks, finish, reshard
@@ -215,7 +215,7 @@ def _components(
         agreement = _agreement(plan, arena, callbacks, timeline)
         pager = Pager(
             # The pager receives sizes and limits only; it knows neither modules nor parameters.
-            unit_sizes(plan.layouts, placement, plan.shares, plan.mode, plan.in_place_layouts),
+            unit_sizes(plan.layouts, placement, plan.shares, plan.mode, plan.in_place_layouts, world.ranks.gathers),
             host,
             arena,
             device,
@@ -223,7 +223,7 @@ def _components(
             limits(config, plan.mode),
             # If each rank holds whole weights, ranks meet only to reduce gradients and at step(), not when a unit is
             # used.
-            agreement if isinstance(agreement, Rounds) and world.ranks.mesh.shards > 1 else None,
+            agreement if isinstance(agreement, Rounds) and world.ranks.gathers else None,
             expand=expander(plan.layouts, plan.mode.weight_dtype),
             timeline=timeline,
         )
@@ -294,7 +294,7 @@ def _components(
             unit_views,
             dtypes,
             trains=any(parts.trainable_numel),
-            several_ranks=world.ranks.size > 1,
+            several_ranks=not world.ranks.alone,
             callbacks=callbacks,
             composed=[
                 *stack_handles(model, plan.layouts, handles, plan.units.experts),
@@ -601,7 +601,7 @@ def _meter(plan: Plan, model: nn.Module, files: RunFiles) -> Meter:
         return (0, 0) if files.queue is None else (files.queue.read_bytes, files.queue.written_bytes)
 
     breakdown = plan.config.wall_clock_breakdown
-    sent = (lambda: plan.world.sent.total) if plan.world.everyone.size > 1 else None
+    sent = (lambda: plan.world.sent.total) if not plan.world.everyone.alone else None
     return StepMeter(plan.device.torch, io_bytes, files.written.drives, sent, breakdown, reporter)
 
 
@@ -638,11 +638,14 @@ def _extensions(
 
 
 def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timeline: Timeline) -> Agreement:
-    if plan.world.ranks.size == 1:
+    if plan.world.ranks.alone:
         return Agreement()
     gathers, coded, node = WeightGathers(plan.world.ranks), plan.parts.coded, plan.parts.node
     if coded.largest:
         gathers = CodedWeightGathers(plan.world.ranks, plan.device, coded, arena.keep(coded.nbytes))
+    if plan.parts.joined_gathers:
+        sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode)
+        gathers = JoinedWeightGathers(plan.world.ranks, plan.device, sizes, arena.keep(plan.parts.joined_gathers))
     if node.nbytes:
         gathers = NodeGathers(gathers, node, plan.world.node, plan.device, arena.keep(node.nbytes))
     return Rounds(gathers, shown_names(plan), callbacks, timeline=timeline)
@@ -673,7 +676,7 @@ def _move_buffers(model: nn.Module, plan: Plan) -> None:
                 continue
             if id(buffer) not in moved:
                 value = buffer
-                if plan.world.ranks.size > 1:
+                if not plan.world.ranks.alone:
                     value = buffer.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
                     plan.world.ranks.broadcast(value, 0)
                 dtype = plan.buffer_dtype if buffer.is_floating_point() else None

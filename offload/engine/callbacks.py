@@ -73,8 +73,11 @@ class EngineCallbacks(Protocol):
     def serve_gather(self, unit: int) -> None:
         """Takes part in the gather of a unit that another rank needs."""
 
-    def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
-        """Takes part in the reduction of a unit's gradients. The ranks `holders` contribute to it."""
+    def serve_reduce(self, unit: int, holders: Sequence[int], following: Sequence[int]) -> None:
+        """Takes part in the reduction of a unit's gradients. The ranks `holders` contribute to it.
+
+        All ranks reduce the units `following` next, in this order.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

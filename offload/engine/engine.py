@@ -210,7 +210,7 @@ class EngineCore(EngineCallbacks):
         Raises:
             UsageError: a module computes in fp32 with a 16-bit weight, which torch refuses.
         """
-        alone = self.components.world.everyone.size == 1
+        alone = self.components.world.everyone.alone
         try:
             if self._in_turn:  # the other micro-batches keep memory and views, so a repetition would not help
                 return self.module(*args, **kwargs)
@@ -265,7 +265,7 @@ class EngineCore(EngineCallbacks):
                     yield
             except BaseException:
                 # Some units have gradients of all micro-batches now, others of none: no loop could continue with that.
-                if not self.components.pager.failed and self.components.world.everyone.size == 1:
+                if not self.components.pager.failed and self.components.world.everyone.alone:
                     with contextlib.suppress(OffloadError):
                         self.forget_gradients()
                 raise
@@ -407,8 +407,8 @@ class EngineCore(EngineCallbacks):
         self.sleeping.wake()
         self.components.pager.serve_gather(unit)
 
-    def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
-        self.components.gradients.serve_reduce(unit, holders)
+    def serve_reduce(self, unit: int, holders: Sequence[int], following: Sequence[int]) -> None:
+        self.components.gradients.serve_reduce(unit, holders, following)
 
 
 # -- any engine ----------------------------------------------------------------------------------------

@@ -614,7 +614,7 @@ class GradientAccumulator:
         return -1
 
     @uninterrupted
-    def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
+    def serve_reduce(self, unit: int, holders: Sequence[int], following: Sequence[int]) -> None:
         """Sums the gradients of `unit` that the ranks `holders` contribute. Every rank calls this at the same time."""
         raise AssertionError("a process that trains alone reduces nothing")
 

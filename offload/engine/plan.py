@@ -232,8 +232,8 @@ def decide(
             world_size=mesh.shards,
             replicas=mesh.replicas,
             in_place_layouts=in_place_layouts,
-            speculate=makes_early_updates(config.offload.speculate, device.host_addressable) and everyone.size == 1,
-            in_turns=everyone.size == 1 and takes_turns(config.offload.schedule, batch.accumulation, len(blocks)),
+            speculate=makes_early_updates(config.offload.speculate, device.host_addressable) and everyone.alone,
+            in_turns=everyone.alone and takes_turns(config.offload.schedule, batch.accumulation, len(blocks)),
             tied=bool(tied_numel(model, except_for=units.tables)),
             beside=beside.get(vocabulary),
         )
@@ -406,7 +406,7 @@ def _schedule(
         # subtracted.
         tied_nbytes=(batch.accumulation - 1) * tied_numel(model) * placed.mode.weight_dtype.itemsize,
         # Every rank would learn of its own device alone, and all ranks need one order.
-        learns=not machine.host_addressable and ranks.size == 1,
+        learns=not machine.host_addressable and ranks.alone,
         tied_pieces=tied_pieces,
     )
     if asked == LAYER_MAJOR and choice.schedule != LAYER_MAJOR:

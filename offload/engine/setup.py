@@ -179,7 +179,7 @@ def start(
         raise
     ranks = Ranks()
     try:
-        ranks = join_ranks(device, settings.zero_optimization.mics_shard_size)
+        ranks = join_ranks(device, settings.zero_optimization.mics_shard_size, settings.offload.debug.collectives)
         with STARTING, with_adopted_buffers(model):
             world = join(settings, model, device, ranks, shards)
             together = bool(shards.dtensors) or world.shares_batches or isinstance(model, PipelineStages)
@@ -344,7 +344,8 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             gathers = "gathered weights stay on the device until their update"
             if nbytes < need.weights and need.most < need.weights:
                 gathers = (
-                    f"the device has no room for all weights ({format_size(need.weights)}), which are gathered again"
+                    f"the device has no room for all weights ({format_size(need.weights)}), so each use may gather "
+                    "them, as in stage 3"
                 )
             elif nbytes < need.weights:
                 gathers += ", as far as the first steps leave room"

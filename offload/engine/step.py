@@ -342,7 +342,7 @@ class OptimizerStep:
         """Returns the gradient statistics over all ranks."""
         components, state, gradients = self._components, self._state, self._components.gradients
         elsewhere = components.world.counted_elsewhere(components.layouts)
-        settings = self._optimizer.checksum(self._clip) if components.world.everyone.size > 1 else 0
+        settings = 0 if components.world.everyone.alone else self._optimizer.checksum(self._clip)
         # Gradients that an aborted backward has added count, as in torch.
         gradients.complete()
         local_stats = functools.partial(gradients.known, elsewhere)
@@ -385,7 +385,7 @@ class OptimizerStep:
         scale = grad_scale(norm, clip, loss_scale)
         if finite:
             components, mode = self._components, self._components.shards.mode
-            several = components.world.ranks.size > 1
+            several = not components.world.ranks.alone
             # Ranks that step parameters together need one order, and their predictions may differ.
             updates = self._update_builder.updates(
                 present, () if several and mode.steps_whole else order, scale, state.parameter_steps

@@ -64,7 +64,7 @@ def store_specs(
     fingerprint = describe(layouts, mode, world_size, replicas)
     specs = []
     for rank in range(world_size):
-        parts = partitions(layouts, mode, _ANY_GRADIENTS, rank, world_size)
+        parts = partitions(layouts, mode, _ANY_GRADIENTS, rank, world_size, alone=world_size == 1)
         rows: list[Mapping[State, int]] = [
             {state: nbytes for state, nbytes in row.items() if state is not State.GRAD} for row in parts.nbytes
         ]

@@ -10,6 +10,7 @@ communicates with other ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -202,7 +203,7 @@ def reduction_of(
     ZeRO partitions gradients from stage 2 on. In stages 0 and 1 a rank therefore has memory for the sum of all of a
     step's micro-batches, and reduces this sum once.
     """
-    if world_size * replicas == 1:
+    if _alone(config, world_size, replicas):
         return None
     zero = config.zero_optimization
     overlaps = zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm
@@ -217,12 +218,15 @@ def reduction_of(
     # A replica of one shard sends only its sums, to the other replicas.
     form = CODES if zero.zero_quantized_gradients and world_size > 1 else None
     coded_sums = zero.zero_quantized_gradients and 1 < replicas <= MOST_CODED_REPLICAS
+    joined = 0
+    if replicas == 1 and form is None and not turns:
+        joined = _joined(zero.reduce_bucket_size, [layout.trainable_stop for layout in layouts])
     if whole:  # a bucket receives the rounded values of a sum of another dtype
         buckets = 0 if dtype == sums else exchanges
     elif turns:
         buckets = 2
-    else:  # a bucket is free again once its values are encoded
-        buckets = exchanges if form is None else 1
+    else:  # a bucket is free again once its values are encoded; a series, whose units are joined, needs two
+        buckets = max(exchanges, 2 if joined else 1) if form is None else 1
     return Reduction(
         dtype=dtype,
         wide=named is None,
@@ -232,8 +236,33 @@ def reduction_of(
         replicas=replicas,
         form=form,
         coded_sums=coded_sums,
-        in_place=world_size == 1 and dtype is torch.float32 and not coded_sums,
+        in_place=world_size == 1 < replicas and dtype is torch.float32 and not coded_sums,
+        joined=joined,
     )
+
+
+def _joined(most: int | None, sizes: Sequence[int]) -> int:
+    """Returns the largest size of several units that share a collective; 0 if no two neighbours are small enough.
+
+    It is at most half of the largest unit, so that large units are not copied, and buffers stay small.
+    """
+    limit = min(most or 0, max(sizes, default=0) // 2)
+    return limit if any(one + other <= limit for one, other in itertools.pairwise(sizes)) else 0
+
+
+def _joined_gathers(config: Config, layouts: Sequence[UnitLayout], mode: Mode) -> int:
+    """Returns the most bytes of units that ranks gather by one collective; 0 for one unit at a time."""
+    zero, itemsize = config.zero_optimization, mode.weight_dtype.itemsize
+    coded = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
+    if not zero.allgather_bucket_size or coded or zero.zero_hpz_partition_size > 1:
+        return 0
+    sizes = [layout.numel * layout.mode_in(mode).weight_dtype.itemsize for layout in layouts]
+    return _joined(zero.allgather_bucket_size * itemsize, sizes)
+
+
+def _alone(config: Config, world_size: int, replicas: int) -> bool:
+    """Returns True if one process trains, and does not try the collectives of several."""
+    return world_size * replicas == 1 and not config.offload.debug.collectives
 
 
 def buffer_dtype(config: Config) -> torch.dtype | None:
@@ -340,9 +369,11 @@ def place_states(request: MemoryRequest) -> MemoryPlan:
     config, accumulation = request.config, request.accumulation
     mode = mode_of(config, request.optimizer)
     # Several ranks add up their micro-batches where the gradients wait.
-    in_turns = request.in_turns and request.world_size * request.replicas == 1
+    alone = _alone(config, request.world_size, request.replicas)
+    in_turns = request.in_turns and alone
     gradients = gradient_dtypes(config, mode, accumulation, request.layouts, in_turns)
     in_place_nbytes = [None if layout is None else layout.nbytes for layout in request.in_place_layouts]
+    gathers = not alone and not in_place_nbytes and (request.world_size > 1 or request.replicas == 1)
     parts = partitions(
         request.layouts,
         mode,
@@ -350,10 +381,11 @@ def place_states(request: MemoryRequest) -> MemoryPlan:
         request.rank,
         request.world_size,
         in_place_nbytes,
-        replicas=request.replicas,
+        alone=alone,
         reduction=reduction_of(config, mode, accumulation, request.layouts, request.world_size, request.replicas),
         coded=coded_gathers(config, () if in_place_nbytes else request.layouts, mode.weight_dtype, request.world_size),
         node=node_shards_of(config, request.layouts, mode, request.world_size),
+        joined_gathers=_joined_gathers(config, request.layouts, mode) if gathers else 0,
     )
     # Several ranks would have to agree on every guess. A rule of two passes first needs norms. A tile of torch's
     # optimizers is an entire unit, and there is no room for a copy of its old states.
@@ -436,10 +468,12 @@ def unit_sizes(
     shares: Sequence[tuple[range, range]],
     mode: Mode,
     in_place_layouts: Sequence[InPlaceLayout | None] = (),
+    gathered: bool = False,
 ) -> list[UnitSize]:
     """Returns the facts that the pager needs about each unit.
 
-    `in_place_layouts` contains the place of each unit in the model's own files; empty if none is read there.
+    `in_place_layouts` contains the place of each unit in the model's own files; empty if none is read there. `gathered`
+    is True if ranks gather the units.
     """
     sizes: list[UnitSize] = []
     for layout, tiers, parts, in_place_layout in zip(
@@ -452,7 +486,7 @@ def unit_sizes(
             shard_nbytes, pieces = in_place_layout.nbytes, in_place_layout.pieces
         expanded = (layout.device_numel - layout.numel) * itemsize
         nbytes = layout.device_numel * itemsize
-        sizes.append(UnitSize(layout.name, nbytes, tiers[State.WEIGHT], shard_nbytes, pieces, expanded))
+        sizes.append(UnitSize(layout.name, nbytes, tiers[State.WEIGHT], shard_nbytes, pieces, expanded, gathered))
     return sizes
 
 

@@ -61,6 +61,8 @@ class Reduction:
     """True if replicas send codes of their sums."""
     in_place: bool = False
     """True if each rank is a replica by itself, so its gradients are summed over the replicas in their own memory."""
+    joined: int = 0
+    """Most elements that units whose gradients are sent by one collective have together; 0 for one unit at a time."""
 
     def dtype_of(self, layout: UnitLayout) -> torch.dtype:
         """Returns the dtype in which ranks send the gradients of a unit."""
@@ -77,6 +79,11 @@ class Reduction:
         if self.in_place:
             return 0
         return self.exchanges if self.replicas == 1 else 1
+
+    @property
+    def packed(self) -> int:
+        """Number of buffers, of `joined` elements, for the gradients of several units that are sent together."""
+        return self.exchanges if self.joined else 0
 
     @property
     def coded(self) -> int:
@@ -110,7 +117,19 @@ class Reduction:
         through = (self.received + self.coded) * align_up(self.sent_nbytes(largest))
         sums = self.sums * align_up(max(shard_numels) * torch.float32.itemsize)
         sums += sum(map(align_up, self.sum_codes(shard_numels)))
-        return self.buckets * align_up(largest * self.dtype.itemsize) + through + sums
+        packed = self.packed * align_up(self.joined * self.dtype.itemsize)
+        return self.buckets * align_up(largest * self.dtype.itemsize) + packed + through + sums
+
+
+def join(units: Sequence[int], numels: Sequence[int], most: int) -> tuple[int, ...]:
+    """Returns the first of `units`, and those after it that one collective of at most `most` elements takes too."""
+    total, count = 0, 0
+    for unit in units:
+        total += numels[unit]
+        if count and total > most:
+            break
+        count += 1
+    return tuple(units[:count])
 
 
 # -- gathers -------------------------------------------------------------------------------------------
@@ -279,7 +298,7 @@ class Partitions:
     """Bytes of the largest parameter on the device, or of the largest part of one that is in parts."""
     gradients: GradientDtypes
     alone: bool
-    """True if this is the only rank."""
+    """True if this rank holds all states, and reduces its gradients with no other."""
     whole: WholeSizes = NO_WHOLE_SIZES
     """Sizes of the parameters that a step needs as a whole, for optimizers that need it."""
     frozen: tuple[int, ...] = ()
@@ -298,6 +317,8 @@ class Partitions:
     """Weights that ranks gather as codes."""
     node: NodeShards = NO_NODE
     """The node shards that this rank keeps for gathers within its node."""
+    joined_gathers: int = 0
+    """Most bytes of weights of units that are gathered by one collective; 0 for one unit at a time."""
     in_fp32: tuple[bool, ...] = ()
     """True for each unit whose weights stay in fp32."""
 
@@ -326,7 +347,7 @@ class Partitions:
     @property
     def collectives_nbytes(self) -> int:
         """Bytes of the device buffers for the reduction of gradients and the gathers of weights."""
-        return self.reduction_nbytes + self.coded.nbytes + self.node.nbytes
+        return self.reduction_nbytes + self.coded.nbytes + self.node.nbytes + align_up(self.joined_gathers)
 
     @property
     def largest_unit(self) -> int:
@@ -412,10 +433,11 @@ def partitions(
     world_size: int,
     in_place_nbytes: Sequence[int | None] = (),
     *,
-    replicas: int = 1,
+    alone: bool,
     reduction: Reduction | None = None,
     coded: CodedGathers = NO_CODES,
     node: NodeShards = NO_NODE,
+    joined_gathers: int = 0,
 ) -> Partitions:
     """Returns this rank's bytes of every unit and state."""
     rows: list[Mapping[State, int]] = []
@@ -457,7 +479,7 @@ def partitions(
             default=0,
         ),
         gradients=gradients,
-        alone=world_size * replicas == 1,
+        alone=alone,
         whole=whole_sizes(layouts, mode, rank, world_size),
         frozen=tuple(
             len(layout.frozen(rank, world_size)) * itemsize for layout, itemsize in zip(layouts, itemsizes, strict=True)
@@ -466,6 +488,7 @@ def partitions(
         reduction=reduction,
         coded=coded,
         node=node,
+        joined_gathers=joined_gathers,
         unit_gradients=() if reduction is None else tuple(reduction.numels(layouts)),
         whole_gradients=tuple(numel * gradients.sums.itemsize for numel in wholes)
         if reduction is not None and reduction.whole

@@ -7,6 +7,7 @@ memory            bytes per tier, from the functions that a run uses
 activations       bytes of activations per tier, and what fits beside the budgets
 step_time         seconds of a step, played by `simulation`, and a lower bound of them
 recommend         tiers and host budget if the user names none, and the changes that help most
+ranks             a step on several GPUs and machines, by formulas: bytes of each collective, seconds of each resource
 reach             the longest sequence and the largest micro-batch of each way to keep activations
 output            a plan as text and as JSON
 predict_run       the plan of a run that is about to start on the probed machine

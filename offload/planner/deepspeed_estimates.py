@@ -6,6 +6,7 @@ The numbers are exact: the functions that place a run compute them from the layo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from offload.errors import ConfigError
 from offload.layout.flat_layout import UnitLayout, lay_out, layouts_of
 from offload.layout.units import find_units
 from offload.planner.memory import Room, settings, settle
+from offload.planner.ranks import gradients_of, weights_of
 from offload.sizes import format_size
 
 _ENDLESS = Room(1 << 62, 1, None)
@@ -33,9 +35,11 @@ class Estimate(NamedTuple):
     host: int
     """Bytes of one machine: the host budgets of all its ranks."""
     device: int
-    """Bytes of one GPU: the device arena before it grows, without activations."""
+    """Bytes of one GPU without activations: in stage 3 the arena before it grows, in stage 2 with all weights."""
     disk: int
     """Bytes of one machine: two slots of all states that train, so every step is durable; 0 without nvme."""
+    sent: int
+    """Bytes of weights and gradients that one GPU sends in a step of one micro-batch."""
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -52,7 +56,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     Raises:
         ConfigError: `num_gpus_per_node` or `num_nodes` is less than 1.
     """
-    _print(_live(model, num_gpus_per_node, num_nodes, _ZERO_3), num_gpus_per_node, num_nodes)
+    _print(_live(model, num_gpus_per_node, num_nodes, 3), num_gpus_per_node, num_nodes)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -74,50 +78,58 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     Raises:
         ConfigError: a number is not integral or is less than 1, or the largest layer exceeds the model.
     """
-    found = _cold(_count(total_params), _count(largest_layer_params), num_gpus_per_node, num_nodes, _ZERO_3)
+    found = estimates_of_count(_count(total_params), _count(largest_layer_params), num_gpus_per_node, num_nodes, 3)
     _print(found, num_gpus_per_node, num_nodes)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Prints those lines of `estimate_zero3_model_states_mem_needs_all_live` that have the weights on the GPU.
+    """Prints those lines of `estimate_zero3_model_states_mem_needs_all_live` that have all weights on the GPU.
 
     The arguments and the error are the same.
     """
-    _print(_live(model, num_gpus_per_node, num_nodes, _ZERO_2), num_gpus_per_node, num_nodes)
+    _print(_live(model, num_gpus_per_node, num_nodes, 2), num_gpus_per_node, num_nodes)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Prints those lines of `estimate_zero3_model_states_mem_needs_all_cold` that have the weights on the GPU.
+    """Prints those lines of `estimate_zero3_model_states_mem_needs_all_cold` that have all weights on the GPU.
 
     The arguments and the error are the same. The largest layer is assumed to have 1/32 of the parameters.
     """
     total = _count(total_params)
-    found = _cold(total, -(-total // 32), num_gpus_per_node, num_nodes, _ZERO_2)
+    found = estimates_of_count(total, -(-total // 32), num_gpus_per_node, num_nodes, 2)
     _print(found, num_gpus_per_node, num_nodes)
 
 
-def estimates(
-    layouts: Sequence[UnitLayout], ranks: int, nodes: int, tiers: Sequence[tuple[str, str]]
-) -> list[Estimate]:
+def estimates(layouts: Sequence[UnitLayout], ranks: int, nodes: int, stage: int) -> list[Estimate]:
     """Returns the bytes of each placement, for bf16 and AdamW."""
-    found = []
-    for weights, states in tiers:
+    found, uses = [], [*range(len(layouts)), *reversed(range(len(layouts)))]
+    for weights, states in _ZERO_3 if stage == 3 else _ZERO_2:
+        content = settings(weights, states)
+        content["zero_optimization"]["stage"] = stage
         # All ranks of a machine have equal shards, so one rank's bytes times `ranks` are the machine's.
-        memory = settle(layouts, settings(weights, states), _ENDLESS, world_size=ranks * nodes)
-        found.append(Estimate(weights, states, ranks * memory.host, memory.device, ranks * memory.stored))
+        memory = settle(layouts, content, _ENDLESS, world_size=ranks * nodes)
+        if stage < 3:
+            more = max(memory.placement.device_need.weights - memory.device, 0)
+            memory = replace(memory, placement=memory.placement.grown(more))
+        sent = 0
+        if ranks * nodes > 1:
+            gathered = weights_of(memory, uses, ranks * nodes)
+            sent = gathered.nbytes + gradients_of(memory.parts, layouts, 1, ranks * nodes).nbytes
+        found.append(Estimate(weights, states, ranks * memory.host, memory.device, ranks * memory.stored, sent))
     return found
 
 
-def _live(model: nn.Module, ranks: int, nodes: int, tiers: Sequence[tuple[str, str]]) -> list[Estimate]:
+def _live(model: nn.Module, ranks: int, nodes: int, stage: int) -> list[Estimate]:
     _check(ranks, nodes)
-    return estimates(layouts_of(model, find_units(model), ranks * nodes), ranks, nodes, tiers)
+    return estimates(layouts_of(model, find_units(model), ranks * nodes), ranks, nodes, stage)
 
 
-def _cold(total: int, largest: int, ranks: int, nodes: int, tiers: Sequence[tuple[str, str]]) -> list[Estimate]:
+def estimates_of_count(total: int, largest: int, ranks: int, nodes: int, stage: int) -> list[Estimate]:
+    """Returns the bytes of each placement of a model from its number of parameters, in all and of its largest layer."""
     _check(ranks, nodes)
     if not 1 <= largest <= total:
         raise ConfigError(f"expected a largest layer of 1 to {total} parameters, got {largest}")
@@ -128,7 +140,7 @@ def _cold(total: int, largest: int, ranks: int, nodes: int, tiers: Sequence[tupl
         lay_out(f"{index}", [("weight", nn.Parameter(torch.empty(size, device="meta")))], ranks * nodes)
         for index, size in enumerate(sizes)
     ]
-    return estimates(layouts, ranks, nodes, tiers)
+    return estimates(layouts, ranks, nodes, stage)
 
 
 def _count(number: float) -> int:
@@ -146,10 +158,11 @@ def _check(ranks: int, nodes: int) -> None:
 
 def _print(found: Sequence[Estimate], ranks: int, nodes: int) -> None:
     print(
-        f"model states in bf16 with AdamW on {nodes} x {ranks} GPUs, without activations; host and disk of one machine:"
+        f"model states in bf16 with AdamW on {nodes} x {ranks} GPUs, without activations; host and disk of one "
+        "machine; sent by each GPU in a step of one micro-batch:"
     )
     # DeepSpeed's functions print the table too, and return nothing.
-    print(f"{'host':>10} | {'each GPU':>10} | {'disk':>10} | tiers")
+    print(f"{'host':>10} | {'each GPU':>10} | {'disk':>10} | {'sent':>10} | tiers")
     for each in found:
-        sizes = " | ".join(f"{format_size(nbytes):>10}" for nbytes in (each.host, each.device, each.disk))
+        sizes = " | ".join(f"{format_size(nbytes):>10}" for nbytes in (each.host, each.device, each.disk, each.sent))
         print(f"{sizes} | offload_param={each.weights}, offload_optimizer={each.states}")

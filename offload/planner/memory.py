@@ -139,11 +139,12 @@ def settle(
     matrices: Collection[str] = (),
     speculate: bool | None = None,
     in_turns: bool = False,
+    replicas: int = 1,
 ) -> Memory:
     """Returns the memory of a run on the first rank, by the same decisions as `initialize`.
 
     `speculate` says whether updates may begin under the backward; None for the config's answer. `in_turns` is True if
-    the micro-batches of a step take turns at a block.
+    the micro-batches of a step take turns at a block. Each of the `replicas` is divided into `world_size` shards.
     """
     config = load_config(content)
     # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
@@ -171,6 +172,7 @@ def settle(
             accumulation=accumulation,
             machine=machine,
             world_size=world_size,
+            replicas=replicas,
             speculate=early,
             in_turns=in_turns,
         )

@@ -14,6 +14,7 @@ from offload.planner.activations import beside_weights, is_tiled, recomputed, ti
 from offload.planner.gpus import ORIGINS, sentences
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
+from offload.planner.ranks import Cluster, RanksPlan, fastest
 from offload.planner.reach import Longest, Reach
 from offload.planner.recommend import Advice, Ordered, Planned, writes_less
 from offload.planner.step_time import Timing, hiding_tokens
@@ -73,9 +74,13 @@ _WIDTH, _LABEL, _BAR = 80, 8, 30
 
 def summary(planned: Planned, advice: Advice, asked: Asked, price: float | None = None) -> list[str]:
     """Returns the plan in about ten lines of at most 80 columns, without the tables of `--details`."""
+    return _wrapped(labelled(planned, advice, asked, price))
+
+
+def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [
         line.rstrip()
-        for label, words in labelled(planned, advice, asked, price)
+        for label, words in rows
         for line in textwrap.wrap(f"{label:{_LABEL}}{words}", _WIDTH, subsequent_indent=_LABEL * " ")
     ]
 
@@ -444,6 +449,94 @@ def _count(number: int) -> str:
 def seconds_text(value: float) -> str:
     """Returns seconds with a unit that suits them."""
     return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.1f} ms"
+
+
+# -- several GPUs --------------------------------------------------------------------------------------
+#
+# A step on several GPUs and machines as text and as JSON. Every number is taken from `ranks`.
+
+
+def ranks_summary(
+    name: str, hardware: Hardware, cluster: Cluster, plans: dict[int, RanksPlan], tokens: int | None = None
+) -> list[str]:
+    """Returns the plans of all ZeRO stages in about ten lines of at most 80 columns."""
+    best, tokens = fastest(plans), tokens or _EXAMPLE_TOKENS
+    machines = "" if cluster.nodes == 1 else f" in {cluster.nodes} machines"
+    divided = "".join(
+        f", {kind} parallelism of {size}"
+        for kind, size in (("tensor", cluster.tensor), ("pipeline", cluster.pipeline))
+        if size > 1
+    )
+    load = best.load
+    return _wrapped(
+        [
+            (
+                "fits",
+                f"{name} on {cluster.gpus * cluster.nodes} x {hardware.name}{machines}{divided}: stage {best.stage}, "
+                f"weights on {_PLACES[best.weights]}, states on {_PLACES[best.states]}",
+            ),
+            (
+                "speed",
+                f"at most {_rate(best.tokens_per_second)} tokens/s of all GPUs; {format_count(tokens)} tokens take "
+                f"{format_time(tokens / best.tokens_per_second)}",
+            ),
+            (
+                "step",
+                f"{load.accumulation} x {load.batch} sequences on each GPU"
+                f"{', activations recomputed' if load.recompute else ''}, in {seconds_text(best.seconds)}",
+            ),
+            ("limit", f"{best.limit}; " + _busy_words(best)),
+            *(
+                (f"stage {stage}", _stage_words(plans[stage]) if stage in plans else "does not fit")
+                for stage in range(4)
+            ),
+            ("note", "GPU counts activations; the sizes before it are what a GPU sends in a step"),
+            ("note", "a step takes as long as its busiest resource, as if none waited for another"),
+            ("GPU", _bar(best.device, hardware.gpu_memory)),
+            ("RAM", _bar(best.host, hardware.ram)),
+            *([("drives", _bar(best.disk, None))] if best.disk else []),
+        ]
+    )
+
+
+def _busy_words(plan: RanksPlan) -> str:
+    return ", ".join(f"{name} {seconds_text(value)}" for name, value in plan.busy.items() if value)
+
+
+def _stage_words(plan: RanksPlan) -> str:
+    sent = plan.traffic
+    kinds = ", ".join(f"{kind} {format_size(each.nbytes)}" for kind, each in sent._asdict().items() if each.nbytes)
+    return f"{_rate(plan.tokens_per_second)} tokens/s; {kinds}; GPU {format_size(plan.device)}"
+
+
+def ranks_json(name: str, cluster: Cluster, plans: dict[int, RanksPlan]) -> dict[str, Any]:
+    """Returns the object that `--json` prints, in bytes, seconds, and tokens per second."""
+    return {
+        "model": name,
+        "cluster": cluster._asdict(),
+        "best": fastest(plans).stage,
+        "stages": [_ranks_json(plan) for plan in plans.values()],
+    }
+
+
+def _ranks_json(plan: RanksPlan) -> dict[str, Any]:
+    return {
+        "stage": plan.stage,
+        "weights": plan.weights,
+        "states": plan.states,
+        "batch": plan.load.batch,
+        "accumulation": plan.load.accumulation,
+        "recompute": plan.load.recompute,
+        "device": plan.device,
+        "host": plan.host,
+        "disk": plan.disk,
+        "sent": {kind: sent._asdict() for kind, sent in plan.traffic._asdict().items()},
+        "busy_seconds": {name: rounded(value) for name, value in plan.busy.items()},
+        "limit": plan.limit,
+        "seconds": rounded(plan.seconds),
+        "tokens": plan.tokens,
+        "tokens_per_second": rounded(plan.tokens_per_second),
+    }
 
 
 # -- json object ---------------------------------------------------------------------------------------

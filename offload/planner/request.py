@@ -22,7 +22,7 @@ from offload.hardware.info import rated_bytes_of
 from offload.hardware.probe import Tell, kept
 from offload.layout.memory_plan import Division, division_of
 from offload.layout.modes import DTYPES, MASTERS, MOMENT_DTYPES, RULE_LAYOUTS
-from offload.layout.pass_order import SCHEDULES, makes_early_updates
+from offload.layout.pass_order import LAYER_MAJOR, SCHEDULES, makes_early_updates
 from offload.planner import recommend
 from offload.planner.activations import Load, need, with_host_memory
 from offload.planner.gpus import find_gpu
@@ -38,6 +38,7 @@ from offload.planner.hardware import (
 )
 from offload.planner.memory import settings
 from offload.planner.model_shape import Adapters, Shape, config_of, drawn, from_adapted, from_count, from_name, model_of
+from offload.planner.ranks import Cluster, RanksPlan, plan_stages
 from offload.planner.reach import Longest, search
 from offload.planner.recommend import Planned
 from offload.planner.step_time import backward, forward
@@ -267,6 +268,33 @@ def planned(request: PlanRequest, measure: bool = False, tell: Tell = lambda *_:
     options = {"activations": request.activations, **_options(request, on, dtype)}
     tried = recommend.loads(load, of.sequence, request.batch_size, request.accumulation)
     return recommend.choose_load(of, on, tried, request.recompute, **options)
+
+
+def ranks(request: PlanRequest, cluster: Cluster) -> tuple[Shape, Hardware, dict[int, RanksPlan]]:
+    """Returns the model, one machine with one of its GPUs, and the plan of each ZeRO stage that fits."""
+    _check(request)
+    unplanned = {
+        "--deepspeed": request.config,
+        "--lora": request.adapters,
+        "--activations": request.activations,
+        "--tile-mlp": request.tile_mlp,
+        "--schedule layer_major": request.schedule == LAYER_MAJOR or None,
+    }
+    for option, value in unplanned.items():
+        if value is not None:
+            raise ConfigError(f"a plan of several GPUs is made without {option}: leave it out beside --gpus")
+    _, dtype, _, on, of = _resolved(request)
+    if on.on_cpu or on.unified:
+        raise ConfigError(f"--gpus counts GPUs with memory of their own, and {on.name} has none: give --gpu")
+    load = _load(request, on.on_cpu, _in_chunks(request), None)
+    plans = plan_stages(
+        *(of, on, load, cluster, request.batch_size, request.accumulation, request.recompute),
+        dtype=dtype,
+        moments=request.moments,
+        master=request.master,
+        durability=request.durability or "auto",
+    )
+    return of, on, plans
 
 
 def longest(request: PlanRequest) -> list[Longest]:

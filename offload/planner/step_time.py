@@ -750,6 +750,17 @@ def lower_bound(memory: Memory, shape: Shape, hardware: Hardware, load: Load) ->
     return _least(passes, memory, _of_step(_costs(memory, shape), passes), rates_of(memory, hardware))
 
 
+def work_of(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> tuple[float, list[int], tuple[int, int]]:
+    """Returns the seconds of compute of a step, the units that it uses in their order, and the bytes of the drives.
+
+    The bytes are the fewest that are read and written, without inputs of blocks.
+    """
+    passes = _passes(memory, shape, hardware, load)
+    uses = [use for one in passes for use in one]
+    moved = least_moved(memory, _of_step(_costs(memory, shape), passes), len(passes))
+    return sum(use.seconds for use in uses), [use.unit for use in uses], moved
+
+
 def update_written(memory: Memory, shape: Shape) -> int:
     """Returns the bytes that the updates of a step write, their gradients on DISK included."""
     return sum(cost.written_nbytes + cost.gradient_nbytes for cost in _costs(memory, shape) if cost is not None)

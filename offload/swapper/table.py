@@ -286,6 +286,8 @@ class UnitSize:
     """The ranges of these bytes that are copied to the device, each with its place there."""
     expanded_nbytes: int = 0
     """Bytes at the end of the unit that are in no partition: the device computes them from the other bytes."""
+    gathered: bool = False
+    """True if ranks gather the unit, although this rank's partition may be all of it."""
 
     @property
     def title(self) -> str:
@@ -312,7 +314,7 @@ class UnitSize:
     @functools.cached_property
     def device_resident(self) -> bool:
         """True if the unit never leaves the device: its tier is DEVICE, and this rank's partition is the whole unit."""
-        return self.tier is Tier.DEVICE and self.shard_nbytes == self.nbytes
+        return self.tier is Tier.DEVICE and self.shard_nbytes == self.nbytes and not self.gathered
 
     @property
     def start(self) -> Residency:

@@ -31,6 +31,8 @@ HONOURED: dict[str, Any] = {
     "zero_optimization.zero_quantized_nontrainable_weights": True,
     "zero_optimization.zero_quantized_gradients": True,
     "zero_optimization.sub_group_size": 1e9,
+    "zero_optimization.reduce_bucket_size": 5e7,
+    "zero_optimization.allgather_bucket_size": 5e7,
     "zero_optimization.stage3_prefetch_bucket_size": 5e7,
     "zero_optimization.prefetch_bucket_size": 5e7,
     "zero_optimization.stage3_param_persistence_threshold": 1e5,
@@ -122,8 +124,8 @@ NAMED: dict[str, Any] = {
     **_each("", "graph_harvesting use_data_before_expert_parallelism"),
     **_each(
         "zero_optimization.",
-        """stage3_model_persistence_threshold contiguous_gradients reduce_bucket_size reduce_scatter
-        allgather_partitions use_multi_rank_bucket_allreduce allgather_bucket_size round_robin_gradients
+        """stage3_model_persistence_threshold contiguous_gradients reduce_scatter
+        allgather_partitions use_multi_rank_bucket_allreduce round_robin_gradients
         ignore_unused_parameters legacy_stage1 load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint
         memory_efficient_linear override_module_apply stage3_module_granularity_threshold
         stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential log_trace_cache_warnings

@@ -268,7 +268,7 @@ AUTO: dict[str, tuple[dict[str, Any], str]] = {
         "zero_optimization.prefetch_bucket_size (its default)",
     ),
     "what is a value": ({"offload": {"resume": "auto"}}, ""),
-    "what has no effect": ({"zero_optimization": {"reduce_bucket_size": "auto"}}, ""),
+    "what has no effect": ({"zero_optimization": {"contiguous_gradients": "auto"}}, ""),
     "null": ({"fp16": None, "bf16": {"enabled": None}}, ""),
 }
 

@@ -85,10 +85,8 @@ MEANINGS = {
             (
                 ITSELF,
                 (
-                    "zero_optimization.allgather_bucket_size",
                     "zero_optimization.allgather_partitions",
                     "zero_optimization.contiguous_gradients",
-                    "zero_optimization.reduce_bucket_size",
                     "zero_optimization.reduce_scatter",
                 ),
             ),
@@ -146,7 +144,6 @@ MEANINGS = {
                     "zero_optimization.contiguous_gradients",
                     "zero_optimization.offload_optimizer.pin_memory",
                     "zero_optimization.offload_param.pin_memory",
-                    "zero_optimization.reduce_bucket_size",
                 ),
             ),
         ),

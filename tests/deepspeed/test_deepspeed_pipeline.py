@@ -19,7 +19,7 @@ from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, Result, assert_same_tensors, config
 from tests.support.oracle import run as train_alone
 from tests.support.ranks.pipelines import VOCABULARY, Head, micro_batch
-from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool
+from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, shared_pool
 from tests.support.ranks.tensor_parallel import Block
 
 WIDTH, SEED = 32, 7
@@ -34,9 +34,9 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
 
 
-def layers(tied: bool) -> list[Any]:
+def layers(tied: bool, blocks: int = 4) -> list[Any]:
     """Specs, a function, and an embedding that may be the head too."""
-    middle = [doubled, *(LayerSpec(Block, WIDTH) for _ in range(4))]
+    middle = [doubled, *(LayerSpec(Block, WIDTH) for _ in range(blocks))]
     if not tied:
         return [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), *middle, LayerSpec(Head, WIDTH)]
     embed = ("embed", nn.Embedding, VOCABULARY, WIDTH)
@@ -46,9 +46,9 @@ def layers(tied: bool) -> list[Any]:
 class Whole(nn.Module):
     """The layers in one process, seeded as `seed_layers` seeds them."""
 
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, tied: bool, blocks: int = 4) -> None:
         super().__init__()
-        self.specs, self.layers = layers(tied), nn.ModuleList()
+        self.specs, self.layers = layers(tied, blocks), nn.ModuleList()
         for number, spec in enumerate(self.specs):
             torch.manual_seed(SEED + number)
             if isinstance(spec, TiedLayerSpec):
@@ -75,6 +75,10 @@ def tied() -> nn.Module:
     return Whole(True)
 
 
+def deep() -> nn.Module:
+    return Whole(False, blocks=6)
+
+
 def whole_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     ids = micro_batch(step, micro)
     return models.token_loss(model(ids), ids)
@@ -93,7 +97,7 @@ def batches(job: Job, share: int, shares: int) -> Iterator[tuple[torch.Tensor, t
 
 def pipeline(job: Job, stages: int, **options: Any) -> PipelineModule:
     return PipelineModule(
-        layers(job.model is tied),
+        layers(job.model is tied, 6 if job.model is deep else 4),
         num_stages=stages,
         loss_fn=models.token_loss,
         seed_layers=True,
@@ -158,6 +162,20 @@ def test_a_pipeline_module_trains_as_one_process_bit_for_bit(
     found = together(ranks.run(train_with_interval, job, tmp_path / "two", interval))
     expected = alone(job)
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)  # the mean of four, in another order
+    assert_same_tensors(found.weights, expected.weights)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.works("Several ranks", "`PipelineModule` in 8 stages with 4 micro-batches and ZeRO-2", "right")
+def test_eight_stages_and_four_micro_batches_train_as_one_process(
+    alone: Callable[[Job], Result], tmp_path: Path
+) -> None:
+    job = JOB._replace(model=deep, stage=2, dtype="bf16", steps=2)
+    with pool(8) as eight:
+        found = together(eight.run(train, job, tmp_path / "eight", 8))
+    expected = alone(job)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
     assert_same_tensors(found.weights, expected.weights)
     assert found.norms == pytest.approx(expected.norms, rel=1e-12)
 

@@ -153,6 +153,20 @@ MUTANTS = (
         "tests/ranks/test_ranks.py",
     ),
     Mutant(
+        "add the first of several units that are sent together to each of them",
+        "offload.distributed.reduce_scatter",
+        "exchange.received[:, at:]",
+        "exchange.received",
+        "tests/ranks/test_ranks.py",
+    ),
+    Mutant(
+        "give one unit the weights of another that the same collective gathers",
+        "offload.distributed.gathers",
+        "                region.copy_(everyone[:, at : at + len(own)])\n",
+        "                region.copy_(everyone[:, : len(own)])\n",
+        "tests/ranks/test_ranks.py",
+    ),
+    Mutant(
         "lose the micro-batches before the last where whole gradients add up",
         "offload.distributed.reduce_scatter",
         "            values.add_(flat(gradient))\n",

@@ -134,7 +134,9 @@ def test_a_gather_for_another_rank_is_tried_again_once_there_is_room() -> None:
     def collect(mine: list[int], _: str) -> list[list[int]]:
         return [mine, [int(field) for field in RankIntent(Collective.USE, 1, ready=len(served) > 1)]]
 
-    two: Any = SimpleNamespace(rank=0, size=2, mesh=SimpleNamespace(shards=2), collect=collect, fail=RankError)
+    two: Any = SimpleNamespace(
+        rank=0, size=2, mesh=SimpleNamespace(shards=2), gathers=True, collect=collect, fail=RankError
+    )
     callbacks: Any = SimpleNamespace(pending_unit=lambda: -1, serve_gather=serve)
     agreement = Rounds(SimpleNamespace(ranks=two), ["a", "b"], callbacks)  # type: ignore[arg-type]
     for _ in range(2):

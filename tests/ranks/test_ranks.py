@@ -44,7 +44,7 @@ from tests.support.oracle import (
 )
 from tests.support.param_states import gpt2
 from tests.support.ranks.rank_jobs import JOBS, language_rows_loss, my_rows, rows_loss
-from tests.support.ranks.rank_pool import RankPool, rank_and_size, start, train
+from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, start, train
 from tests.support.sampling import drawn
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
@@ -445,6 +445,101 @@ def test_stages_1_and_2_gather_each_weight_once_a_step_and_stage_3_for_each_use(
         expected = weights
 
 
+def notices_and_gathers(folder: Path) -> tuple[list[str], int]:
+    job = SUMS._replace(stage=2, model=Chain, loss=chain_loss)
+    engine = start(job, ("none", "cpu"), folder, device_memory=160 * 1024, schedule="micro_batch_major")
+    notices = [str(notice) for notice in engine.notices]
+    trained(engine, job)
+    gathers = engine.communication().weights.collectives
+    engine.destroy(remove=True)
+    return notices, gathers
+
+
+def test_a_line_says_where_weights_do_not_fit_and_are_gathered_as_in_stage_3(ranks: RankPool, tmp_path: Path) -> None:
+    notices, gathers = ranks.run(notices_and_gathers, tmp_path)[0]
+    assert any("the device has no room for all weights" in line and "as in stage 3" in line for line in notices)
+    assert gathers > 2 * 8 * SUMS.steps
+
+
+# -- buckets ------------------------------------------------------------------------------------------
+
+
+class Uneven(nn.Sequential):
+    """One large layer between small ones."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(32, 32) for _ in range(3)), nn.Linear(32, 1024), nn.Linear(1024, 32))
+        self.append(nn.Linear(32, 32))
+
+
+def train_in_buckets(job: Job, folder: Path) -> tuple[Result, list[Communication]]:
+    """Returns the result, and what each step sends."""
+    engine = start(job, ("none", "cpu"), folder, schedule="micro_batch_major")
+    sent: list[Communication] = []
+
+    def step_of(engine: offload.Engine, job: Job, step: int) -> float:
+        before = engine.communication()
+        loss = accumulated_step(engine, job, step)
+        sent.append(engine.communication().since(before))
+        return loss
+
+    result = trained(engine, job, step_of)
+    engine.destroy(remove=True)
+    return result, sent
+
+
+@pytest.mark.works(
+    "Several ranks", "small units in one collective (`reduce_bucket_size`, `allgather_bucket_size`)", "right"
+)
+@pytest.mark.parametrize(
+    ("stage", "sent", "overlap"), [(1, None, True), (1, "bf16", False), (2, None, False), (2, None, True)]
+)
+def test_small_units_share_a_collective_and_change_no_bit(
+    stage: int, sent: str | None, overlap: bool, ranks: RankPool, tmp_path: Path
+) -> None:
+    job = SUMS._replace(model=Uneven, loss=chain_loss, stage=stage, sent=sent, overlap=overlap, steps=4, dtype="fp32")
+    expected = ranks.run(train_in_buckets, job, tmp_path)
+    joined = ranks.run(train_in_buckets, job._replace(bucket=3 * 4096), tmp_path)
+    for (alone, each), (together, fewer) in zip(expected, joined, strict=True):
+        assert_same(alone, together)
+        # Three small layers of 4,096 elements with their padding, two large ones, and a small one.
+        reductions = 1 if stage == 1 else job.accumulation
+        assert (each[2].weights.collectives, fewer[2].weights.collectives) == (6, 4)
+        assert each[2].gradients.collectives == 6 * reductions
+        assert fewer[2].gradients.collectives == 4 * reductions
+        assert fewer[2].weights.nbytes == each[2].weights.nbytes
+        assert fewer[2].gradients.nbytes == each[2].gradients.nbytes
+
+
+# -- a world of one -----------------------------------------------------------------------------------
+
+
+def train_alone(job: Job, folder: Path, collectives: bool) -> tuple[Result, Communication]:
+    """Trains on one rank that has no process group of its own making."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    engine = start(job, ("none", "cpu"), folder, debug={"poison": True, "collectives": collectives})
+    result, sent = trained(engine, job), engine.communication()
+    engine.destroy(remove=True)
+    return result, sent
+
+
+@pytest.mark.works("Several ranks", 'every collective in a world of one (`"debug": {"collectives": true}`)', "right")
+def test_a_process_that_trains_alone_calls_every_collective_if_asked(tmp_path: Path) -> None:
+    with pool(1) as one:
+        for stage, reductions in ((1, 1), (2, 2), (3, 2)):
+            job = SUMS._replace(stage=stage, accumulation=2, steps=2)
+            units, runs = len(find_units(job.model()).units), job.steps * reductions
+            [(expected, silent)] = one.run(train_alone, job, tmp_path, False)
+            [(found, sent)] = one.run(train_alone, job, tmp_path, True)
+            assert_same(expected, found)
+            assert silent == Communication()
+            assert sent.gradients == Sent(units * runs, 0)
+            assert (
+                sent.weights.collectives >= units * job.steps and sent.agreement.collectives and not sent.total.nbytes
+            )
+
+
 # -- memory -------------------------------------------------------------------------------------------
 
 
@@ -626,6 +721,26 @@ def test_a_step_sends_what_the_formulas_of_zero_say(
         assert found.mean == Communication(agreement=Sent(1, 7 * 8), messages=Sent(2, 8 + len("1.0")))
     first, other = steps
     assert (first.measured["collectives"], first.measured["sent_bytes"]) == first.sent.total and not other.measured
+
+
+@pytest.mark.parametrize(("stage", "reductions"), [(1, 1), (2, 4)])
+def test_four_ranks_gather_once_a_step_and_reduce_as_the_stage_says(
+    stage: int, reductions: int, four: RankPool, tmp_path: Path
+) -> None:
+    for found in four.run(second_step, tmp_path, stage, 4):
+        shard_nbytes = sum(found.units) * FP32 * 3 // 4
+        assert found.sent.weights == Sent(len(found.units), shard_nbytes)
+        assert found.sent.gradients == Sent(len(found.units) * reductions, shard_nbytes * reductions)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("stage", [1, 2])
+def test_four_ranks_of_a_low_stage_equal_one_rank_in_every_placement(
+    stage: int, four: RankPool, tmp_path: Path
+) -> None:
+    job = SUMS._replace(stage=stage)
+    found = four.run(train_in_all, job, tmp_path, [MEMORY, ("none", "cpu"), DISK])[0]
+    rounding_bounds.same_training(found, train(job, DISK, tmp_path / "one"), job, reordered=True)
 
 
 # -- communication_data_type --------------------------------------------------------------------------

@@ -31,6 +31,7 @@ CASES = {
         experts_of_one_rank, rows_loss, steps=2, accumulation=2, stage=1, overlap=True, shard_size=1
     ),
     "experts": JOBS["mixture"]._replace(steps=2, dtype="bf16"),
+    "small units in one collective": JOB._replace(stage=2, overlap=True, bucket=1 << 30),
     "weights and gradients in codes": JOB._replace(quantized="weights gradients"),
 }
 
@@ -51,16 +52,17 @@ def _serve(device_type: str, rank: int, size: int, port: int, pipe: Any) -> None
 
 
 class DeviceRankPool(RankPool):
-    """Two ranks whose engines compute on a device of this type."""
+    """Ranks whose engines compute on a device of this type."""
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, size: int = 2) -> None:
         self.target = functools.partial(_serve, device_type)
-        super().__init__(2)
+        super().__init__(size)
 
 
-def train_in(job: Job, folder: Path, placements: Sequence[tuple[str, str]]) -> list[Result]:
+def train_in(job: Job, folder: Path, placements: Sequence[tuple[str, str]], collectives: bool = False) -> list[Result]:
     """Trains in one placement after the other; weights come back on the CPU."""
-    results = [train(job, each, folder / "-".join(each), device_memory=1 << 24) for each in placements]
+    options = {"device_memory": 1 << 24, "debug": {"poison": True, "collectives": collectives}}
+    results = [train(job, each, folder / "-".join(each), **options) for each in placements]
     return [
         result._replace(weights={name: weight.to("cpu") for name, weight in result.weights.items()})
         for result in results
@@ -84,6 +86,29 @@ def test_same_bits_as_on_a_cpu(name: str, late: RankPool, ranks: RankPool, tmp_p
     for results in late.run(train_in, job, tmp_path / "device", placements):
         for placement, result in zip(placements, results, strict=True):
             assert_same(expected, result, f"{placement}")
+
+
+# -- a world of one -----------------------------------------------------------------------------------
+
+
+def same_bits_alone(device_type: str, folder: Path) -> None:
+    """One process calls each collective of stages 1 to 3, and has the bits of one that calls none."""
+    with closing(DeviceRankPool(device_type, 1)) as one:
+        for stage in (1, 2, 3):
+            job, placements = JOB._replace(stage=stage), [("none", "none"), ("nvme", "nvme")]
+            [silent] = one.run(train_in, job, folder, placements)
+            [loud] = one.run(train_in, job, folder, placements, True)
+            for expected, found in zip(silent, loud, strict=True):
+                assert_same(expected, found, f"stage {stage}")
+
+
+def test_a_process_that_trains_alone_has_the_same_bits_with_every_collective(tmp_path: Path) -> None:
+    same_bits_alone("test", tmp_path)
+
+
+@pytest.mark.gpu
+def test_a_process_that_trains_alone_has_the_same_bits_with_nccl(tmp_path: Path) -> None:
+    same_bits_alone("cuda", tmp_path)
 
 
 # -- on a GPU -----------------------------------------------------------------------------------------

@@ -64,6 +64,18 @@ class PlanOptions:
             group="Machine",
         ),
     ] = None
+    gpus: Annotated[int | None, option("GPUs of each machine: plans ZeRO stages 0 to 3 by formulas.", metavar="N")] = (
+        None
+    )
+    nodes: Annotated[int, option("With --gpus: machines.", metavar="N")] = 1
+    link: Annotated[
+        str | None,
+        option(
+            "With --gpus: bandwidth of a machine's network, or of a GPU in one machine, as 25GB/s. [default: of --pcie]"
+        ),
+    ] = None
+    tensor: Annotated[int, option("With --gpus: GPUs that divide each layer.", metavar="N")] = 1
+    pipeline: Annotated[int, option("With --gpus: stages of a pipeline.", metavar="N")] = 1
     ram: Annotated[str | None, option("RAM of the machine, as 64GB. [described: 64GB]")] = None
     drive: Annotated[
         list[str] | None, option("A drive, as 7GB/s,4GB/s or 7GB/s,4GB/s,2TB; may repeat.", metavar="READ,WRITE[,FREE]")
@@ -186,6 +198,9 @@ def plan(typed: PlanOptions) -> None:
     if typed.longest_sequence:
         _print_longest(typed, console)
         return
+    if typed.gpus is not None or (typed.nodes, typed.link, typed.tensor, typed.pipeline) != (1, None, 1, 1):
+        _print_ranks(typed, console)
+        return
     with errors(BAD_INPUT):
         planned = _planned(typed)
         wanted = _asked(typed, planned)
@@ -286,6 +301,31 @@ def _print_longest(typed: PlanOptions, console: Console) -> None:
     console.print(output.longest_heading(found), soft_wrap=True)
     console.print(make_table(_LONGEST, output.longest_table(found), right=1))
     for line in output.longest_lines(found):
+        console.print(line, soft_wrap=True)
+
+
+def _print_ranks(typed: PlanOptions, console: Console) -> None:
+    from offload.planner import output, request
+    from offload.planner.hardware import parse_rate
+    from offload.planner.ranks import Cluster
+
+    with errors(BAD_INPUT):
+        if typed.gpus is None:
+            raise ConfigError("--nodes, --link, --tensor and --pipeline describe several GPUs: give --gpus too")
+        if typed.write is not None or typed.measure or typed.details or typed.price is not None:
+            raise ConfigError(
+                "a plan of several GPUs has no tables, writes and measures nothing: leave out --details, --write, "
+                "--measure and --price beside --gpus"
+            )
+        link = None if typed.link is None else parse_rate(typed.link)
+        cluster = Cluster(typed.gpus, typed.nodes, link, typed.tensor, typed.pipeline)
+        with _working("planning each ZeRO stage"):
+            shape, hardware, plans = request.ranks(_request(typed), cluster)
+        tokens = None if typed.tokens is None else parse_count(typed.tokens)
+    if typed.json_output:
+        print(json.dumps(output.ranks_json(shape.name, cluster, plans)), flush=True)
+        return
+    for line in output.ranks_summary(shape.name, hardware, cluster, plans, tokens):
         console.print(line, soft_wrap=True)
 
 

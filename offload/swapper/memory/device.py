@@ -161,6 +161,12 @@ class _Done:
 DONE: Event = _Done()
 
 
+class Later:
+    """An event that begins later: `known` stands for it once it has."""
+
+    known: Event | None = None
+
+
 class _Thread(threading.local):
     """State of a CPU device for each calling thread."""
 
@@ -545,6 +551,8 @@ class AcceleratorDevice(Device):
     @staticmethod
     def _order(stream: torch.Stream, event: Event) -> None:
         """Makes `stream` wait for `event`: on the device for a stream's event, else by blocking the calling thread."""
+        if isinstance(event, Later) and event.known is not None:
+            event = event.known
         if isinstance(event, _StreamEvent):
             # Ordered on the device: the host thread continues.
             stream.wait_event(event.event)
