@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from offload.errors import ConfigError
-from offload.layout.experts import find_stacks, rows_of
+from offload.layout.experts import find_stacks, parts_of
 from offload.layout.flat_layout import ParameterSegment, UnitLayout, arrange, lay_out, layouts_of
 from offload.layout.frozen import quantized_by_other_library, stored_weights
 from offload.layout.memory_plan import Division, divide
@@ -858,7 +858,7 @@ def _counted(
     # In the order of the units that `find_units` makes of pieces.
     of_pieces = divide(model, replace(by, vocabulary="pieces")).units.tables
     tables = tuple(table for table in find_tables(model) if table.parameter in of_pieces)
-    stored = stored_weights(model, *frozen, rows_of(stacks), units.in_fp32)
+    stored = stored_weights(model, *frozen, parts_of(stacks), units.in_fp32)
     ids = torch.zeros(1, sequence, dtype=torch.long)
     counter = Counter({weight.untyped_storage()._cdata for weight in weights}, sequence)
     hooks = [
