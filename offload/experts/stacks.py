@@ -249,7 +249,8 @@ class _Projection(NamedTuple):
         from transformers.integrations.moe import _grouped_linear
 
         bias = None if self.bias is None else _values(self.bias, group)[experts]
-        return _grouped_linear(inputs, _values(self.weight, group), ends, bias, self.is_transposed)
+        product: torch.Tensor = _grouped_linear(inputs, _values(self.weight, group), ends, bias, self.is_transposed)
+        return product
 
 
 def _part_of(module: Any, name: str) -> _Projection:
