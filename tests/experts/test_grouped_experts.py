@@ -31,6 +31,7 @@ from tests.support import models, rounding_bounds
 from tests.support.modules.mixtures import FAMILIES, grouped, mixtral, qwen, stacks_of, visits
 from tests.support.oracle import (
     Job,
+    Result,
     accumulated_step,
     assert_same,
     assert_same_tensors,
@@ -51,9 +52,18 @@ FEW = SIXTEEN._replace(model=partial(grouped, partial(qwen, 16)))
 """Four tokens visit at most eight of sixteen experts in a layer, and so not all of eight groups."""
 
 
+_FIRST = "model.layers.0.mlp.experts"
+
+
 def groups_in(engine: offload.Engine) -> list[str]:
     """Returns the names of the units that are groups of experts."""
     return [layout.name for layout in testing.inspect(engine).layouts if ":" in layout.name]
+
+
+def assert_as_whole(result: Result, whole: Result) -> None:
+    """The norm adds squares in another order."""
+    assert result.losses == whole.losses
+    assert_same_tensors(result.weights, whole.weights)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------
@@ -67,11 +77,11 @@ def groups_in(engine: offload.Engine) -> list[str]:
 def test_the_numbers_are_those_of_all_experts_at_once(
     family: str, loss: Callable[..., Any], dtype: str, tmp_path: Path
 ) -> None:
-    """Also of experts and groups that no token visits. A clip would add squares in another order."""
+    """Also of experts and groups that no token visits."""
     job = Job(partial(grouped, FAMILIES[family]), loss, steps=3, clip=0.0, dtype=dtype, accumulation=2)
     whole = run(job, MEMORY, tmp_path / "whole", experts="whole")
-    assert_same(same_bits(job, tmp_path), whole)
-    assert_same(run(job, DISK, tmp_path / "small", device_memory="200KB"), whole)
+    assert_as_whole(same_bits(job, tmp_path), whole)
+    assert_as_whole(run(job, DISK, tmp_path / "small", device_memory="200KB"), whole)
 
 
 @pytest.mark.numeric
@@ -87,7 +97,7 @@ def test_the_numbers_are_those_of_plain_transformers_but_for_roundings(tmp_path:
 def test_an_expert_without_a_token_is_updated_as_torch_updates_it(rule: str, tmp_path: Path) -> None:
     """In a group with a token, and in one without."""
     job = FEW._replace(clip=0.0, optimizer=rule, lr=1e-2)
-    assert_same(run(job, DISK, tmp_path / "groups"), run(job, MEMORY, tmp_path / "whole", experts="whole"))
+    assert_as_whole(run(job, DISK, tmp_path / "groups"), run(job, MEMORY, tmp_path / "whole", experts="whole"))
 
 
 @pytest.mark.slow
@@ -109,23 +119,26 @@ def large_groups() -> nn.Module:
 def test_frozen_experts_in_blocks_are_those_of_whole_stacks(form: str, tmp_path: Path) -> None:
     job = Job(large_groups, few_tokens, steps=2, clip=0.0)
     whole = run(job, MEMORY, tmp_path / "whole", experts="whole", frozen=form)
-    assert_same(same_bits(job, tmp_path, frozen=form), whole)
-    assert_same(run(job, DISK, tmp_path / "again", frozen=form, activations="cpu"), whole)
+    assert_as_whole(same_bits(job, tmp_path, frozen=form), whole)
+    assert_as_whole(run(job, DISK, tmp_path / "again", frozen=form, activations="cpu"), whole)
 
 
 def test_a_choice_of_no_expert_adds_nothing(tmp_path: Path) -> None:
     """The number of experts stands for none, as in the loop."""
     engine = start(Job(partial(grouped, mixtral), models.language_loss), CPU, tmp_path, experts="grouped")
-    stack = next(iter(stacks_of(engine.module).values()))
+    stack = engine.module.get_submodule(_FIRST)
+    weights = {
+        name: engine.module.get_parameter(f"{_FIRST}.{name}").detach().clone() for name in ("gate_up_proj", "down_proj")
+    }
     hidden = torch.randn(5, 32)
     chosen, scores = torch.tensor([[0, 8], [3, 5], [8, 8], [7, 1], [2, 2]]), torch.rand(5, 2)
+    expected = torch.zeros_like(hidden)
+    for token, slot in ((0, 0), (1, 0), (1, 1), (3, 0), (3, 1), (4, 0), (4, 1)):
+        gate, up = (weights["gate_up_proj"][chosen[token, slot]] @ hidden[token]).chunk(2)
+        down = weights["down_proj"][chosen[token, slot]]
+        expected[token] += scores[token, slot] * (down @ (stack.act_fn(gate) * up))
     with torch.no_grad():
-        output = stack(hidden, chosen, scores)
-        expected = torch.zeros_like(hidden)
-        for token, slot in ((0, 0), (1, 0), (1, 1), (3, 0), (3, 1), (4, 0), (4, 1)):
-            gate, up = (stack.gate_up_proj[chosen[token, slot]] @ hidden[token]).chunk(2)
-            expected[token] += scores[token, slot] * (stack.down_proj[chosen[token, slot]] @ (stack.act_fn(gate) * up))
-        none = stack(hidden, torch.full((5, 2), 8), scores)
+        output, none = stack(hidden, chosen, scores), stack(hidden, torch.full((5, 2), 8), scores)
     torch.testing.assert_close(output, expected)
     assert not bool(none.any()) and not bool(output[2].any())
     engine.destroy()
@@ -182,7 +195,7 @@ def test_a_layer_takes_at_most_twenty_uses_of_units(tmp_path: Path) -> None:
         uses[experts] = testing.inspect(engine).pager.counts().uses - before
         engine.destroy(remove=True)
     assert uses["auto"] <= 20 * layers
-    assert uses["each"] > 256 * layers * 0.9
+    assert uses["each"] > 200 * layers
 
 
 @pytest.mark.test_device
@@ -196,8 +209,7 @@ def test_on_a_device_with_late_streams_the_bits_are_those_of_the_cpu(seed: int, 
         assert engine.device.type == "test" and groups_in(engine)
         result = trained(engine, job)
         engine.destroy(remove=True)
-        assert result.losses == expected.losses
-        assert_same_tensors(result.weights, expected.weights)
+        assert_as_whole(result, expected)
 
 
 # -- choice ----------------------------------------------------------------------------------------------------
@@ -360,8 +372,7 @@ def grouped_ranks(folder: Path) -> Any:
 def test_on_two_ranks_the_numbers_are_those_of_whole_stacks(ranks: RankPool, tmp_path: Path) -> None:
     (whole, one), (_, other) = ranks.run(grouped_ranks, tmp_path)
     assert_same(one, other, "ranks")
-    assert one.losses == whole.losses
-    assert_same_tensors(one.weights, whole.weights)
+    assert_as_whole(one, whole)
 
 
 # -- plan ------------------------------------------------------------------------------------------------------
