@@ -16,29 +16,39 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import offload
-from bench.measure import report, settings_for
+from bench.measure import report
 from offload import testing
 from offload.bench.configs import placed
 
 
 def mixture(seed: int = 0, **settings: Any) -> Any:
-    """Returns a Qwen3-MoE in bf16 that makes grouped products."""
+    """Returns a Qwen3-MoE that makes grouped products.
+
+    In fp32: a CPU without products in bf16 makes a kernel for each new number of tokens, which takes milliseconds.
+    """
     import transformers
 
     torch.manual_seed(seed)
     config = transformers.Qwen3MoeConfig(
         vocab_size=512, norm_topk_prob=True, use_cache=False, tie_word_embeddings=True, **settings
     )
-    model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model = transformers.Qwen3MoeForCausalLM(config)
     model.set_experts_implementation("grouped_mm")
     return model
+
+
+def _settings(folder: Path, tier: str, batch_size: int, experts: str, **more: Any) -> dict[str, Any]:
+    settings = placed(f"{tier}/{tier}", folder, torch.device("cpu"), batch_size=batch_size, dtype="fp32", clip=1.0)
+    settings["offload"] |= {"run": experts, "experts": experts, **more}
+    return settings
 
 
 def _host(layers: int, rounds: int, folder: Path) -> dict[str, Any]:
@@ -58,7 +68,7 @@ def _host(layers: int, rounds: int, folder: Path) -> dict[str, Any]:
     engines = {
         experts: offload.initialize(
             model=mixture(**sizes),
-            config=settings_for(folder, experts, "cpu", device_memory="4MB", experts=experts),
+            config=_settings(folder, "cpu", 1, experts, device_memory="8MB"),
         )[0]
         for experts in ("grouped", "each")
     }
@@ -96,7 +106,7 @@ def _thread_seconds(model: Any, backward: Callable[[torch.Tensor], Any], end: Ca
     return seconds
 
 
-def _drive(tokens: int, rounds: int, hidden: int, folder: Path) -> dict[str, Any]:
+def _drive(tokens: int, rounds: int, hidden: int, ways: Sequence[str], folder: Path) -> dict[str, Any]:
     sizes: dict[str, Any] = {
         "hidden_size": hidden,
         "moe_intermediate_size": hidden // 2,
@@ -111,9 +121,8 @@ def _drive(tokens: int, rounds: int, hidden: int, folder: Path) -> dict[str, Any
     plain = mixture(**sizes)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
     engines = {}
-    for experts in ("grouped", "each"):
-        settings = placed("nvme/nvme", folder, torch.device("cpu"), batch_size=len(batch), dtype="bf16", clip=1.0)
-        settings["offload"] |= {"run": experts, "experts": experts}
+    for experts in ways:
+        settings = _settings(folder, "nvme", len(batch), experts)
         engines[experts] = offload.initialize(model=mixture(**sizes), config=settings)[0]
 
     def step_of_plain() -> None:
@@ -126,32 +135,43 @@ def _drive(tokens: int, rounds: int, hidden: int, folder: Path) -> dict[str, Any
         engine.backward(engine(input_ids=batch, labels=batch).loss)
         engine.step()
 
-    seconds: dict[str, list[float]] = {name: [] for name in ("plain", *engines)}
+    seconds: dict[str, list[Seconds]] = {name: [] for name in ("plain", *engines)}
     try:
         for _ in range(rounds + 1):
-            seconds["plain"].append(_seconds(step_of_plain, 2))
+            seconds["plain"].append(_seconds(step_of_plain))
             for name, engine in engines.items():
-                seconds[name].append(_seconds(lambda engine=engine: step_of(engine), 2, engine.synchronize))
+                seconds[name].append(_seconds(partial(step_of, engine), engine.synchronize))
     finally:
         for engine in engines.values():
             engine.destroy(remove=True)
-    figures = {f"{name}_seconds": statistics.median(each[1:]) for name, each in seconds.items()}
-    ratios = {
-        f"{name}_over_plain": statistics.median(
-            mine / theirs for mine, theirs in zip(seconds[name][1:], seconds["plain"][1:], strict=True)
-        )
-        for name in engines
-    }
-    return {"parameters": sum(p.numel() for p in plain.parameters()), **figures, **ratios}
+    figures = {"parameters": float(sum(parameter.numel() for parameter in plain.parameters()))}
+    for kind in Seconds._fields:
+        each = {name: [getattr(one, kind) for one in of[1:]] for name, of in seconds.items()}
+        figures |= {f"{name}_{kind}_seconds": statistics.median(of) for name, of in each.items()}
+        for name in engines:
+            ratios = (mine / other for mine, other in zip(each[name], each["plain"], strict=True))
+            figures[f"{name}_over_plain_{kind}"] = statistics.median(ratios)
+    return figures
 
 
-def _seconds(step: Callable[[], None], steps: int, end: Callable[[], None] = lambda: None) -> float:
-    """Seconds of a step, over `steps` steps and their end."""
-    start = time.perf_counter()
-    for _ in range(steps):
+class Seconds(NamedTuple):
+    """Seconds of a training step."""
+
+    wall: float
+    processor: float
+    """Of all threads of the process."""
+
+
+_STEPS = 2
+"""Steps of a turn, the last of which ends with its update."""
+
+
+def _seconds(step: Callable[[], None], end: Callable[[], None] = lambda: None) -> Seconds:
+    wall, processor = time.perf_counter(), time.process_time()
+    for _ in range(_STEPS):
         step()
     end()
-    return (time.perf_counter() - start) / steps
+    return Seconds((time.perf_counter() - wall) / _STEPS, (time.process_time() - processor) / _STEPS)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -159,8 +179,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("part", choices=["host", "drive"])
     parser.add_argument("folder", type=Path, nargs="?", help="a folder on the drive; default: a temporary one")
     parser.add_argument("--layers", type=int, default=48, help="of the host part")
-    parser.add_argument("--hidden", type=int, default=512, help="features of the drive part")
+    parser.add_argument("--hidden", type=int, default=384, help="features of the drive part")
     parser.add_argument("--tokens", type=int, default=2048, help="of a step of the drive part")
+    parser.add_argument("--experts", nargs="+", default=["grouped", "each"], help="of the drive part")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
@@ -168,7 +189,7 @@ def main(arguments: list[str] | None = None) -> None:
         if options.part == "host":
             report("experts_host", {"layers": options.layers, **_host(options.layers, options.rounds, folder)})
         else:
-            figures = _drive(options.tokens, options.rounds, options.hidden, folder)
+            figures = _drive(options.tokens, options.rounds, options.hidden, options.experts, folder)
             report("experts_drive", {"tokens": options.tokens, "hidden": options.hidden, **figures})
 
 
