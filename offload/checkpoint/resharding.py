@@ -93,32 +93,55 @@ def places(
 def as_rows(
     saved: Mapping[str, tuple[int, ParameterSegment]], layouts: Sequence[UnitLayout]
 ) -> dict[str, tuple[int, ParameterSegment]]:
-    """Returns the places in a checkpoint of rows that are units here, and parts of whole parameters there."""
-    wanted = (segment for layout in layouts for segment in layout.segments if segment.stack and segment.stack in saved)
-    return {segment.name: _row_of(saved[segment.stack], segment) for segment in wanted}
+    """Returns the places in a checkpoint of rows that are units here, and parts of larger parts or parameters there."""
+    groups: dict[str, list[tuple[int, ParameterSegment]]] = {}
+    for unit, segment in saved.values():
+        if segment.rows is not None:
+            groups.setdefault(segment.stack, []).append((unit, segment))
+    found: dict[str, tuple[int, ParameterSegment]] = {}
+    for segment in (segment for layout in layouts for segment in layout.segments if segment.stack):
+        own = _rows(segment)
+        if segment.stack in saved:
+            found[segment.name] = _row_of(saved[segment.stack], segment, own, 0)
+        elif segment.name not in saved:
+            for unit, group in groups.get(segment.stack, ()):
+                if group.rows is not None and group.rows.start <= own.start and own.stop <= group.rows.stop:
+                    found[segment.name] = _row_of((unit, group), segment, own, group.rows.start)
+    return found
 
 
-def _row_of(place: tuple[int, ParameterSegment], row: ParameterSegment) -> tuple[int, ParameterSegment]:
-    """Returns the place of one row, or of a piece, of a whole parameter. All rows have equally many stored elements."""
+def _rows(segment: ParameterSegment) -> range:
+    """Returns the rows of a parameter that are a part of it."""
+    return range(segment.row, segment.row + 1) if segment.rows is None else segment.rows
+
+
+def _row_of(
+    place: tuple[int, ParameterSegment], row: ParameterSegment, own: range, first: int
+) -> tuple[int, ParameterSegment]:
+    """Returns the place of rows `own` within a whole parameter, or within a group that begins at row `first`.
+
+    All rows have equally many stored elements.
+    """
     unit, whole = place
-    if row.rows is not None:
-        if whole.shape[1:] != row.shape[1:] or row.rows.stop > whole.shape[0]:
-            return place  # the difference is reported
-        start = whole.start + row.first
-        return unit, whole._replace(shape=row.shape, start=start, numel=row.numel, stack=row.stack, rows=row.rows)
-    if whole.shape[1:] != row.shape or row.row >= whole.shape[0]:
+    of_row = row.shape if row.rows is None else row.shape[1:]
+    if whole.shape[1:] != of_row or own.stop - first > whole.shape[0]:
         return place  # the difference is reported
     numel = whole.numel // whole.shape[0]
-    start = whole.start + row.row * numel
-    return unit, whole._replace(shape=row.shape, start=start, numel=numel, stack=row.stack, row=row.row)
+    start = whole.start + (own.start - first) * numel
+    return unit, whole._replace(
+        shape=row.shape, start=start, numel=numel * len(own), stack=row.stack, row=row.row, rows=row.rows
+    )
 
 
 def all_places(
     segment: ParameterSegment, saved: Mapping[str, tuple[int, ParameterSegment]]
 ) -> list[tuple[int, ParameterSegment]]:
-    """Returns the places of a segment in a checkpoint: one, none, or one for each row or piece of a whole parameter."""
+    """Returns the places of a segment in a checkpoint: one, none, or one for each row or piece of several rows."""
     if segment.name in saved:
         return [saved[segment.name]]
+    if segment.rows is not None:
+        rows = [saved.get(f"{segment.stack}[{row}]") for row in segment.rows]
+        return [row for row in rows if row is not None] if None not in rows else []
     if segment.stack or not segment.shape:
         return []
     pieces = {at.rows.start: (unit, at) for unit, at in saved.values() if at.stack == segment.name and at.rows}

@@ -1027,11 +1027,13 @@ class OffloadBlock(Block):
         "at most half of what it leaves, and what weights and states do not use; on a CPU without host_memory, 80 % of "
         "what is free",
     )
-    experts: Literal["each", "visited", "whole"] = Field(
-        "each",
-        description="experts that transformers stacks in one parameter. each: each is a unit of its own, read only if "
+    experts: Literal["auto", "grouped", "each", "visited", "whole"] = Field(
+        "auto",
+        description="experts that transformers stacks in one parameter. grouped: at most eight groups of each layer's "
+        "experts are units of their own, and multiply by grouped products; each: each expert is a unit, read only if "
         "a token visits it; visited: also, one without a token in a step is not updated; whole: the stack is part of "
-        "its layer. See guides/mixtures-of-experts.md",
+        "its layer; auto: grouped for a model that trains and makes grouped products, if groups have room on the "
+        "device, else each. A run that resumes keeps its own division. See guides/mixtures-of-experts.md",
     )
     vocabulary: Literal["auto", "whole", "pieces"] = Field(
         "auto",

@@ -623,9 +623,9 @@ def _extensions(
         yield UnpackedWeights(model, quantized)
     if plan.units.experts:
         zeros = None
-        if plan.config.offload.experts == "each":
-            zeros = ZeroGradients(plan.layouts, plan.trainable, gradients, plan.device.torch)
-        yield StackedExperts(model, plan.units.experts, pager, zeros)
+        if plan.config.offload.experts != "visited":
+            zeros = ZeroGradients(plan.layouts, plan.trainable, gradients, plan.device.torch, plan.units.experts)
+        yield StackedExperts(model, plan.layouts, plan.units.experts, pager, zeros)
     yield TargetedParameters(model, handles)
     if plan.world.divides_model or plan.sites:
         yield ShardedViews(plan.sites)

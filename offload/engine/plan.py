@@ -37,7 +37,7 @@ from offload.errors import BudgetError, ConfigError, StoreError, UsageError
 from offload.hardware import probe
 from offload.hardware.system import check_folders, folder_notices
 from offload.kernels import cuda
-from offload.layout.experts import rows_of
+from offload.layout.experts import cut_stacks, parts_of
 from offload.layout.flat_layout import StateField, UnitLayout, laid_out_for, layouts_of
 from offload.layout.frozen import frozen_notices, is_of_bitsandbytes, is_packed, stored_weights, waits_for_quantization
 from offload.layout.memory_plan import (
@@ -46,11 +46,11 @@ from offload.layout.memory_plan import (
     buffer_dtype,
     divide,
     division_of,
+    first_that_fits,
     mode_of,
     place_states,
     plan_memory,
     wanted_slots,
-    whole_or_pieces,
     with_shadows,
 )
 from offload.layout.modes import Mode, dtype_name
@@ -199,9 +199,10 @@ def decide(
     device_kernels, why_not = _device_kernels(device)
     blocks, held = blocks_of(model, config.units), _weights_held(model)
 
-    def place(vocabulary: str) -> _Placed:
-        units, stacks, lines = divide(model, dataclasses.replace(division, vocabulary=vocabulary))
-        stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks), units.in_fp32)
+    def place(experts: str, vocabulary: str) -> _Placed:
+        by = dataclasses.replace(division, experts=experts, vocabulary=vocabulary)
+        units, stacks, lines = divide(model, by)
+        stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, parts_of(stacks), units.in_fp32)
         layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept_states, stored, matrices), mode, mesh.shards)
         _check_batch_norm(model, mode, device.torch, buffers, units.in_fp32)
         # This check comes before the disks are inspected, because ranks with different configs would look for different
@@ -240,10 +241,9 @@ def decide(
         return _Placed(units, lines, layouts, in_place_layouts, machine, place_states(request))
 
     tables = cut_tables(model, "pieces", rule.name)
-    vocabulary = _vocabulary(config, world, tables)
-    units, experts, layouts, in_place_layouts, machine, placed = whole_or_pieces(
-        vocabulary, place if vocabulary != "auto" else _together(everyone, place)
-    )
+    experts, vocabulary = _experts(config, model, world, rule.name), _vocabulary(config, world, tables)
+    tries = _together(everyone, place) if "auto" in (experts, vocabulary) else place
+    units, division_lines, layouts, in_place_layouts, machine, placed = first_that_fits(experts, vocabulary, tries)
     tied = any(table.tied for table in tables if table.parameter in units.tables)
     schedule, schedule_notices = _schedule(config, batch, model, blocks, placed, machine, everyone, tied)
 
@@ -288,7 +288,7 @@ def decide(
         device_kernels=device_kernels,
         tiled_mlps=tiled_mlps,
         schedule=schedule,
-        notices=(*notices, *frozen, *experts, *tiles, *schedule_notices),
+        notices=(*notices, *frozen, *division_lines, *tiles, *schedule_notices),
         in_place_layouts=in_place_layouts,
     )
 
@@ -330,35 +330,61 @@ def _vocabulary(config: Config, world: World, tables: Sequence[Table]) -> str:
     if not tables or in_turns or world.divides_model or world.sequence.size > 1:
         return "whole"
     # A run that resumes keeps its division, whatever the budgets are now.
-    recorded = world.everyone.share(_recorded_vocabulary(config))
-    return next((own for own in recorded if own is not None), "auto")
+    names = {table.parameter for table in tables}
+    parts = _recorded_parts(config, world)
+    return "auto" if parts is None else "pieces" if names & parts.keys() else "whole"
 
 
-def _recorded_vocabulary(config: Config) -> str | None:
-    """Returns "whole" or "pieces" as the run that this start resumes has its tables; None if there is no such run."""
-    if config.offload.resume not in ("auto", "must") or not config.drives:
+def _experts(config: Config, model: nn.Module, world: World, rule: str) -> str:
+    """Returns the config's "experts"; for "auto" those of the run that this start resumes. Collective with "auto".
+
+    The result is "auto" only if experts are then in groups, unless the budgets are too small.
+    """
+    asked = config.offload.experts
+    if asked != "auto":
+        return asked
+    stacks, _ = cut_stacks(model, "auto", rule)
+    if not any(stack.groups for stack in stacks):
+        return "each"
+    names = parts_of(stacks).keys()
+    parts = _recorded_parts(config, world)
+    if parts is None:
+        return "auto"
+    in_groups = {parts[name] for name in names if name in parts}
+    return "whole" if not in_groups else "grouped" if True in in_groups else "each"
+
+
+def _recorded_parts(config: Config, world: World) -> Mapping[str, bool] | None:
+    """Returns the parameters in parts of the run that this start resumes; None if there is no such run. Collective.
+
+    The value is True for a parameter in pieces or groups of several rows, and False for one whose experts are units.
+    """
+
+    def of_this_rank() -> dict[str, bool] | None:
+        if config.offload.resume not in ("auto", "must") or not config.drives:
+            return None
+        for folder in rank_folders(Path(config.drives[0]) / config.offload.run):
+            manifest = look(folder).manifest
+            if manifest is not None:
+                units = manifest.spec.fingerprint.get("units", ())
+                entries = (entry for unit in units for entry in unit["parameters"])
+                return {entry["stack"]: "rows" in entry for entry in entries if "stack" in entry}
         return None
-    for folder in rank_folders(Path(config.drives[0]) / config.offload.run):
-        manifest = look(folder).manifest
-        if manifest is not None:
-            units = manifest.spec.fingerprint.get("units", ())
-            return "pieces" if any("rows" in entry for unit in units for entry in unit["parameters"]) else "whole"
-    return None
+
+    return next((parts for parts in world.everyone.share(of_this_rank()) if parts is not None), None)
 
 
-def _together(ranks: Ranks, place: Callable[[str], _Placed]) -> Callable[[str], _Placed]:
-    """Returns a function as `place` that raises `BudgetError` on every rank if whole tables do not fit on one."""
+def _together(ranks: Ranks, place: Callable[[str, str], _Placed]) -> Callable[[str, str], _Placed]:
+    """Returns a function as `place` that raises `BudgetError` on every rank if it raises one on any."""
 
-    def place_alike(vocabulary: str) -> _Placed:
-        if vocabulary != "whole":
-            return place(vocabulary)
+    def place_alike(experts: str, vocabulary: str) -> _Placed:
         result: _Placed | BudgetError
         try:
-            result = place(vocabulary)
+            result = place(experts, vocabulary)
         except BudgetError as error:
             result = error
         if any(ranks.share(isinstance(result, BudgetError))):
-            raise result if isinstance(result, BudgetError) else BudgetError("whole tables do not fit on another rank")
+            raise result if isinstance(result, BudgetError) else BudgetError("the units do not fit on another rank")
         assert isinstance(result, _Placed)
         return result
 

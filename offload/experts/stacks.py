@@ -1,22 +1,25 @@
-"""Stacked parameters whose rows are units of their own: the model and the user still see one parameter.
+"""Stacked parameters whose experts, or groups of them, are units: the model and the user still see one parameter.
 
-A stack is a parameter in parts (`engine/parts.py`). While a module runs, `stack[expert]` gives the row's parameter,
-whose unit is then on the device; any other use of the stack, such as a product over all experts, gives all rows joined.
+A stack is a parameter in parts (`engine/parts.py`). While a module runs, `stack[expert]` gives the expert's row, whose
+unit is then on the device; any other use of the stack, such as a product over all experts, gives all rows joined.
+
+The modules of transformers go from part to part by another implementation: the loop over experts, or `by_group`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from offload.engine.callbacks import Extension
 from offload.engine.gradients import GradientAccumulator
-from offload.engine.params import ParamHandle
+from offload.engine.params import ParamHandle, handle_of
 from offload.engine.parts import PartsForm, composed_handle, parts_of
+from offload.errors import UsageError
 from offload.interrupts import uninterrupted
 from offload.layout.experts import LOOP, is_parameter_adapter
 from offload.layout.flat_layout import UnitLayout
@@ -27,28 +30,28 @@ from offload.torch_internals import outside_of_compiled_code, plain_tensors
 
 
 class StackedRows(PartsForm):
-    """The form of a stacked parameter: each of its rows is a parameter of its own, in a unit of its own."""
+    """The form of a stacked parameter: each row, or each group of rows, is a parameter, in a unit of its own."""
 
     parts_words, key = "experts", "experts"
 
-    def __init__(self, rows: Sequence[ParamHandle], experts: Collection[int]) -> None:
-        """Joins rows.
+    def __init__(self, parts: Sequence[ParamHandle], experts: Collection[int], size: int | None) -> None:
+        """Joins rows, or groups of `size` rows.
 
-        `experts` are the units of all experts of the model. In a module the unit of one expert makes room for the next.
+        `experts` are the units of all experts of the model. In a module the unit of one part makes room for the next.
         """
-        super().__init__(rows)
-        self._experts = experts
+        super().__init__(parts)
+        self._experts, self._size = experts, size
 
     def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the rows as one tensor."""
-        return torch.stack(list(values))
+        """Returns the parts as one tensor."""
+        return torch.stack(list(values)) if self._size is None else torch.cat(list(values))
 
     def divide(self, values: torch.Tensor) -> Iterable[torch.Tensor]:
-        """Returns the rows of a tensor."""
-        return values
+        """Returns the parts of a tensor."""
+        return values if self._size is None else values.split(self._size)
 
     def item(self, handle: ParamHandle, index: Any) -> torch.Tensor | None:
-        """Returns one row, on the device until the next row is requested; None unless a module or a backward runs.
+        """Returns one row, on the device until the next part is requested; None unless a module or a backward runs.
 
         For an index that is no integer the result is None.
         """
@@ -58,12 +61,19 @@ class StackedRows(PartsForm):
             index = int(index)
         if type(index) is not int:
             return None
-        row = self.parts(handle)[index]
-        if not handle.engine.hooks.turn_to(row.unit, self._experts):
+        if self._size is None:
+            return self.part(handle, index)
+        values = self.part(handle, index % handle.shape[0] // self._size)
+        return None if values is None else values[index % self._size]
+
+    def part(self, handle: ParamHandle, number: int) -> torch.Tensor | None:
+        """Returns a part, on the device until the next one is requested; None unless a module or a backward runs."""
+        part = self.parts(handle)[number]
+        if not handle.engine.hooks.turn_to(part.unit, self._experts):
             return None
-        if not row.materialized:  # frozen, in a recomputation
-            return row.engine.unit_views.frozen_view(row.unit, row.position)
-        parameter = row.parameter
+        if not part.materialized:  # frozen, in a recomputation
+            return part.engine.unit_views.frozen_view(part.unit, part.position)
+        parameter = part.parameter
         with plain_tensors():  # the stack is a placeholder, which would dispatch to a rule
             trains = handle.parameter.requires_grad
         if parameter.requires_grad is not trains:
@@ -79,14 +89,17 @@ def stack_handles(
 ) -> list[ParamHandle]:
     """Returns a handle for each parameter whose rows are units, and makes it a placeholder.
 
-    `experts` contains the units of each module whose experts are units.
+    `experts` contains the units of each module whose experts, or groups of them, are units.
     """
     units = frozenset(unit for of_module in experts.values() for unit in of_module)
-    rows = {name: parts for name, parts in parts_of(layouts, handles).items() if parts[0].unit in units}
-    return [
-        composed_handle(model, name, StackedRows(parts, units), (len(parts), *parts[0].shape))
-        for name, parts in rows.items()
-    ]
+    composed = []
+    for name, parts in parts_of(layouts, handles).items():
+        if (first := parts[0]).unit in units:
+            rows = layouts[first.unit].segments[first.position].rows
+            size = None if rows is None else len(rows)
+            shape = (len(parts), *first.shape) if size is None else (len(parts) * size, *first.shape[1:])
+            composed.append(composed_handle(model, name, StackedRows(parts, units, size), shape))
+    return composed
 
 
 # -- gradients of zeros ----------------------------------------------------------------------------------
@@ -105,14 +118,18 @@ class ZeroGradients:
         trainable: Sequence[range],
         gradients: GradientAccumulator,
         device: torch.device,
+        experts: Mapping[str, range],
     ) -> None:
-        """Finds the rows. This rank updates the elements `trainable` of each unit; gradients arrive on `device`."""
+        """Finds the parts. This rank updates the elements `trainable` of each unit; gradients arrive on `device`.
+
+        `experts` contains the units of each module whose experts, or groups of them, are units.
+        """
         self._layouts, self._trainable, self._gradients, self._device = layouts, trainable, gradients, device
         self._rows: dict[str, list[tuple[int, int]]] = {}
-        """Unit and position of each row of a parameter, by the parameter's name."""
-        for unit, layout in enumerate(layouts):
-            for position, segment in enumerate(layout.segments):
-                if segment.stack and segment.rows is None and segment.trainable and segment.numel:
+        """Unit and position of each part of a parameter, by the parameter's name."""
+        for unit in (unit for of_module in experts.values() for unit in of_module):
+            for position, segment in enumerate(layouts[unit].segments):
+                if segment.trainable and segment.numel:
                     self._rows.setdefault(segment.stack, []).append((unit, position))
 
     def add(self, present: Sequence[set[int]]) -> None:
@@ -141,22 +158,114 @@ class ZeroGradients:
 
 # -- implementation ------------------------------------------------------------------------------------
 #
-# Setting of the modules of transformers whose experts are units: the loop that takes one expert after the other.
+# How the modules of transformers compute: by a loop over experts, or by grouped products of one group after the other.
 
 
-def take_one_by_one(module: nn.Module) -> Callable[[], None]:
-    """Makes the forward of a module of stacked experts use one expert after the other, instead of all at once.
+_BY_GROUP = "offload_by_group"
+"""Name under which transformers finds `by_group`."""
+
+
+def use_implementation(module: nn.Module, grouped: bool) -> Callable[[], None]:
+    """Makes the forward of a module of stacked experts use one part after the other, instead of all at once.
 
     The module gets a config of its own, since other models may share its present config. The returned function gives
     the module its config back.
     """
     theirs: Any = getattr(module, "config", None)
-    if getattr(theirs, "_experts_implementation", LOOP) == LOOP:
+    if grouped:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # late: other models need no transformers
+
+        ALL_EXPERTS_FUNCTIONS.register(_BY_GROUP, by_group)
+    elif getattr(theirs, "_experts_implementation", LOOP) == LOOP:
         return lambda: None
     own = copy.deepcopy(theirs)
-    own._experts_implementation = LOOP
+    own._experts_implementation = _BY_GROUP if grouped else LOOP
     module.config = own
     return lambda: setattr(module, "config", theirs)
+
+
+def by_group(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Returns what transformers' grouped products return, with one group of experts after the other on the device.
+
+    Tokens are sorted by expert once, so that each group computes consecutive rows. All sums are those of
+    `grouped_mm_experts_forward`, in the same order. A group without a token is not used.
+
+    Args:
+        module: a module of stacked experts whose groups are units.
+        hidden_states: (tokens, features).
+        top_k_index: (tokens, k), the experts of each token; the number of experts stands for none.
+        top_k_weights: (tokens, k).
+    """
+    first, count = _part_of(module, "gate_up_proj" if module.has_gate else "up_proj"), top_k_index.size(-1)
+    down = _part_of(module, "down_proj")
+    experts, order = torch.sort(top_k_index.reshape(-1))
+    tokens = torch.bincount(experts, minlength=module.num_experts)[: module.num_experts]
+    # Each group's ends of its experts, counted from the group's first row.
+    ends = tokens.view(first.groups, -1).cumsum(1, dtype=torch.int32)
+    sizes = ends[:, -1].tolist()
+    rows = hidden_states[order // count]
+    outputs = []
+    for group, (inputs, of_rows) in enumerate(
+        zip(rows[: sum(sizes)].split(sizes), experts[: sum(sizes)].split(sizes), strict=True)
+    ):
+        if len(inputs):
+            of_rows = of_rows - group * (module.num_experts // first.groups)
+            inner = first.product(group, inputs, ends[group], of_rows)
+            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+            outputs.append(down.product(group, inner, ends[group], of_rows))
+    if sum(sizes) < len(rows):  # choices of no expert come last
+        outputs.append(rows.new_zeros(len(rows) - sum(sizes), hidden_states.size(-1)))
+    if not outputs:
+        return torch.zeros_like(hidden_states)
+    weighted = torch.cat(outputs) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    summed = weighted[place].view(len(hidden_states), count, -1).sum(dim=1)
+    return summed.to(hidden_states.dtype)
+
+
+class _Projection(NamedTuple):
+    """A projection of all experts of a module."""
+
+    weight: ParamHandle
+    bias: ParamHandle | None
+    is_transposed: bool
+    """True if each expert's matrix is (inputs, outputs)."""
+
+    @property
+    def groups(self) -> int:
+        return len(self.weight.parts)
+
+    def product(self, group: int, inputs: torch.Tensor, ends: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Returns the products of a group's tokens, (tokens, outputs).
+
+        Args:
+            inputs: (tokens, inputs), sorted by expert.
+            ends: (experts of the group,) int32, the end of each expert's tokens.
+            experts: (tokens,), the expert of each token within the group.
+        """
+        from transformers.integrations.moe import _grouped_linear
+
+        bias = None if self.bias is None else _values(self.bias, group)[experts]
+        product: torch.Tensor = _grouped_linear(inputs, _values(self.weight, group), ends, bias, self.is_transposed)
+        return product
+
+
+def _part_of(module: Any, name: str) -> _Projection:
+    handles = [handle_of(getattr(module, each, None)) for each in (name, f"{name}_bias")]
+    weight, bias = handles
+    assert weight is not None, "the stacks of a module whose groups are units are placeholders"
+    return _Projection(weight, bias if module.has_bias else None, module.is_transposed)
+
+
+def _values(stack: ParamHandle, group: int) -> torch.Tensor:
+    assert isinstance(stack.form, StackedRows)
+    values = stack.form.part(stack, group)
+    if values is None:
+        raise UsageError(f"{stack.name} was used outside of a forward and a backward of its engine")
+    return values
 
 
 # -- the experts of a model ------------------------------------------------------------------------------
@@ -165,21 +274,27 @@ def take_one_by_one(module: nn.Module) -> Callable[[], None]:
 
 
 class StackedExperts(Extension):
-    """The modules of stacked experts: loops over experts, for which the router's choice is fetched ahead."""
+    """The modules of stacked experts: loops over experts or groups, for which the router's choice is fetched ahead."""
 
     def __init__(
-        self, model: nn.Module, experts: Mapping[str, range], pager: Pager, zeros: ZeroGradients | None
+        self,
+        model: nn.Module,
+        layouts: Sequence[UnitLayout],
+        experts: Mapping[str, range],
+        pager: Pager,
+        zeros: ZeroGradients | None,
     ) -> None:
-        """Hooks the modules, which are sites of the engine already, and makes their forwards loops over experts.
+        """Hooks the modules, which are sites of the engine already, and makes their forwards go from part to part.
 
-        `experts` contains the units of each module whose experts are units, expert by expert. `zeros` makes gradients
-        of experts without a token; None if these are not updated.
+        `experts` contains the units of each module whose experts, or groups of them, are units, in the experts' order.
+        `zeros` makes gradients of experts without a token; None if these are not updated.
         """
         self._pager, self._zeros = pager, zeros
         self._undo: list[Callable[[], None]] = []
         for name, units in experts.items():
-            module = model.get_submodule(name)
-            self._undo += [self._hook(module, units), take_one_by_one(module)]
+            module, rows = model.get_submodule(name), layouts[units[0]].segments[0].rows
+            size = 1 if rows is None else len(rows)
+            self._undo += [self._hook(module, units, size), use_implementation(module, rows is not None)]
 
     def add_gradients(self, present: Sequence[set[int]]) -> None:
         """Adds gradients of zeros for experts without a token, unless those are not updated."""
@@ -191,21 +306,22 @@ class StackedExperts(Extension):
         while self._undo:
             self._undo.pop()()
 
-    def _hook(self, module: nn.Module, units: range) -> Callable[[], None]:
+    def _hook(self, module: nn.Module, units: range, size: int) -> Callable[[], None]:
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if called is module:
-                self._expect(units, (*args, *kwargs.values()))
+                self._expect(units, size, (*args, *kwargs.values()))
 
         return module.register_forward_pre_hook(outside_of_compiled_code(before), with_kwargs=True).remove
 
     @uninterrupted
-    def _expect(self, units: range, values: tuple[Any, ...]) -> None:
-        """Passes the experts that a forward with these arguments uses to the pager."""
+    def _expect(self, units: range, size: int, values: tuple[Any, ...]) -> None:
+        """Passes the units, of `size` experts each, that a forward with these arguments uses to the pager."""
         choice = next((value for value in values if _is_choice(value)), None)
         if choice is None:
             return
         # Sorted, as the loop over them goes; a number that is no expert stands for a token without one.
-        chosen = [units[number] for number in choice.unique().tolist() if 0 <= number < len(units)]
+        numbers = choice.div(size, rounding_mode="floor").unique().tolist()
+        chosen = [units[number] for number in numbers if 0 <= number < len(units)]
         with self._pager.lock:
             self._pager.table.access_order.expect(chosen, units)
         self._pager.prefetch()

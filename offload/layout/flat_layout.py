@@ -206,13 +206,13 @@ class ParameterSegment(NamedTuple):
     inner: tuple[StateField, ...] = ()
     """Inner tensors of a parameter that another library has quantized, and that is stored as their bytes."""
     stack: str = ""
-    """Name of the model's parameter, if this is one expert's row or a piece of it; empty for a whole parameter."""
+    """Name of the model's parameter, if this is one expert's row or a part of it; empty for a whole parameter."""
     row: int = 0
     """Index of the expert in the stack."""
     kind: str = ""
     """Class of a parameter with inner tensors, and other facts that decide how its bytes are read."""
     rows: range | None = None
-    """Rows of the table that are this piece; None for an expert's row and for a whole parameter."""
+    """Rows that are this group of experts or piece of a table; None for one expert's row and a whole parameter."""
 
     @property
     def parameter(self) -> str:
@@ -359,11 +359,10 @@ def lay_out(
     """Places parameters one after the other, each at a multiple of 32 elements, and returns the layout.
 
     Args:
-        stored: frozen parameters that are stored as blocks or bytes, by name; for a stack, the storage of one expert's
-            row.
+        stored: frozen parameters that are stored as blocks or bytes, by name; for a stack, the storage of one part.
         matrices: names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
         row: the expert whose rows of the parameters are laid out; None for whole parameters.
-        rows: the rows of the table that are laid out, as values; None for whole parameters.
+        rows: the rows of the parameters that are laid out; None for whole parameters.
     """
     segments = []
     for parameter_name, parameter in parameters:
@@ -371,7 +370,7 @@ def lay_out(
         if rows is not None:
             shape = (len(rows), *shape[1:])
         storage = FrozenStorage("", math.prod(shape))
-        if not parameter.requires_grad and rows is None:
+        if not parameter.requires_grad:
             storage = stored.get(parameter_name, storage)
         segment = ParameterSegment(
             parameter_name,
@@ -465,7 +464,9 @@ def layouts_of(
     def layout(unit: Unit) -> UnitLayout:
         parameters = [(name, model.get_parameter(name)) for name in unit.parameters]
         name = f"{unit.name or 'the root'} in fp32" if unit.in_fp32 else unit.name
-        laid_out = lay_out(name, parameters, world_size, stored, matrices, unit.row, unit.in_fp32, unit.rows)
+        # A piece of a table is stored as values.
+        of_unit = {} if units.tables.keys() & set(unit.parameters) and unit.rows is not None else stored
+        laid_out = lay_out(name, parameters, world_size, of_unit, matrices, unit.row, unit.in_fp32, unit.rows)
         return with_kept(laid_out, kept, world_size)
 
     return tuple(layout(unit) for unit in units.units)

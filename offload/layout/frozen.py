@@ -198,7 +198,7 @@ def stored_weights(
     model: nn.Module,
     form: str | None,
     dtype: torch.dtype,
-    rows: Mapping[str, int] = {},
+    parts: Mapping[str, int] = {},
     in_fp32: Collection[str] = (),
 ) -> dict[str, FrozenStorage]:
     """Returns the storage of each frozen parameter that is not stored as values: as blocks, or as a library's bytes.
@@ -207,7 +207,7 @@ def stored_weights(
     as another library's bytes.
     """
     blocks = {
-        name: storage for name, storage in stored_as_blocks(model, form, dtype, rows).items() if name not in in_fp32
+        name: storage for name, storage in stored_as_blocks(model, form, dtype, parts).items() if name not in in_fp32
     }
     as_bytes = stored_as_bytes(model, dtype)
     if unfit := sorted(as_bytes.keys() & set(in_fp32)):
@@ -219,20 +219,20 @@ def stored_weights(
 
 
 def stored_as_blocks(
-    model: nn.Module, form: str | None, dtype: torch.dtype, rows: Mapping[str, int] = {}
+    model: nn.Module, form: str | None, dtype: torch.dtype, parts: Mapping[str, int] = {}
 ) -> dict[str, FrozenStorage]:
     """Returns the storage of each parameter that is stored as blocks, by its first name.
 
     A `form` of None stores no parameter as blocks. A unit is laid out in elements of `dtype`, the dtype of the weights.
-    `rows` is the number of experts of each stack that is cut, by the parameter's name; the result then describes one
-    expert's row.
+    `parts` is the number of equal parts of each stack that is cut, by the parameter's name; the result then describes
+    one part.
     """
     if form is None:
         return {}
     blocks = BLOCK_FORMATS[form]
     return {
         name: FrozenStorage(
-            form, math.ceil(blocks.stored_nbytes(parameter.numel() // rows.get(name, 1)) / dtype.itemsize)
+            form, math.ceil(blocks.stored_nbytes(parameter.numel() // parts.get(name, 1)) / dtype.itemsize)
         )
         for name, parameter in _chosen(model)
         if parameter.numel()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 
 from offload.config import Config, OptimizerBlock
 from offload.errors import BudgetError, ConfigError
-from offload.layout.experts import cut_stacks, described, other_implementations, rows_of
+from offload.layout.experts import cut_stacks, described, parts_of
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.modes import ADAM, DTYPES, RULE_LAYOUTS, Mode, make_mode
 from offload.layout.optimizer_states import kernel_rule, optimizer_class
@@ -508,8 +509,8 @@ class Division:
 
     named: Sequence[str] = ()
     """Names or classes of modules, each of which is one unit."""
-    experts: str = "each"
-    """"each", "visited" or "whole", as in the config."""
+    experts: str = "auto"
+    """As in the config; `first_that_fits` replaces "auto" where groups do not fit."""
     rule: str = ADAM
     """Name of the optimizer's rule."""
     keep_in_fp32: Literal["auto"] | Sequence[str] = ()
@@ -542,6 +543,26 @@ def division_of(config: Config | None, rule: str | None = None) -> Division:
     return Division(config.units, config.offload.experts, rule, keep, vocabulary)
 
 
+def first_that_fits(experts: str, vocabulary: str, place: Callable[[str, str], _T]) -> _T:
+    """Returns the result of `place` for the first division into units that fits the budgets.
+
+    `place` takes values of "experts" and "vocabulary". With "auto" of both, groups of experts come before single
+    experts, which are smaller, and whole tables before tables in pieces.
+    """
+    try:
+        return whole_or_pieces(vocabulary, partial(place, experts))
+    except BudgetError as error:
+        if experts != "auto":
+            raise
+        grouped = error
+    try:
+        return whole_or_pieces(vocabulary, partial(place, "each"))
+    except BudgetError as error:
+        if str(error) == str(grouped):  # a unit without experts is the largest
+            raise
+        raise BudgetError(f"{grouped}; with each expert by itself: {error}") from None
+
+
 def whole_or_pieces(vocabulary: str, place: Callable[[str], _T]) -> _T:
     """Returns the result of `place` for "whole" tables or for tables in "pieces".
 
@@ -572,15 +593,15 @@ def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:
     all_stacks, notices = cut_stacks(model, division.experts, division.rule)
     in_fp32 = parameters_in_fp32(model, division.keep_in_fp32)
     if division.keep_in_fp32 == "auto":
-        in_fp32 -= rows_of(all_stacks).keys()
+        in_fp32 -= parts_of(all_stacks).keys()
     tables = cut_tables(model, division.vocabulary, division.rule)
     units = find_units(model, division.named, all_stacks, in_fp32, tables)
     # A stack may be inside of a unit that the user has named, or its experts may be too small.
     stacks = tuple(stack for stack in all_stacks if stack.module in units.experts)
-    if stacked := sorted(in_fp32 & rows_of(stacks).keys()):
+    if stacked := sorted(in_fp32 & parts_of(stacks).keys()):
         raise ConfigError(
             f'"keep_in_fp32" names {stacked[0]}, whose experts are units of their own, in the dtype of the run: set '
             '"experts": "whole", or leave the name out'
         )
-    lines = described(stacks, other_implementations(model, stacks), division.experts)
+    lines = described(model, stacks, division.experts)
     return DividedModel(units, stacks, (*notices, *lines, *described_tables(units, division.vocabulary)))

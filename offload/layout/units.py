@@ -29,20 +29,27 @@ class Unit:
     name: str
     parameters: tuple[str, ...]
     row: int | None = None
-    """The expert whose rows of these parameters are the unit; None for whole parameters and for pieces of a table."""
+    """The expert whose rows of these parameters are the unit; None for all other units."""
     in_fp32: bool = False
     """True if the weights stay in fp32, whatever the dtype of other weights is."""
     rows: range | None = None
-    """The rows of the table that are the unit; None for whole parameters and for experts."""
+    """The group of experts, or the rows of the table, that are the unit; None for whole parameters and for a `row`."""
 
 
 class Stack(NamedTuple):
-    """A module whose parameters stack experts and are cut into rows."""
+    """A module whose parameters stack experts and are cut into rows, or into groups of rows."""
 
     module: str
     parameters: tuple[str, ...]
     rows: int
     """Number of experts, the first size of each parameter."""
+    groups: int | None = None
+    """Number of groups, which are units of equally many experts; None if each expert is a unit."""
+
+    @property
+    def parts(self) -> int:
+        """Number of units."""
+        return self.groups or self.rows
 
 
 class Table(NamedTuple):
@@ -66,7 +73,7 @@ class Units:
     units: tuple[Unit, ...]
     sites: dict[str, tuple[int, ...]]
     experts: dict[str, range] = field(default_factory=dict)
-    """For each module whose experts are units, the range of these units in the order of the experts."""
+    """For each module whose experts, or groups of them, are units, the range of these units in the experts' order."""
     tables: dict[str, range] = field(default_factory=dict)
     """For each table in pieces, by the parameter's name, the range of the pieces' units in the order of the rows."""
 
@@ -93,8 +100,8 @@ def find_units(
 
     Args:
         named: names or class names of modules that are one unit each, including everything inside them.
-        stacks: modules whose experts are units. A stack stays whole if it is within a module of `named`, or if its
-            experts are too small to be units.
+        stacks: modules whose experts, or groups of them, are units. A stack stays whole if it is within a module of
+            `named`, or if its experts or groups are too small to be units.
         in_fp32: names of parameters that stay in fp32; see `parameters_in_fp32`.
         tables: parameters whose pieces of rows are units. A table stays whole if a candidate contains it, or if it
             stays in fp32.
@@ -118,8 +125,14 @@ def find_units(
     # Experts and pieces come last, so that all other units are numbered as if there were none.
     experts: dict[str, range] = {}
     for stack in stacks:
-        experts[stack.module] = range(len(units), len(units) + stack.rows)
-        units += [Unit(f"{stack.module}[{row}]", stack.parameters, row) for row in range(stack.rows)]
+        experts[stack.module] = range(len(units), len(units) + stack.parts)
+        if stack.groups is None:
+            units += [Unit(f"{stack.module}[{row}]", stack.parameters, row) for row in range(stack.rows)]
+            continue
+        size = stack.rows // stack.groups
+        for start in range(0, stack.rows, size):
+            name = f"{stack.module}[{start}:{start + size}]"
+            units.append(Unit(name, stack.parameters, rows=range(start, start + size)))
     pieces: dict[str, range] = {}
     for name, rows, _ in tables:
         pieces[name] = range(len(units), len(units) + len(rows))
@@ -138,10 +151,9 @@ def _large_stacks(
     for name, candidate in owners.items():
         if candidate is not None and name not in stacked:
             candidate_sizes[candidate] = candidate_sizes.get(candidate, 0) + sizes[name]
-    least = (
-        max([*candidate_sizes.values(), *(_row_numel(stack, sizes) for stack in outside)], default=0) / _SMALLEST_SHARE
-    )
-    return [stack for stack in outside if _row_numel(stack, sizes) >= least]
+    numel = {stack: _row_numel(stack, sizes) * stack.rows // stack.parts for stack in outside}
+    least = max([*candidate_sizes.values(), *numel.values()], default=0) / _SMALLEST_SHARE
+    return [stack for stack in outside if numel[stack] >= least]
 
 
 def _row_numel(stack: Stack, sizes: Mapping[str, int]) -> int:

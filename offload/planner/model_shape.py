@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from offload.errors import ConfigError
-from offload.layout.experts import find_stacks, rows_of
+from offload.layout.experts import find_stacks, parts_of
 from offload.layout.flat_layout import ParameterSegment, UnitLayout, arrange, lay_out, layouts_of
 from offload.layout.frozen import quantized_by_other_library, stored_weights
 from offload.layout.memory_plan import Division, divide
@@ -58,7 +58,7 @@ class Experts(NamedTuple):
     per_token: int
     """Experts that the router chooses for a token."""
     of_unit: int = 1
-    """Experts of a unit: more than one in a `Shape.in_groups`."""
+    """Experts of a unit: more than one in groups."""
 
     @property
     def number(self) -> int:
@@ -68,6 +68,11 @@ class Experts(NamedTuple):
     def visited(self, tokens: int) -> float:
         """Returns the expected number of experts that `tokens` tokens visit if the router prefers none."""
         return self.number * (1 - (1 - self.per_token / self.number) ** tokens)
+
+    def used(self, tokens: int) -> float:
+        """Returns the expected number of units that `tokens` tokens visit if the router prefers none."""
+        others = (max(0, self.number - self.per_token - of) / (self.number - of) for of in range(self.of_unit))
+        return len(self.units) * (1 - math.prod(others) ** tokens)
 
 
 class Use(NamedTuple):
@@ -182,8 +187,8 @@ class Shape(NamedTuple):
 
     @property
     def chooses(self) -> bool:
-        """Returns True if it depends on the micro-batch which units are used: not all experts are visited."""
-        return any(each.of_unit == 1 for each in self.experts)
+        """Returns True if it depends on the micro-batch which units are used: not all are visited."""
+        return any(round(each.used(self.sequence)) < len(each.units) for each in self.experts)
 
     def in_groups(self) -> Shape:
         """Returns the shape with groups of experts as units, if a sequence visits all experts anyway.
@@ -193,6 +198,8 @@ class Shape(NamedTuple):
         """
         each = self.experts[0] if self.experts else None
         if each is None or round(each.visited(self.sequence)) < each.number or self.uncut is not None:
+            return self
+        if each.of_unit > 1:
             return self
         largest = max(layout.device_numel for layout in self.layouts)
         size = 1
@@ -208,6 +215,21 @@ class Shape(NamedTuple):
                 layouts.append(_several(layout, size) if unit in inside else layout)
         experts = tuple(
             Experts(range(places[layer.units[0]], places[layer.units[-size]] + 1), layer.per_token, size)
+            for layer in self.experts
+        )
+        uses = tuple(use._replace(unit=places[use.unit]) for use in self.uses)
+        return self._replace(layouts=tuple(layouts), uses=uses, experts=experts)
+
+    def by_expert(self) -> Shape:
+        """Returns the shape with single experts as units, in place of groups."""
+        of_unit = {unit: layer.of_unit for layer in self.experts for unit in layer.units}
+        layouts, places = list[UnitLayout](), list[int]()
+        for unit, layout in enumerate(self.layouts):
+            places.append(len(layouts))
+            count = of_unit.get(unit, 1)
+            layouts += [layout if count == 1 else _one_of(layout, count)] * count
+        experts = tuple(
+            Experts(range(places[layer.units[0]], places[layer.units[-1]] + layer.of_unit), layer.per_token)
             for layer in self.experts
         )
         uses = tuple(use._replace(unit=places[use.unit]) for use in self.uses)
@@ -244,6 +266,15 @@ def _several(layout: UnitLayout, count: int) -> UnitLayout:
     """Returns the layout of `count` equal experts in one unit: each parameter has as many times the rows."""
     segments = [
         segment._replace(shape=(count * segment.shape[0], *segment.shape[1:]), numel=count * segment.numel)
+        for segment in layout.segments
+    ]
+    return arrange(layout.name, segments, 1, in_fp32=layout.in_fp32)
+
+
+def _one_of(layout: UnitLayout, count: int) -> UnitLayout:
+    """Returns the layout of one of `count` equal experts of a unit."""
+    segments = [
+        segment._replace(shape=(segment.shape[0] // count, *segment.shape[1:]), numel=segment.numel // count)
         for segment in layout.segments
     ]
     return arrange(layout.name, segments, 1, in_fp32=layout.in_fp32)
@@ -434,9 +465,7 @@ def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
         return shape
     chance = random.Random(draw)
     choices = {
-        each.units[0]: Expected(
-            tuple(sorted(chance.sample(each.units, round(each.visited(tokens) / each.of_unit)))), each.units
-        )
+        each.units[0]: Expected(tuple(sorted(chance.sample(each.units, round(each.used(tokens))))), each.units)
         for each in shape.experts
     }
     uses = tuple(
@@ -971,7 +1000,8 @@ def _counted(
     # In the order of the units that `find_units` makes of pieces.
     of_pieces = divide(model, replace(by, vocabulary="pieces")).units.tables
     tables = tuple(table for table in find_tables(model) if table.parameter in of_pieces)
-    stored = stored_weights(model, *frozen, rows_of(stacks), units.in_fp32)
+    stored = stored_weights(model, *frozen, parts_of(stacks), units.in_fp32)
+    rows = {stack.module: stack.rows for stack in stacks}
     ids = torch.zeros(1, sequence, dtype=torch.long)
     counter = Counter({weight.untyped_storage()._cdata for weight in weights}, sequence)
     hooks = [
@@ -1006,7 +1036,7 @@ def _counted(
         itemsize=itemsize,
         matrices=matrices_of(model),
         experts=tuple(
-            Experts(every, per_token[module])
+            Experts(every, per_token[module], rows[name] // len(every))
             for name, every in units.experts.items()
             if (module := id(model.get_submodule(name))) in per_token
         ),

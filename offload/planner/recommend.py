@@ -19,7 +19,7 @@ import torch
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import UnitLayout
-from offload.layout.memory_plan import whole_or_pieces
+from offload.layout.memory_plan import first_that_fits
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, ScheduleChoice, takes_turns
 from offload.layout.peak_memory import PeakMemory
 from offload.layout.placement import growth, usable_host
@@ -135,9 +135,14 @@ def plan(
 
     whole, config = shape.uncut or shape, load_config(content)
     cut = None if shape.uncut is None else shape  # by an earlier plan
+    in_groups = any(each.of_unit > 1 for each in whole.experts) and config.offload.experts == "auto"
 
-    def place(vocabulary: str) -> Callable[[], Planned]:
-        divided = whole if vocabulary == "whole" else cut or whole.in_pieces()
+    def place(experts: str, vocabulary: str) -> Callable[[], Planned]:
+        if in_groups and experts == "each":
+            divided = whole.by_expert().in_groups()
+            divided = divided if vocabulary == "whole" else divided.in_pieces()
+        else:
+            divided = whole if vocabulary == "whole" else cut or whole.in_pieces()
         memory = settled(divided, hardware, load, content, in_turns)
         decide = functools.partial(_in_best_order, divided, hardware, load, content, memory, within, coarse)
         if not hardware.on_cpu:  # the run does not know the activations before they come
@@ -147,7 +152,7 @@ def plan(
 
     adds_otherwise = load.schedule == LAYER_MAJOR and any(table.tied for table in whole.tables)
     vocabulary = config.offload.vocabulary if whole.tables and not adds_otherwise else "whole"
-    return whole_or_pieces(vocabulary, place)()
+    return first_that_fits("auto" if in_groups else "each", vocabulary, place)()
 
 
 def _in_best_order(

@@ -474,7 +474,7 @@ def test_the_loop_takes_the_place_of_an_implementation_that_needs_all(tmp_path: 
     """Until the engine ends, and of no other model with the same config."""
     model = mixtral()
     model.set_experts_implementation("grouped_mm")
-    engine = start(Job(lambda: model, models.language_loss), DISK, tmp_path)
+    engine = start(Job(lambda: model, models.language_loss), DISK, tmp_path, experts="each")
     assert any('16 experts are units of their own, in a loop in place of "grouped_mm"' in n for n in engine.notices)
     stacks = stacks_of(model).values()
     assert {stack.config._experts_implementation for stack in stacks} == {"eager"}

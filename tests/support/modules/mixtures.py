@@ -20,14 +20,14 @@ def mixtral(experts: int = 8) -> nn.Module:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=experts))
 
 
-def qwen(experts: int = 8, layers: int = 2) -> nn.Module:
+def qwen(experts: int = 8, layers: int = 2, per_token: int = 2) -> nn.Module:
     return transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(
             **{**DECODER, "num_hidden_layers": layers},
             head_dim=8,
             moe_intermediate_size=48,
             num_experts=experts,
-            num_experts_per_tok=2,
+            num_experts_per_tok=per_token,
         )
     )
 
@@ -41,6 +41,13 @@ def gpt_oss(experts: int = 8) -> nn.Module:
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {"mixtral": mixtral, "qwen": qwen, "gpt_oss": gpt_oss}
+
+
+def grouped(make: Callable[[], Any]) -> nn.Module:
+    """Returns a model that makes grouped products, as models of transformers do by default."""
+    model = make()
+    model.set_experts_implementation("grouped_mm")
+    return model
 
 
 def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
