@@ -25,6 +25,7 @@ from offload.config.blocks import (
     SumDtype,
     TensorBoard,
     Tier,
+    TensorParallel,
     TorchAutocast,
     Wandb,
     ZeroOptimization,
@@ -111,10 +112,7 @@ class Config(Block):
             "is checkpoint.load_universal of DeepSpeed; remove it: load_checkpoint recognizes universal checkpoints by "
             "their files"
         ),
-        "tensor_parallel": missing(
-            "splits each layer over ranks", 'remove it, or set it to {"autotp_size": 1}, or switch it off'
-        ),
-        "tensor_parallel_size": missing("splits each layer over ranks", "leave it out, or set it to 1"),
+        "tensor_parallel_size": 'is no key of DeepSpeed; set "tensor_parallel": {"autotp_size": …} in its place',
         "expert_parallel": missing("splits experts over ranks"),
         "pipeline": (
             "splits the layers over ranks; remove it: here deepspeed.pipe.PipelineModule does, or stages of torch, as "
@@ -156,6 +154,9 @@ class Config(Block):
     checkpoint: Checkpoint = Field(Checkpoint(), description="see below")
     torch_autocast: TorchAutocast = Field(
         TorchAutocast(), description="fp32 weights, and torch's autocast around each forward"
+    )
+    tensor_parallel: TensorParallel = Field(
+        TensorParallel(), description="each layer is divided over ranks by the plan of transformers"
     )
     compile: Compile = Field(Compile(), description="each block of the model as torch.compile makes it")
     data_types: DataTypes = Field(DataTypes(), description="see below")

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from offload.checkpointing import with_configured
 from offload.config import Batch, Config, effective, load_config, resolve_batch
 from offload.distributed.gathers import form_node
-from offload.distributed.process_group import UNABLE, Ranks, join_ranks, meet_others, stay_away
+from offload.distributed.process_group import UNABLE, Ranks, check_same, join_ranks, meet_others, stay_away
 from offload.distributed.world import World
 from offload.engine import build_optimizer
 from offload.engine.assembly import STARTING, assemble
@@ -55,6 +55,7 @@ from offload.parallel.sequence import check_units, form_groups
 from offload.parallel.sharded_params import FoundShards, Site, find_shards, taken_over
 from offload.parallel.stages import PipelineStages, check_pipeline, pipeline_place
 from offload.parallel.tensor import form_grid
+from offload.parallel.tensor_plan import planned_shards
 from offload.precision import warn_if_slow
 from offload.quantized.tensors import with_adopted_buffers
 from offload.sizes import count_of, format_size
@@ -181,6 +182,8 @@ def start(
     try:
         ranks = join_ranks(device, settings.zero_optimization.mics_shard_size)
         with STARTING, with_adopted_buffers(model):
+            _check_same_sizes(settings, ranks)
+            shards = planned_shards(model, settings.tensor_parallel.autotp_size, device.torch, shards, ranks.size)
             world = join(settings, model, device, ranks, shards)
             together = bool(shards.dtensors) or world.shares_batches or isinstance(model, PipelineStages)
             settings = _of_a_column(settings, world, one_at_a_time=together)
@@ -301,6 +304,17 @@ def _of_a_column(loaded: Config, world: World, one_at_a_time: bool) -> Config:
         )
     changes = {"schedule": MICRO_BATCH_MAJOR, "run": f"{block.run}{suffix}"}
     return loaded.model_copy(update={"offload": block.model_copy(update=changes)})
+
+
+def _check_same_sizes(config: Config, everyone: Ranks) -> None:
+    """Raises `ConfigError` if ranks differ in the sizes of their groups, which would wait for each other. Collective.
+
+    All ranks compare them, also ranks that ask for no groups.
+    """
+    sizes = (config.sequence_parallel_size, config.tensor_parallel.autotp_size)
+    shared = everyone.share(sizes, "compare the sizes of their groups")
+    for position, setting in enumerate(("sequence_parallel_size", "tensor_parallel.autotp_size")):
+        check_same(setting, [of_rank[position] for of_rank in shared])
 
 
 def _check_same_data(everyone: Ranks, data: Any) -> None:
