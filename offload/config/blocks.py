@@ -773,8 +773,8 @@ class TensorParallel(Block):
     REFUSED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
             split_names("partition_config preset_model injection_policy injection_policy_tuple"),
-            "divides layers by a plan of its own; remove it: the plan of transformers is used, and for another one call "
-            "torch's parallelize_module before offload.initialize",
+            "divides layers by a plan of its own; remove it: the plan of transformers is used; for another one call torch's "
+            "parallelize_module before offload.initialize",
         ),
         **dict.fromkeys(
             split_names("replace_with_kernel_inject kernel_inject"),

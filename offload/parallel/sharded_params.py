@@ -311,7 +311,7 @@ class TakenShards:
             self.sites.append(Site(module, forms, layouts))
 
     def translated(self, argument: Any) -> Any:
-        """Returns the user's `model_parameters`, or None, with the ordinary parameters in place of the replaced ones."""
+        """Returns the user's `model_parameters`, or None, with ordinary parameters in place of the replaced ones."""
         if (
             not self._taken
             or argument is None

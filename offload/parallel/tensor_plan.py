@@ -18,6 +18,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.parallel.sharded_params import DTensorForm, FoundShards, LayerLayouts
+from offload.sizes import count_of
 
 
 class Style(NamedTuple):
@@ -71,12 +72,12 @@ def planned_shards(model: nn.Module, size: int, device: torch.device, found: Fou
             f"tensor_parallel.autotp_size is {size}, and the model is divided among {max(1, len(found.row))} ranks "
             "already: set it to that number, or leave it out"
         )
+    styles = layer_styles(model, size)
     if ranks % size:
         raise ConfigError(
             f"tensor_parallel.autotp_size is {size}, the number of ranks that compute each layer together, and "
-            f"{ranks} of them were started, which cannot be divided into such groups: set it to a divisor of {ranks}"
+            f"{count_of(ranks, 'rank')} cannot be divided into such groups: set it to a divisor of {ranks}"
         )
-    styles = layer_styles(model, size)
     return _shards(model, styles, _row(device.type, size))
 
 
@@ -86,7 +87,10 @@ def layer_styles(model: Any, size: int) -> dict[str, Style]:
     Raises:
         ConfigError: If the model has no plan, or one that an engine cannot follow.
     """
-    request, other = f"tensor_parallel.autotp_size is {size}", "divide it by torch's parallelize_module, or leave it out"
+    request, other = (
+        f"tensor_parallel.autotp_size is {size}",
+        "divide it by torch's parallelize_module, or leave it out",
+    )
     kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
     plan: Mapping[str, str] = (getattr(model, "tp_plan", None) or {}) if isinstance(model, kind) else {}
     named = {name: plan[rule] for name, _ in model.named_modules() if (rule := _wildcards(name)) in plan}
@@ -177,9 +181,7 @@ def _shards(model: nn.Module, styles: Mapping[str, Style], mesh: Any) -> FoundSh
     return FoundShards(row=row, dtensors=forms, layouts=layouts, sharded=frozenset(dims), dims=dims)
 
 
-def _parameters(
-    model: nn.Module, styles: Mapping[str, Style]
-) -> Iterator[tuple[str, Style, str, nn.Parameter]]:
+def _parameters(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, Style, str, nn.Parameter]]:
     for name, style in styles.items():
         for own, parameter in model.get_submodule(name).named_parameters(recurse=False):
             yield name, style, own, parameter

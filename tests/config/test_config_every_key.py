@@ -71,6 +71,7 @@ HONOURED: dict[str, Any] = {
     "bf16.bf16_optimizer_states": True,
     "dataloader_drop_last": True,
     "torch_autocast.enabled": True,
+    "tensor_parallel.autotp_size": 2,
     "compile.enabled": True,
     "compile.backend": "eager",
     "compile.deepcompile": True,
@@ -152,7 +153,6 @@ REFUSED: dict[str, Any] = {
     "pipeline": {"stages": 2},
     "expert_parallel": {"size": 2},
     "load_universal_checkpoint": True,
-    "tensor_parallel": {"autotp_size": 2},
     "zenflow": {"topk_ratio": 0.1},
     **{
         key: {"enabled": True}
@@ -241,8 +241,10 @@ def test_the_message_names_the_key_and_the_fix() -> None:
         ({"optimizer": {"type": "ZeroOneAdam", "params": {"var_freeze_step": 1}}}, "ZeroOneAdam compresses"),
         ({"data_parallel_size": 4}, "the number of processes, which the launcher sets"),
         ({"hybrid_engine": {"enabled": True}}, "model.generate works under the engine"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "splits each layer over ranks"),
-        ({"tensor_parallel": True}, "splits each layer over ranks"),
+        ({"tensor_parallel_size": 2}, r'set "tensor_parallel": \{"autotp_size"'),
+        ({"tensor_parallel": True}, r"tensor_parallel.*autotp_size"),
+        ({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}}, r"has the sizes \[2, 4\]; expected one"),
+        ({"tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}}, "divides layers by a plan of its own"),
         ({"load_universal_checkpoint": True}, r"is checkpoint\.load_universal of DeepSpeed.*by their files"),
         ({"activation_checkpointing": {"partition": True}}, "activation_checkpointing.partition;"),
     ):

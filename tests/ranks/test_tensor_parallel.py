@@ -35,12 +35,15 @@ CASES = {
     "weights": JOB,
     "sequence": JOB._replace(accumulation=2, clip=0.05),
     "transformers": LLAMA,
+    "autotp": JOB._replace(model=tp.qwen3, clip=0.05, accumulation=2),
 }
+QUICK = ("sequence", "autotp")
 
 
+@pytest.mark.works("Several ranks", '"tensor_parallel": {"autotp_size": 2}, by the plan of transformers', "right")
 @pytest.mark.works("Several ranks", "tensor parallelism of torch (`parallelize_module`) and of transformers", "right")
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each == "sequence" else pytest.mark.slow) for each in CASES]
+    "name", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in CASES]
 )
 @pytest.mark.numeric
 def test_two_divided_ranks_equal_one_rank(name: str, ranks: RankPool, tmp_path: Path) -> None:
@@ -104,17 +107,17 @@ def train_beside_zero(grid: RankPool, shard_size: int, folder: Path) -> list[tup
     return found
 
 
-def stop_and_resume(job: Job, folder: Path) -> str:
+def stop_and_resume(job: Job, name: str, folder: Path) -> str:
     """The bits of an unbroken run, whose own folders a start without its division, or with another, leaves alone."""
-    unbroken = tp.train(job, "sequence", 2, DISK, folder / "unbroken")
-    engine = tp.start(job, "sequence", 2, DISK, folder / "run")
+    unbroken = tp.train(job, name, 2, DISK, folder / "unbroken")
+    engine = tp.start(job, name, 2, DISK, folder / "run")
     tp.steps(engine, job, 2, 0, 1)
     engine.destroy()
     coordinate = rank_and_size()[0]
     assert (folder / "run" / f"default-tp{coordinate}of2" / "rank0").is_dir()
     with pytest.raises(StoreError) as whole:
         train(job, DISK, folder / "run", resume="auto")
-    engine = tp.start(job, "sequence", 2, DISK, folder / "run", resume="must")
+    engine = tp.start(job, name, 2, DISK, folder / "run", resume="must")
     assert engine.global_steps == 1
     rest = tp.steps(engine, job, 2, 1, job.steps)
     engine.destroy(remove=True)
@@ -124,9 +127,10 @@ def stop_and_resume(job: Job, folder: Path) -> str:
 
 
 @pytest.mark.works("Several ranks", "resume of a run with tensor parallelism from its swap files", "right")
+@pytest.mark.parametrize("name", ["sequence", "autotp"])
 @pytest.mark.slow
-def test_a_run_resumes_with_its_own_tensor_parallelism_alone(ranks: RankPool, tmp_path: Path) -> None:
-    for message in ranks.run(stop_and_resume, JOB, tmp_path):
+def test_a_run_resumes_with_its_own_tensor_parallelism_alone(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks.run(stop_and_resume, CASES[name]._replace(accumulation=1), name, tmp_path):
         assert "is a run with tensor parallelism of 2, and this start has no tensor parallelism" in message
 
 
@@ -250,6 +254,74 @@ def refuse(folder: Path) -> None:
 def test_refused_before_anything_changes(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     ranks.run(refuse, tmp_path / "run")
+
+
+# -- plans of transformers ------------------------------------------------------------------------------
+
+
+def train_a_user_optimizer(folder: Path) -> None:
+    """An optimizer over the whole parameters, of which rank 1 has other values, steps the parts of rank 0's."""
+    found = []
+    for seed in (0, rank_and_size()[0]):
+        torch.manual_seed(seed)
+        model = tp.qwen3(tied=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        content = {**config(JOB, MEMORY, folder), "tensor_parallel": {"tp": {"tp_size": 2}}}
+        del content["optimizer"]
+        engine, groups, *_ = offload.initialize(model=model, optimizer=optimizer, config=content)
+        assert groups.param_groups[0]["lr"] == 1e-2
+        found.append(tp.steps(engine, JOB, 2, 0, 2))
+        heads = engine.module.model.layers[0].self_attn.q_proj.weight
+        assert heads.shape == (16, 32) and not hasattr(heads, "full_tensor")
+        engine.destroy(remove=True)
+    assert_same(*found, "a model whose ranks begin with other values")
+
+
+@pytest.mark.works("Several ranks", '`"autotp_size"` with an optimizer of torch over the whole parameters', "right")
+def test_a_users_optimizer_steps_the_parts(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(train_a_user_optimizer, tmp_path)
+
+
+def named_scale() -> nn.Module:
+    model = tp.llama()
+    model.tp_plan = {**model.tp_plan, "model.layers.*.mlp.down_proj": "packed_rowwise"}
+    return model
+
+
+def with_adapters() -> nn.Module:
+    from peft import LoraConfig
+
+    model: Any = tp.llama()
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    return model
+
+
+def with_a_hooked_layer() -> nn.Module:
+    model: Any = tp.llama()
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return model
+
+
+PLANS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "no plan": (tp.Net, 2, "Net has no tensor-parallel plan of transformers"),
+    "a style": (named_scale, 2, r"the style 'packed_rowwise' for model\.layers\.0\.mlp\.down_proj"),
+    "heads": (tp.llama, 4, "does not divide num_key_value_heads, 2"),
+    "adapters": (with_adapters, 2, r"q_proj is a Linear; expected a torch\.nn\.Linear"),
+    "a hook": (with_a_hooked_layer, 2, r"lm_head\.weight has gradient hooks"),
+    "ranks": (tp.llama, 2, "autotp_size is 2, .* and 1 rank cannot be divided into such groups"),
+}
+
+
+@pytest.mark.works("Several ranks", "a plan of transformers that offload cannot follow", "refused")
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
+    build, size, message = PLANS[name]
+    model = build()
+    before = dict(model.named_parameters())
+    content = {**config(JOB, MEMORY, tmp_path), "tensor_parallel": {"autotp_size": size}}
+    with pytest.raises(ConfigError, match=message):
+        offload.initialize(model=model, config=content)
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
 
 
 # -- Megatron ------------------------------------------------------------------------------------------

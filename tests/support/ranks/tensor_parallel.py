@@ -61,6 +61,25 @@ def llama() -> nn.Module:
     )
 
 
+def qwen3(tied: bool = False) -> nn.Module:
+    """A model of transformers with a norm over each head, whose gradient is a sum over the ranks."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=32,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
 def plan(name: str) -> dict[str, Any]:
     """Returns a plan for `parallelize_module`.
 
@@ -91,7 +110,9 @@ def mesh(size: int) -> Any:
 
 
 def divided(model: nn.Module, name: str, size: int) -> nn.Module:
-    """Returns `model`, divided by the plan `name` over `size` ranks, or by that of transformers."""
+    """Returns `model`, divided by the plan `name` over `size` ranks, or by transformers; not yet for "autotp"."""
+    if name == "autotp":
+        return model
     if name == "transformers":
         from transformers.distributed import DistributedConfig
 
@@ -133,6 +154,8 @@ def start(job: Job, name: str, size: int, placement: tuple[str, str], folder: Pa
     torch.manual_seed(job.seed)
     model = divided(job.model(), name, size)
     content = config(job, placement, folder, **options)
+    if name == "autotp":
+        content["tensor_parallel"] = {"autotp_size": size}
     return offload.initialize(model=model, model_parameters=model.parameters(), config=content)[0]
 
 
