@@ -762,6 +762,22 @@ class Compile(Block):
         return {"enabled": content["deepcompile"], **others}
 
 
+class Fp8(Block):
+    """Linear layers of the blocks multiply in fp8, by torchao: weights and inputs are rounded in each product."""
+
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(False, description="whether these layers multiply in fp8; needs torchao")
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
+        "tensorwise",
+        description="torchao's name for the scales: one a matrix, one a row, or that with gradients of weights in the "
+        "dtype of the run",
+    )
+    emulate: bool = Field(
+        False, description="round as fp8 does, and multiply in the dtype of the run: on any device, saves no time"
+    )
+
+
 class TensorParallel(Block):
     """Each layer is divided over ranks, by the plan that transformers has for the class of the model (AutoTP)."""
 
@@ -773,8 +789,8 @@ class TensorParallel(Block):
     REFUSED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
             split_names("partition_config preset_model injection_policy injection_policy_tuple"),
-            "divides layers by a plan of its own; remove it: the plan of transformers is used; for another one call torch's "
-            "parallelize_module before offload.initialize",
+            "divides layers by a plan of its own; remove it: the plan of transformers is used; for another one call "
+            "torch's parallelize_module before offload.initialize",
         ),
         **dict.fromkeys(
             split_names("replace_with_kernel_inject kernel_inject"),

@@ -17,6 +17,7 @@ from offload.config.blocks import (
     Count,
     CsvMonitor,
     DataTypes,
+    Fp8,
     Fp16,
     Number,
     OffloadBlock,
@@ -101,10 +102,6 @@ class Config(Block):
             CHANGES_TRAINING,
         ),
         "amp": missing("is apex's mixed precision", 'set "bf16", "fp16" or "torch_autocast"'),
-        "fp8": missing(
-            "asks for matrix products in fp8",
-            "call torchao.float8.convert_to_float8_training on the model before offload.initialize, and remove it",
-        ),
         "hybrid_engine": missing(
             "generates text by kernels of DeepSpeed", "model.generate works under the engine without it; remove it"
         ),
@@ -155,6 +152,7 @@ class Config(Block):
     torch_autocast: TorchAutocast = Field(
         TorchAutocast(), description="fp32 weights, and torch's autocast around each forward"
     )
+    fp8: Fp8 = Field(Fp8(), description="linear layers of the blocks multiply in fp8, by torchao")
     tensor_parallel: TensorParallel = Field(
         TensorParallel(), description="each layer is divided over ranks by the plan of transformers"
     )

@@ -32,6 +32,7 @@ from offload.engine.compiled_blocks import compiled_blocks
 from offload.engine.data import Loader, check_data, load
 from offload.engine.dtype_mismatch import precision_notices
 from offload.engine.engine import Engine
+from offload.engine.fp8_layers import fp8_layers
 from offload.engine.keywords import PlainKeywords, plain_config, refuse
 from offload.engine.optimizer import Optimizer, check_options, refuse_others
 from offload.engine.plan import (
@@ -193,7 +194,9 @@ def start(
                 )
             batch = resolve_batch(settings, world.data_ranks)
             _check_same_data(world.everyone, training_data)
-            with compiled_blocks(model, settings), taken_over(model, shards) as taken:
+            # Layers are replaced before they are compiled.
+            converted = fp8_layers(model, settings, device.torch)
+            with converted, compiled_blocks(model, settings), taken_over(model, shards) as taken:
                 taken.translate_optimizer(optimizer)
                 groups = build_optimizer.choose(
                     settings.optimizer, model, optimizer, taken.translated(model_parameters)

@@ -72,6 +72,9 @@ HONOURED: dict[str, Any] = {
     "dataloader_drop_last": True,
     "torch_autocast.enabled": True,
     "tensor_parallel.autotp_size": 2,
+    "fp8.enabled": True,
+    "fp8.recipe": "rowwise",
+    "fp8.emulate": True,
     "compile.enabled": True,
     "compile.backend": "eager",
     "compile.deepcompile": True,
@@ -162,7 +165,6 @@ REFUSED: dict[str, Any] = {
     **_each("zero_optimization.", "zeropp_loco_param zenflow"),
     "zero_optimization.leaf_module.name_suffixes": ["experts"],
     "zero_optimization.zero_hpz_partition_size": 8,
-    "fp8": {"enabled": True},
     "tensor_parallel_size": 2,
     "data_parallel_size": 2,
     "fp16.fp16_master_weights_and_grads": True,
@@ -178,6 +180,7 @@ _NEEDED: dict[str, dict[str, Any]] = {  # for the others of the block to mean an
     "fp16": {"enabled": True},
     "bf16": {"enabled": True},
     "torch_autocast": {"enabled": True},
+    "fp8": {"enabled": True},
 }
 
 
