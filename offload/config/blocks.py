@@ -864,8 +864,8 @@ class ActivationCheckpointing(Block):
     )
     partition_activations: bool = Field(
         False,
-        description="blocks are computed again, and nothing is divided: data-parallel ranks have inputs of their own; "
-        "refused with tensor parallelism",
+        description="blocks are computed again, and ranks of tensor parallelism each keep a part of their inputs, which "
+        "they gather before; data-parallel ranks have inputs of their own, of which nothing is divided",
     )
     synchronize_checkpoint_boundary: bool = Field(
         False, description="wait for the device at the border of each block; slower, for measurements"

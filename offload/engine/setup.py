@@ -55,7 +55,7 @@ from offload.parallel.sequence import check_model as check_sequences
 from offload.parallel.sequence import check_units, form_groups
 from offload.parallel.sharded_params import FoundShards, Site, find_shards, taken_over
 from offload.parallel.stages import PipelineStages, check_pipeline, pipeline_place
-from offload.parallel.tensor import form_grid
+from offload.parallel.tensor import form_grid, form_row
 from offload.parallel.tensor_plan import planned_shards
 from offload.precision import warn_if_slow
 from offload.quantized.tensors import with_adopted_buffers
@@ -243,7 +243,10 @@ def join(config: Config, model: nn.Module, device: Device, ranks: Ranks, shards:
     world = form_grid(ranks, shards.row, shards.sharded, pipeline_place(model), shards.dims)
     check_groups(world, shards, device.torch)
     check_nodes(config, world)
-    return dataclasses.replace(world, sequence=form_groups(world, config.sequence_parallel_size))
+    world = dataclasses.replace(world, sequence=form_groups(world, config.sequence_parallel_size))
+    if config.activation_checkpointing.partition_activations and world.tensor_size > 1:
+        return dataclasses.replace(world, inputs=form_row(world))
+    return world
 
 
 def make_plan(

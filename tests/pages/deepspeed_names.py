@@ -266,7 +266,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         Name(
             "checkpointing.configure",
             RIGHT,
-            "`mpu_` of groups of one rank",
+            "`mpu_` is not needed: the groups are those of the model",
             "mpu_ deepspeed_config partition_activations contiguous_checkpointing num_checkpoints checkpoint_in_cpu "
             "synchronize profile",
         ),

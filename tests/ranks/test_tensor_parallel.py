@@ -15,6 +15,7 @@ import offload
 from offload import testing
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
 from tests.support import rounding_bounds
+from tests.support.modules.checkpointed import small_inputs_move
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, room_for
 from tests.support.ranks import tensor_parallel as tp
 from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool, train
@@ -227,23 +228,17 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] = {
     "replicas of more than a column": (unchanged, {"shard_size": 2}, r"1 rank with the same part of each divided"),
     "LAMB": (unchanged, {"optimizer": "Lamb"}, "does not go together with an optimizer that needs whole parameters"),
     "codes": (unchanged, {"quantized": "gradients"}, "does not go together with codes of weights and gradients"),
-    "divided inputs": (
-        unchanged,
-        {"block": {"activation_checkpointing": {"partition_activations": True}}},
-        "partition_activations divides an input over .*, of which this run has 2",
-    ),
 }
 
 
 def refuse(folder: Path) -> None:
     """Starts fail, after which the model is as it was."""
     for change, given, message in REFUSED.values():
-        job, block = {key: value for key, value in given.items() if key != "block"}, given.get("block", {})
         model = tp.divided(tp.Net(), "weights", 2)
         change(model)
         before = dict(model.named_parameters())
         with pytest.raises(ConfigError, match=message):
-            offload.initialize(model=model, config={**config(JOB._replace(**job), DISK, folder), **block})
+            offload.initialize(model=model, config=config(JOB._replace(**given), DISK, folder))
         assert all(before[name] is parameter for name, parameter in model.named_parameters())
         assert not list(folder.glob("*"))
 
@@ -254,6 +249,55 @@ def refuse(folder: Path) -> None:
 def test_refused_before_anything_changes(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     ranks.run(refuse, tmp_path / "run")
+
+
+# -- inputs of blocks ----------------------------------------------------------------------------------
+
+
+def train_with_checkpoints(
+    job: Job, name: str, tier: str, divides: bool, folder: Path
+) -> tuple[Result, int, tuple[int, int]]:
+    """Returns a training whose blocks are computed again, the bytes of their inputs, and what gathered them."""
+    patch = pytest.MonkeyPatch()
+    with patch.context() as within:
+        small_inputs_move(within)
+        keys = {"number_checkpoints": 2, "partition_activations": divides}
+        engine = tp.start(job, name, 2, DISK, folder, keys, activations=tier)
+        loss = tp.row_loss(engine, 0, 0, 2)
+        nbytes = testing.inspect(engine).activation_bytes
+        del loss
+        before = engine.communication()
+        found = tp.steps(engine, job, 2, 0, job.steps)
+        sent = engine.communication().since(before).activations
+        engine.destroy(remove=True)
+    return found, nbytes, (sent.collectives, sent.nbytes)
+
+
+def divide_inputs(job: Job, name: str, tier: str, folder: Path) -> Any:
+    return [train_with_checkpoints(job, name, tier, divides, folder / str(divides)) for divides in (False, True)]
+
+
+@pytest.mark.works("Activation checkpointing", "`partition_activations` over ranks of tensor parallelism", "right")
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_ranks_of_a_row_keep_parts_of_inputs(tier: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Two blocks with an input of (4, 16, 32) in fp32 each, of which a rank keeps a half and sends it once."""
+    job = CASES["autotp"]._replace(steps=2)
+    whole, half = 4 * 16 * 32 * 4, 4 * 16 * 32 * 4 // 2
+    for (plain, kept, unsent), (divided, part, sent) in ranks.run(divide_inputs, job, "autotp", tier, tmp_path):
+        assert_same(plain, divided, "divided inputs")
+        calls = 2 * job.steps * job.accumulation
+        assert unsent == (0, 0) and sent == (calls, calls * half)
+        assert (kept, part) == ((2 * whole, 2 * half) if tier == "nvme" else (0, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.works("Activation checkpointing", "`partition_activations` where the sequence is divided already", "right")
+def test_inputs_that_differ_on_the_ranks_stay(ranks: RankPool, tmp_path: Path) -> None:
+    for (plain, kept, _), (divided, part, sent) in ranks.run(
+        divide_inputs, CASES["sequence"], "sequence", "nvme", tmp_path
+    ):
+        assert_same(plain, divided, "inputs of a part of the sequence")
+        assert kept == part and sent == (0, 0)
 
 
 # -- plans of transformers ------------------------------------------------------------------------------

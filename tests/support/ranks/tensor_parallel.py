@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +150,19 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return value.clone() if full is None else full()
 
 
-def start(job: Job, name: str, size: int, placement: tuple[str, str], folder: Path, **options: Any) -> offload.Engine:
-    """Starts an engine over the job's model, divided by the plan `name`."""
+def start(
+    job: Job,
+    name: str,
+    size: int,
+    placement: tuple[str, str],
+    folder: Path,
+    checkpointing: Mapping[str, Any] = {},
+    **options: Any,
+) -> offload.Engine:
+    """Starts an engine over the job's model, divided by the plan `name`; `options` are of the block "offload"."""
     torch.manual_seed(job.seed)
     model = divided(job.model(), name, size)
-    content = config(job, placement, folder, **options)
+    content = {**config(job, placement, folder, **options), "activation_checkpointing": dict(checkpointing)}
     if name == "autotp":
         content["tensor_parallel"] = {"autotp_size": size}
     return offload.initialize(model=model, model_parameters=model.parameters(), config=content)[0]
