@@ -3,14 +3,15 @@
     forward      a block's input, whole on each rank ─► this rank's part, for the graph
     backward     the parts of all ranks ─► the input, the same bits ─► the block runs again
 
-An input is divided if it needs a gradient and is the same on each rank. Where a plan divides the sequence around blocks,
-it is not: then each rank has only a part of it already, and the graph keeps it as it is. The ranks compare it in the
-first forward of each block. Masks and tables of positions, which all blocks share, stay whole.
+An input is divided if it needs a gradient and is the same on each rank, which the ranks compare in the first forward of
+a block. Where a plan divides the sequence around blocks, each rank has only a part of the input already, and the graph
+keeps it as it is. Masks and tables of positions, which all blocks share, stay whole.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from offload.distributed.process_group import Kind, Ranks
 from offload.torch_internals import without_modes
@@ -32,12 +33,11 @@ class InputPartitions:
         """
         if type(value) is not torch.Tensor or not value.requires_grad or not value.is_contiguous():
             return None
-        with torch.no_grad(), without_modes():
-            flat = value.detach().view(-1)
-            length = -(-flat.numel() // self._ranks.size)
-            part = flat.new_zeros(length)
-            own = flat[self._ranks.rank * length :][:length]
-            part[: own.numel()].copy_(own)
+        with without_modes():
+            length = -(-value.numel() // self._ranks.size)
+            own = value.view(-1)[self._ranks.rank * length :][:length]
+            # In the graph, since the tiers move what the graph has computed. No operation here saves a tensor.
+            part = nn.functional.pad(own, (0, length - own.numel())) if own.numel() < length else own.clone()
             if (block, position) not in self._shared:
                 self._shared[block, position] = self._is_shared(value, part)
         return part if self._shared[block, position] else None
@@ -45,6 +45,7 @@ class InputPartitions:
     def whole(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Returns the input of this shape of which `part_of` has returned a part. Collective of the row."""
         with torch.no_grad(), without_modes():
+            part = part.detach()
             parts = torch.empty(self._ranks.size, part.numel(), dtype=part.dtype, device=part.device)
             # Each rank sends its part to every rank.
             sent = part.expand_as(parts).contiguous()
@@ -58,5 +59,5 @@ class InputPartitions:
         shapes = self._ranks.share([list(value.shape), str(value.dtype)], "compare inputs of blocks")
         if any(shape != shapes[0] for shape in shapes):
             return False
-        same = torch.equal(self.whole(part, value.shape), value)
+        same = torch.equal(self.whole(part, value.shape).detach(), value.detach())
         return all(self._ranks.share(same, "compare inputs of blocks"))

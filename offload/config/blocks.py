@@ -864,8 +864,8 @@ class ActivationCheckpointing(Block):
     )
     partition_activations: bool = Field(
         False,
-        description="blocks are computed again, and ranks of tensor parallelism each keep a part of their inputs, which "
-        "they gather before; data-parallel ranks have inputs of their own, of which nothing is divided",
+        description="blocks are computed again; of their inputs each rank of tensor parallelism keeps a part, and all "
+        "parts are gathered before; data-parallel ranks have inputs of their own, of which nothing is divided",
     )
     synchronize_checkpoint_boundary: bool = Field(
         False, description="wait for the device at the border of each block; slower, for measurements"
