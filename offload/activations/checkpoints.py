@@ -178,8 +178,9 @@ class UnitCheckpoints(ActivationPolicy):
 
         def recompute(*inputs: Any) -> None:
             values = [value.parameter if isinstance(value, _Weight) else value for value in inputs]
-            for position, shape in shapes.items() if partitions is not None else ():
-                values[position] = partitions.whole(values[position], shape)
+            if partitions is not None:
+                for position, shape in shapes.items():
+                    values[position] = partitions.whole(values[position], shape)
             again, named = tree_unflatten(values, tree)
             with self._recomputation(name, call):
                 module(*again, **named)

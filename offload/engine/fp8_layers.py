@@ -89,17 +89,17 @@ def _check(model: nn.Module, config: Config, names: tuple[str, ...]) -> None:
         "weights in 4 or 8 bits": config.offload.frozen is not None or bool(quantized_by_other_library(model)),
         "tensor parallelism": config.tensor_parallel.autotp_size > 1,
     }
-    reason = next((f'"fp8" was not tried with {what}: switch it off' for what, there in untried.items() if there), None)
+    for what, there in untried.items():
+        if there:
+            raise ConfigError(f'"fp8" was not tried with {what}: switch it off')
     if not names:
-        reason = (
+        raise ConfigError(
             f'"fp8" finds no torch.nn.Linear in the blocks of the model whose features are multiples of {_MULTIPLE}: '
             'switch it off, or name the modules of blocks in "units" of the "offload" block'
         )
     hooked = next((name for name in names if _has_hooks(model.get_submodule(name))), None)
     if hooked is not None:
-        reason = f'"fp8" replaces {hooked}, which has hooks: register them after offload.initialize'
-    if reason is not None:
-        raise ConfigError(reason)
+        raise ConfigError(f'"fp8" replaces {hooked}, which has hooks: register them after offload.initialize')
 
 
 def _has_hooks(module: nn.Module) -> bool:
