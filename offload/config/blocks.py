@@ -828,6 +828,28 @@ class TensorParallel(Block):
         return {**others, "autotp_size": sizes[0]}
 
 
+class ExpertParallel(Block):
+    """Whole experts are divided over the ranks of tensor parallelism, and tokens travel to them (AutoEP)."""
+
+    TUNING = split_names(
+        """preset_model use_grouped_mm disable_triton_grouped_mm async_split_plan combine_impl row_weighting_impl
+        gate_up_impl comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank validate_folding_routing"""
+    )
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(False, description="whether experts are divided")
+    autoep_size: Count = Field(
+        1,
+        description="ranks among which the experts of a layer are divided; the same number as "
+        "`tensor_parallel.autotp_size`, for stacked experts of transformers",
+    )
+
+    @property
+    def size(self) -> int:
+        """Ranks among which experts are divided; 1 if they are not."""
+        return self.autoep_size if self.enabled else 1
+
+
 class DataTypes(Block):
     """Dtypes other than that of the mode."""
 

@@ -17,6 +17,7 @@ from offload.config.blocks import (
     Count,
     CsvMonitor,
     DataTypes,
+    ExpertParallel,
     Fp8,
     Fp16,
     Number,
@@ -110,7 +111,6 @@ class Config(Block):
             "their files"
         ),
         "tensor_parallel_size": 'is no key of DeepSpeed; set "tensor_parallel": {"autotp_size": …} in its place',
-        "expert_parallel": missing("splits experts over ranks"),
         "pipeline": (
             "splits the layers over ranks; remove it: here deepspeed.pipe.PipelineModule does, or stages of torch, as "
             "the guide to pipeline parallelism says"
@@ -151,6 +151,9 @@ class Config(Block):
     checkpoint: Checkpoint = Field(Checkpoint(), description="see below")
     torch_autocast: TorchAutocast = Field(
         TorchAutocast(), description="fp32 weights, and torch's autocast around each forward"
+    )
+    expert_parallel: ExpertParallel = Field(
+        ExpertParallel(), description="whole experts are divided over the ranks of tensor parallelism"
     )
     fp8: Fp8 = Field(Fp8(), description="linear layers of the blocks multiply in fp8, by torchao")
     tensor_parallel: TensorParallel = Field(

@@ -184,7 +184,7 @@ def start(
         ranks = join_ranks(device, settings.zero_optimization.mics_shard_size)
         with STARTING, with_adopted_buffers(model):
             _check_same_sizes(settings, ranks)
-            shards = planned_shards(model, settings.tensor_parallel.autotp_size, device.torch, shards, ranks.size)
+            shards = planned_shards(model, settings, device.torch, shards, ranks.size)
             world = join(settings, model, device, ranks, shards)
             together = bool(shards.dtensors) or world.shares_batches or isinstance(model, PipelineStages)
             settings = _of_a_column(settings, world, one_at_a_time=together)
@@ -317,9 +317,10 @@ def _check_same_sizes(config: Config, everyone: Ranks) -> None:
 
     All ranks compare them, also ranks that ask for no groups.
     """
-    sizes = (config.sequence_parallel_size, config.tensor_parallel.autotp_size)
+    sizes = config.sequence_parallel_size, config.tensor_parallel.autotp_size, config.expert_parallel.size
     shared = everyone.share(sizes, "compare the sizes of their groups")
-    for position, setting in enumerate(("sequence_parallel_size", "tensor_parallel.autotp_size")):
+    settings = "sequence_parallel_size", "tensor_parallel.autotp_size", "expert_parallel.autoep_size"
+    for position, setting in enumerate(settings):
         check_same(setting, [of_rank[position] for of_rank in shared])
 
 

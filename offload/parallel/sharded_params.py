@@ -19,6 +19,7 @@ from torch import nn
 from offload.engine.callbacks import Extension
 from offload.engine.params import ParamHandle, handle_of
 from offload.errors import ConfigError, UsageError
+from offload.parallel.experts import dispatch_tokens
 
 # -- find ----------------------------------------------------------------------------------------------
 
@@ -101,6 +102,8 @@ class FoundShards:
     """The parameters that are DTensors, sharded or replicated, by name; or that a plan makes such of whole ones."""
     layouts: Mapping[str, LayerLayouts] = field(default_factory=dict)
     """The layers whose inputs and outputs the engine lays out, by the module's name; torch's styles do so by hooks."""
+    experts: frozenset[str] = frozenset()
+    """Names of the modules of stacked experts of which each process of the row has some."""
     sharded: frozenset[str] = frozenset()
     """Names of the parameters that are divided over the processes of the row."""
     dims: Mapping[str, int] = field(default_factory=dict)
@@ -269,6 +272,8 @@ class Site(NamedTuple):
     """The DTensors by the module's own names for them."""
     layouts: LayerLayouts | None = None
     """What the engine does to the input and the output; None if hooks of torch's styles do it."""
+    experts: bool = False
+    """True if the module has some of the experts of a layer, and computes with ordinary parameters."""
 
 
 class TakenShards:
@@ -291,12 +296,14 @@ class TakenShards:
         self.sites: list[Site] = []
         try:
             for path, module in model.named_modules():
-                self._take(module, by_id, shards.layouts.get(path))
+                self._take(module, by_id, shards.layouts.get(path), path in shards.experts)
         except BaseException:  # a rank that is gone, in a collective
             self.restore()
             raise
 
-    def _take(self, module: nn.Module, by_id: Mapping[int, DTensorForm], layouts: LayerLayouts | None) -> None:
+    def _take(
+        self, module: nn.Module, by_id: Mapping[int, DTensorForm], layouts: LayerLayouts | None, experts: bool
+    ) -> None:
         forms: dict[str, DTensorForm] = {}
         for name, parameter in module._parameters.items():
             form = None if parameter is None else by_id.get(id(parameter))
@@ -308,7 +315,7 @@ class TakenShards:
                 self._local[id(parameter)] = _ordinary(parameter, form)
             module._parameters[name] = self._local[id(parameter)]
         if forms:
-            self.sites.append(Site(module, forms, layouts))
+            self.sites.append(Site(module, forms, layouts, experts))
 
     def translated(self, argument: Any) -> Any:
         """Returns the user's `model_parameters`, or None, with ordinary parameters in place of the replaced ones."""
@@ -402,7 +409,12 @@ class ShardedViews(Extension):
             # the engine's own hooks see ordinary inputs and outputs.
             if site.layouts is not None:
                 self._lay_out(site.module, site.layouts)
-            self._hook(site.module, site.forms)
+            self._hook_state_dicts(site.module, site.forms)
+            if site.experts:
+                mesh = next(iter(site.forms.values())).mesh
+                self._removers.append(dispatch_tokens(site.module, mesh))
+            else:
+                self._hook(site.module, site.forms)
 
     def _lay_out(self, module: nn.Module, layouts: LayerLayouts) -> None:
         def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -435,6 +447,14 @@ class ShardedViews(Extension):
                 _, parameters = self._running.pop()
                 called._parameters.update(parameters)
 
+        # The engine's own pre-hook runs first, and this one last. After the forward this hook runs first, before the
+        # unit is released: a DTensor that is still alive is a view of the unit's memory.
+        self._removers += [
+            module.register_forward_pre_hook(before).remove,
+            module.register_forward_hook(after, prepend=True, always_call=True).remove,
+        ]
+
+    def _hook_state_dicts(self, module: nn.Module, forms: Mapping[str, DTensorForm]) -> None:
         def save(saved: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             for name, form in forms.items():
                 value = state.get(prefix + name)
@@ -449,11 +469,7 @@ class ShardedViews(Extension):
                     assert local is not None
                     state[prefix + name] = form.part_of(value, local.shape)
 
-        # The engine's own pre-hook runs first, and this one last. After the forward this hook runs first, before the
-        # unit is released: a DTensor that is still alive is a view of the unit's memory.
         self._removers += [
-            module.register_forward_pre_hook(before).remove,
-            module.register_forward_hook(after, prepend=True, always_call=True).remove,
             module.register_state_dict_post_hook(save).remove,
             module.register_load_state_dict_pre_hook(load).remove,
         ]

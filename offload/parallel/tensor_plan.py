@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from offload.config import Config
 from offload.errors import ConfigError
+from offload.layout.experts import find_stacks
+from offload.layout.units import Stack
 from offload.parallel.sharded_params import DTensorForm, FoundShards, LayerLayouts
 from offload.sizes import count_of
 
@@ -54,19 +57,27 @@ _WHOLE = ("moe_tp_experts",)
 """Styles of modules that stay whole on each rank: stacked experts."""
 
 
-def planned_shards(model: nn.Module, size: int, device: torch.device, found: FoundShards, ranks: int) -> FoundShards:
-    """Returns the tensor parallelism of `model`: as it is, or by its plan over rows of `size` consecutive ranks.
+def planned_shards(
+    model: nn.Module, config: Config, device: torch.device, found: FoundShards, ranks: int
+) -> FoundShards:
+    """Returns the tensor parallelism of `model`: as it is, or by its plan over rows of consecutive ranks.
 
-    Collective of all processes, all of which have the same `size`. Changes nothing yet. `found` is what the model has
-    already, and `ranks` the number of all processes.
+    Collective of all processes, all of which have the same sizes in `config`. Changes nothing yet. `found` is what the
+    model has already, and `ranks` the number of all processes.
 
     Raises:
         ConfigError: If the ranks cannot be divided into such rows, or the model cannot be divided by its plan.
     """
+    size, experts = config.tensor_parallel.autotp_size, config.expert_parallel.size
+    if experts not in (1, size):
+        raise ConfigError(
+            f"expert_parallel.autoep_size is {experts}, and tensor_parallel.autotp_size is {size}; expected one "
+            "number: experts are divided among the ranks of tensor parallelism, which share a batch"
+        )
     if size == 1:
         return found
     if found.row or found.dtensors:
-        if len(found.row) == size:
+        if len(found.row) == size and experts == 1:
             return found
         raise ConfigError(
             f"tensor_parallel.autotp_size is {size}, and the model is divided among {max(1, len(found.row))} ranks "
@@ -78,7 +89,29 @@ def planned_shards(model: nn.Module, size: int, device: torch.device, found: Fou
             f"tensor_parallel.autotp_size is {size}, the number of ranks that compute each layer together, and "
             f"{count_of(ranks, 'rank')} cannot be divided into such groups: set it to a divisor of {ranks}"
         )
-    return _shards(model, styles, _row(device.type, size))
+    stacks = expert_stacks(model, size) if experts > 1 else ()
+    return _shards(model, styles, stacks, _row(device.type, size))
+
+
+def expert_stacks(model: nn.Module, size: int) -> tuple[Stack, ...]:
+    """Returns the stacks of experts of a model, which `size` ranks can divide. Pure.
+
+    Raises:
+        ConfigError: If there are none, or they cannot be divided so.
+    """
+    stacks = find_stacks(model)
+    if not stacks:
+        raise ConfigError(
+            f"expert_parallel.autoep_size is {size}, and {type(model).__name__} has no module that transformers marks "
+            "as stacked experts: leave expert_parallel out"
+        )
+    for stack in stacks:
+        if stack.rows % size:
+            raise ConfigError(
+                f"expert_parallel.autoep_size is {size}, which does not divide the {stack.rows} experts of "
+                f"{stack.module}"
+            )
+    return stacks
 
 
 def layer_styles(model: Any, size: int) -> dict[str, Style]:
@@ -161,7 +194,7 @@ def _without_half_ties(model: nn.Module, styles: Mapping[str, Style]) -> dict[st
     }
 
 
-def _shards(model: nn.Module, styles: Mapping[str, Style], mesh: Any) -> FoundShards:
+def _shards(model: nn.Module, styles: Mapping[str, Style], stacks: Sequence[Stack], mesh: Any) -> FoundShards:
     forms: dict[str, DTensorForm] = {}
     dims: dict[str, int] = {}
     seen: set[int] = set()
@@ -173,12 +206,22 @@ def _shards(model: nn.Module, styles: Mapping[str, Style], mesh: Any) -> FoundSh
         forms[f"{name}.{own}"] = DTensorForm(mesh, _placements(dim), parameter.shape, parameter.stride())
         if dim is not None:
             dims[f"{name}.{own}"] = dim
+    for name in (name for stack in stacks for name in stack.parameters):
+        parameter = model.get_parameter(name)
+        forms[name], dims[name] = DTensorForm(mesh, _placements(0), parameter.shape, parameter.stride()), 0
     layouts = {
         name: LayerLayouts(mesh, *(_placements(dim) for dim in (style.arrives, style.enters, style.leaves)))
         for name, style in styles.items()
     }
     row = tuple(mesh.mesh.flatten().tolist())
-    return FoundShards(row=row, dtensors=forms, layouts=layouts, sharded=frozenset(dims), dims=dims)
+    return FoundShards(
+        row=row,
+        dtensors=forms,
+        layouts=layouts,
+        experts=frozenset(stack.module for stack in stacks),
+        sharded=frozenset(dims),
+        dims=dims,
+    )
 
 
 def _parameters(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, Style, str, nn.Parameter]]:

@@ -72,6 +72,8 @@ HONOURED: dict[str, Any] = {
     "dataloader_drop_last": True,
     "torch_autocast.enabled": True,
     "tensor_parallel.autotp_size": 2,
+    "expert_parallel.enabled": True,
+    "expert_parallel.autoep_size": 2,
     "fp8.enabled": True,
     "fp8.recipe": "rowwise",
     "fp8.emulate": True,
@@ -154,7 +156,7 @@ REFUSED: dict[str, Any] = {
     "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}},
     "sparse_attention": {"mode": "fixed"},
     "pipeline": {"stages": 2},
-    "expert_parallel": {"size": 2},
+    "expert_parallel.size": 2,
     "load_universal_checkpoint": True,
     "zenflow": {"topk_ratio": 0.1},
     **{
@@ -181,6 +183,7 @@ _NEEDED: dict[str, dict[str, Any]] = {  # for the others of the block to mean an
     "bf16": {"enabled": True},
     "torch_autocast": {"enabled": True},
     "fp8": {"enabled": True},
+    "expert_parallel": {"enabled": True},
 }
 
 

@@ -37,10 +37,12 @@ CASES = {
     "sequence": JOB._replace(accumulation=2, clip=0.05),
     "transformers": LLAMA,
     "autotp": JOB._replace(model=tp.qwen3, clip=0.05, accumulation=2),
+    "experts": JOB._replace(model=tp.mixture, clip=0.05, steps=2),
 }
-QUICK = ("sequence", "autotp")
+QUICK = ("sequence", "autotp", "experts")
 
 
+@pytest.mark.works("Several ranks", '"expert_parallel": {"autoep_size": 2} beside tensor parallelism', "right")
 @pytest.mark.works("Several ranks", '"tensor_parallel": {"autotp_size": 2}, by the plan of transformers', "right")
 @pytest.mark.works("Several ranks", "tensor parallelism of torch (`parallelize_module`) and of transformers", "right")
 @pytest.mark.parametrize(
@@ -128,10 +130,10 @@ def stop_and_resume(job: Job, name: str, folder: Path) -> str:
 
 
 @pytest.mark.works("Several ranks", "resume of a run with tensor parallelism from its swap files", "right")
-@pytest.mark.parametrize("name", ["sequence", "autotp"])
+@pytest.mark.parametrize("name", ["sequence", "autotp", "experts"])
 @pytest.mark.slow
 def test_a_run_resumes_with_its_own_tensor_parallelism_alone(name: str, ranks: RankPool, tmp_path: Path) -> None:
-    for message in ranks.run(stop_and_resume, CASES[name]._replace(accumulation=1), name, tmp_path):
+    for message in ranks.run(stop_and_resume, CASES[name]._replace(accumulation=1, steps=3), name, tmp_path):
         assert "is a run with tensor parallelism of 2, and this start has no tensor parallelism" in message
 
 
@@ -366,6 +368,54 @@ def test_a_plan_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         offload.initialize(model=model, config=content)
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
+
+
+# -- experts -------------------------------------------------------------------------------------------
+
+
+def send_all_tokens_to_one_rank(folder: Path) -> tuple[float, float]:
+    """Every token chooses experts of rank 0, so that rank 1 computes none, and takes part all the same."""
+    torch.manual_seed(0)
+    model: Any = tp.mixture()
+    for layer in model.model.layers:
+        with torch.no_grad():
+            layer.mlp.gate.weight.zero_()  # of equal scores the first are chosen
+    job = CASES["experts"]._replace(model=lambda: model)
+    reference = float(tp.row_loss(model, 0, 0, 2).detach())
+    engine = tp.start(job, "experts", 2, DISK, folder, {"partition_activations": True})
+    own = [segment for layout in testing.inspect(engine).layouts for segment in layout.segments]
+    assert {tuple(segment.shape) for segment in own if "experts" in segment.name} == {(2, 32, 32), (2, 32, 16)}
+    loss = tp.row_loss(engine, 0, 0, 2)
+    engine.backward(loss)
+    engine.step()
+    engine.destroy(remove=True)
+    return float(loss.detach()), reference
+
+
+@pytest.mark.works("Several ranks", "expert parallelism where one rank has no token, with recomputed blocks", "right")
+def test_a_rank_without_a_token_takes_part(ranks: RankPool, tmp_path: Path) -> None:
+    for loss, reference in ranks.run(send_all_tokens_to_one_rank, tmp_path):
+        assert loss == pytest.approx(reference, rel=1e-5)
+
+
+EXPERTS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "sizes": (tp.mixture, 4, "autoep_size is 4, and tensor_parallel.autotp_size is 2; expected one number"),
+    "no experts": (tp.llama, 2, "LlamaForCausalLM has no module that transformers marks as stacked experts"),
+    "rows": (lambda: tp.mixture(3), 2, "does not divide the 3 experts of model.layers.0.mlp.experts"),
+}
+
+
+@pytest.mark.works("Several ranks", "expert parallelism that does not fit the model or the ranks", "refused")
+def test_experts_that_cannot_be_divided_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(refuse_experts, tmp_path)
+
+
+def refuse_experts(folder: Path) -> None:
+    for build, size, message in EXPERTS.values():
+        content = {**config(JOB, MEMORY, folder), "tensor_parallel": {"autotp_size": 2}}
+        content["expert_parallel"] = {"enabled": True, "autoep_size": size}
+        with pytest.raises(ConfigError, match=message):
+            offload.initialize(model=build(), config=content)
 
 
 # -- Megatron ------------------------------------------------------------------------------------------

@@ -17,6 +17,9 @@ from tests.support import models
 from tests.support.oracle import Job, Result, config
 from tests.support.ranks.rank_pool import rank_and_size
 
+KEYS = ("autotp", "experts")
+"""Divisions for which the config of an engine asks."""
+
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
@@ -81,6 +84,27 @@ def qwen3(tied: bool = False) -> nn.Module:
     )
 
 
+def mixture(experts: int = 4) -> nn.Module:
+    """A model of transformers with stacked experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            num_experts=experts,
+            num_experts_per_tok=2,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=32,
+        )
+    )
+
+
 def plan(name: str) -> dict[str, Any]:
     """Returns a plan for `parallelize_module`.
 
@@ -111,8 +135,8 @@ def mesh(size: int) -> Any:
 
 
 def divided(model: nn.Module, name: str, size: int) -> nn.Module:
-    """Returns `model`, divided by the plan `name` over `size` ranks, or by transformers; not yet for "autotp"."""
-    if name == "autotp":
+    """Returns `model`, divided by the plan `name` over `size` ranks, or by transformers; not yet by a key of the config."""
+    if name in KEYS:
         return model
     if name == "transformers":
         from transformers.distributed import DistributedConfig
@@ -163,8 +187,10 @@ def start(
     torch.manual_seed(job.seed)
     model = divided(job.model(), name, size)
     content = {**config(job, placement, folder, **options), "activation_checkpointing": dict(checkpointing)}
-    if name == "autotp":
+    if name in KEYS:
         content["tensor_parallel"] = {"autotp_size": size}
+    if name == "experts":
+        content["expert_parallel"] = {"enabled": True, "autoep_size": size}
     return offload.initialize(model=model, model_parameters=model.parameters(), config=content)[0]
 
 
