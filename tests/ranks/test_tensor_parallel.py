@@ -380,6 +380,7 @@ def send_all_tokens_to_one_rank(folder: Path) -> tuple[float, float]:
     for layer in model.model.layers:
         with torch.no_grad():
             layer.mlp.gate.weight.zero_()  # of equal scores the first are chosen
+    assert set(torch.softmax(torch.zeros(64, 4), -1).topk(2).indices.view(-1).tolist()) == {0, 1}
     job = CASES["experts"]._replace(model=lambda: model)
     reference = float(tp.row_loss(model, 0, 0, 2).detach())
     engine = tp.start(job, "experts", 2, DISK, folder, {"partition_activations": True})

@@ -135,7 +135,7 @@ def mesh(size: int) -> Any:
 
 
 def divided(model: nn.Module, name: str, size: int) -> nn.Module:
-    """Returns `model`, divided by the plan `name` over `size` ranks, or by transformers; not yet by a key of the config."""
+    """Returns `model`, divided by the plan `name` over `size` ranks, or by transformers, or leaves that to a key."""
     if name in KEYS:
         return model
     if name == "transformers":
