@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 import offload
 from offload import testing
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
-from tests.support import rounding_bounds
+from tests.support import models, rounding_bounds
 from tests.support.modules.checkpointed import small_inputs_move
-from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, room_for
+from tests.support.oracle import Job, PlainEngine, Result, assert_same, assert_same_tensors, config, room_for
 from tests.support.ranks import tensor_parallel as tp
 from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool, train
 
@@ -373,30 +373,33 @@ def test_a_plan_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
 # -- experts -------------------------------------------------------------------------------------------
 
 
-def send_all_tokens_to_one_rank(folder: Path) -> tuple[float, float]:
-    """Every token chooses experts of rank 0, so that rank 1 computes none, and takes part all the same."""
-    torch.manual_seed(0)
-    model: Any = tp.mixture()
-    for layer in model.model.layers:
-        with torch.no_grad():
-            layer.mlp.gate.weight.zero_()  # of equal scores the first are chosen
-    assert set(torch.softmax(torch.zeros(64, 4), -1).topk(2).indices.view(-1).tolist()) == {0, 1}
-    job = CASES["experts"]._replace(model=lambda: model)
-    reference = float(tp.row_loss(model, 0, 0, 2).detach())
-    engine = tp.start(job, "experts", 2, DISK, folder, {"partition_activations": True})
-    own = [segment for layout in testing.inspect(engine).layouts for segment in layout.segments]
-    assert {tuple(segment.shape) for segment in own if "experts" in segment.name} == {(2, 32, 32), (2, 32, 16)}
-    loss = tp.row_loss(engine, 0, 0, 2)
-    engine.backward(loss)
-    engine.step()
+def send_all_tokens_to_one_rank(folder: Path) -> tuple[list[float], list[float]]:
+    """Equal tokens choose one expert each layer, so that the other rank computes none, and takes part all the same."""
+    ids = torch.full((1, 2), 5)
+    losses: list[list[float]] = []
+    for name in ("whole", "experts"):
+        torch.manual_seed(0)
+        job = JOB._replace(model=lambda: tp.mixture(chosen=1))
+        if name == "whole":
+            engine: Any = PlainEngine(job)
+        else:
+            engine = tp.start(job, name, 2, DISK, folder, {"partition_activations": True})
+            own = [segment for layout in testing.inspect(engine).layouts for segment in layout.segments]
+            assert {tuple(part.shape) for part in own if "experts" in part.name} == {(2, 32, 32), (2, 32, 16)}
+        losses.append([])
+        for _ in range(3):
+            loss = models.token_loss(engine(ids).logits, ids)
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(float(loss.detach()))
     engine.destroy(remove=True)
-    return float(loss.detach()), reference
+    return losses[0], losses[1]
 
 
 @pytest.mark.works("Several ranks", "expert parallelism where one rank has no token, with recomputed blocks", "right")
 def test_a_rank_without_a_token_takes_part(ranks: RankPool, tmp_path: Path) -> None:
-    for loss, reference in ranks.run(send_all_tokens_to_one_rank, tmp_path):
-        assert loss == pytest.approx(reference, rel=1e-5)
+    for alone, divided in ranks.run(send_all_tokens_to_one_rank, tmp_path):
+        assert divided == pytest.approx(alone, rel=1e-5) and divided[2] < divided[0]
 
 
 EXPERTS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {

@@ -84,7 +84,7 @@ def qwen3(tied: bool = False) -> nn.Module:
     )
 
 
-def mixture(experts: int = 4) -> nn.Module:
+def mixture(experts: int = 4, chosen: int = 2) -> nn.Module:
     """A model of transformers with stacked experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -95,7 +95,7 @@ def mixture(experts: int = 4) -> nn.Module:
             intermediate_size=48,
             moe_intermediate_size=16,
             num_experts=experts,
-            num_experts_per_tok=2,
+            num_experts_per_tok=chosen,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
