@@ -16,7 +16,6 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from offload.config import Config, load_config
 from offload.config.blocks import ActivationCheckpointing
-from offload.errors import UsageError
 
 __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
 
@@ -41,7 +40,7 @@ def configure(
     A key that the config of such an engine sets itself wins. Arguments that are None leave the key as it is.
 
     Args:
-        mpu_: Megatron's `parallel_state`, whose groups for model parallelism have one rank; or None.
+        mpu_: For compatibility: Megatron's `parallel_state`, or None. The engine has the groups from its model.
         deepspeed_config: path of a DeepSpeed JSON file, or its content as a dict, whose block is used.
         partition_activations: the key of the same name.
         contiguous_checkpointing: the key "contiguous_memory_optimization".
@@ -52,14 +51,8 @@ def configure(
 
     Raises:
         ConfigError: if the config, or one of the values, is wrong.
-        UsageError: if `mpu_` has a group of several ranks.
     """
     global _configured, _divided
-    if mpu_ is not None and _model_parallel_ranks(mpu_) != 1:
-        raise UsageError(
-            "mpu_ must be None, or have groups of one rank for model parallelism: activations are not divided over "
-            "such a group here"
-        )
     block = {} if deepspeed_config is None else _set_keys(load_config(deepspeed_config).activation_checkpointing)
     options = {
         "partition_activations": partition_activations,
@@ -71,14 +64,6 @@ def configure(
     }
     block |= {key: value for key, value in options.items() if value is not None}
     _configured, _divided = load_config({"activation_checkpointing": block}).activation_checkpointing, None
-
-
-def _model_parallel_ranks(mpu: Any) -> int | None:
-    """Returns the ranks of a group for model parallelism, by Megatron's name of today or the older one, or None."""
-    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
-        if (asked := getattr(mpu, name, None)) is not None:
-            return int(asked())
-    return None
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:

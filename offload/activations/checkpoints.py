@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.activations.partitions import InputPartitions
 from offload.config import Config
 from offload.engine.callbacks import ActivationPolicy
 from offload.engine.hooks import other_hooks
@@ -104,8 +105,14 @@ class _OpenCalls(threading.local):
 class UnitCheckpoints(ActivationPolicy):
     """The hooks of checkpointing on the blocks of one model, whose inputs stay where the forward computes them."""
 
-    def __init__(self, blocks: Sequence[str], config: Config, device: Device) -> None:
-        """Installs nothing yet. `blocks` are the names of the modules that are computed again."""
+    def __init__(
+        self, blocks: Sequence[str], config: Config, device: Device, partitions: InputPartitions | None = None
+    ) -> None:
+        """Installs nothing yet. `blocks` are the names of the modules that are computed again.
+
+        `partitions` divides their inputs among ranks that have the same; None leaves them whole.
+        """
+        self._partitions = partitions
         self.notices = notices(config, len(blocks), device.host_addressable)
         self._blocks, self._device = blocks, device
         self._synchronize = config.activation_checkpointing.synchronize_checkpoint_boundary
@@ -161,9 +168,19 @@ class UnitCheckpoints(ActivationPolicy):
         args, kwargs = without_cache(args, kwargs)
         leaves, tree = tree_flatten((args, kwargs))
         leaves = [_Weight(leaf) if handle_of(leaf) is not None else leaf for leaf in leaves]
+        shapes: dict[int, torch.Size] = {}
+        """Of the inputs of which this rank keeps a part, by their position."""
+        partitions = self._partitions
+        if partitions is not None:
+            for position, leaf in enumerate(leaves):
+                if (part := partitions.part_of(name, position, leaf)) is not None:
+                    shapes[position], leaves[position] = leaf.shape, part
 
         def recompute(*inputs: Any) -> None:
             values = [value.parameter if isinstance(value, _Weight) else value for value in inputs]
+            if partitions is not None:
+                for position, shape in shapes.items():
+                    values[position] = partitions.whole(values[position], shape)
             again, named = tree_unflatten(values, tree)
             with self._recomputation(name, call):
                 module(*again, **named)

@@ -38,6 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.activations import checkpoints
 from offload.activations.checkpoints import STAGED_INPUTS, UnitCheckpoints
+from offload.activations.partitions import InputPartitions
 from offload.aio.protocols import Future, Queue
 from offload.config import Config
 from offload.engine.micro_batches import PassSchedule
@@ -711,13 +712,14 @@ class KeptInputs(UnitCheckpoints):
         device_limit: Callable[[int], float],
         schedule: PassSchedule,
         timeline: Timeline = OFF,
+        partitions: InputPartitions | None = None,
     ) -> None:
         """Keeps nothing yet.
 
         `device_limit` returns the bytes that inputs but the newest may take on the device, given the bytes that they
         take.
         """
-        super().__init__(blocks, config, device)
+        super().__init__(blocks, config, device, partitions)
         self._order = _RequestOrder(schedule)
         self._staging = staging
         self._device_limit, self._timeline = device_limit, timeline

@@ -775,6 +775,94 @@ class Compile(Block):
         return {"enabled": content["deepcompile"], **others}
 
 
+class Fp8(Block):
+    """Linear layers of the blocks multiply in fp8, by torchao: weights and inputs are rounded in each product."""
+
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(False, description="whether these layers multiply in fp8; needs torchao")
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
+        "tensorwise",
+        description="torchao's name for the scales: one a matrix, one a row, or that with gradients of weights in the "
+        "dtype of the run",
+    )
+    emulate: bool = Field(
+        False, description="round as fp8 does, and multiply in the dtype of the run: on any device, saves no time"
+    )
+
+
+class TensorParallel(Block):
+    """Each layer is divided over ranks, by the plan that transformers has for the class of the model (AutoTP)."""
+
+    TUNING = split_names("dtype tp_overlap_comm keep_module_on_host vocab_parallel_lm_head vocab_parallel_ce_backend")
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "dtype": "the blocks bf16 and fp16 name the dtype",
+        "vocab_parallel_lm_head": "the head is divided by the plan, and its output is gathered",
+    }
+    REFUSED: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            split_names("partition_config preset_model injection_policy injection_policy_tuple"),
+            "divides layers by a plan of its own; remove it: the plan of transformers is used; for another one call "
+            "torch's parallelize_module before offload.initialize",
+        ),
+        **dict.fromkeys(
+            split_names("replace_with_kernel_inject kernel_inject"),
+            "puts kernels of DeepSpeed in place of layers; remove it",
+        ),
+        **dict.fromkeys(
+            split_names("mpu tp_group"), "names groups; remove it: a group is autotp_size consecutive ranks"
+        ),
+    }
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"autotp_size": 2}
+
+    autotp_size: Count = Field(
+        1,
+        description='ranks that compute each layer together, a divisor of their number; also as `"tp_size"`, and as '
+        '`{"tp": {"tp_size": 2}}`; for models of transformers with a plan, see guides/tensor-parallelism.md',
+    )
+
+    @classmethod
+    def arranged(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the content with one key for the size; a block whose size is at most 1, or that is off, is empty.
+
+        Raises `ConfigError` if two keys give two sizes.
+        """
+        inner = content.get("tp", content.get("tensor_parallel"))
+        inner = inner if isinstance(inner, Mapping) else {}
+        named = (content.get("autotp_size"), content.get("tp_size"), inner.get("tp_size"))
+        sizes = [size for size in named if size not in (None, "auto", -1, 0, 1)]
+        if len(set(map(str, sizes))) > 1:
+            raise ConfigError(f"tensor_parallel has the sizes {sizes}; expected one: keep autotp_size")
+        if not sizes or content.get("enabled", True) is False:
+            return {}
+        others = {**content, **inner}
+        for name in ("tp", "tensor_parallel", "tp_size", "tp_grain_size", "enabled"):
+            others.pop(name, None)
+        return {**others, "autotp_size": sizes[0]}
+
+
+class ExpertParallel(Block):
+    """Whole experts are divided over the ranks of tensor parallelism, and tokens travel to them (AutoEP)."""
+
+    TUNING = split_names(
+        """preset_model use_grouped_mm disable_triton_grouped_mm async_split_plan combine_impl row_weighting_impl
+        gate_up_impl comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank validate_folding_routing"""
+    )
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(False, description="whether experts are divided")
+    autoep_size: Count = Field(
+        1,
+        description="ranks among which the experts of a layer are divided; the same number as "
+        "`tensor_parallel.autotp_size`, for stacked experts of transformers",
+    )
+
+    @property
+    def size(self) -> int:
+        """Ranks among which experts are divided; 1 if they are not."""
+        return self.autoep_size if self.enabled else 1
+
+
 class DataTypes(Block):
     """Dtypes other than that of the mode."""
 
@@ -811,8 +899,8 @@ class ActivationCheckpointing(Block):
     )
     partition_activations: bool = Field(
         False,
-        description="blocks are computed again, and nothing is divided: data-parallel ranks have inputs of their own; "
-        "refused with tensor parallelism",
+        description="blocks are computed again; of their inputs each rank of tensor parallelism keeps a part, and all "
+        "parts are gathered before; data-parallel ranks have inputs of their own, of which nothing is divided",
     )
     synchronize_checkpoint_boundary: bool = Field(
         False, description="wait for the device at the border of each block; slower, for measurements"

@@ -481,9 +481,8 @@ def _why_off(model: type[Block], name: str, value: Any, on: bool) -> str | None:
 
 def _asks_for_refused(name: str, value: Any) -> bool:
     """Returns True if the value of a refused key switches its feature on."""
-    asked = value.get("autotp_size", value) if isinstance(value, Mapping) else value
-    alone = asked in (-1, 1) and (name.endswith("_size") or asked is not value)  # splits nothing
-    return _is_on(value) and _is_on(asked) and not alone
+    splits_nothing = name.endswith("_size") and value in (-1, 1)
+    return _is_on(value) and not splits_nothing
 
 
 def _note_unknown(model: type[Block], key: Any, path: str, findings: Findings) -> None:

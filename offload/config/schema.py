@@ -17,6 +17,8 @@ from offload.config.blocks import (
     Count,
     CsvMonitor,
     DataTypes,
+    ExpertParallel,
+    Fp8,
     Fp16,
     Number,
     OffloadBlock,
@@ -24,6 +26,7 @@ from offload.config.blocks import (
     SchedulerBlock,
     SumDtype,
     TensorBoard,
+    TensorParallel,
     Tier,
     TorchAutocast,
     Wandb,
@@ -100,10 +103,6 @@ class Config(Block):
             CHANGES_TRAINING,
         ),
         "amp": missing("is apex's mixed precision", 'set "bf16", "fp16" or "torch_autocast"'),
-        "fp8": missing(
-            "asks for matrix products in fp8",
-            "call torchao.float8.convert_to_float8_training on the model before offload.initialize, and remove it",
-        ),
         "hybrid_engine": missing(
             "generates text by kernels of DeepSpeed", "model.generate works under the engine without it; remove it"
         ),
@@ -111,11 +110,7 @@ class Config(Block):
             "is checkpoint.load_universal of DeepSpeed; remove it: load_checkpoint recognizes universal checkpoints by "
             "their files"
         ),
-        "tensor_parallel": missing(
-            "splits each layer over ranks", 'remove it, or set it to {"autotp_size": 1}, or switch it off'
-        ),
-        "tensor_parallel_size": missing("splits each layer over ranks", "leave it out, or set it to 1"),
-        "expert_parallel": missing("splits experts over ranks"),
+        "tensor_parallel_size": 'is no key of DeepSpeed; set "tensor_parallel": {"autotp_size": …} in its place',
         "pipeline": (
             "splits the layers over ranks; remove it: here deepspeed.pipe.PipelineModule does, or stages of torch, as "
             "the guide to pipeline parallelism says"
@@ -156,6 +151,13 @@ class Config(Block):
     checkpoint: Checkpoint = Field(Checkpoint(), description="see below")
     torch_autocast: TorchAutocast = Field(
         TorchAutocast(), description="fp32 weights, and torch's autocast around each forward"
+    )
+    expert_parallel: ExpertParallel = Field(
+        ExpertParallel(), description="whole experts are divided over the ranks of tensor parallelism"
+    )
+    fp8: Fp8 = Field(Fp8(), description="linear layers of the blocks multiply in fp8, by torchao")
+    tensor_parallel: TensorParallel = Field(
+        TensorParallel(), description="each layer is divided over ranks by the plan of transformers"
     )
     compile: Compile = Field(Compile(), description="each block of the model as torch.compile makes it")
     data_types: DataTypes = Field(DataTypes(), description="see below")

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from offload.config.blocks import spelled_number
+from offload.config.blocks import TensorParallel, spelled_number
 from offload.config.load import read_json
 from offload.errors import ConfigError
 
@@ -113,11 +113,15 @@ def refuse_commits(content: Mapping[str, Any], trainer: str, resumes_by: str, in
             )
 
 
-def refuse_sequences(content: Mapping[str, Any], trainer: str) -> None:
-    """Raises `ConfigError` if ranks share sequences, for a trainer whose loaders give each rank samples of its own."""
-    size = value_of(content, "sequence_parallel_size")
-    if size not in (None, 1):
-        raise ConfigError(
-            f"sequence_parallel_size is {size!r}, and {trainer} gives each rank samples of its own, where ranks that "
-            "share sequences need the same: leave the key out, or train in a loop of your own by offload.initialize"
-        )
+def refuse_shared_batches(content: Mapping[str, Any], trainer: str) -> None:
+    """Raises `ConfigError` if ranks share batches, for a trainer whose loaders give each rank samples of its own."""
+    tensors = content.get("tensor_parallel")
+    sizes = {"sequence_parallel_size": value_of(content, "sequence_parallel_size")}
+    if isinstance(tensors, Mapping):
+        sizes["tensor_parallel.autotp_size"] = TensorParallel.arranged(tensors).get("autotp_size")
+    for key, size in sizes.items():
+        if size not in (None, 1):
+            raise ConfigError(
+                f"{key} is {size!r}, and {trainer} gives each rank samples of its own, where ranks that compute "
+                "together need the same: leave the key out, or train in a loop of your own by offload.initialize"
+            )

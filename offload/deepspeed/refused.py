@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from offload.errors import UsageError
 
-_TENSORS = "weights are paged, and not divided within a layer: leave the call out, and set the budgets"
+_TENSORS = 'leave the call out: with "tensor_parallel": {"autotp_size": 2} in its config, initialize divides the layers'
 _INFERENCE = "call deepspeed.init_inference(model, config) with the config as a dict: weights are paged"
 _LAYERS = "layers are the model's own: leave the call out"
 

@@ -73,12 +73,18 @@ class Kind(enum.Enum):
     AGREEMENT = "agreement"
     PARAMETERS = "parameters"
     SEQUENCE = "sequence"
+    ACTIVATIONS = "activations"
     MESSAGES = "messages"
 
     @property
     def purpose(self) -> str:
         """The purpose of such a collective, in messages about waits and lost ranks."""
-        return {"gradients": "reduce gradients", "sequence": "exchange parts of sequences"}.get(self.value, self.value)
+        purposes = {
+            "gradients": "reduce gradients",
+            "sequence": "exchange parts of sequences",
+            "activations": "gather inputs of blocks",
+        }
+        return purposes.get(self.value, self.value)
 
 
 class Sent(NamedTuple):
@@ -109,6 +115,8 @@ class Communication(NamedTuple):
     """Parts of parameters that an optimizer steps as a whole: Muon, SinkGD, optimizers of torch."""
     sequence: Sent = Sent()
     """Parts of sequences, heads and losses that the ranks of sequence parallelism exchange, mostly around attention."""
+    activations: Sent = Sent()
+    """Parts of inputs of blocks that are computed again, of ranks of tensor parallelism (`partition_activations`)."""
     messages: Sent = Sent()
     """All other collectives: decisions on a step, norms of LAMB, edits and reads of states, checkpoints, the start."""
 

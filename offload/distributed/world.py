@@ -59,6 +59,8 @@ class World:
     """With a pipeline and tensor parallelism, the processes that have the same layers; otherwise this process alone."""
     sequence: Ranks = field(default_factory=Ranks)
     """The ranks that share each sequence, in the order of its parts; without sequence parallelism this rank alone."""
+    inputs: Ranks = field(default_factory=Ranks)
+    """The ranks that divide the inputs of recomputed blocks: with `partition_activations` those of a row."""
     node: Ranks = field(default_factory=Ranks)
     """The ranks that keep a secondary partition of the weights together; without such a partition this rank alone."""
 
@@ -139,7 +141,7 @@ class World:
     @property
     def sent(self) -> Communication:
         """The collectives and bytes that this process has sent, without the user's own collectives."""
-        sent = self.everyone.sent.plus(self.sequence.sent)
+        sent = self.everyone.sent.plus(self.sequence.sent).plus(self.inputs.sent)
         if self.row:
             sent = sent.plus(self.ranks.sent)
         # The ranks of a node send each other only weights.

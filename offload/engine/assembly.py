@@ -20,6 +20,7 @@ from torch import nn
 from offload import kernels
 from offload.activations.checkpoints import UnitCheckpoints
 from offload.activations.kept_inputs import DiskSlots, HostBlocks, KeptInputs, Staging
+from offload.activations.partitions import InputPartitions
 from offload.activations.tiles import TiledMlps
 from offload.aio import IoQueue
 from offload.aio.backend import DEFAULTS
@@ -829,9 +830,11 @@ def _activations(
         return ActivationPolicy()
     block, on_cpu = config.activation_checkpointing, device.host_addressable
     blocks = blocks_of(model, config.units)[: block.number_checkpoints]
+    # Data-parallel ranks have different inputs. There is nothing to partition among them, nor is there in DeepSpeed.
+    partitions = InputPartitions(plan.world.inputs) if plan.world.inputs.size > 1 else None
     # In host memory a copy of a tensor frees nothing, so only a drive helps a device that works there.
     if tier == "device" or (on_cpu and queue is None):
-        return UnitCheckpoints(blocks, config, device)
+        return UnitCheckpoints(blocks, config, device, partitions)
     room = plan.placement.inputs_nbytes
     at_once = (len(blocks) or None) if block.contiguous_memory_optimization else None
     memory = HostBlocks(
@@ -855,4 +858,5 @@ def _activations(
         device_limit=device_limit,
         schedule=schedule,
         timeline=timeline,
+        partitions=partitions,
     )

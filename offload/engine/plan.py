@@ -586,11 +586,9 @@ def _check_config(config: Config, world: World) -> None:
     Raises:
         ConfigError: If a tier or a folder for swap files cannot be used.
     """
-    # Data-parallel ranks have different inputs. There is nothing to partition among them, nor is there in DeepSpeed.
-    if config.activation_checkpointing.partition_activations and world.tensor_size > 1:
+    if config.activation_checkpointing.partition_activations and world.tensor_size > 1 and world.stages > 1:
         raise ConfigError(
-            "activation_checkpointing.partition_activations divides an input over the ranks of a model-parallel group, "
-            f"of which this run has {world.tensor_size}; that is not supported: leave it out, and set "
+            "activation_checkpointing.partition_activations was not tried with a pipeline: leave it out, and set "
             '"activations" to "cpu" in the "offload" block to free device memory'
         )
     names = config.offload.keep_in_fp32

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from offload.checkpointing import with_configured
 from offload.config import Batch, Config, effective, load_config, resolve_batch
 from offload.distributed.gathers import form_node
-from offload.distributed.process_group import UNABLE, Ranks, join_ranks, meet_others, stay_away
+from offload.distributed.process_group import UNABLE, Ranks, check_same, join_ranks, meet_others, stay_away
 from offload.distributed.world import World
 from offload.engine import build_optimizer
 from offload.engine.assembly import STARTING, assemble
@@ -32,6 +32,7 @@ from offload.engine.compiled_blocks import compiled_blocks
 from offload.engine.data import Loader, check_data, load
 from offload.engine.dtype_mismatch import precision_notices
 from offload.engine.engine import Engine
+from offload.engine.fp8_layers import fp8_layers
 from offload.engine.keywords import PlainKeywords, plain_config, refuse
 from offload.engine.optimizer import Optimizer, check_options, refuse_others
 from offload.engine.plan import (
@@ -54,7 +55,8 @@ from offload.parallel.sequence import check_model as check_sequences
 from offload.parallel.sequence import check_units, form_groups
 from offload.parallel.sharded_params import FoundShards, Site, find_shards, taken_over
 from offload.parallel.stages import PipelineStages, check_pipeline, pipeline_place
-from offload.parallel.tensor import form_grid
+from offload.parallel.tensor import form_grid, form_row
+from offload.parallel.tensor_plan import planned_shards
 from offload.precision import warn_if_slow
 from offload.quantized.tensors import with_adopted_buffers
 from offload.sizes import count_of, format_size
@@ -181,6 +183,8 @@ def start(
     try:
         ranks = join_ranks(device, settings.zero_optimization.mics_shard_size, settings.offload.debug.collectives)
         with STARTING, with_adopted_buffers(model):
+            _check_same_sizes(settings, ranks)
+            shards = planned_shards(model, settings, device.torch, shards, ranks.size)
             world = join(settings, model, device, ranks, shards)
             together = bool(shards.dtensors) or world.shares_batches or isinstance(model, PipelineStages)
             settings = _of_a_column(settings, world, one_at_a_time=together)
@@ -190,7 +194,9 @@ def start(
                 )
             batch = resolve_batch(settings, world.data_ranks)
             _check_same_data(world.everyone, training_data)
-            with compiled_blocks(model, settings), taken_over(model, shards) as taken:
+            # Layers are replaced before they are compiled.
+            converted = fp8_layers(model, settings, device.torch)
+            with converted, compiled_blocks(model, settings), taken_over(model, shards) as taken:
                 taken.translate_optimizer(optimizer)
                 groups = build_optimizer.choose(
                     settings.optimizer, model, optimizer, taken.translated(model_parameters)
@@ -237,7 +243,10 @@ def join(config: Config, model: nn.Module, device: Device, ranks: Ranks, shards:
     world = form_grid(ranks, shards.row, shards.sharded, pipeline_place(model), shards.dims)
     check_groups(world, shards, device.torch)
     check_nodes(config, world)
-    return dataclasses.replace(world, sequence=form_groups(world, config.sequence_parallel_size))
+    world = dataclasses.replace(world, sequence=form_groups(world, config.sequence_parallel_size))
+    if config.activation_checkpointing.partition_activations and world.tensor_size > 1:
+        return dataclasses.replace(world, inputs=form_row(world))
+    return world
 
 
 def make_plan(
@@ -301,6 +310,18 @@ def _of_a_column(loaded: Config, world: World, one_at_a_time: bool) -> Config:
         )
     changes = {"schedule": MICRO_BATCH_MAJOR, "run": f"{block.run}{suffix}"}
     return loaded.model_copy(update={"offload": block.model_copy(update=changes)})
+
+
+def _check_same_sizes(config: Config, everyone: Ranks) -> None:
+    """Raises `ConfigError` if ranks differ in the sizes of their groups, which would wait for each other. Collective.
+
+    All ranks compare them, also ranks that ask for no groups.
+    """
+    sizes = config.sequence_parallel_size, config.tensor_parallel.autotp_size, config.expert_parallel.size
+    shared = everyone.share(sizes, "compare the sizes of their groups")
+    settings = "sequence_parallel_size", "tensor_parallel.autotp_size", "expert_parallel.autoep_size"
+    for position, setting in enumerate(settings):
+        check_same(setting, [of_rank[position] for of_rank in shared])
 
 
 def _check_same_data(everyone: Ranks, data: Any) -> None:

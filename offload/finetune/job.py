@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offload.config import Config, load_config
-from offload.config.script_values import refuse_sequences
+from offload.config.script_values import refuse_shared_batches
 from offload.distributed.process_group import join_launcher
 from offload.dtype_choice import settle
 from offload.engine.engine import Engine
@@ -149,7 +149,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     content, lines = merge(file, options, Start.of(folder, lora is not None), world_size)
     lines += keep(content) if options.keep else ()
     # Each rank of `offload train` draws its own batches, so ranks cannot share sequences.
-    refuse_sequences(content, "offload train")
+    refuse_shared_batches(content, "offload train")
     # The log and the summary need the phases; the command prints its own line per step.
     content |= {"steps_per_print": 0, "wall_clock_breakdown": True}
     steps = options.steps or DEFAULT_STEPS

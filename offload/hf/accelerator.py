@@ -19,7 +19,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from offload.config.script_values import ScriptValue, content_of, filled, refuse_blocks, refuse_sequences, value_of
+from offload.config.script_values import ScriptValue, content_of, filled, refuse_blocks, refuse_shared_batches, value_of
 from offload.engine.engine import Engine
 from offload.engine.optimizer import Optimizer
 from offload.engine.params import handle_of
@@ -245,7 +245,7 @@ class Accelerator(accelerate.Accelerator):
         `micro` is the loader's batch size; None without a loader.
         """
         content = content_of(self.offload_config)
-        refuse_sequences(content, "Accelerate")
+        refuse_shared_batches(content, "Accelerate")
         content = refuse_blocks(content, "optimizer", "scheduler")
         if value_of(content, "torch_autocast.enabled"):
             raise ConfigError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.config import OPTIMIZER_DEFAULTS, SCHEDULES
-from offload.config.script_values import ScriptValue, refuse_commits, refuse_sequences, value_of
+from offload.config.script_values import ScriptValue, refuse_commits, refuse_shared_batches, value_of
 from offload.engine.engine import Engine
 from offload.engine.params import handle_of
 from offload.errors import ConfigError
@@ -94,7 +94,7 @@ def check_kinds(content: Mapping[str, Any], args: Any) -> None:
 
 def values_of_arguments(content: Mapping[str, Any], args: Any) -> list[ScriptValue]:
     """Returns all config values that the arguments determine, except those of the schedule."""
-    refuse_sequences(content, "OffloadTrainer")
+    refuse_shared_batches(content, "OffloadTrainer")
     refuse_commits(content, "OffloadTrainer", "train(resume_from_checkpoint=True)", "save_steps")
     values = batch_values(content, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size)
     values += optimizer_values(content, args)

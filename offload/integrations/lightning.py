@@ -33,7 +33,7 @@ from offload.config.script_values import (
     filled,
     refuse_blocks,
     refuse_commits,
-    refuse_sequences,
+    refuse_shared_batches,
     value_of,
     without,
 )
@@ -195,7 +195,7 @@ class OffloadStrategy(DDPStrategy):
                 "OffloadStrategy cannot be combined with sync_batchnorm: convert the model before, by "
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
             )
-        refuse_sequences(self._content, "Lightning")
+        refuse_shared_batches(self._content, "Lightning")
         values = [
             ScriptValue("gradient_accumulation_steps", trainer.accumulate_grad_batches, "accumulate_grad_batches"),
             ScriptValue("offload.device", self.root_device.type, "the device of the accelerator"),

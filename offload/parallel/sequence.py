@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from offload.config import Config
-from offload.distributed.process_group import Kind, Ranks, check_same
+from offload.distributed.process_group import Kind, Ranks
 from offload.distributed.world import World
 from offload.engine.callbacks import Extension
 from offload.errors import ConfigError, UsageError
@@ -140,12 +140,9 @@ def all_to_all(parallel: SequenceParallel, rows: torch.Tensor) -> torch.Tensor:
 def form_groups(world: World, size: int) -> Ranks:
     """Divides all ranks into groups that share sequences, and returns this rank's group. Collective.
 
-    Raises `ConfigError` on all ranks, if the ranks cannot be divided into such groups.
+    All ranks have the same `size`. Raises `ConfigError` on all ranks, if the ranks cannot be divided into such groups.
     """
     ranks = world.everyone.size
-    # All ranks compare their sizes first, also ranks that share no sequence: groups of different sizes would wait for
-    # each other.
-    check_same("sequence_parallel_size", world.everyone.share(size, "compare their sequence parallelism"))
     if size == 1:
         return Ranks()
     if ranks % size:

@@ -19,6 +19,7 @@ from torch import nn
 from offload.engine.callbacks import Extension
 from offload.engine.params import ParamHandle, handle_of
 from offload.errors import ConfigError, UsageError
+from offload.parallel.experts import dispatch_tokens
 
 # -- find ----------------------------------------------------------------------------------------------
 
@@ -29,6 +30,29 @@ _OTHER_GROUPS = ("pipeline_model_parallel", "context_parallel", "expert_model_pa
 """Further dimensions of Megatron's, which an engine does not know."""
 _SUMMED_BY_HOOKS = "replicated_with_grad_allreduce"
 """Style of transformers whose hooks add a gradient up when the engine has taken it."""
+
+
+class LayerLayouts(NamedTuple):
+    """Placements of the input and the output of a layer, under the names of torch's styles of parallelism."""
+
+    mesh: Any
+    input_layouts: tuple[Any, ...]
+    """Of the input as it arrives, an ordinary tensor."""
+    desired_input_layouts: tuple[Any, ...]
+    """Of the input with which the layer computes."""
+    output_layouts: tuple[Any, ...]
+    """Of the output as it leaves, an ordinary tensor again."""
+
+    def entering(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns an input as a DTensor with which the layer computes."""
+        given = _tensor_module().DTensor.from_local(value, self.mesh, self.input_layouts, run_check=False)
+        entered: torch.Tensor = given.redistribute(placements=self.desired_input_layouts)
+        return entered
+
+    def leaving(self, output: Any) -> torch.Tensor:
+        """Returns the memory of an output in its layout."""
+        local: torch.Tensor = output.redistribute(placements=self.output_layouts).to_local()
+        return local
 
 
 class DTensorForm(NamedTuple):
@@ -46,6 +70,13 @@ class DTensorForm(NamedTuple):
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
         return dtensor
+
+    def cut(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns this process's part of a whole tensor: of the values of the first process. Collective of the mesh."""
+        dtensor: Any = _tensor_module().distribute_tensor(value.detach(), self.mesh, self.placements)
+        # The mesh may be one of GPUs, and the weights wait in host memory for the engine.
+        part: torch.Tensor = dtensor.to_local().to(value.device)
+        return part
 
     def part_of(self, value: torch.Tensor, local_shape: torch.Size) -> torch.Tensor:
         """Returns this process's part of a DTensor or of a whole tensor; other tensors are returned as they are."""
@@ -68,7 +99,11 @@ class FoundShards:
     row: tuple[int, ...] = ()
     """The processes that compute together; empty if this one computes alone."""
     dtensors: Mapping[str, DTensorForm] = field(default_factory=dict)
-    """The parameters that are DTensors, sharded or replicated, by name."""
+    """The parameters that are DTensors, sharded or replicated, by name; or that a plan makes such of whole ones."""
+    layouts: Mapping[str, LayerLayouts] = field(default_factory=dict)
+    """The layers whose inputs and outputs the engine lays out, by the module's name; torch's styles do so by hooks."""
+    experts: frozenset[str] = frozenset()
+    """Names of the modules of stacked experts of which each process of the row has some."""
     sharded: frozenset[str] = frozenset()
     """Names of the parameters that are divided over the processes of the row."""
     dims: Mapping[str, int] = field(default_factory=dict)
@@ -235,30 +270,55 @@ class Site(NamedTuple):
     module: nn.Module
     forms: Mapping[str, DTensorForm]
     """The DTensors by the module's own names for them."""
+    layouts: LayerLayouts | None = None
+    """What the engine does to the input and the output; None if hooks of torch's styles do it."""
+    experts: bool = False
+    """True if the module has some of the experts of a layer, and computes with ordinary parameters."""
 
 
 class TakenShards:
-    """The DTensors that were replaced in a model by ordinary parameters over the same memory."""
+    """The parameters that were replaced in a model by ordinary parameters over this process's parts.
+
+    A DTensor is replaced by one over the same memory, a whole parameter by one over its part.
+    """
 
     def __init__(self, model: nn.Module, shards: FoundShards) -> None:
-        """Replaces the DTensors, if there are any. Names, values, ties and attributes stay."""
+        """Replaces the parameters, if there are any. Names, values, ties and attributes stay.
+
+        Collective of the row, if a plan divides whole parameters.
+        """
         # By identity, since a tied parameter has several names, and is to stay one parameter.
         by_id = {id(model.get_parameter(name)): form for name, form in shards.dtensors.items()}
         self._taken: list[tuple[nn.Module, str, Any]] = []
         self._local: dict[int, nn.Parameter] = {}
-        """The ordinary parameter for each DTensor, by the id of the DTensor."""
+        """The ordinary parameter for each replaced one, by the id of the latter."""
         self._optimizer: torch.optim.Optimizer | None = None
         self.sites: list[Site] = []
-        for module in model.modules():
-            dtensors = {name: parameter for name, parameter in module._parameters.items() if is_dtensor(parameter)}
-            for name, dtensor in dtensors.items():
-                self._taken.append((module, name, dtensor))
-                module._parameters[name] = self._local.setdefault(id(dtensor), _ordinary(dtensor))
-            if dtensors:
-                self.sites.append(Site(module, {name: by_id[id(replaced)] for name, replaced in dtensors.items()}))
+        try:
+            for path, module in model.named_modules():
+                self._take(module, by_id, shards.layouts.get(path), path in shards.experts)
+        except BaseException:  # a rank that is gone, in a collective
+            self.restore()
+            raise
+
+    def _take(
+        self, module: nn.Module, by_id: Mapping[int, DTensorForm], layouts: LayerLayouts | None, experts: bool
+    ) -> None:
+        forms: dict[str, DTensorForm] = {}
+        for name, parameter in module._parameters.items():
+            form = None if parameter is None else by_id.get(id(parameter))
+            if form is None:
+                continue
+            forms[name] = form
+            self._taken.append((module, name, parameter))
+            if id(parameter) not in self._local:
+                self._local[id(parameter)] = _ordinary(parameter, form)
+            module._parameters[name] = self._local[id(parameter)]
+        if forms:
+            self.sites.append(Site(module, forms, layouts, experts))
 
     def translated(self, argument: Any) -> Any:
-        """Returns the user's `model_parameters`, or None, with the ordinary parameters in place of the DTensors."""
+        """Returns the user's `model_parameters`, or None, with ordinary parameters in place of the replaced ones."""
         if (
             not self._taken
             or argument is None
@@ -283,8 +343,8 @@ class TakenShards:
                 group["params"] = [self._own(parameter) for parameter in group["params"]]
 
     def restore(self) -> None:
-        """Puts the DTensors back, unless `keep` was called. Idempotent."""
-        back = {id(self._local[id(dtensor)]): dtensor for _, _, dtensor in self._taken}
+        """Puts the replaced parameters back, unless `keep` was called. Idempotent."""
+        back = {id(self._local[id(dtensor)]): dtensor for _, _, dtensor in self._taken if id(dtensor) in self._local}
         for module, name, dtensor in self._taken:
             module._parameters[name] = dtensor
         if self._optimizer is not None:
@@ -293,27 +353,28 @@ class TakenShards:
         self.keep()
 
     def keep(self) -> None:
-        """Drops the DTensors, whose memory the engine is about to free parameter by parameter."""
+        """Drops the replaced parameters, whose memory the engine is about to free parameter by parameter."""
         self._taken, self._local, self._optimizer = [], {}, None
 
     def _own(self, parameter: Any) -> Any:
-        """Returns the ordinary parameter in place of a DTensor, and anything else as it is."""
+        """Returns the ordinary parameter in place of a replaced one, and anything else as it is."""
         return self._local.get(id(parameter), parameter)
 
 
-def _ordinary(dtensor: Any) -> nn.Parameter:
-    """Returns an ordinary parameter over the memory of this process's shard, with the attributes of the DTensor."""
+def _ordinary(replaced: Any, form: DTensorForm) -> nn.Parameter:
+    """Returns an ordinary parameter over this process's part of another one, with the attributes of that one."""
     # Without gradients `to_local` is the memory itself, not a node of a graph over it.
     with torch.no_grad():
-        made = nn.Parameter(dtensor.to_local().detach(), requires_grad=dtensor.requires_grad)
+        part = replaced.to_local().detach() if is_dtensor(replaced) else form.cut(replaced)
+        made = nn.Parameter(part, requires_grad=replaced.requires_grad)
     # Marks of the user and of other libraries, such as the mark of a parameter without weight decay.
-    made.__dict__.update({name: value for name, value in dtensor.__dict__.items() if not name.startswith("_")})
+    made.__dict__.update({name: value for name, value in replaced.__dict__.items() if not name.startswith("_")})
     return made
 
 
 @contextlib.contextmanager
 def taken_over(model: nn.Module, shards: FoundShards) -> Iterator[TakenShards]:
-    """Yields the DTensors of `model`, which are replaced; they are put back if the body raises before `keep`."""
+    """Yields the parameters of `model` that are replaced; they are put back if the body raises before `keep`."""
     taken = TakenShards(model, shards)
     try:
         yield taken
@@ -344,7 +405,28 @@ class ShardedViews(Extension):
         """Modules that run now, outermost first, with the parameters that their DTensors stand for."""
         self._removers: list[Callable[[], None]] = []
         for site in sites:
-            self._hook(site.module, site.forms)
+            # In this order, as torch's styles have it: the parameters are ordinary ones outside of the layouts, and
+            # the engine's own hooks see ordinary inputs and outputs.
+            if site.layouts is not None:
+                self._lay_out(site.module, site.layouts)
+            self._hook_state_dicts(site.module, site.forms)
+            if site.experts:
+                mesh = next(iter(site.forms.values())).mesh
+                self._removers.append(dispatch_tokens(site.module, mesh))
+            else:
+                self._hook(site.module, site.forms)
+
+    def _lay_out(self, module: nn.Module, layouts: LayerLayouts) -> None:
+        def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (layouts.entering(args[0]), *args[1:])
+
+        def leave(_: nn.Module, __: Any, output: Any) -> torch.Tensor:
+            return layouts.leaving(output)
+
+        self._removers += [
+            module.register_forward_pre_hook(enter, prepend=True).remove,
+            module.register_forward_hook(leave, prepend=True).remove,
+        ]
 
     def _hook(self, module: nn.Module, forms: Mapping[str, DTensorForm]) -> None:
         def before(called: nn.Module, _: Any) -> None:
@@ -365,6 +447,14 @@ class ShardedViews(Extension):
                 _, parameters = self._running.pop()
                 called._parameters.update(parameters)
 
+        # The engine's own pre-hook runs first, and this one last. After the forward this hook runs first, before the
+        # unit is released: a DTensor that is still alive is a view of the unit's memory.
+        self._removers += [
+            module.register_forward_pre_hook(before).remove,
+            module.register_forward_hook(after, prepend=True, always_call=True).remove,
+        ]
+
+    def _hook_state_dicts(self, module: nn.Module, forms: Mapping[str, DTensorForm]) -> None:
         def save(saved: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             for name, form in forms.items():
                 value = state.get(prefix + name)
@@ -379,11 +469,7 @@ class ShardedViews(Extension):
                     assert local is not None
                     state[prefix + name] = form.part_of(value, local.shape)
 
-        # The engine's own pre-hook runs first, and this one last. After the forward this hook runs first, before the
-        # unit is released: a DTensor that is still alive is a view of the unit's memory.
         self._removers += [
-            module.register_forward_pre_hook(before).remove,
-            module.register_forward_hook(after, prepend=True, always_call=True).remove,
             module.register_state_dict_post_hook(save).remove,
             module.register_load_state_dict_pre_hook(load).remove,
         ]

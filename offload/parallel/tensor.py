@@ -83,6 +83,12 @@ def form_grid(
     )
 
 
+def form_row(world: World) -> Ranks:
+    """Returns the group of this process's row, for the engine's own messages within it. Collective of all processes."""
+    rows = world.everyone.share(list(world.row), "form the groups of rows")
+    return world.everyone.divided(sorted({tuple(row) for row in rows}), -1)
+
+
 _ADVICE = {
     "tensor": 'take the mesh["tp"] of init_device_mesh(device, (n, m), mesh_dim_names=("dp", "tp"))',
     "pipeline": 'take mesh["pp"].get_group() of init_device_mesh(device, (p, n, m), mesh_dim_names=("pp", "dp", "tp"))',

@@ -73,6 +73,12 @@ HONOURED: dict[str, Any] = {
     "bf16.bf16_optimizer_states": True,
     "dataloader_drop_last": True,
     "torch_autocast.enabled": True,
+    "tensor_parallel.autotp_size": 2,
+    "expert_parallel.enabled": True,
+    "expert_parallel.autoep_size": 2,
+    "fp8.enabled": True,
+    "fp8.recipe": "rowwise",
+    "fp8.emulate": True,
     "compile.enabled": True,
     "compile.backend": "eager",
     "compile.deepcompile": True,
@@ -152,9 +158,8 @@ REFUSED: dict[str, Any] = {
     "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}},
     "sparse_attention": {"mode": "fixed"},
     "pipeline": {"stages": 2},
-    "expert_parallel": {"size": 2},
+    "expert_parallel.size": 2,
     "load_universal_checkpoint": True,
-    "tensor_parallel": {"autotp_size": 2},
     "zenflow": {"topk_ratio": 0.1},
     **{
         key: {"enabled": True}
@@ -164,7 +169,6 @@ REFUSED: dict[str, Any] = {
     **_each("zero_optimization.", "zeropp_loco_param zenflow"),
     "zero_optimization.leaf_module.name_suffixes": ["experts"],
     "zero_optimization.zero_hpz_partition_size": 8,
-    "fp8": {"enabled": True},
     "tensor_parallel_size": 2,
     "data_parallel_size": 2,
     "fp16.fp16_master_weights_and_grads": True,
@@ -180,6 +184,8 @@ _NEEDED: dict[str, dict[str, Any]] = {  # for the others of the block to mean an
     "fp16": {"enabled": True},
     "bf16": {"enabled": True},
     "torch_autocast": {"enabled": True},
+    "fp8": {"enabled": True},
+    "expert_parallel": {"enabled": True},
 }
 
 
@@ -243,8 +249,10 @@ def test_the_message_names_the_key_and_the_fix() -> None:
         ({"optimizer": {"type": "ZeroOneAdam", "params": {"var_freeze_step": 1}}}, "ZeroOneAdam compresses"),
         ({"data_parallel_size": 4}, "the number of processes, which the launcher sets"),
         ({"hybrid_engine": {"enabled": True}}, "model.generate works under the engine"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "splits each layer over ranks"),
-        ({"tensor_parallel": True}, "splits each layer over ranks"),
+        ({"tensor_parallel_size": 2}, r'set "tensor_parallel": \{"autotp_size"'),
+        ({"tensor_parallel": True}, r"tensor_parallel.*autotp_size"),
+        ({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}}, r"has the sizes \[2, 4\]; expected one"),
+        ({"tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}}, "divides layers by a plan of its own"),
         ({"load_universal_checkpoint": True}, r"is checkpoint\.load_universal of DeepSpeed.*by their files"),
         ({"activation_checkpointing": {"partition": True}}, "activation_checkpointing.partition;"),
     ):

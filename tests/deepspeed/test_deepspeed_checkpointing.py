@@ -18,7 +18,7 @@ import offload.deepspeed as deepspeed
 from offload import checkpointing
 from offload.activations import checkpoints
 from offload.config import load_config
-from offload.errors import ConfigError, UsageError
+from offload.errors import ConfigError
 from offload.layout.units import blocks_of
 from offload.notices import Remark
 from tests.support import models
@@ -170,11 +170,8 @@ def test_configure_sets_the_block_of_later_engines(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_a_group_of_model_parallel_ranks_is_refused() -> None:
-    for mpu in (object(), SimpleNamespace(get_model_parallel_world_size=lambda: 2)):
-        with pytest.raises(UsageError, match="mpu_ must be None"):
-            checkpointing.configure(mpu)
-    checkpointing.configure(SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 1))
+def test_a_wrong_value_leaves_the_settings_as_they_are() -> None:
+    checkpointing.configure(SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 2))
     assert checkpointing.is_configured()
     checkpointing.reset()
     with pytest.raises(ConfigError, match="number_checkpoints"):

@@ -1,4 +1,4 @@
-"""Models of diffusers, torchao, Liger and vision-language families keep their bits on any tier."""
+"""Models of diffusers, Liger and vision-language families keep their bits on any tier."""
 
 from __future__ import annotations
 
@@ -99,29 +99,6 @@ def test_micro_batches_that_take_turns_at_each_block_change_no_bit(name: str, tm
     job = JOBS[name]
     plain = run(job, IN_MEMORY, tmp_path / "plain", accumulated_step, schedule="micro_batch_major")
     assert_same(plain, run(job, DISK, tmp_path / "layered", accumulated_step, schedule="layer_major"))
-
-
-def converted() -> nn.Module:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    model = convert_to_float8_training(
-        models.llama(), config=Float8LinearConfig(emulate=True), module_filter_fn=lambda module, name: name != "lm_head"
-    )
-    assert sum(type(module).__name__ == "Float8Linear" for module in model.modules()) == 14
-    return model
-
-
-def job(dtype: str, accumulation: int = 2) -> Job:
-    return Job(converted, models.language_loss, steps=3, accumulation=accumulation, dtype=dtype)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
-@pytest.mark.works(
-    "Modules", "linear layers in fp8 by `torchao.float8` (emulated; where torchao is installed)", "right"
-)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_same_bits_in_every_tier(dtype: str, tmp_path: Path) -> None:
-    same_bits(job(dtype), tmp_path, [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")])
 
 
 FUSED_LOSS_ALONE = {"rope": False, "rms_norm": False, "swiglu": False}

@@ -93,8 +93,8 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         Name("inference.engine.InferenceEngine", RIGHT),
         Name("DeepSpeedInferenceConfig", REFUSED, _INFERENCE),
         Name("DeepSpeedHybridEngine", REFUSED, _INFERENCE),
-        Name("tp_model_init", REFUSED, "weights are paged, not divided within a layer"),
-        Name("set_autotp_mode", REFUSED, "weights are paged, not divided within a layer"),
+        Name("tp_model_init", REFUSED, '`initialize` divides layers: `"tensor_parallel": {"autotp_size": 2}`'),
+        Name("set_autotp_mode", REFUSED, '`initialize` divides layers: `"tensor_parallel": {"autotp_size": 2}`'),
     ),
     "The engine": (
         *each(
@@ -266,7 +266,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         Name(
             "checkpointing.configure",
             RIGHT,
-            "`mpu_` of groups of one rank",
+            "`mpu_` is not needed: the groups are those of the model",
             "mpu_ deepspeed_config partition_activations contiguous_checkpointing num_checkpoints checkpoint_in_cpu "
             "synchronize profile",
         ),

@@ -14,8 +14,9 @@ from torch.utils.data import TensorDataset
 import offload
 from offload import testing
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
-from tests.support import rounding_bounds
-from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, room_for
+from tests.support import models, rounding_bounds
+from tests.support.modules.checkpointed import small_inputs_move
+from tests.support.oracle import Job, PlainEngine, Result, assert_same, assert_same_tensors, config, room_for
 from tests.support.ranks import tensor_parallel as tp
 from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool, train
 
@@ -35,12 +36,17 @@ CASES = {
     "weights": JOB,
     "sequence": JOB._replace(accumulation=2, clip=0.05),
     "transformers": LLAMA,
+    "autotp": JOB._replace(model=tp.qwen3, clip=0.05, accumulation=2),
+    "experts": JOB._replace(model=tp.mixture, clip=0.05, steps=2),
 }
+QUICK = ("sequence", "autotp", "experts")
 
 
+@pytest.mark.works("Several ranks", '"expert_parallel": {"autoep_size": 2} beside tensor parallelism', "right")
+@pytest.mark.works("Several ranks", '"tensor_parallel": {"autotp_size": 2}, by the plan of transformers', "right")
 @pytest.mark.works("Several ranks", "tensor parallelism of torch (`parallelize_module`) and of transformers", "right")
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each == "sequence" else pytest.mark.slow) for each in CASES]
+    "name", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in CASES]
 )
 @pytest.mark.numeric
 def test_two_divided_ranks_equal_one_rank(name: str, ranks: RankPool, tmp_path: Path) -> None:
@@ -104,17 +110,17 @@ def train_beside_zero(grid: RankPool, shard_size: int, folder: Path) -> list[tup
     return found
 
 
-def stop_and_resume(job: Job, folder: Path) -> str:
+def stop_and_resume(job: Job, name: str, folder: Path) -> str:
     """The bits of an unbroken run, whose own folders a start without its division, or with another, leaves alone."""
-    unbroken = tp.train(job, "sequence", 2, DISK, folder / "unbroken")
-    engine = tp.start(job, "sequence", 2, DISK, folder / "run")
+    unbroken = tp.train(job, name, 2, DISK, folder / "unbroken")
+    engine = tp.start(job, name, 2, DISK, folder / "run")
     tp.steps(engine, job, 2, 0, 1)
     engine.destroy()
     coordinate = rank_and_size()[0]
     assert (folder / "run" / f"default-tp{coordinate}of2" / "rank0").is_dir()
     with pytest.raises(StoreError) as whole:
         train(job, DISK, folder / "run", resume="auto")
-    engine = tp.start(job, "sequence", 2, DISK, folder / "run", resume="must")
+    engine = tp.start(job, name, 2, DISK, folder / "run", resume="must")
     assert engine.global_steps == 1
     rest = tp.steps(engine, job, 2, 1, job.steps)
     engine.destroy(remove=True)
@@ -124,9 +130,10 @@ def stop_and_resume(job: Job, folder: Path) -> str:
 
 
 @pytest.mark.works("Several ranks", "resume of a run with tensor parallelism from its swap files", "right")
+@pytest.mark.parametrize("name", ["sequence", "autotp", "experts"])
 @pytest.mark.slow
-def test_a_run_resumes_with_its_own_tensor_parallelism_alone(ranks: RankPool, tmp_path: Path) -> None:
-    for message in ranks.run(stop_and_resume, JOB, tmp_path):
+def test_a_run_resumes_with_its_own_tensor_parallelism_alone(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks.run(stop_and_resume, CASES[name]._replace(accumulation=1, steps=3), name, tmp_path):
         assert "is a run with tensor parallelism of 2, and this start has no tensor parallelism" in message
 
 
@@ -223,23 +230,17 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] = {
     "replicas of more than a column": (unchanged, {"shard_size": 2}, r"1 rank with the same part of each divided"),
     "LAMB": (unchanged, {"optimizer": "Lamb"}, "does not go together with an optimizer that needs whole parameters"),
     "codes": (unchanged, {"quantized": "gradients"}, "does not go together with codes of weights and gradients"),
-    "divided inputs": (
-        unchanged,
-        {"block": {"activation_checkpointing": {"partition_activations": True}}},
-        "partition_activations divides an input over .*, of which this run has 2",
-    ),
 }
 
 
 def refuse(folder: Path) -> None:
     """Starts fail, after which the model is as it was."""
     for change, given, message in REFUSED.values():
-        job, block = {key: value for key, value in given.items() if key != "block"}, given.get("block", {})
         model = tp.divided(tp.Net(), "weights", 2)
         change(model)
         before = dict(model.named_parameters())
         with pytest.raises(ConfigError, match=message):
-            offload.initialize(model=model, config={**config(JOB._replace(**job), DISK, folder), **block})
+            offload.initialize(model=model, config=config(JOB._replace(**given), DISK, folder))
         assert all(before[name] is parameter for name, parameter in model.named_parameters())
         assert not list(folder.glob("*"))
 
@@ -250,6 +251,175 @@ def refuse(folder: Path) -> None:
 def test_refused_before_anything_changes(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     ranks.run(refuse, tmp_path / "run")
+
+
+# -- inputs of blocks ----------------------------------------------------------------------------------
+
+
+def train_with_checkpoints(
+    job: Job, name: str, tier: str, divides: bool, folder: Path
+) -> tuple[Result, int, tuple[int, int]]:
+    """Returns a training whose blocks are computed again, the bytes of their inputs, and what gathered them."""
+    patch = pytest.MonkeyPatch()
+    with patch.context() as within:
+        small_inputs_move(within)
+        keys = {"number_checkpoints": 2, "partition_activations": divides}
+        engine = tp.start(job, name, 2, DISK, folder, keys, activations=tier)
+        loss = tp.row_loss(engine, 0, 0, 2)
+        nbytes = testing.inspect(engine).activation_bytes
+        del loss
+        before = engine.communication()
+        found = tp.steps(engine, job, 2, 0, job.steps)
+        sent = engine.communication().since(before).activations
+        engine.destroy(remove=True)
+    return found, nbytes, (sent.collectives, sent.nbytes)
+
+
+def divide_inputs(job: Job, name: str, tier: str, folder: Path) -> Any:
+    return [train_with_checkpoints(job, name, tier, divides, folder / str(divides)) for divides in (False, True)]
+
+
+@pytest.mark.works("Activation checkpointing", "`partition_activations` over ranks of tensor parallelism", "right")
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_ranks_of_a_row_keep_parts_of_inputs(tier: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Two blocks with an input of (4, 16, 32) in fp32 each, of which a rank keeps a half and sends it once."""
+    job = CASES["autotp"]._replace(steps=2)
+    whole, half = 4 * 16 * 32 * 4, 4 * 16 * 32 * 4 // 2
+    for (plain, kept, unsent), (divided, part, sent) in ranks.run(divide_inputs, job, "autotp", tier, tmp_path):
+        assert_same(plain, divided, "divided inputs")
+        calls = 2 * job.steps * job.accumulation
+        assert unsent == (0, 0) and sent == (calls, calls * half)
+        assert (kept, part) == ((2 * whole, 2 * half) if tier == "nvme" else (0, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.works("Activation checkpointing", "`partition_activations` where the sequence is divided already", "right")
+def test_inputs_that_differ_on_the_ranks_stay(ranks: RankPool, tmp_path: Path) -> None:
+    for (plain, kept, _), (divided, part, sent) in ranks.run(
+        divide_inputs, CASES["sequence"], "sequence", "nvme", tmp_path
+    ):
+        assert_same(plain, divided, "inputs of a part of the sequence")
+        assert kept == part and sent == (0, 0)
+
+
+# -- plans of transformers ------------------------------------------------------------------------------
+
+
+def train_a_user_optimizer(folder: Path) -> None:
+    """An optimizer over the whole parameters, of which rank 1 has other values, steps the parts of rank 0's."""
+    found = []
+    for seed in (0, rank_and_size()[0]):
+        torch.manual_seed(seed)
+        model = tp.qwen3(tied=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        content = {**config(JOB, MEMORY, folder), "tensor_parallel": {"tp": {"tp_size": 2}}}
+        del content["optimizer"]
+        engine, groups, *_ = offload.initialize(model=model, optimizer=optimizer, config=content)
+        assert groups.param_groups[0]["lr"] == 1e-2
+        found.append(tp.steps(engine, JOB, 2, 0, 2))
+        heads = engine.module.model.layers[0].self_attn.q_proj.weight
+        assert heads.shape == (16, 32) and not hasattr(heads, "full_tensor")
+        engine.destroy(remove=True)
+    assert_same(*found, "a model whose ranks begin with other values")
+
+
+@pytest.mark.works("Several ranks", '`"autotp_size"` with an optimizer of torch over the whole parameters', "right")
+def test_a_users_optimizer_steps_the_parts(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(train_a_user_optimizer, tmp_path)
+
+
+def named_scale() -> nn.Module:
+    model = tp.llama()
+    model.tp_plan = {**model.tp_plan, "model.layers.*.mlp.down_proj": "packed_rowwise"}
+    return model
+
+
+def with_adapters() -> nn.Module:
+    from peft import LoraConfig
+
+    model: Any = tp.llama()
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    return model
+
+
+def with_a_hooked_layer() -> nn.Module:
+    model: Any = tp.llama()
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return model
+
+
+PLANS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "no plan": (tp.Net, 2, "Net has no tensor-parallel plan of transformers"),
+    "a style": (named_scale, 2, r"the style 'packed_rowwise' for model\.layers\.0\.mlp\.down_proj"),
+    "heads": (tp.llama, 4, "does not divide num_key_value_heads, 2"),
+    "adapters": (with_adapters, 2, r"q_proj is a Linear; expected a torch\.nn\.Linear"),
+    "a hook": (with_a_hooked_layer, 2, r"lm_head\.weight has gradient hooks"),
+    "ranks": (tp.llama, 2, "autotp_size is 2, .* and 1 rank cannot be divided into such groups"),
+}
+
+
+@pytest.mark.works("Several ranks", "a plan of transformers that offload cannot follow", "refused")
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
+    build, size, message = PLANS[name]
+    model = build()
+    before = dict(model.named_parameters())
+    content = {**config(JOB, MEMORY, tmp_path), "tensor_parallel": {"autotp_size": size}}
+    with pytest.raises(ConfigError, match=message):
+        offload.initialize(model=model, config=content)
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+
+
+# -- experts -------------------------------------------------------------------------------------------
+
+
+def send_all_tokens_to_one_rank(folder: Path) -> tuple[list[float], list[float]]:
+    """Equal tokens choose one expert each layer, so that the other rank computes none, and takes part all the same."""
+    ids = torch.full((1, 2), 5)
+    losses: list[list[float]] = []
+    for name in ("whole", "experts"):
+        torch.manual_seed(0)
+        job = JOB._replace(model=lambda: tp.mixture(chosen=1))
+        if name == "whole":
+            engine: Any = PlainEngine(job)
+        else:
+            engine = tp.start(job, name, 2, DISK, folder, {"partition_activations": True})
+            own = [segment for layout in testing.inspect(engine).layouts for segment in layout.segments]
+            assert {tuple(part.shape) for part in own if "experts" in part.name} == {(2, 32, 32), (2, 32, 16)}
+        losses.append([])
+        for _ in range(3):
+            loss = models.token_loss(engine(ids).logits, ids)
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(float(loss.detach()))
+    engine.destroy(remove=True)
+    return losses[0], losses[1]
+
+
+@pytest.mark.works("Several ranks", "expert parallelism where one rank has no token, with recomputed blocks", "right")
+def test_a_rank_without_a_token_takes_part(ranks: RankPool, tmp_path: Path) -> None:
+    for alone, divided in ranks.run(send_all_tokens_to_one_rank, tmp_path):
+        assert divided == pytest.approx(alone, rel=1e-5) and divided[2] < divided[0]
+
+
+EXPERTS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "sizes": (tp.mixture, 4, "autoep_size is 4, and tensor_parallel.autotp_size is 2; expected one number"),
+    "no experts": (tp.llama, 2, "LlamaForCausalLM has no module that transformers marks as stacked experts"),
+    "rows": (lambda: tp.mixture(3), 2, "does not divide the 3 experts of model.layers.0.mlp.experts"),
+}
+
+
+@pytest.mark.works("Several ranks", "expert parallelism that does not fit the model or the ranks", "refused")
+def test_experts_that_cannot_be_divided_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(refuse_experts, tmp_path)
+
+
+def refuse_experts(folder: Path) -> None:
+    for build, size, message in EXPERTS.values():
+        content = {**config(JOB, MEMORY, folder), "tensor_parallel": {"autotp_size": 2}}
+        content["expert_parallel"] = {"enabled": True, "autoep_size": size}
+        with pytest.raises(ConfigError, match=message):
+            offload.initialize(model=build(), config=content)
 
 
 # -- Megatron ------------------------------------------------------------------------------------------

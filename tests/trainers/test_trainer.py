@@ -308,6 +308,7 @@ DIFFERENCES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"gradient_accumulation_steps": 8}, {}, "_steps is 8 in the config, and gradient_acc.* is 2"),
     ({"train_batch_size": 16}, {}, r"train_batch_size is 16 in the config, and per_device.* \* .*1 rank is 4"),
     ({"sequence_parallel_size": 2}, {}, "OffloadTrainer gives each rank samples of its own"),
+    ({"tensor_parallel": {"tp_size": 2}}, {}, "autotp_size is 2, and OffloadTrainer gives each rank"),
     ({"gradient_clipping": 1.0}, {}, "gradient_clipping is 1.0 in the config, and max_grad_norm is 0.5"),
     ({"bf16": {"enabled": True}}, {}, "bf16.enabled is True in the config, and bf16 is False"),
     ({"bfloat16": {"enabled": True}}, {}, "bf16.enabled is True in the config, and bf16 is False"),

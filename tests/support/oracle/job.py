@@ -58,6 +58,8 @@ class Job(NamedTuple):
     """`sequence_parallel_size`: ranks that share each sequence."""
     keep_in_fp32: tuple[str, ...] = ()
     """Parts of names of parameters."""
+    fp8: str = ""
+    """`recipe` of the block "fp8", emulated; without it the block is off."""
 
 
 class Result(NamedTuple):
@@ -80,6 +82,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
         **({"sequence_parallel_size": job.sequence} if job.sequence > 1 else {}),
         "bf16": {"enabled": job.dtype == "bf16"},
         "fp16": {"enabled": job.dtype == "fp16", "loss_scale": job.loss_scale},
+        **({"fp8": {"enabled": True, "recipe": job.fp8, "emulate": True}} if job.fp8 else {}),
         "data_types": {"buffer_dtype": job.dtype if job.buffers else None},
         "optimizer": {
             "type": job.optimizer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import offload
 from tests.support import models
 from tests.support.oracle import Job, Result, config
 from tests.support.ranks.rank_pool import rank_and_size
+
+KEYS = ("autotp", "experts")
+"""Divisions for which the config of an engine asks."""
 
 
 class Block(nn.Module):
@@ -61,6 +65,46 @@ def llama() -> nn.Module:
     )
 
 
+def qwen3(tied: bool = False) -> nn.Module:
+    """A model of transformers with a norm over each head, whose gradient is a sum over the ranks."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=32,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+def mixture(experts: int = 4, chosen: int = 2) -> nn.Module:
+    """A model of transformers with stacked experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            num_experts=experts,
+            num_experts_per_tok=chosen,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=32,
+        )
+    )
+
+
 def plan(name: str) -> dict[str, Any]:
     """Returns a plan for `parallelize_module`.
 
@@ -91,7 +135,9 @@ def mesh(size: int) -> Any:
 
 
 def divided(model: nn.Module, name: str, size: int) -> nn.Module:
-    """Returns `model`, divided by the plan `name` over `size` ranks, or by that of transformers."""
+    """Returns `model`, divided by the plan `name` over `size` ranks, or by transformers, or leaves that to a key."""
+    if name in KEYS:
+        return model
     if name == "transformers":
         from transformers.distributed import DistributedConfig
 
@@ -128,11 +174,23 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return value.clone() if full is None else full()
 
 
-def start(job: Job, name: str, size: int, placement: tuple[str, str], folder: Path, **options: Any) -> offload.Engine:
-    """Starts an engine over the job's model, divided by the plan `name`."""
+def start(
+    job: Job,
+    name: str,
+    size: int,
+    placement: tuple[str, str],
+    folder: Path,
+    checkpointing: Mapping[str, Any] = {},
+    **options: Any,
+) -> offload.Engine:
+    """Starts an engine over the job's model, divided by the plan `name`; `options` are of the block "offload"."""
     torch.manual_seed(job.seed)
     model = divided(job.model(), name, size)
-    content = config(job, placement, folder, **options)
+    content = {**config(job, placement, folder, **options), "activation_checkpointing": dict(checkpointing)}
+    if name in KEYS:
+        content["tensor_parallel"] = {"autotp_size": size}
+    if name == "experts":
+        content["expert_parallel"] = {"enabled": True, "autoep_size": size}
     return offload.initialize(model=model, model_parameters=model.parameters(), config=content)[0]
 
 
