@@ -22,6 +22,10 @@ class State(enum.Enum):
     """All states of an optimizer whose states differ between parameters, in as many words of four bytes as it needs."""
     SCALES = "moment_scales"
     """Scales of moments in 8 bits: for each block of elements one scale per moment, in the order of the moments."""
+    WORKER_ERROR = "worker_error"
+    """What this rank's last compression of its momentum has lost. Each rank has values of its own."""
+    SERVER_ERROR = "server_error"
+    """What the last compression of the mean has lost, of the elements that this rank averages for all ranks."""
     GRAD = "grad"
 
     @property

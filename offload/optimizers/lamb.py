@@ -64,6 +64,7 @@ class LambRule(Rule):
     def complete(
         self,
         updates: list[UnitUpdate],
+        kept: bool,
         shards: LocalShards,
         gradients: GradientAccumulator,
         updater: UpdateWorker,
