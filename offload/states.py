@@ -39,6 +39,8 @@ _TITLES = {
     State.EXP_AVG: "first moment",
     State.EXP_AVG_SQ: "second moment",
     State.SCALES: "scales of moments",
+    State.WORKER_ERROR: "error of momenta",
+    State.SERVER_ERROR: "error of means",
     State.GRAD: "gradient",
 }
 """Titles of states whose value, the name in files and arguments, is no everyday word."""

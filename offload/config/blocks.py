@@ -543,8 +543,8 @@ class OptimizerParams(Block):
     )
     betas: tuple[Beta, Beta] | None = Field(
         None,
-        description="Adam, AdamW, Lamb, Lion, OneBitAdam, and of Muon and SinkGD what AdamW trains: decay of the moments, each at "
-        "least 0 and below 1; default [0.9, 0.999], of Muon [0.9, 0.95]",
+        description="Adam, AdamW, Lamb, Lion, OneBitAdam, and of Muon and SinkGD what AdamW trains: decay of the "
+        "moments, each at least 0 and below 1; default [0.9, 0.999], of Muon [0.9, 0.95]",
     )
     eps: Number | None = Field(
         None,
@@ -625,8 +625,8 @@ class OptimizerBlock(Block):
 
     type: OptimizerType = Field(
         "AdamW",
-        description="Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon, SinkGD or OneBitAdam, in any case of letters; or a class of "
-        "torch, as torch.optim.NAdam or, as DeepSpeed spells it, NAdam, whose params are those of the class",
+        description="Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon, SinkGD or OneBitAdam, in any case of letters; or a "
+        "class of torch, as torch.optim.NAdam or, as DeepSpeed spells it, NAdam, whose params are those of the class",
     )
     params: OptimizerParams = Field(OptimizerParams(), description="see below")
     torch_params: dict[str, Any] = Field({}, exclude=True)

@@ -175,6 +175,7 @@ class Config(Block):
     wandb: Wandb = Field(Wandb(), description="see below")
     zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="see below")
     offload: OffloadBlock = Field(OffloadBlock(), description="see below")
+
     @model_validator(mode="before")
     @classmethod
     def _whole_where_signs_are_sent(cls, content: Any) -> Any:

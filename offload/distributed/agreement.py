@@ -59,8 +59,8 @@ _MUST_AGREE = (
 def add_up_step(rows: Sequence[bytes], shards: int, of_one_rank: bool = False) -> GradientStats:
     """Returns the statistics of all ranks.
 
-    The first `shards` rows are from the ranks of one replica. `of_one_rank` is that of the ranks' statistics. Raises `UsageError` if ranks differ in a number that all
-    must share.
+    The first `shards` rows are from the ranks of one replica. `of_one_rank` is that of the ranks' statistics. Raises
+    `UsageError` if ranks differ in a number that all must share.
     """
     facts = [STEP_FACTS.unpack_from(row) for row in rows]
     for what, column, advice in _MUST_AGREE:

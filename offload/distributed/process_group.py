@@ -106,8 +106,8 @@ class Communication(NamedTuple):
     agreement: Sent = Sent()
     """Rounds, in which every rank announces its next action."""
     parameters: Sent = Sent()
-    """Values that optimizers exchange in their steps: parts of parameters that Muon, SinkGD and optimizers of torch step
-    as a whole, and signs of OneBitAdam."""
+    """Values that optimizers exchange in their steps: parts of parameters that Muon, SinkGD and optimizers of torch
+    step as a whole, and signs of OneBitAdam."""
     sequence: Sent = Sent()
     """Parts of sequences, heads and losses that the ranks of sequence parallelism exchange, mostly around attention."""
     messages: Sent = Sent()
@@ -1012,7 +1012,7 @@ class ProcessGroup(Ranks):
         self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
     ) -> None:
         size, out, into = sent.element_size(), received.view(torch.uint8), sent.view(torch.uint8)
-        # All ranks take part in one exchange. Ranks of other replicas send and receive nothing, unless they are counted.
+        # All ranks take part in one exchange. Ranks of other replicas send and receive nothing if they are not counted.
         before = [0] * (self.mesh.replica(self.rank).start if len(got) < self.size else 0)
         behind = [0] * (self.size - len(before) - len(got))
         outs, ins = ([*before, *(count * size for count in counts), *behind] for counts in (got, gives))

@@ -194,9 +194,7 @@ class ReplicaSums:
         self._memory, self._codes = deque(memory), deque(codes)
         """In both, the memory of the oldest sum comes first."""
 
-    def begin_in_place(
-        self, rows: torch.Tensor | None, numel: int, alone: bool
-    ) -> tuple[torch.Tensor, CollectiveWork]:
+    def begin_in_place(self, rows: torch.Tensor | None, numel: int, alone: bool) -> tuple[torch.Tensor, CollectiveWork]:
         """Starts the sum over the replicas in the gradients' own memory. Each rank is a replica.
 
         `rows` is (1, numel) in fp32; None if this rank has no gradient. No earlier sum of such a rank may be under way.

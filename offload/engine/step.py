@@ -308,7 +308,7 @@ class OptimizerStep:
                 logger.debug("step %d: %d uses of units were mispredicted", self._state.global_steps + 1, more)
                 self._unforeseen = unforeseen
             # The uses of units in this step are the access order predicted for the next one.
-            self._apply(updater, norm, known, components.pager.end_step(), refused=bool(refusal))
+            self._apply(updater, norm, known.present, components.pager.end_step(), refused=bool(refusal))
         except BaseException as error:
             # Counters, gradients and scheduled updates may disagree, also after a Ctrl-C at a wait of `Rule.complete`.
             # Nothing may be committed after it, and the last commit stays valid.
@@ -359,12 +359,12 @@ class OptimizerStep:
         return self._state.settings.clip if self.clip_once is None else self.clip_once
 
     def _apply(
-        self, updater: UpdateWorker, norm: float, known: GradientStats, order: Sequence[int], refused: bool
+        self, updater: UpdateWorker, norm: float, present: Sequence[set[int]], order: Sequence[int], refused: bool
     ) -> None:
         """Counts the step and schedules its updates, in the order of the uses of units.
 
-        Gradients are dropped if the step is skipped, because the norm is inf or NaN, or refused. `known` are the
-        statistics of all ranks.
+        Gradients are dropped if the step is skipped, because the norm is inf or NaN, or refused. `present` are the
+        segments of each unit that have a gradient.
         """
         state = self._state
         micro_batches = self._accumulation.trained(state.settings.accumulation)
@@ -388,7 +388,7 @@ class OptimizerStep:
             several = components.world.ranks.size > 1
             # Ranks that step parameters together need one order, and their predictions may differ.
             updates = self._update_builder.updates(
-                known.present, () if several and mode.steps_whole else order, scale, state.parameter_steps
+                present, () if several and mode.steps_whole else order, scale, state.parameter_steps
             )
             # Gradients are dropped if this rank has no partition to update with them.
             for update in updates:
@@ -396,9 +396,8 @@ class OptimizerStep:
                     components.gradients.drop(update.unit)
             if several:
                 shards, gradients, agreement = components.shards, components.gradients, components.agreement
-                updates = self._optimizer.rule.complete(
-                    updates, known.of_one_rank, shards, gradients, updater, agreement
-                )
+                number, groups = state.global_steps - state.skipped_steps, self._optimizer.param_groups
+                updates = self._optimizer.rule.complete(updates, number, groups, shards, gradients, updater, agreement)
         else:
             self._components.gradients.clear()
             now = state.loss_scale

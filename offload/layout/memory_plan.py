@@ -125,8 +125,8 @@ def mode_of(config: Config, optimizer: str) -> Mode:
         )
     if RULE_LAYOUTS[optimizer].of_one_rank and config.moments != "fp32":
         raise ConfigError(
-            f'"moments" is {config.moments}, but the moments of this optimizer are sums of what ranks send, with errors '
-            'that are fp32; leave "moments" and bf16_optimizer_states out'
+            f'"moments" is {config.moments}, but {optimizer} keeps what its signs lose in fp32, beside fp32 moments; '
+            'leave "moments" and bf16_optimizer_states out'
         )
     if RULE_LAYOUTS[optimizer].not_of_matrices and config.moments == "int8":
         raise ConfigError(

@@ -202,7 +202,7 @@ MASTERS: dict[str, dict[State, torch.dtype]] = {
 _ADAM = (State.EXP_AVG, State.EXP_AVG_SQ)
 _ERRORS = (State.WORKER_ERROR, State.SERVER_ERROR)
 SIGN_BLOCK = 2048
-"""Elements that share one scale where ranks send signs; the trainable elements of a unit are a whole number of blocks."""
+"""Elements that share one scale where ranks send signs. The trainable elements of a unit are whole blocks."""
 RULE_LAYOUTS: dict[str, RuleLayout] = {
     ADAM: RuleLayout(_ADAM, on_device=True),
     LAMB: RuleLayout(_ADAM, elementwise=False, passes=2, block=LAMB_BLOCK),

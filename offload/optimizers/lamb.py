@@ -64,7 +64,8 @@ class LambRule(Rule):
     def complete(
         self,
         updates: list[UnitUpdate],
-        kept: bool,
+        step: int,
+        groups: Sequence[Mapping[str, Any]],
         shards: LocalShards,
         gradients: GradientAccumulator,
         updater: UpdateWorker,

@@ -177,19 +177,23 @@ class OneBitAdamRule(Rule):
             grad_scale=grad_scale,
         )
         steps = (count, min(count, end))
-        corrections = [1 - beta**number if corrects else 1.0 for beta, number in zip(factors.values(), steps)]
+        corrections = [
+            1 - beta**number if corrects else 1.0 for beta, number in zip(factors.values(), steps, strict=True)
+        ]
         return OneBitStep(adam, count > end, (corrections[0], corrections[1] or 1.0))
 
     def complete(
         self,
         updates: list[UnitUpdate],
-        kept: bool,
+        step: int,
+        groups: Sequence[Mapping[str, Any]],
         shards: LocalShards,
         gradients: GradientAccumulator,
         updater: UpdateWorker,
         agreement: Agreement,
     ) -> list[UnitUpdate]:
         """Returns the updates with the phase of the step, which is the same for all parameters of all ranks."""
+        kept = self.keeps_gradients(groups, step)
 
         def in_phase(update: UnitUpdate) -> UnitUpdate:
             segments = [part._replace(step=part.step._replace(frozen=kept, signs=kept)) for part in update.segments]
