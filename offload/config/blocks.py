@@ -241,7 +241,9 @@ Names = Annotated[tuple[Name, ...], BeforeValidator(_strings)]
 Paths = Annotated[tuple[Annotated[Name, BeforeValidator(expanded)], ...], BeforeValidator(_strings)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 Memory = Annotated[int, BeforeValidator(_memory)]
-OptimizerName = Literal["Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD", "Muon", "SinkGD", "OneBitAdam"]
+OptimizerName = Literal[
+    "Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD", "Muon", "SinkGD", "OneBitAdam", "ZeroOneAdam"
+]
 OptimizerType = Annotated[str, BeforeValidator(_optimizer)]
 _DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 SumDtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(lambda value: short_dtype(value))]
@@ -513,6 +515,16 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
         "freeze_step": 100_000,
         "bias_correction": False,
     },
+    "ZeroOneAdam": {
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "var_freeze_step": 100_000,
+        "var_update_scaler": 16,
+        "local_step_scaler": 32_678,
+        "local_step_clipper": 16,
+        "bias_correction": False,
+    },
 }
 """Default hyperparameters of each optimizer type, except for the learning rate."""
 
@@ -543,8 +555,8 @@ class OptimizerParams(Block):
     )
     betas: tuple[Beta, Beta] | None = Field(
         None,
-        description="Adam, AdamW, Lamb, Lion, OneBitAdam, and of Muon and SinkGD what AdamW trains: decay of the "
-        "moments, each at least 0 and below 1; default [0.9, 0.999], of Muon [0.9, 0.95]",
+        description="Adam, AdamW, Lamb, Lion, OneBitAdam, ZeroOneAdam, and of Muon and SinkGD what AdamW trains: decay "
+        "of the moments, each at least 0 and below 1; default [0.9, 0.999], of Muon [0.9, 0.95]",
     )
     eps: Number | None = Field(
         None,
@@ -563,12 +575,32 @@ class OptimizerParams(Block):
         "stays the same",
     )
     bias_correction: bool | None = Field(
-        None, description="Adam, AdamW, Lamb: only true; OneBitAdam: default false, as DeepSpeed computes it"
+        None,
+        description="Adam, AdamW, Lamb: only true; ZeroOneAdam: only false; OneBitAdam: default false, as DeepSpeed "
+        "computes it",
     )
     freeze_step: Count | None = Field(
         None,
         description="OneBitAdam: steps of the warm-up, after which ranks send signs and the variance is frozen; "
         "default 100000",
+    )
+    var_freeze_step: Count | None = Field(
+        None,
+        description="ZeroOneAdam: step after which the variance is frozen, and ranks train by themselves between two "
+        "exchanges; default 100000",
+    )
+    var_update_scaler: Count | None = Field(
+        None,
+        description="ZeroOneAdam: updates of the variance after which their interval doubles, from 1 step on; default "
+        "16",
+    )
+    local_step_scaler: Count | None = Field(
+        None,
+        description="ZeroOneAdam: steps after the freeze after which the interval of exchanges doubles, from 1 step "
+        "on; default 32678",
+    )
+    local_step_clipper: Count | None = Field(
+        None, description="ZeroOneAdam: most steps from one exchange to the next; default 16"
     )
     fp32_optimizer_states: Literal[True] | None = Field(
         None, description='only true: moments are fp32; for bf16 leave it out, and set "moments" in the block offload'
@@ -605,9 +637,9 @@ class OptimizerParams(Block):
     )
 
 
-SIGNED = ("OneBitAdam",)
+SIGNED = ("OneBitAdam", "ZeroOneAdam")
 """Types of optimizers whose steps exchange signs among ranks that hold whole units."""
-_COMPRESSED = ("onebitlamb", "zerooneadam")
+_COMPRESSED = ("onebitlamb",)
 _OTHERS = ("muadam", "muadamw", "musgd")
 _ADAMW = (
     "use OneBitAdam in stage 0 or 1, or AdamW or Lamb without the keys of the compression (freeze_step, cuda_aware, "
@@ -618,15 +650,16 @@ _PASS = "use AdamW, or pass an optimizer of torch as optimizer= to offload.initi
 
 
 class OptimizerBlock(Block):
-    """The optimizer: Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon, SinkGD or OneBitAdam."""
+    """The optimizer: Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon, SinkGD, OneBitAdam or ZeroOneAdam."""
 
     TUNING = ("legacy_fusion",)
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"type": "AdamW", "params": {"lr": 3e-4}}
 
     type: OptimizerType = Field(
         "AdamW",
-        description="Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon, SinkGD or OneBitAdam, in any case of letters; or a "
-        "class of torch, as torch.optim.NAdam or, as DeepSpeed spells it, NAdam, whose params are those of the class",
+        description="Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon, SinkGD, OneBitAdam or ZeroOneAdam, in any case of "
+        "letters; or a class of torch, as torch.optim.NAdam or, as DeepSpeed spells it, NAdam, whose params are those "
+        "of the class",
     )
     params: OptimizerParams = Field(OptimizerParams(), description="see below")
     torch_params: dict[str, Any] = Field({}, exclude=True)
@@ -664,9 +697,14 @@ class OptimizerBlock(Block):
             if name not in (*_OF_EVERY_TYPE, *defaults) and getattr(self.params, name) is not None:
                 raise ValueError(f"contains params.{name}, and {self.type} takes {', '.join(('lr', *defaults))}")
         settings = self.settings
-        if settings.get("bias_correction") is False and self.type != "OneBitAdam":
+        corrects = settings.get("bias_correction")
+        if corrects is False and self.type not in SIGNED:
             raise ValueError(
                 f"contains params.bias_correction false, and {self.type} corrects the bias of its moments; leave it out"
+            )
+        if corrects and self.type == "ZeroOneAdam":
+            raise ValueError(
+                "contains params.bias_correction true, and ZeroOneAdam corrects no bias, as in its paper; leave it out"
             )
         if self.type == "SGD" and settings["nesterov"] and (not settings["momentum"] or settings["dampening"]):
             raise ValueError("contains params.nesterov, which needs a momentum above 0 and a dampening of 0")

@@ -160,7 +160,7 @@ class Rule(ABC):
         self,
         updates: list[UnitUpdate],
         step: int,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[dict[str, Any]],
         shards: LocalShards,
         gradients: GradientAccumulator,
         updater: UpdateWorker,

@@ -183,7 +183,7 @@ def moments_name(dtype: torch.dtype) -> str:
 
 
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"
-ONE_BIT_ADAM = "onebitadam"
+ONE_BIT_ADAM, ZERO_ONE_ADAM = "onebitadam", "zerooneadam"
 MUON, SINKGD = "muon", "sinkgd"
 # States that hold the weights, by precision, and the rules with their moments. A mode combines one of each.
 PRECISIONS: dict[str, dict[State, torch.dtype]] = {
@@ -215,6 +215,13 @@ RULE_LAYOUTS: dict[str, RuleLayout] = {
     MUON: RuleLayout(_ADAM, elementwise=False, not_of_matrices=(State.EXP_AVG_SQ,)),
     SINKGD: RuleLayout(_ADAM, elementwise=False, not_of_matrices=_ADAM),
     ONE_BIT_ADAM: RuleLayout((*_ADAM, *_ERRORS), elementwise=False, block=SIGN_BLOCK, of_one_rank=_ERRORS),
+    # The buffer contains what a rank has moved since ranks last exchanged their moves.
+    ZERO_ONE_ADAM: RuleLayout(
+        (*_ADAM, State.MOMENTUM_BUFFER, *_ERRORS),
+        elementwise=False,
+        block=SIGN_BLOCK,
+        of_one_rank=(State.MOMENTUM_BUFFER, *_ERRORS),
+    ),
 }
 """Rules by name; `optimizers.registry` has their steps."""
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}

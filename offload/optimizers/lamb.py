@@ -65,7 +65,7 @@ class LambRule(Rule):
         self,
         updates: list[UnitUpdate],
         step: int,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[dict[str, Any]],
         shards: LocalShards,
         gradients: GradientAccumulator,
         updater: UpdateWorker,

@@ -1,27 +1,26 @@
-"""1-bit Adam (Tang et al. 2021, arXiv 2102.02888): ranks send the signs of their momenta in place of gradients.
+"""Optimizers whose ranks send signs: 1-bit Adam (arXiv 2102.02888) and 0/1 Adam (arXiv 2202.06009).
 
-    warm-up        gradients ─► mean of all ranks ─► the kernel of Adam: momentum, variance, weights
-    afterwards     own gradient ─► own momentum ─► signs ─► mean of all ranks, as signs ─► momentum ─► weights
-                                                            the variance stays as the warm-up has left it
+    1-bit Adam    warm-up      gradients ─► mean of all ranks ─► the kernel of Adam: momentum, variance, weights
+                  afterwards   own gradient ─► own momentum ─► mean of signs (`SignMean`) ─► momentum ─► weights
 
-Each rank holds whole units. A block of `SIGN_BLOCK` elements has one scale, and is averaged by one rank: block b of a
-unit by rank b % n, whatever the tiles are. So tiles, tiers and a resume change no bit.
+    0/1 Adam      at growing intervals       gradients ─► mean of all ranks ─► the kernel of Adam
+                  between, until the freeze  own gradient ─► mean of signs ─► momentum ─► weights
+                  after the freeze           own gradient ─► own momentum ─► own weights, for some steps, and then
+                                             what each rank has moved ─► mean of signs ─► momentum, weights
 
-    each rank      momentum + worker error ─► signs, scales; what they lose is the new worker error
-    rank b % n     mean of all ranks' signs + server error ─► signs, scales; what they lose is the new server error
-    each rank      the momentum of every block has the values of these signs
-
-Both exchanges run on the update worker, tile by tile, while `step()` waits on every rank. They are of host memory, by
-gloo. A rank that trains alone has nothing to send: its momentum stays as it is, and its variance is frozen too.
+The kernel of Adam alone changes the variance. Each rank holds whole units. Exchanges run on the update worker, tile by
+tile, while `step()` waits on every rank. They are of host memory, by gloo. A rank that trains alone has nothing to
+send: its momentum is that of its gradient, and its variance stays in the same steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import enum
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -35,195 +34,216 @@ from offload.engine.shards import LocalShards
 from offload.engine.update import UpdateWorker
 from offload.engine.update_strategy import ParameterStep, TileContent, UnitSteps, UnitUpdate, UpdateSetting
 from offload.errors import ConfigError
-from offload.layout.modes import ONE_BIT_ADAM, SIGN_BLOCK, Mode
+from offload.layout.modes import ONE_BIT_ADAM, SIGN_BLOCK, ZERO_ONE_ADAM, Mode
 from offload.layout.optimizer_states import join, split
 from offload.optimizers.fused import betas, floats, segments_in
+from offload.optimizers.signs import BLOCKS_AT_ONCE, SignMean
 from offload.states import State
 
-# -- signs ---------------------------------------------------------------------------------------------
-#
-# A row is a block as ranks send it: its scale in fp32, and a bit for each element, 1 for values of at least 0.
+# -- phases --------------------------------------------------------------------------------------------
 
 
-_SCALE_NBYTES = 4
-ROW_NBYTES = _SCALE_NBYTES + SIGN_BLOCK // 8
-_AT_ONCE = 64
-"""Blocks whose values are in memory at once, beside the states of a tile."""
+class Phase(enum.Enum):
+    """What a step does with gradients. All but `WHOLE` leave the variance as it is."""
+
+    WHOLE = "whole"
+    """The gradient is the mean of all ranks."""
+    ALONE = "alone"
+    """The gradient is this rank's, and nothing is exchanged."""
+    MOMENTA = "momenta"
+    """Ranks exchange signs of their momenta."""
+    GRADIENTS = "gradients"
+    """Ranks exchange signs of their gradients."""
+    MOVES = "moves"
+    """As `ALONE`, and then ranks exchange signs of what they have moved since the last such step."""
+
+    @property
+    def exchanges(self) -> bool:
+        """True if ranks meet in the updates of the step."""
+        return self in (Phase.MOMENTA, Phase.GRADIENTS, Phase.MOVES)
 
 
-def to_signs(values: torch.Tensor, trained: torch.Tensor, rows: torch.Tensor) -> None:
-    """Writes blocks of values as rows. The values of a row have the norm of the values that it replaces.
-
-    Args:
-        values: (blocks, SIGN_BLOCK) fp32, contiguous; 0 where an element is not trained.
-        trained: the same shape, bool.
-        rows: (blocks, ROW_NBYTES) uint8, overwritten.
-    """
-    # The kernel adds in float64 in a fixed order, so a scale does not depend on the processor.
-    squares = torch.tensor(kernels.squares_of_chunks(values.view(-1), SIGN_BLOCK), dtype=torch.float64, device="cpu")
-    scales = (squares / trained.sum(1).clamp_(min=1)).sqrt_().float()
-    rows[:, :_SCALE_NBYTES] = scales.view(-1, 1).view(torch.uint8)
-    rows[:, _SCALE_NBYTES:] = torch.from_numpy(np.packbits((values >= 0).numpy(), axis=1))
+def variance_interval(step: int, scaler: int) -> int:
+    """Returns the interval of updates of 0/1 Adam's variance at a step: doubled after every `scaler` updates."""
+    interval = done = 0
+    while done < step:
+        interval = 2 * interval or 1
+        done = (done // interval + scaler) * interval
+    return interval
 
 
-def from_signs(rows: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
-    """Returns the values of rows, (blocks, SIGN_BLOCK) fp32; 0 where an element is not `trained`."""
-    scales = rows[:, :_SCALE_NBYTES].contiguous().view(torch.float32)
-    signs = torch.from_numpy(np.unpackbits(rows[:, _SCALE_NBYTES:].numpy(), axis=1))
-    return signs.float().mul_(2).sub_(1).mul_(scales).mul_(trained)
+def local_interval(step: int, scaler: int, most: int) -> int:
+    """Returns the interval of 0/1 Adam's exchanges at the `step`-th after the freeze: doubled every `scaler` steps."""
+    return min(most, 1 << min((step - 1) // scaler, most.bit_length()))
 
 
-class SignMean:
-    """The mean of values over ranks that send each other signs, with the errors of both compressions fed back."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def replace(
-        self, first: int, values: torch.Tensor, trained: torch.Tensor, worker: torch.Tensor, server: torch.Tensor
-    ) -> None:
-        """Replaces this rank's values by the mean of all ranks. Collective; each rank passes the same elements.
-
-        Args:
-            first: number of the first block in its unit.
-            values: (blocks, SIGN_BLOCK) fp32, overwritten where `trained`.
-            trained: the same shape, bool, with the same values on each rank. Others are neither sent nor changed.
-            worker: this rank's error, of the same shape, replaced by the new one.
-            server: the error of the blocks that this rank averages; other blocks are neither read nor written.
-        """
-        blocks, ranks, size = len(values), self._ranks, self._ranks.size
-        # The blocks of the tile that each rank averages.
-        served = [range((rank - first) % size, blocks, size) for rank in range(size)]
-        own = served[ranks.rank]
-        rows = torch.empty(blocks, ROW_NBYTES, dtype=torch.uint8, device="cpu")
-        for some in _parts(range(blocks)):
-            total = worker[some].add(values[some]).mul_(trained[some])
-            to_signs(total, trained[some], rows[some])
-            total.sub_(from_signs(rows[some], trained[some]))
-            worker[some] = torch.where(trained[some], total, worker[some])
-        sent = torch.cat([rows[_slice(part)] for part in served])
-        received = torch.empty(size, len(own), ROW_NBYTES, dtype=torch.uint8, device="cpu")
-        counts = [len(part) * ROW_NBYTES for part in served]
-        own_counts = [len(own) * ROW_NBYTES] * size
-        ranks.swap(received.view(-1), own_counts, sent.view(-1), counts, "exchange signs of momenta")
-        means = torch.empty(len(own), ROW_NBYTES, dtype=torch.uint8, device="cpu")
-        for some in _parts(range(len(own))):
-            place = _slice(own[some])
-            here = trained[place]
-            total = from_signs(received[0, some], here)
-            for other in received[1:]:  # in the order of the ranks
-                total.add_(from_signs(other[some], here))
-            total.div_(size).add_(server[place]).mul_(here)
-            to_signs(total, here, means[some])
-            total.sub_(from_signs(means[some], here))
-            server[place] = torch.where(here, total, server[place])
-        ranks.swap(sent.view(-1), counts, means.repeat(size, 1).view(-1), own_counts, "exchange means of momenta")
-        for part, mean in zip(served, sent.split([len(part) for part in served]), strict=True):
-            rows[_slice(part)] = mean
-        for some in _parts(range(blocks)):
-            values[some] = torch.where(trained[some], from_signs(rows[some], trained[some]), values[some])
-
-
-def _parts(blocks: range) -> list[slice]:
-    return [slice(start, min(start + _AT_ONCE, blocks.stop)) for start in range(0, len(blocks), _AT_ONCE)]
-
-
-def _slice(blocks: range) -> slice:
-    return slice(blocks.start, blocks.stop, blocks.step)
-
-
-# -- rule ----------------------------------------------------------------------------------------------
+# -- rules ---------------------------------------------------------------------------------------------
 
 
 _NO_CORRECTION = 1 << 53
 """Number of a step from which on the kernel's corrections of the bias are 1."""
 
 
-class OneBitStep(NamedTuple):
-    """A step of 1-bit Adam."""
+class SignStep(NamedTuple):
+    """A step of a rule whose ranks send signs."""
 
     adam: kernels.AdamWStep
-    """The step of the warm-up. Afterwards its numbers are read."""
-    frozen: bool
-    """True after the warm-up, where the variance does not change."""
+    """The step of the kernel in `Phase.WHOLE`; its numbers are those of every phase."""
+    phase: Phase
     corrections: tuple[float, float] = (1.0, 1.0)
-    """Divisors of momentum and variance after the warm-up."""
-    signs: bool = False
-    """True if ranks exchange signs of their momenta; False if the gradient is the mean of all ranks."""
+    """Divisors of momentum and variance in phases other than `WHOLE`."""
+    rates: float = 0.0
+    """Sum of the learning rates since ranks last exchanged their moves, with this step's."""
+    counts: bool = False
+    """True if the weights' moves are added up until ranks exchange them."""
+    begins: bool = False
+    """True in the first step after 0/1 Adam has frozen its variance, where the errors begin at zero."""
 
 
-class OneBitAdamRule(Rule):
-    """1-bit Adam. Its steps exchange momenta once the warm-up has ended."""
+class SignRule(Rule):
+    """A rule whose ranks send signs in most steps."""
+
+    @abstractmethod
+    def phase(self, group: Mapping[str, Any], step: int) -> Phase:
+        """Returns the phase of a step, from 1, on several ranks."""
 
     def configured(self, groups: Sequence[Mapping[str, Any]], block: OptimizerBlock, model: nn.Module) -> Optimizer:
         optimizer = super().configured(groups, block, model)
-        ends = sorted({int(group["freeze_step"]) for group in optimizer.param_groups})
-        if len(ends) > 1:
-            raise ConfigError(
-                f"the groups of {self.known_as} have freeze_step {' and '.join(map(str, ends))}, and all parameters "
-                "leave the warm-up in the same step: give all groups the same number"
-            )
+        for key in self.fixed:
+            numbers = sorted({int(group[key]) for group in optimizer.param_groups})
+            if len(numbers) > 1:
+                raise ConfigError(
+                    f"the groups of {self.known_as} have {key} {' and '.join(map(str, numbers))}, and all parameters "
+                    "change to another phase in the same step: give all groups the same number"
+                )
         return optimizer
 
     def keeps_gradients(self, groups: Sequence[Mapping[str, Any]], step: int) -> bool:
-        return step > int(groups[0]["freeze_step"])
+        return self.phase(groups[0], step) is not Phase.WHOLE
 
-    def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> OneBitStep:
-        end, corrects, factors = int(group["freeze_step"]), bool(group["bias_correction"]), betas(group)
+    def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> SignStep:
         adam = kernels.AdamWStep(
-            **floats(group, "lr", "eps", "weight_decay"),
-            **factors,
-            step=count if corrects else _NO_CORRECTION,
-            grad_scale=grad_scale,
+            **floats(group, "lr", "eps", "weight_decay"), **betas(group), step=_NO_CORRECTION, grad_scale=grad_scale
         )
-        steps = (count, min(count, end))
-        corrections = [
-            1 - beta**number if corrects else 1.0 for beta, number in zip(factors.values(), steps, strict=True)
-        ]
-        return OneBitStep(adam, count > end, (corrections[0], corrections[1] or 1.0))
+        # The phase of a rank that trains alone; `complete` sets that of several.
+        return SignStep(adam, Phase.WHOLE if self.phase(group, count) is Phase.WHOLE else Phase.ALONE)
 
     def complete(
         self,
         updates: list[UnitUpdate],
         step: int,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[dict[str, Any]],
         shards: LocalShards,
         gradients: GradientAccumulator,
         updater: UpdateWorker,
         agreement: Agreement,
     ) -> list[UnitUpdate]:
         """Returns the updates with the phase of the step, which is the same for all parameters of all ranks."""
-        kept = self.keeps_gradients(groups, step)
-
-        def in_phase(update: UnitUpdate) -> UnitUpdate:
-            segments = [part._replace(step=part.step._replace(frozen=kept, signs=kept)) for part in update.segments]
-            shared = tuple(part.parameter for part in segments) if kept else ()
-            return dataclasses.replace(update, segments=tuple(segments), shared=shared)
-
+        phase = self.phase(groups[0], step)
+        completed = [
+            dataclasses.replace(
+                update,
+                segments=tuple(part._replace(step=part.step._replace(phase=phase)) for part in update.segments),
+                shared=tuple(part.parameter for part in update.segments) if phase.exchanges else (),
+            )
+            for update in updates
+        ]
         # Ranks exchange signs in the order of the units; predictions of uses may differ between ranks.
-        return sorted(map(in_phase, updates), key=lambda update: update.unit) if kept else list(map(in_phase, updates))
+        return sorted(completed, key=lambda update: update.unit) if phase.exchanges else completed
 
-    def strategy(self, setting: UpdateSetting) -> OneBitUpdates:
-        return OneBitUpdates(mode=setting.mode, ranks=setting.replicas)
+    def strategy(self, setting: UpdateSetting) -> SignUpdates:
+        return SignUpdates(mode=setting.mode, ranks=setting.replicas)
 
 
-ONE_BIT_ADAM_RULE = OneBitAdamRule(
-    name=ONE_BIT_ADAM,
-    known_as="OneBitAdam",
-    scheduled=("lr", "betas", "eps", "weight_decay"),
-    fixed=("freeze_step",),
-    flags=("bias_correction",),
+class OneBitAdamRule(SignRule):
+    """1-bit Adam."""
+
+    def phase(self, group: Mapping[str, Any], step: int) -> Phase:
+        return Phase.WHOLE if step <= int(group["freeze_step"]) else Phase.MOMENTA
+
+    def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> SignStep:
+        plain = super().step(parameter, group, count, grad_scale)
+        if not group["bias_correction"]:
+            return plain
+        first, second = 1 - plain.adam.beta1**count, 1 - plain.adam.beta2 ** min(count, int(group["freeze_step"]))
+        return plain._replace(adam=plain.adam._replace(step=count), corrections=(first, second))
+
+
+class ZeroOneAdamRule(SignRule):
+    """0/1 Adam."""
+
+    def configured(self, groups: Sequence[Mapping[str, Any]], block: OptimizerBlock, model: nn.Module) -> Optimizer:
+        optimizer = super().configured(groups, block, model)
+        for group in optimizer.param_groups:
+            group[_RATES] = 0.0
+        return optimizer
+
+    def phase(self, group: Mapping[str, Any], step: int) -> Phase:
+        after = step - int(group["var_freeze_step"])
+        if after <= 0:
+            return Phase.GRADIENTS if step % variance_interval(step, int(group["var_update_scaler"])) else Phase.WHOLE
+        interval = local_interval(after, int(group["local_step_scaler"]), int(group["local_step_clipper"]))
+        return Phase.ALONE if step % interval else Phase.MOVES
+
+    def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> SignStep:
+        plain = super().step(parameter, group, count, grad_scale)
+        return plain._replace(rates=float(group[_RATES]) + plain.adam.lr)
+
+    def complete(
+        self,
+        updates: list[UnitUpdate],
+        step: int,
+        groups: Sequence[dict[str, Any]],
+        shards: LocalShards,
+        gradients: GradientAccumulator,
+        updater: UpdateWorker,
+        agreement: Agreement,
+    ) -> list[UnitUpdate]:
+        """Returns the updates with the phase of the step, and adds up the learning rates between two exchanges."""
+        after, phase = step - int(groups[0]["var_freeze_step"]), self.phase(groups[0], step)
+        for group in groups:
+            # In the group, which a commit contains.
+            group[_RATES] = group[_RATES] + float(group["lr"]) if phase is Phase.ALONE else 0.0
+        return [
+            dataclasses.replace(
+                update,
+                segments=tuple(
+                    part._replace(step=part.step._replace(counts=after > 0, begins=after == 1))
+                    for part in update.segments
+                ),
+            )
+            for update in super().complete(updates, step, groups, shards, gradients, updater, agreement)
+        ]
+
+
+_RATES = "rates_since_exchange"
+"""Key of a group: the sum of the learning rates of the steps since ranks last exchanged their moves."""
+_SCHEDULED = ("lr", "betas", "eps", "weight_decay")
+ONE_BIT_RULES = (
+    OneBitAdamRule(
+        name=ONE_BIT_ADAM,
+        known_as="OneBitAdam",
+        scheduled=_SCHEDULED,
+        fixed=("freeze_step",),
+        flags=("bias_correction",),
+    ),
+    ZeroOneAdamRule(
+        name=ZERO_ONE_ADAM,
+        known_as="ZeroOneAdam",
+        scheduled=_SCHEDULED,
+        fixed=("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
+    ),
 )
 
 # -- updates -------------------------------------------------------------------------------------------
 
 
-_CHUNK = _AT_ONCE * SIGN_BLOCK
+_CHUNK = BLOCKS_AT_ONCE * SIGN_BLOCK
 """Elements of a chunk whose weights move at once."""
 
 
-class OneBitUpdates:
-    """Strategy of 1-bit Adam."""
+class SignUpdates:
+    """Strategy of the rules whose ranks send signs."""
 
     def __init__(self, *, mode: Mode, ranks: Ranks) -> None:
         self._mode, self._ranks = mode, ranks
@@ -235,7 +255,7 @@ class OneBitUpdates:
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
         if not update.shared:
-            return _OneBitSteps(update, self._mode, SignMean(self._ranks), ())
+            return _SignSteps(update, self._mode, SignMean(self._ranks), ())
         if self._tile_numel is None:
             # update thread: the first unit begins before any signs are sent, on every rank. Ranks with other budgets
             # may have other tiles, and must meet once a tile.
@@ -243,13 +263,13 @@ class OneBitUpdates:
             self._tile_numel = min(row[0] for row in everyone)
         numel = self._tile_numel
         cuts = [range(start, min(start + numel, update.numel)) for start in range(0, update.numel, numel)]
-        return _OneBitSteps(update, self._mode, SignMean(self._ranks), cuts)
+        return _SignSteps(update, self._mode, SignMean(self._ranks), cuts)
 
     def begin_part(self, update: UnitUpdate, writes: kernels.Writes) -> UnitSteps | None:
         return None
 
 
-class _OneBitSteps:
+class _SignSteps:
     """Steps of one unit."""
 
     passes = 1
@@ -258,67 +278,139 @@ class _OneBitSteps:
 
     def __init__(self, update: UnitUpdate, mode: Mode, mean: SignMean, cuts: Sequence[range]) -> None:
         self._update, self._mode, self._mean, self.cuts = update, mode, mean, cuts
+        # Ranks meet in each tile of an exchange, also in one of padding alone.
+        self._phase = update.segments[0].step.phase if update.shared else None
 
     def run(self, tile: TileContent, last: bool) -> None:
         segments = [segment for _, segment in segments_in(self._update, tile)]
-        warm = [segment for segment in segments if not segment.step.frozen]
-        frozen = [segment for segment in segments if segment.step.frozen]
-        if warm:
-            self._warm_up(tile, warm)
-        for segment in frozen:
-            _step_momentum(tile, segment)
-        # Ranks meet in each tile, also in one of padding alone.
-        if self._update.shared:
-            variance, shape = tile.states[State.EXP_AVG_SQ], (-1, SIGN_BLOCK)
-            trained = torch.zeros(len(variance), dtype=torch.bool, device="cpu")
-            for segment in frozen:
-                part = slice(segment.start, segment.stop)
-                trained[part] = variance[part] > 0
-            momentum, worker, server = (
-                tile.states[state].view(shape) for state in (State.EXP_AVG, State.WORKER_ERROR, State.SERVER_ERROR)
-            )
-            self._mean.replace(tile.start // SIGN_BLOCK, momentum, trained.view(shape), worker, server)
-        for segment in frozen:
-            for start in range(segment.start, segment.stop, _CHUNK):
-                self._move(tile, segment, start, min(start + _CHUNK, segment.stop))
+        # A rank that trains alone counts steps by parameter, so it may have both.
+        whole = [segment for segment in segments if segment.step.phase is Phase.WHOLE]
+        signed = [segment for segment in segments if segment.step.phase is not Phase.WHOLE]
+        if whole:
+            _step_by_kernel(tile, whole)
+        trained = _trained(tile, signed)
+        for segment in signed:
+            if segment.step.begins:
+                for error in (State.WORKER_ERROR, State.SERVER_ERROR):
+                    tile.states[error][segment.start : segment.stop].zero_()
+            gradient, scale = tile.gradient_of(segment), segment.step.adam.grad_scale
+            if self._phase is Phase.GRADIENTS:
+                # Memory of moves, which are counted after the freeze alone.
+                tile.states[State.MOMENTUM_BUFFER][segment.start : segment.stop].copy_(gradient).mul_(scale)
+            else:
+                _step_momentum(tile, segment, gradient, scale, trained)
+        if self._phase is Phase.GRADIENTS:
+            gradients = tile.states[State.MOMENTUM_BUFFER]
+            self._replace(tile, gradients, trained)
+            for segment in signed:
+                part = gradients[segment.start : segment.stop]
+                _step_momentum(tile, segment, part, 1.0, trained)
+                part.zero_()
+        if self._phase is Phase.MOMENTA:
+            self._replace(tile, tile.states[State.EXP_AVG], trained)
+        for chunk in _chunks(signed):
+            self._move(tile, chunk, trained)
+        if self._phase is Phase.MOVES:
+            self._exchange_moves(tile, signed, trained)
 
-    def _warm_up(self, tile: TileContent, segments: Sequence[ParameterStep]) -> None:
-        assert tile.gradient is not None
-        states = tile.states
-        partition = kernels.Partition(
-            states[State.WEIGHT],
-            tile.gradient,
-            (states[State.EXP_AVG], states[State.EXP_AVG_SQ]),
-            states.get(State.MASTER_LOW_BITS),
-            states.get(State.MASTER),
-        )
-        kernels.update(
-            partition,
-            [
-                kernels.Segment(part.start, part.stop, part.step.adam, part.noise, tile.kept.get(part.parameter))
-                for part in segments
-            ],
-        )
+    def _move(self, tile: TileContent, chunk: _Chunk, trained: torch.Tensor) -> None:
+        """Moves the weights of a chunk by their momentum over the root of the variance."""
+        step, part = chunk.step, chunk.part
+        direction = tile.states[State.EXP_AVG][part].div(step.corrections[0]).div_(_divisor(tile, chunk))
+        # The quotient of an element without a variance is no number if eps is 0.
+        moves = torch.where(trained[part], direction, 0.0)
+        moves.add_(self._master(tile, chunk), alpha=step.adam.weight_decay).mul_(-step.adam.lr)
+        if step.counts:
+            tile.states[State.MOMENTUM_BUFFER][part].add_(moves)
+        self._add(tile, chunk, moves)
 
-    def _move(self, tile: TileContent, segment: ParameterStep, start: int, stop: int) -> None:
-        """Moves the weights of elements [start, stop) of the tile, after the warm-up."""
-        numbers, (first, second) = segment.step.adam, segment.step.corrections
-        states = {state: tile.states[state][start:stop] for state in self._mode.weights}
-        variance = tile.states[State.EXP_AVG_SQ][start:stop]
-        divisor = variance.div(second).sqrt_().add_(numbers.eps)
-        direction = tile.states[State.EXP_AVG][start:stop].div(first).div_(divisor)
-        master = join(states)
-        master.mul_(1 - numbers.lr * numbers.weight_decay)
-        # An element that had no gradient in the warm-up has no variance to divide by.
-        master.add_(direction.masked_fill_(variance == 0, 0), alpha=-numbers.lr)
+    def _exchange_moves(self, tile: TileContent, segments: Sequence[ParameterStep], trained: torch.Tensor) -> None:
+        """Replaces what this rank has moved since the last exchange by the mean of all ranks, and so the momentum."""
+        moved = tile.states[State.MOMENTUM_BUFFER]
+        for chunk in _chunks(segments):
+            part = moved[chunk.part].mul_(trained[chunk.part])
+            self._add(tile, chunk, -part)
+            part.mul_(_divisor(tile, chunk))
+        self._replace(tile, moved, trained)
+        for chunk in _chunks(segments):
+            part = moved[chunk.part]
+            tile.states[State.EXP_AVG][chunk.part] = part / -chunk.step.rates
+            self._add(tile, chunk, torch.where(trained[chunk.part], part / _divisor(tile, chunk), 0.0))
+            part.zero_()
+
+    def _replace(self, tile: TileContent, values: torch.Tensor, trained: torch.Tensor) -> None:
+        """Replaces values of a tile by the mean of all ranks."""
+        shape = (-1, SIGN_BLOCK)
+        worker, server = tile.states[State.WORKER_ERROR], tile.states[State.SERVER_ERROR]
+        first = tile.start // SIGN_BLOCK
+        self._mean.replace(first, values.view(shape), trained.view(shape), worker.view(shape), server.view(shape))
+
+    def _master(self, tile: TileContent, chunk: _Chunk) -> torch.Tensor:
+        return join({state: tile.states[state][chunk.part] for state in self._mode.weights})
+
+    def _add(self, tile: TileContent, chunk: _Chunk, values: torch.Tensor) -> None:
+        """Adds values to the masters of a chunk."""
+        states = {state: tile.states[state][chunk.part] for state in self._mode.weights}
+        master = join(states).add_(values)
         if master.data_ptr() != states[State.WEIGHT].data_ptr():
-            split(master, states, segment.noise and segment.noise.after(start - segment.start))
+            split(master, states, chunk.noise)
 
 
-def _step_momentum(tile: TileContent, segment: ParameterStep) -> None:
-    """Adds this rank's gradient to the momentum of a segment, where the warm-up has left a variance."""
-    part, numbers = slice(segment.start, segment.stop), segment.step.adam
-    momentum = tile.states[State.EXP_AVG][part]
-    momentum.mul_(numbers.beta1)
-    momentum.add_(tile.gradient_of(segment), alpha=(1 - numbers.beta1) * numbers.grad_scale)
-    momentum.mul_(tile.states[State.EXP_AVG_SQ][part] > 0)
+class _Chunk(NamedTuple):
+    """Elements of a segment whose weights move at once."""
+
+    part: slice
+    """The elements in the tile."""
+    step: SignStep
+    noise: kernels.Noise | None
+
+
+def _chunks(segments: Sequence[ParameterStep]) -> Iterator[_Chunk]:
+    for segment in segments:
+        for start in range(segment.start, segment.stop, _CHUNK):
+            noise = segment.noise and segment.noise.after(start - segment.start)
+            yield _Chunk(slice(start, min(start + _CHUNK, segment.stop)), segment.step, noise)
+
+
+def _trained(tile: TileContent, segments: Sequence[ParameterStep]) -> torch.Tensor:
+    """Returns which elements of a tile have a variance to divide by, (n,) bool, the same on each rank.
+
+    Others had no gradient in any step of `Phase.WHOLE`, as rows of an embedding whose words were in no batch. Signs
+    cannot express that their momentum is 0.
+    """
+    variance = tile.states[State.EXP_AVG_SQ]
+    trained = torch.zeros(len(variance), dtype=torch.bool, device="cpu")
+    for segment in segments:
+        part = slice(segment.start, segment.stop)
+        torch.gt(variance[part], 0, out=trained[part])
+    return trained
+
+
+def _divisor(tile: TileContent, chunk: _Chunk) -> torch.Tensor:
+    variance = tile.states[State.EXP_AVG_SQ][chunk.part]
+    return variance.div(chunk.step.corrections[1]).sqrt_().add_(chunk.step.adam.eps)
+
+
+def _step_by_kernel(tile: TileContent, segments: Sequence[ParameterStep]) -> None:
+    assert tile.gradient is not None
+    states = tile.states
+    partition = kernels.Partition(
+        states[State.WEIGHT],
+        tile.gradient,
+        (states[State.EXP_AVG], states[State.EXP_AVG_SQ]),
+        states.get(State.MASTER_LOW_BITS),
+        states.get(State.MASTER),
+    )
+    steps = [
+        kernels.Segment(part.start, part.stop, part.step.adam, part.noise, tile.kept.get(part.parameter))
+        for part in segments
+    ]
+    kernels.update(partition, steps)
+
+
+def _step_momentum(
+    tile: TileContent, segment: ParameterStep, gradient: torch.Tensor, scale: float, trained: torch.Tensor
+) -> None:
+    """Adds `scale` times a gradient to the momentum of a segment, which stays 0 where there is no variance."""
+    part, beta = slice(segment.start, segment.stop), segment.step.adam.beta1
+    tile.states[State.EXP_AVG][part].mul_(beta).add_(gradient, alpha=(1 - beta) * scale).mul_(trained[part])
