@@ -181,11 +181,10 @@ class Config(Block):
     def _whole_where_signs_are_sent(cls, content: Any) -> Any:
         """Returns the content. Each rank is a replica if the optimizer sends signs, in stage 1 too, as in DeepSpeed."""
         optimizer, zero = (content.get(name, {}) for name in ("optimizer", "zero_optimization"))
-        kind = optimizer.get("type") if isinstance(optimizer, Mapping) else optimizer.type
-        signed = str(kind).lower() in [name.lower() for name in SIGNED]
-        if signed and isinstance(zero, Mapping) and "mics_shard_size" not in zero:
-            return {**content, "zero_optimization": {**zero, "mics_shard_size": 1}}
-        return content
+        if not isinstance(optimizer, Mapping) or not isinstance(zero, Mapping) or "mics_shard_size" in zero:
+            return content
+        signed = str(optimizer.get("type")).lower() in [name.lower() for name in SIGNED]
+        return {**content, "zero_optimization": {**zero, "mics_shard_size": 1}} if signed else content
 
     # Set by `load_config`, once, before anybody reads the config.
     _findings: Findings = PrivateAttr(default_factory=no_findings)
