@@ -123,7 +123,11 @@ class SignRule(Rule):
 
     def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> SignStep:
         adam = kernels.AdamWStep(
-            **floats(group, "lr", "eps", "weight_decay"), **betas(group), step=_NO_CORRECTION, grad_scale=grad_scale
+            **floats(group, "lr", "eps", "weight_decay"),
+            **betas(group),
+            step=_NO_CORRECTION,
+            grad_scale=grad_scale,
+            decoupled=True,
         )
         # The phase of a rank that trains alone; `complete` sets that of several.
         return SignStep(adam, Phase.WHOLE if self.phase(group, count) is Phase.WHOLE else Phase.ALONE)
