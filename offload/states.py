@@ -22,6 +22,10 @@ class State(enum.Enum):
     """All states of an optimizer whose states differ between parameters, in as many words of four bytes as it needs."""
     SCALES = "moment_scales"
     """Scales of moments in 8 bits: for each block of elements one scale per moment, in the order of the moments."""
+    WORKER_ERROR = "worker_error"
+    """What this rank's last compression of its momentum has lost. Each rank has values of its own."""
+    SERVER_ERROR = "server_error"
+    """What the last compression of the mean has lost, of the elements that this rank averages for all ranks."""
     GRAD = "grad"
 
     # The hash of `Enum` runs Python code, and a plan looks states up millions of times. Members are singletons.
@@ -38,6 +42,8 @@ _TITLES = {
     State.EXP_AVG: "first moment",
     State.EXP_AVG_SQ: "second moment",
     State.SCALES: "scales of moments",
+    State.WORKER_ERROR: "error of momenta",
+    State.SERVER_ERROR: "error of means",
     State.GRAD: "gradient",
 }
 """Titles of states whose value, the name in files and arguments, is no everyday word."""

@@ -348,6 +348,9 @@ class Checkpoints:
             # Another program's checkpoint has no generators: the generators of this process go on.
             progress = progress._replace(generators=self._state.take().generators)
         notices = [*checkpoint.notices, *self._changed_form(checkpoint, options)]
+        if options.states and (own := components.shards.mode.rule.of_one_rank):
+            names = " and ".join(state.title for state in own)
+            notices.append(f"{names} begin at zero: a checkpoint contains those of one rank alone")
         if options.module_only:
             write_buffers(buffers, saved_buffers)
             notices += self._state.entries.restore(progress.entries, self._state.device)

@@ -267,12 +267,13 @@ class CheckpointRestorer:
         sources, targets = self._regions(chunk, buffer)
         if chunk.kept:
             return [future for state in targets for future in self._read_now(chunk, state, targets[state], 0, None)]
-        chunk_runs = self._overlaps(chunk)
+        chunk_runs, own = self._overlaps(chunk), self._shards.mode.rule.of_one_rank
         # If the reads below do not fill the whole buffer, the rest still holds an earlier chunk.
         # So does the padding after the scales of the last blocks.
         if (
             sum(run.stop - run.start for run in chunk_runs) < chunk.stop - chunk.start
             or any(run.saved and not run.saved.trainable for run in chunk_runs)
+            or chunk.targets[0] in own
             or State.SCALES in chunk.targets
         ):
             for memory in (*sources.values(), *targets.values()):
@@ -285,8 +286,9 @@ class CheckpointRestorer:
                     futures += self._read_now(chunk, state, memory, start, numel)
                 continue
             for state, memory in sources.items():
-                # Frozen weights have no other states in the checkpoint; the zeros written above stay.
-                if state is State.WEIGHT or run.saved.trainable:
+                # Frozen weights have no other states in the checkpoint; the zeros written above stay. So do those of
+                # states that belong to one rank: a checkpoint has only the first rank's.
+                if state not in own and (state is State.WEIGHT or run.saved.trainable):
                     futures += self._saved.read(run, state, memory, start)
         return futures
 

@@ -247,7 +247,9 @@ Paths = Annotated[tuple[Annotated[Name, BeforeValidator(expanded)], ...], Before
 Size = Annotated[int, BeforeValidator(parse_size)]
 Memory = Annotated[int, BeforeValidator(_memory)]
 DeviceMemory = Annotated[int | str, BeforeValidator(_device_memory)]
-OptimizerName = Literal["Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD", "Muon", "SinkGD"]
+OptimizerName = Literal[
+    "Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD", "Muon", "SinkGD", "OneBitAdam", "ZeroOneAdam"
+]
 OptimizerType = Annotated[str, BeforeValidator(_optimizer)]
 _DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 SumDtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(lambda value: short_dtype(value))]
@@ -518,6 +520,24 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
         "betas": (0.9, 0.999),
         "eps": 1e-8,
     },
+    # DeepSpeed's defaults, but for the correction of the bias: its code never makes one, whatever the key says.
+    "OneBitAdam": {
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "freeze_step": 100_000,
+        "bias_correction": False,
+    },
+    "ZeroOneAdam": {
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "var_freeze_step": 100_000,
+        "var_update_scaler": 16,
+        "local_step_scaler": 32_678,
+        "local_step_clipper": 16,
+        "bias_correction": False,
+    },
 }
 """Default hyperparameters of each optimizer type, except for the learning rate."""
 
@@ -528,10 +548,15 @@ _OF_EVERY_TYPE = ("lr", "fp32_optimizer_states", "torch_adam")
 class OptimizerParams(Block):
     """Hyperparameters, named as in torch.optim; one that belongs to other types of optimizers only is an error."""
 
-    TUNING = ("fused", "foreach", "capturable", "differentiable")
+    TUNING = ("fused", "foreach", "capturable", "differentiable", "cuda_aware", "comm_backend_name")
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "cuda_aware": "ranks exchange signs between their hosts",
+        "comm_backend_name": "ranks exchange signs between their hosts, by gloo",
+    }
     REFUSED: ClassVar[dict[str, str]] = {
         "max_grad_norm": 'has another name in DeepSpeed files: "gradient_clipping", at top level',
         "amsgrad": CHANGES_TRAINING,
+        "eps_inside_sqrt": CHANGES_TRAINING,
         "maximize": CHANGES_TRAINING,
     }
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"lr": 3e-4}
@@ -543,8 +568,8 @@ class OptimizerParams(Block):
     )
     betas: tuple[Beta, Beta] | None = Field(
         None,
-        description="Adam, AdamW, Lamb, Lion, and of Muon and SinkGD what AdamW trains: decay of the moments, each at "
-        "least 0 and below 1; default [0.9, 0.999], of Muon [0.9, 0.95]",
+        description="Adam, AdamW, Lamb, Lion, OneBitAdam, ZeroOneAdam, and of Muon and SinkGD what AdamW trains: decay "
+        "of the moments, each at least 0 and below 1; default [0.9, 0.999], of Muon [0.9, 0.95]",
     )
     eps: Number | None = Field(
         None,
@@ -562,7 +587,34 @@ class OptimizerParams(Block):
         description="true: the weight_decay of AdamW is by default that of torch.optim, as in DeepSpeed; the kernel "
         "stays the same",
     )
-    bias_correction: Literal[True] | None = Field(None, description="Adam, AdamW, Lamb: only true")
+    bias_correction: bool | None = Field(
+        None,
+        description="Adam, AdamW, Lamb: only true; ZeroOneAdam: only false; OneBitAdam: default false, as DeepSpeed "
+        "computes it",
+    )
+    freeze_step: Count | None = Field(
+        None,
+        description="OneBitAdam: steps of the warm-up, after which ranks send signs and the variance is frozen; "
+        "default 100000",
+    )
+    var_freeze_step: Count | None = Field(
+        None,
+        description="ZeroOneAdam: step after which the variance is frozen, and ranks train by themselves between two "
+        "exchanges; default 100000",
+    )
+    var_update_scaler: Count | None = Field(
+        None,
+        description="ZeroOneAdam: updates of the variance after which their interval doubles, from 1 step on; default "
+        "16",
+    )
+    local_step_scaler: Count | None = Field(
+        None,
+        description="ZeroOneAdam: steps after the freeze after which the interval of exchanges doubles, from 1 step "
+        "on; default 32678",
+    )
+    local_step_clipper: Count | None = Field(
+        None, description="ZeroOneAdam: most steps from one exchange to the next; default 16"
+    )
     fp32_optimizer_states: Literal[True] | None = Field(
         None, description='only true: moments are fp32; for bf16 leave it out, and set "moments" in the block offload'
     )
@@ -598,26 +650,29 @@ class OptimizerParams(Block):
     )
 
 
-_COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
+SIGNED = ("OneBitAdam", "ZeroOneAdam")
+"""Types of optimizers whose steps exchange signs among ranks that hold whole units."""
+_COMPRESSED = ("onebitlamb",)
 _OTHERS = ("muadam", "muadamw", "musgd")
 _ADAMW = (
-    "use AdamW or Lamb, without the keys of the compression (freeze_step, cuda_aware, comm_backend_name); "
-    "zero_optimization.zero_quantized_gradients sends half of the bytes of bf16, "
+    "use OneBitAdam in stage 0 or 1, or AdamW or Lamb without the keys of the compression (freeze_step, cuda_aware, "
+    "comm_backend_name); zero_optimization.zero_quantized_gradients sends half of the bytes of bf16, "
     "and docs/reference/deepspeed-compatibility.md says why not fewer"
 )
 _PASS = "use AdamW, or pass an optimizer of torch as optimizer= to offload.initialize"
 
 
 class OptimizerBlock(Block):
-    """The optimizer: Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon or SinkGD."""
+    """The optimizer: Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon, SinkGD, OneBitAdam or ZeroOneAdam."""
 
     TUNING = ("legacy_fusion",)
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"type": "AdamW", "params": {"lr": 3e-4}}
 
     type: OptimizerType = Field(
         "AdamW",
-        description="Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon or SinkGD, in any case of letters; or a class of "
-        "torch, as torch.optim.NAdam or, as DeepSpeed spells it, NAdam, whose params are those of the class",
+        description="Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon, SinkGD, OneBitAdam or ZeroOneAdam, in any case of "
+        "letters; or a class of torch, as torch.optim.NAdam or, as DeepSpeed spells it, NAdam, whose params are those "
+        "of the class",
     )
     params: OptimizerParams = Field(OptimizerParams(), description="see below")
     torch_params: dict[str, Any] = Field({}, exclude=True)
@@ -655,6 +710,15 @@ class OptimizerBlock(Block):
             if name not in (*_OF_EVERY_TYPE, *defaults) and getattr(self.params, name) is not None:
                 raise ValueError(f"contains params.{name}, and {self.type} takes {', '.join(('lr', *defaults))}")
         settings = self.settings
+        corrects = settings.get("bias_correction")
+        if corrects is False and self.type not in SIGNED:
+            raise ValueError(
+                f"contains params.bias_correction false, and {self.type} corrects the bias of its moments; leave it out"
+            )
+        if corrects and self.type == "ZeroOneAdam":
+            raise ValueError(
+                "contains params.bias_correction true, and ZeroOneAdam corrects no bias, as in its paper; leave it out"
+            )
         if self.type == "SGD" and settings["nesterov"] and (not settings["momentum"] or settings["dampening"]):
             raise ValueError("contains params.nesterov, which needs a momentum above 0 and a dampening of 0")
         if self.type == "Muon" and settings["momentum"] >= 1:
@@ -664,6 +728,11 @@ class OptimizerBlock(Block):
     @property
     def of_torch(self) -> bool:
         return self.type.startswith(TORCH_OPTIMIZERS)
+
+    @property
+    def sends_signs(self) -> bool:
+        """True if ranks exchange signs in the steps of the optimizer, and so each rank holds whole units."""
+        return self.type in SIGNED
 
     @property
     def settings(self) -> dict[str, Any]:

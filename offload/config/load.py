@@ -80,6 +80,24 @@ def find_contradictions(config: Config) -> Iterator[ConfigError]:
             "zero_optimization.zero_hpz_partition_size keeps a copy of the weights in each node, and mics_shard_size "
             "the weights and states themselves; leave one of them out"
         )
+    if config.optimizer is not None and config.optimizer.sends_signs:
+        kind = config.optimizer.type
+        if zero.stage > 1:
+            yield ConfigError(
+                f"optimizer.type {kind} keeps all states on each rank, and zero_optimization.stage {zero.stage} "
+                'divides them: set "stage" to 0 or 1, or use AdamW, where zero_optimization.zero_quantized_gradients '
+                "sends half of the bytes of bf16; docs/reference/deepspeed-compatibility.md says why not fewer"
+            )
+        elif zero.mics_shard_size != 1:
+            yield ConfigError(
+                f"optimizer.type {kind} keeps all states on each rank, and zero_optimization.mics_shard_size is "
+                f"{zero.mics_shard_size}; leave it out"
+            )
+        if zero.zero_quantized_gradients:
+            yield ConfigError(
+                "zero_optimization.zero_quantized_gradients has ranks send gradients as int8 codes, and optimizer.type "
+                f"{kind} signs of momenta; leave one of them out"
+            )
     for name, tier in (("offload_param", config.weight_tier), ("offload_optimizer", config.optimizer_tier)):
         if tier == "nvme" and not config.drives:
             yield ConfigError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from offload.config.blocks import (
     CHANGES_TRAINING,
+    SIGNED,
     ActivationCheckpointing,
     Aio,
     Bf16,
@@ -176,6 +177,17 @@ class Config(Block):
     wandb: Wandb = Field(Wandb(), description="see below")
     zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="see below")
     offload: OffloadBlock = Field(OffloadBlock(), description="see below")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_where_signs_are_sent(cls, content: Any) -> Any:
+        """Returns the content. Each rank is a replica if the optimizer sends signs, in stage 1 too, as in DeepSpeed."""
+        optimizer, zero = (content.get(name, {}) for name in ("optimizer", "zero_optimization"))
+        if not isinstance(optimizer, Mapping) or not isinstance(zero, Mapping) or "mics_shard_size" in zero:
+            return content
+        signed = str(optimizer.get("type")).lower() in [name.lower() for name in SIGNED]
+        return {**content, "zero_optimization": {**zero, "mics_shard_size": 1}} if signed else content
+
     # Set by `load_config`, once, before anybody reads the config.
     _findings: Findings = PrivateAttr(default_factory=no_findings)
 

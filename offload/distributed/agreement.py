@@ -56,21 +56,23 @@ _MUST_AGREE = (
 )
 
 
-def add_up_step(rows: Sequence[bytes], shards: int) -> GradientStats:
+def add_up_step(rows: Sequence[bytes], shards: int, of_one_rank: bool = False) -> GradientStats:
     """Returns the statistics of all ranks.
 
-    The first `shards` rows are from the ranks of one replica. Raises `UsageError` if ranks differ in a number that all
-    must share.
+    The first `shards` rows are from the ranks of one replica. `of_one_rank` is that of the ranks' statistics. Raises
+    `UsageError` if ranks differ in a number that all must share.
     """
     facts = [STEP_FACTS.unpack_from(row) for row in rows]
     for what, column, advice in _MUST_AGREE:
         numbers = [row[column] for row in facts]
         if len(set(numbers)) > 1:
             raise UsageError(f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; {advice}")
-    # All ranks add in rank order, so that they take the same decision. They add over one replica, since all replicas
-    # have the same gradients.
+    # All ranks add in rank order, so that they take the same decision. They add over one replica if all replicas have
+    # the same gradients, and take the mean over the replicas otherwise.
     present = union([row[STEP_FACTS.size :] for row in rows])
-    return GradientStats(sum_squares=sum(row[0] for row in facts[:shards]), present=present)
+    squares = [row[0] for row in facts]
+    total = sum(squares) * shards / len(rows) if of_one_rank else sum(squares[:shards])
+    return GradientStats(sum_squares=total, present=present, of_one_rank=of_one_rank)
 
 
 def bitmap(segments: set[int]) -> bytes:
@@ -437,7 +439,7 @@ class Rounds(Agreement):
             message = STEP_FACTS.pack(stats.sum_squares, micro_batches, global_steps, settings) + flags
             with self._question():
                 rows = self.ranks.collect_bytes(message, "agree on a step")
-        return add_up_step(rows, self.ranks.mesh.shards)
+        return add_up_step(rows, self.ranks.mesh.shards, stats.of_one_rank)
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
         # calling thread: waits for every rank. All are within the same step, so all bring their numbers.

@@ -112,7 +112,8 @@ class Communication(NamedTuple):
     agreement: Sent = Sent()
     """Rounds, in which every rank announces its next action."""
     parameters: Sent = Sent()
-    """Parts of parameters that an optimizer steps as a whole: Muon, SinkGD, optimizers of torch."""
+    """Values that optimizers exchange in their steps: parts of parameters that Muon, SinkGD and optimizers of torch
+    step as a whole, and signs of OneBitAdam."""
     sequence: Sent = Sent()
     """Parts of sequences, heads and losses that the ranks of sequence parallelism exchange, mostly around attention."""
     activations: Sent = Sent()
@@ -830,10 +831,11 @@ class Ranks:
     def swap(
         self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
     ) -> None:
-        """Sends elements to each rank of this replica, and receives elements from each.
+        """Sends elements to each rank of this replica, and receives elements from each; or to and from all ranks.
 
         The tensors are on the CPU, of one dtype. `sent`, (m,), contains the elements for each shard's rank, in the
-        order of shards. `received`, (n,), is filled with the elements from each shard's rank, in the same order.
+        order of shards. `received`, (n,), is filled with the elements from each shard's rank, in the same order. `got`
+        and `gives` count them by shard; if they have a count for each rank, all ranks take the place of shards.
         """
         received.copy_(sent)
 
@@ -1027,8 +1029,8 @@ class ProcessGroup(Ranks):
         self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
     ) -> None:
         size, out, into = sent.element_size(), received.view(torch.uint8), sent.view(torch.uint8)
-        # All ranks take part in one exchange. Ranks of other replicas send and receive nothing.
-        before = [0] * self.mesh.replica(self.rank).start
+        # All ranks take part in one exchange. Ranks of other replicas send and receive nothing if they are not counted.
+        before = [0] * (self.mesh.replica(self.rank).start if len(got) < self.size else 0)
         behind = [0] * (self.size - len(before) - len(got))
         outs, ins = ([*before, *(count * size for count in counts), *behind] for counts in (got, gives))
         start = functools.partial(dist.all_to_all_single, out, into, outs, ins, group=self._control, async_op=True)

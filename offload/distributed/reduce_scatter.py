@@ -34,6 +34,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -204,17 +205,18 @@ class ReplicaSums:
         self._memory, self._codes = deque(memory), deque(codes)
         """In both, the memory of the oldest sum comes first."""
 
-    def begin_in_place(self, rows: torch.Tensor | None, numel: int) -> tuple[torch.Tensor, CollectiveWork]:
+    def begin_in_place(self, rows: torch.Tensor | None, numel: int, alone: bool) -> tuple[torch.Tensor, CollectiveWork]:
         """Starts the sum over the replicas in the gradients' own memory. Each rank is a replica.
 
         `rows` is (1, numel) in fp32; None if this rank has no gradient. No earlier sum of such a rank may be under way.
+        If ranks keep their gradients (`alone`), nothing is summed.
         """
         if rows is None:
             rows = self._memory[0][:numel].zero_().view(1, -1)
-        return rows, self._ranks.all_reduce(rows[0])
+        return rows, CollectiveWork(self._ranks) if alone else self._ranks.all_reduce(rows[0])
 
-    def begin(self, received: torch.Tensor, numel: int) -> tuple[torch.Tensor, CollectiveWork]:
-        """Adds up the rows of `received` in their order, and starts the sum over the replicas.
+    def begin(self, received: torch.Tensor, numel: int, alone: bool) -> tuple[torch.Tensor, CollectiveWork]:
+        """Adds up the rows of `received` in their order, and starts the sum over the replicas unless `alone`.
 
         Every rank calls this, also if no rank of its replica has a gradient. `received` contains a row for each rank of
         this replica that has gradients, values or codes. Compute that is ordered after the calling thread's compute may
@@ -231,6 +233,8 @@ class ReplicaSums:
                 part.copy_(values_of(row, first, first + len(part)))
             for row in received[1:]:
                 part += values_of(row, first, first + len(part))
+        if alone:
+            return total.view(1, -1), CollectiveWork(self._ranks)
         if not self._codes:
             return total.view(1, -1), self._ranks.all_reduce(total)
         mesh, width = self._ranks.mesh, CODES.stored_nbytes(numel)
@@ -505,17 +509,17 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 if self._memory.form is not None:
                     self._free(unit, sent)
                     sent = None
-        senders = mesh.shards_among(holders, self._ranks.rank)
+        senders, alone = mesh.shards_among(holders, self._ranks.rank), self._callbacks.keeps_gradients()
         if self._in_place:
             if rows is None:
                 self._add_received()  # ends a sum of zeros that this rank may have begun from the same memory
-            received, work = self._over_replicas.begin_in_place(rows, len(part))
+            received, work = self._over_replicas.begin_in_place(rows, len(part), alone)
         else:
             received = self._memory.receive(len(senders), numel, self._sent[unit])
             work = self._ranks.exchange(received, rows, senders)
             if mesh.replicas > 1:
                 work.order_compute()
-                received, work = self._over_replicas.begin(received, len(part))
+                received, work = self._over_replicas.begin(received, len(part), alone)
                 self._free(unit, sent)
                 sent = None
         self._under_way.append(GradientExchange(units, received, sent, work))
@@ -589,6 +593,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
     def _put_mean(self, unit: int, received: torch.Tensor) -> None:
         """Adds up the contributions to this rank's partition of `unit`, and passes their mean to `put`."""
         part = self._parts[unit]
+        ranks = 1 if self._callbacks.keeps_gradients() else self._ranks.size
         for position, segment in enumerate(self._layouts[unit].segments):
             first, last = max(segment.start, part.start), min(segment.stop, part.stop)
             # In chunks, so that the mean, in fp32, needs little memory.
@@ -596,7 +601,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 stop = min(start + CHUNK, last)
                 at = start - part.start
                 # Nothing reads the received rows again, and on the host `put` has copied the mean when it returns.
-                mean = mean_of(received, at, at + stop - start, self._ranks.size, self._device.host_addressable)
+                mean = mean_of(received, at, at + stop - start, ranks, self._device.host_addressable)
                 self.put(unit, position, start - segment.start, mean)
 
     # -- calls after all exchanges have ended --------------------------------------------------------
@@ -604,7 +609,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
     def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
         """Returns the statistics that decide a step, after all exchanges under way."""
         self._finish()
-        return super().known(elsewhere)
+        return replace(super().known(elsewhere), of_one_rank=self._callbacks.keeps_gradients())
 
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Fills `values` with a gradient, after all exchanges under way."""

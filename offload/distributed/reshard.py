@@ -283,6 +283,12 @@ def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> s
     # A column that keeps its arrangement calls `settle` too, and so waits for the columns that change.
     if not any(new.everyone.settle(lambda: changes)):
         return None
+    if new.mode.rule.of_one_rank:
+        raise StoreError(
+            f"{new.folders[0]} is a run of {before}, and this start has {new.mesh}: each rank of {new.mode.optimizer} "
+            f"has errors of its own, which no other number of ranks can continue; resume with {before}, or call "
+            "save_checkpoint in the run and load_checkpoint in a new one, whose errors begin at zero"
+        )
     with contextlib.ExitStack() as opened:
         prepared = new.everyone.settle(
             lambda: _prepare(new, before, at, queue, check, opened) if before is not None and changes else None

@@ -322,6 +322,7 @@ def _components(
                 gradients=gradients,
                 # A rank that holds whole units steps them alone and exchanges nothing, whatever the number of replicas.
                 ranks=Ranks() if world.ranks.mesh.shards == 1 else world.ranks,
+                replicas=world.ranks if world.ranks.mesh.shards == 1 else Ranks(),
             )
             updater = UpdateWorker(
                 shards=shards,

@@ -40,6 +40,9 @@ class EngineCallbacks(Protocol):
     def is_last_micro_batch(self) -> bool:
         """Returns True if the running backward is known to be the last of its step."""
 
+    def keeps_gradients(self) -> bool:
+        """Returns True if the ranks do not add up the gradients of the step under way; see `Rule.keeps_gradients`."""
+
     def gradients_complete(self, unit: int) -> None:
         """Notes that no further gradient of `unit` is expected in this step. Called on an autograd thread."""
 
@@ -88,6 +91,8 @@ class GradientStats:
     """Sum of squares of all gradients, added in float64 in layout order. It is inf or NaN if any gradient is."""
     present: list[set[int]]
     """For each unit, the indices of the segments that have a gradient."""
+    of_one_rank: bool = False
+    """True if these are gradients of one rank alone, and not their mean over all replicas."""
 
     @property
     def norm(self) -> float:

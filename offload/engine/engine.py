@@ -335,6 +335,10 @@ class EngineCore(EngineCallbacks):
         # Micro-batches that take turns are all counted at their end.
         return self.accumulation.is_last(self.state.settings.accumulation, ahead=self.components.schedule.micro_batch)
 
+    def keeps_gradients(self) -> bool:
+        step = self.state.global_steps - self.state.skipped_steps + 1
+        return self.optimizer.rule.keeps_gradients(self.optimizer.param_groups, step)
+
     def gradients_complete(self, unit: int) -> None:
         self.optimizer_step.early.complete(unit, self.state.parameter_steps[unit], self.state.loss_scale)
 

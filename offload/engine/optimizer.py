@@ -149,9 +149,18 @@ class Rule(ABC):
         """Returns True if `step` needs the whole parameter, so that ranks that divide it step it together."""
         return False
 
+    def keeps_gradients(self, groups: Sequence[Mapping[str, Any]], step: int) -> bool:
+        """Returns True if ranks do not add up the gradients of a step, since its updates exchange other values.
+
+        Asked only if each rank holds whole units. `step` is the number of the step, from 1, without skipped ones.
+        """
+        return False
+
     def complete(
         self,
         updates: list[UnitUpdate],
+        step: int,
+        groups: Sequence[dict[str, Any]],
         shards: LocalShards,
         gradients: GradientAccumulator,
         updater: UpdateWorker,
@@ -159,8 +168,9 @@ class Rule(ABC):
     ) -> list[UnitUpdate]:
         """Returns the updates, completed with data of other ranks. Collective: every rank updates the same units.
 
-        Updates of this rank may lack segments that are on other ranks. `shards` are only read. No update is in flight,
-        so the tiles of the update worker may serve as buffers. `agreement` adds numbers over all ranks.
+        `step` is the number of the step, from 1, without skipped ones; `groups` are those of the optimizer. Updates of
+        this rank may lack segments that are on other ranks. `shards` are only read. No update is in flight, so the
+        tiles of the update worker may serve as buffers. `agreement` adds numbers over all ranks.
         """
         return updates
 

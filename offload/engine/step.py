@@ -396,7 +396,8 @@ class OptimizerStep:
                     components.gradients.drop(update.unit)
             if several:
                 shards, gradients, agreement = components.shards, components.gradients, components.agreement
-                updates = self._optimizer.rule.complete(updates, shards, gradients, updater, agreement)
+                number, groups = state.global_steps - state.skipped_steps, self._optimizer.param_groups
+                updates = self._optimizer.rule.complete(updates, number, groups, shards, gradients, updater, agreement)
         else:
             self._components.gradients.clear()
             now = state.loss_scale

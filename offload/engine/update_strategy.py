@@ -266,6 +266,8 @@ class UpdateSetting:
     gradients: GradientAccumulator
     ranks: Ranks
     """The ranks that divide units. It contains only this rank if each rank holds whole units."""
+    replicas: Ranks
+    """All ranks, if each holds whole units; otherwise only this rank."""
 
 
 class EditSteps:

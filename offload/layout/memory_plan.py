@@ -126,6 +126,11 @@ def mode_of(config: Config, optimizer: str) -> Mode:
             'dtypes; leave "moments" and bf16_optimizer_states out, or use an optimizer with a kernel (AdamW, Adam, '
             "Lamb, Lion, Adagrad, SGD, Muon, SinkGD)"
         )
+    if RULE_LAYOUTS[optimizer].of_one_rank and config.moments != "fp32":
+        raise ConfigError(
+            f'"moments" is {config.moments}, but {optimizer} keeps what its signs lose in fp32, beside fp32 moments; '
+            'leave "moments" and bf16_optimizer_states out'
+        )
     if RULE_LAYOUTS[optimizer].not_of_matrices and config.moments == "int8":
         raise ConfigError(
             '"moments" is int8, but Muon and SinkGD keep moments of matrices, which have no blocks of 8 bits; set bf16'

@@ -28,6 +28,8 @@ class RuleLayout(NamedTuple):
     """States that a matrix does not have, if the rule steps matrices in its own way, each as a whole."""
     on_device: bool = False
     """True if the device has a kernel for the rule."""
+    of_one_rank: tuple[State, ...] = ()
+    """States that belong to one rank and have no meaning on another, even if each rank holds whole units."""
 
 
 class Mode(NamedTuple):
@@ -181,6 +183,7 @@ def moments_name(dtype: torch.dtype) -> str:
 
 
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"
+ONE_BIT_ADAM, ZERO_ONE_ADAM = "onebitadam", "zerooneadam"
 MUON, SINKGD = "muon", "sinkgd"
 # States that hold the weights, by precision, and the rules with their moments. A mode combines one of each.
 PRECISIONS: dict[str, dict[State, torch.dtype]] = {
@@ -197,6 +200,9 @@ MASTERS: dict[str, dict[State, torch.dtype]] = {
 }
 """Forms of the master of a bf16 weight by their names in configs, with the states that differ from `PRECISIONS`."""
 _ADAM = (State.EXP_AVG, State.EXP_AVG_SQ)
+_ERRORS = (State.WORKER_ERROR, State.SERVER_ERROR)
+SIGN_BLOCK = 2048
+"""Elements that share one scale where ranks send signs. The trainable elements of a unit are whole blocks."""
 RULE_LAYOUTS: dict[str, RuleLayout] = {
     ADAM: RuleLayout(_ADAM, on_device=True),
     LAMB: RuleLayout(_ADAM, elementwise=False, passes=2, block=LAMB_BLOCK),
@@ -208,6 +214,14 @@ RULE_LAYOUTS: dict[str, RuleLayout] = {
     # AdamW's moments, for elements outside of matrices. With Muon, the first is also a matrix's momentum.
     MUON: RuleLayout(_ADAM, elementwise=False, not_of_matrices=(State.EXP_AVG_SQ,)),
     SINKGD: RuleLayout(_ADAM, elementwise=False, not_of_matrices=_ADAM),
+    ONE_BIT_ADAM: RuleLayout((*_ADAM, *_ERRORS), elementwise=False, block=SIGN_BLOCK, of_one_rank=_ERRORS),
+    # The buffer contains what a rank has moved since ranks last exchanged their moves.
+    ZERO_ONE_ADAM: RuleLayout(
+        (*_ADAM, State.MOMENTUM_BUFFER, *_ERRORS),
+        elementwise=False,
+        block=SIGN_BLOCK,
+        of_one_rank=(State.MOMENTUM_BUFFER, *_ERRORS),
+    ),
 }
 """Rules by name; `optimizers.registry` has their steps."""
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}

@@ -269,7 +269,7 @@ def checked_mark(mark: Any, name: str, shape: Sequence[int]) -> bool:
 def states_of(mode: Mode, layout: UnitLayout, segment: ParameterSegment) -> dict[str, State]:
     """Returns the moments that the library's kernel keeps for a parameter, by torch's names."""
     if not (mode.matrix_rule and layout.is_matrix(segment)):
-        return {state.value: state for state in mode.moments if state is not State.PACKED}
+        return {state.value: state for state in mode.moments if state not in (State.PACKED, *mode.rule.of_one_rank)}
     of_matrices = [state for state in mode.moments if state not in mode.partial]
     return dict(zip((MOMENTUM,), of_matrices, strict=False))
 

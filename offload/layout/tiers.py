@@ -561,6 +561,8 @@ def that_fit(totals: Iterable[tuple[int, int]], room: int) -> tuple[tuple[int, i
 
 _DOWN = (
     State.GRAD,
+    State.SERVER_ERROR,
+    State.WORKER_ERROR,
     State.EXP_AVG_SQ,
     State.EXP_AVG,
     State.SUM,

@@ -64,6 +64,8 @@ class LambRule(Rule):
     def complete(
         self,
         updates: list[UnitUpdate],
+        step: int,
+        groups: Sequence[dict[str, Any]],
         shards: LocalShards,
         gradients: GradientAccumulator,
         updater: UpdateWorker,

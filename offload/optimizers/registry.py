@@ -10,8 +10,9 @@ from offload.optimizers.fused import FUSED
 from offload.optimizers.lamb import LAMB_RULE
 from offload.optimizers.matrices import MUON_RULE, SINKGD_RULE
 from offload.optimizers.of_torch import by_itself
+from offload.optimizers.one_bit import ONE_BIT_RULES
 
-RULES: dict[str, Rule] = {rule.name: rule for rule in (*FUSED, LAMB_RULE, MUON_RULE, SINKGD_RULE)}
+RULES: dict[str, Rule] = {rule.name: rule for rule in (*FUSED, LAMB_RULE, MUON_RULE, SINKGD_RULE, *ONE_BIT_RULES)}
 """Rules by name: those that need no optimizer of torch."""
 
 

@@ -188,13 +188,13 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
     "a beta alone": (optimizer("AdamW", betas=0.9), "optimizer.params.betas should be a list, got 0.9"),
     "a switched-off correction": (
         optimizer("Adam", bias_correction=False),
-        "optimizer.params.bias_correction should be True, got False",
+        "optimizer contains params.bias_correction false, and Adam corrects the bias of its moments; leave it out",
     ),
     "one of 8 bits": (
         optimizer("AdamW8bit"),
-        "optimizer.type should be 'Adam', 'AdamW', 'Lamb', 'Adagrad', 'Lion', 'SGD', 'Muon' or 'SinkGD', or an "
-        "optimizer of torch, as 'torch.optim.NAdam', got 'AdamW8bit'; set one of these, or pass optimizer= to "
-        "offload.initialize",
+        "optimizer.type should be 'Adam', 'AdamW', 'Lamb', 'Adagrad', 'Lion', 'SGD', 'Muon', 'SinkGD', "
+        "'OneBitAdam' or 'ZeroOneAdam', or an optimizer of torch, as 'torch.optim.NAdam', got 'AdamW8bit'; set one of "
+        "these, or pass optimizer= to offload.initialize",
     ),
     "an optimizer that is a word": (
         {"optimizer": "Lion"},

@@ -177,8 +177,7 @@ REFUSED: dict[str, Any] = {
     "optimizer.params.fp32_optimizer_states": False,
     "data_types.param_dtype": "bf16",
     "optimizer.params.max_grad_norm": 1.0,
-    "optimizer.params.freeze_step": 10,
-    "optimizer.type": "OneBitAdam",
+    "optimizer.type": "OneBitLamb",
 }
 _NEEDED: dict[str, dict[str, Any]] = {  # for the others of the block to mean anything
     "fp16": {"enabled": True},
@@ -243,10 +242,25 @@ def test_the_message_names_the_key_and_the_fix() -> None:
     given: dict[str, Any]
     for given, message in (
         (
-            {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 100, "cuda_aware": False}}},
-            '"optimizer.type" OneBitAdam compresses what ranks send each other.*use AdamW or Lamb.*freeze_step',
+            {"optimizer": {"type": "OneBitLamb", "params": {"lr": 1e-3, "freeze_step": 100, "cuda_aware": False}}},
+            '"optimizer.type" OneBitLamb compresses what ranks send each other.*use OneBitAdam.*Lamb.*freeze_step',
         ),
-        ({"optimizer": {"type": "ZeroOneAdam", "params": {"var_freeze_step": 1}}}, "ZeroOneAdam compresses"),
+        (
+            {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 2}},
+            'OneBitAdam keeps all states on each rank.*stage 2 divides them: set "stage" to 0 or 1',
+        ),
+        (
+            {"optimizer": {"type": "ZeroOneAdam"}, "zero_optimization": {"stage": 1, "mics_shard_size": 2}},
+            "ZeroOneAdam keeps all states on each rank.*mics_shard_size is 2; leave it out",
+        ),
+        (
+            {"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"zero_quantized_gradients": True}},
+            "zero_quantized_gradients has ranks send.*OneBitAdam signs of momenta",
+        ),
+        (
+            {"optimizer": {"type": "ZeroOneAdam", "params": {"bias_correction": True}}},
+            "bias_correction true, and ZeroOneAdam corrects no bias",
+        ),
         ({"data_parallel_size": 4}, "the number of processes, which the launcher sets"),
         ({"hybrid_engine": {"enabled": True}}, "model.generate works under the engine"),
         ({"tensor_parallel_size": 2}, r'set "tensor_parallel": \{"autotp_size"'),

@@ -120,8 +120,8 @@ MUTANTS = (
     Mutant(
         "count the squares of each replica",
         "offload.distributed.agreement",
-        "for row in facts[:shards])",
-        "for row in facts)",
+        "else sum(squares[:shards])",
+        "else sum(squares)",
         "tests/ranks/test_ranks_replicas.py",
     ),
     Mutant(

@@ -41,6 +41,10 @@ _COMPRESSED = (
     "`AdamW`; `zero_quantized_gradients` and `zero_quantized_weights` send [int8 "
     "codes](../concepts/quantized-collectives.md)"
 )
+_SIGNS = (
+    "`optimizer.type` in the JSON, as `OneBitAdam`: [signs of "
+    "momenta](../concepts/quantized-collectives.md#signs-of-momenta)"
+)
 _NOT_LOGGED = (
     "without effect, as a warning says: `steps_per_print` has the number and bytes of collectives, and [the "
     "timeline](../guides/find-the-bottleneck.md#record-a-timeline) draws them"
@@ -323,8 +327,8 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             "for `initialize`; `step()` alone is an error",
             "model_params lr eps weight_decay amsgrad fp32_optimizer_states",
         ),
-        *each(ABSENT, _COMPRESSED, "runtime.fp16.onebit.adam.OnebitAdam", "runtime.fp16.onebit.lamb.OnebitLamb"),
-        Name("runtime.fp16.onebit.zoadam.ZeroOneAdam", ABSENT, _COMPRESSED),
+        *each(ABSENT, _SIGNS, "runtime.fp16.onebit.adam.OnebitAdam", "runtime.fp16.onebit.zoadam.ZeroOneAdam"),
+        Name("runtime.fp16.onebit.lamb.OnebitLamb", ABSENT, _COMPRESSED),
     ),
     "Learning rates": (
         Name("runtime.lr_schedules.LRRangeTest", RIGHT, _SCHEDULE),
