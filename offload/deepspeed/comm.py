@@ -21,6 +21,8 @@ from offload.swapper.memory.device import accelerator_type
 
 logger = logging.getLogger(__name__)
 
+__path__: list[str] = []  # a package of DeepSpeed, so that Python asks for `deepspeed.comm.comm`
+
 _OF_THE_PROFILER = ("prof", "log_name", "debug")
 """Keywords of DeepSpeed that measure a call; torch's functions lack them."""
 

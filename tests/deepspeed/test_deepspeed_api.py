@@ -6,6 +6,7 @@ import importlib
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ import offload
 from offload.config import load_config
 from offload.deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from offload.deepspeed.names import MODULES, public_names
+from offload.deepspeed.refused import INSTEAD
 from offload.errors import ConfigError, OffloadError, UsageError
 from offload.model_io.deferred import DeferredParameter
 from tests.pages import deepspeed_names
@@ -477,6 +479,64 @@ def test_an_absent_name_is_an_error_of_python_and_the_page_says_why() -> None:
             found_names(name.path)
             pytest.fail(f"{name.path} is there")
         assert name.words, name.path
+
+
+MODULES_OF_DEEPSPEED = """
+accelerator: abstract_accelerator cpu_accelerator cuda_accelerator hpu_accelerator klxpu_accelerator mlu_accelerator
+  mps_accelerator npu_accelerator real_accelerator sdaa_accelerator supa_accelerator xpu_accelerator
+autotuning: autotuner
+checkpoint: constants deepspeed_checkpoint ds_to_universal universal_checkpoint utils zero_checkpoint
+comm: backend ccl comm config constants mori pg_utils reduce_op torch utils
+compat:
+compile: backend
+compression: helper
+constants:
+datastates: config
+env_report:
+git_version_info:
+git_version_info_installed:
+inference: config engine quantization v2
+io: fast_file_writer
+launcher: runner launch
+linear: optimized_linear
+model_implementations: transformers
+module_inject: auto_tp
+moe: layer experts utils
+monitor: monitor
+nvme: test_ds_aio
+ops: adagrad adam aio compile deepspeed4science fp_quantizer gds lamb lion op_builder pin_memory quantizer random_ltd
+  transformer triton_ops
+pipe:
+profiling: config constants flops_profiler
+runtime: activation_checkpointing base_optimizer bf16_optimizer checkpoint_engine chunked_cross_entropy comm compiler
+  config config_utils constants data_pipeline dataloader domino engine fp16 hybrid_engine hybrid_engine_graph
+  keep_in_fp32 lr_schedules model_checkpointing pipe precision_config python_gc rollout sequence_parallel sparse_tensor
+  state_dict_factory superoffload swap_tensor tensor_parallel torch_autocast utils weight_quantizer zenflow zero
+sequence: layer
+utils: bwc comms_logging config debug exceptions groups init_on_device logging mixed_precision_linkage module_utils numa
+  nvtx pin_memory pin_memory_tracker static_cache tensor_fragment timer torch types z3_leaf_module zero_to_fp32
+  zero_to_torch
+"""
+"""The packages of DeepSpeed 0.19.8, and modules of them."""
+
+
+def test_each_module_of_deepspeed_is_there_or_its_import_says_what_to_use() -> None:
+    missing: dict[str, str] = {}
+    for package, modules in re.findall(r"^(\w+):((?:.|\n )*)", MODULES_OF_DEEPSPEED, re.M):
+        for module in ("", *modules.split()):
+            path = f"{package}.{module}".removesuffix(".")
+            try:
+                importlib.import_module(f"offload.deepspeed.{path}")
+            except ModuleNotFoundError as error:
+                missing[path] = str(error)
+    assert {"autotuning", "autotuning.autotuner", "comm.mori", "runtime.zenflow"} <= missing.keys()
+    assert not missing.keys() & {"comm.comm", "ops.aio", "runtime.pipe", "checkpoint.ds_to_universal"}
+    for path, message in missing.items():
+        assert message.startswith("offload has no counterpart of deepspeed.") and INSTEAD[""] not in message, path
+    with pytest.raises(ModuleNotFoundError, match=r"counterpart of deepspeed\.utils\.nvtx: torch\.cuda\.nvtx"):
+        from offload.deepspeed.utils import nvtx  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="none of the modules"):
+        importlib.import_module("offload.deepspeed.no_such_module")
 
 
 def test_the_page_is_of_this_table() -> None:

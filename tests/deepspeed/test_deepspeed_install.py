@@ -47,11 +47,12 @@ import deepspeed.runtime.zero.partition_parameters as parameters
 assert deepspeed is offload.deepspeed and deepspeed.__version_minor__ == 19
 assert parameters.Init is deepspeed.zero.Init and pickle.loads(pickle.dumps(FusedAdam)) is FusedAdam
 try:
-    import deepspeed.profiling
+    import deepspeed.autotuning.tuner
 except ModuleNotFoundError as error:
-    assert "has no counterpart of deepspeed.profiling; docs/reference/deepspeed-names.md" in str(error)
+    assert "has no counterpart of deepspeed.autotuning: `offload plan MODEL` predicts" in str(error)
+    assert error.name == "deepspeed.autotuning"
 else:
-    raise AssertionError("deepspeed.profiling")
+    raise AssertionError("deepspeed.autotuning")
 print("right")
 """
 
