@@ -464,6 +464,43 @@ class Wandb(Block):
     name: str | None = Field(None, description="name of the run; default: one that wandb makes")
 
 
+class CommsLogger(Block):
+    """Number and bytes of the collectives by kind; see guides/monitor-a-run.md."""
+
+    TUNING = ("verbose", "prof_all", "prof_ops", "debug")
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        TUNING, 'all collectives are counted by kind, and none is timed by itself; "trace" draws each'
+    )
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(
+        False, description="print the table when the engine is destroyed; `deepspeed.comm.log_summary` prints it too"
+    )
+
+
+class FlopsProfiler(Block):
+    """Operations of the model, counted in one step; see guides/monitor-a-run.md."""
+
+    TUNING = ("recompute_fwd_factor",)
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "recompute_fwd_factor": "what is computed again in a backward is no operation of the model"
+    }
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(
+        False,
+        description="count the operations of a step and print them by module; from then on each step has TFLOPS, and "
+        "MFU where the peak of the device is known",
+    )
+    profile_step: Count = Field(1, description="the step of this process that is counted, from 1")
+    module_depth: Annotated[int, Field(ge=-1)] = Field(-1, description="depth of the modules in the table; -1: all")
+    top_modules: Count = Field(1, description="with detailed false: modules in the table, those with most operations")
+    detailed: bool = Field(True, description="whether the table has each module down to module_depth")
+    output_file: Annotated[str, BeforeValidator(expanded)] | None = Field(
+        None, description="file for the table; default: stderr"
+    )
+
+
 # -- optimizer -----------------------------------------------------------------------------------------
 #
 # The block of the optimizer.

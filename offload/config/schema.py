@@ -13,10 +13,12 @@ from offload.config.blocks import (
     Aio,
     Bf16,
     Block,
+    CommsLogger,
     Compile,
     Count,
     CsvMonitor,
     DataTypes,
+    FlopsProfiler,
     Fp16,
     Number,
     OffloadBlock,
@@ -81,10 +83,10 @@ class Config(Block):
     TUNING = split_names("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer")
     # Accepted without effect: features that are missing and would not change a bit of the results.
     UNSUPPORTED = split_names(
-        """dump_state log_level vocabulary_size timers comms_logger prescale_gradients gradient_predivide_factor
+        """dump_state log_level vocabulary_size timers prescale_gradients gradient_predivide_factor
         sparse_gradients disable_allgather seq_parallel_communication_data_type
-        seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting nebula comet flops_profiler
-        autotuning datastates_ckpt"""
+        seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting nebula comet autotuning
+        datastates_ckpt"""
     )
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "prescale_gradients": "each rank adds in fp32 what it receives and divides then: no number need be smaller",
@@ -169,6 +171,8 @@ class Config(Block):
         False, description="measure the phases and the waits of a step; see guides/monitor-a-run.md"
     )
     memory_breakdown: bool = Field(False, description="add the peaks of memory to the line")
+    flops_profiler: FlopsProfiler = Field(FlopsProfiler(), description="see below")
+    comms_logger: CommsLogger = Field(CommsLogger(), description="see below")
     tensorboard: TensorBoard = Field(TensorBoard(), description="see below")
     csv_monitor: CsvMonitor = Field(CsvMonitor(), description="see below")
     wandb: Wandb = Field(Wandb(), description="see below")

@@ -331,7 +331,7 @@ def sequence_tiled_compute(
     outputs = []
     for start in range(0, seqlen, step):
         pieces = {name: tensor[:, start : start + step] for name, tensor in kwargs_to_shard.items()}
-        outputs.append(checkpoint(fn, use_reentrant=False, **pieces, **kwargs_to_pass))
+        outputs.append(checkpoint(partial(fn, **pieces, **kwargs_to_pass), use_reentrant=False))
     joined = torch.stack(outputs) if output_unshard_dimension == 0 else torch.cat(outputs, output_unshard_dimension)
     return joined if output_reduction is None else getattr(joined, output_reduction)()
 

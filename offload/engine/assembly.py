@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -31,6 +33,7 @@ from offload.distributed.gathers import CodedWeightGathers, NodeGathers, WeightG
 from offload.distributed.process_group import Ranks
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.distributed.reshard import NewRanks, finish, reshard
+from offload.distributed.world import World
 from offload.engine.callbacks import ActivationPolicy, EngineCallbacks, Extension
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import Loader
@@ -71,10 +74,11 @@ from offload.layout.placement import STAGING_BUFFERS, WINDOWS, usable_host
 from offload.layout.tiers import copied_memory
 from offload.layout.units import blocks_of
 from offload.layout.update_order import SecondPasses
+from offload.metrics.flops import FlopCounter, StepProfiler, Weights, peak_of
 from offload.metrics.meter import ComputeSpans, Listener, Meter, Relay, StepMeter, compute_spans
 from offload.metrics.writers import check_monitor, make_reporter
 from offload.model_io.saved_names import about_saved
-from offload.notices import Headline
+from offload.notices import Headline, show
 from offload.parallel.sequence import SequenceForward, SequenceParallel
 from offload.parallel.sharded_params import ShardedViews
 from offload.parallel.stage_run import StageRun
@@ -96,6 +100,8 @@ from offload.swapper.store.spill_file import SpillFile
 from offload.swapper.table import WeightSource
 from offload.timeline import OFF, Timeline, open_timeline
 from offload.vocabulary.pieces import table_handles
+
+logger = logging.getLogger("offload")
 
 _T = TypeVar("_T")
 
@@ -602,7 +608,17 @@ def _meter(plan: Plan, model: nn.Module, files: RunFiles) -> Meter:
 
     breakdown = plan.config.wall_clock_breakdown
     sent = (lambda: plan.world.sent.total) if plan.world.everyone.size > 1 else None
-    return StepMeter(plan.device.torch, io_bytes, files.written.drives, sent, breakdown, reporter)
+    profiler = None
+    if plan.config.flops_profiler.enabled:
+        elements = Counter[str](), Counter[str]()
+        for segment in (segment for layout in plan.layouts for segment in layout.segments):
+            # A stack of experts has a segment in each of its units.
+            elements[0][segment.name] += segment.value_numel
+            elements[1][segment.name] += segment.value_numel if segment.trainable else 0
+        weights = {name: Weights(numel, elements[1][name]) for name, numel in elements[0].items()}
+        peak = peak_of(plan.device.torch, plan.config.dtype)
+        profiler = StepProfiler(FlopCounter(model), weights, plan.config.flops_profiler, peak, plan.batch.total)
+    return StepMeter(plan.device.torch, io_bytes, files.written.drives, sent, breakdown, reporter, profiler)
 
 
 # -- components ----------------------------------------------------------------------------------------
@@ -633,8 +649,22 @@ def _extensions(
         yield SequenceForward(model, SequenceParallel(world=plan.world))
     if plan.tiled_mlps:
         yield TiledMlps(model, plan.tiled_mlps, plan.config.offload.tile_mlp)
+    if plan.config.comms_logger.enabled:
+        yield CommunicationLog(plan.world)
     if plan.device.host_addressable:
         yield MemoryGuard(model, plan.placement.peak, host, arena, plan.world.everyone.here)
+
+
+class CommunicationLog(Extension):
+    """The block "comms_logger": a table of rank 0's collectives when the engine is closed."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._printed = world, world.everyone.rank != 0
+
+    def remove(self) -> None:
+        if not self._printed:
+            self._printed = True
+            show(f"collectives of rank 0 since its engine was created:\n{self._world.sent.table()}", logger)
 
 
 def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timeline: Timeline) -> Agreement:
