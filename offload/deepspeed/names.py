@@ -68,6 +68,9 @@ MODULES: dict[str, dict[str, str]] = {
     "ops.op_builder": {"accelerator": "AsyncIOBuilder NotImplementedBuilder", "refused": "GDSBuilder"},
     "ops.op_builder.async_io": {"accelerator": "AsyncIOBuilder"},
     "ops.op_builder.gds": {"refused": "GDSBuilder"},
+    "profiling": {},
+    "profiling.flops_profiler": {"flops_profiler": "FlopsProfiler get_model_profile"},
+    "profiling.flops_profiler.profiler": {"flops_profiler": "FlopsProfiler get_model_profile"},
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": {

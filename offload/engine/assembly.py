@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -74,7 +73,7 @@ from offload.layout.placement import STAGING_BUFFERS, WINDOWS, usable_host
 from offload.layout.tiers import copied_memory
 from offload.layout.units import blocks_of
 from offload.layout.update_order import SecondPasses
-from offload.metrics.flops import FlopCounter, StepProfiler, Weights, peak_of
+from offload.metrics.flops import StepProfiler, peak_of
 from offload.metrics.meter import ComputeSpans, Listener, Meter, Relay, StepMeter, compute_spans
 from offload.metrics.writers import check_monitor, make_reporter
 from offload.model_io.saved_names import about_saved
@@ -610,14 +609,8 @@ def _meter(plan: Plan, model: nn.Module, files: RunFiles) -> Meter:
     sent = (lambda: plan.world.sent.total) if plan.world.everyone.size > 1 else None
     profiler = None
     if plan.config.flops_profiler.enabled:
-        elements = Counter[str](), Counter[str]()
-        for segment in (segment for layout in plan.layouts for segment in layout.segments):
-            # A stack of experts has a segment in each of its units.
-            elements[0][segment.name] += segment.value_numel
-            elements[1][segment.name] += segment.value_numel if segment.trainable else 0
-        weights = {name: Weights(numel, elements[1][name]) for name, numel in elements[0].items()}
         peak = peak_of(plan.device.torch, plan.config.dtype)
-        profiler = StepProfiler(FlopCounter(model), weights, plan.config.flops_profiler, peak, plan.batch.total)
+        profiler = StepProfiler(model, plan.config.flops_profiler, peak, plan.batch.total)
     return StepMeter(plan.device.torch, io_bytes, files.written.drives, sent, breakdown, reporter, profiler)
 
 

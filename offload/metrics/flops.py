@@ -175,13 +175,13 @@ class Profile(NamedTuple):
         return "\n".join(lines)
 
 
-def weights_of(parameters: Mapping[str, Weights]) -> dict[str, Weights]:
-    """Returns the weights of each module from those of each parameter, by name."""
+def weights_of(model: nn.Module) -> dict[str, Weights]:
+    """Returns the weights of each module by name; a tied parameter is that of the first module that has it."""
     modules: dict[str, Weights] = {}
-    for name, (numel, trained) in parameters.items():
+    for name, parameter in model.named_parameters():
         module = name.rpartition(".")[0]
-        before = modules.get(module, Weights())
-        modules[module] = Weights(before.numel + numel, before.trained + trained)
+        before, numel = modules.get(module, Weights()), parameter.numel()
+        modules[module] = Weights(before.numel + numel, before.trained + numel * parameter.requires_grad)
     return modules
 
 
@@ -228,19 +228,10 @@ class StepProfiler:
     A later step has as many operations for each of its samples as the counted one.
     """
 
-    def __init__(
-        self,
-        counter: FlopCounter,
-        parameters: Mapping[str, Weights],
-        settings: FlopsProfiler,
-        peak: Peak | None,
-        samples: int,
-    ) -> None:
-        """Prepares the count.
-
-        `parameters` has the elements of each parameter by name; `samples` are those of a step on all ranks.
-        """
-        self._counter, self._weights, self._settings, self._peak = counter, weights_of(parameters), settings, peak
+    def __init__(self, model: nn.Module, settings: FlopsProfiler, peak: Peak | None, samples: int) -> None:
+        """Prepares the count; `samples` are those of a step on all ranks."""
+        self._model, self._settings, self._peak = model, settings, peak
+        self._counter = FlopCounter(model)
         self._samples_a_step, self._samples, self._steps = samples, 0, 0
         self._of_a_sample: float | None = None
 
@@ -260,7 +251,7 @@ class StepProfiler:
         self._samples = samples
         if self._steps == self._settings.profile_step:
             self._counter.remove()
-            profile = Profile(dict(self._counter.flops), self._weights)
+            profile = Profile(dict(self._counter.flops), weights_of(self._model))
             self._of_a_sample = profile.training / since
             self._print(profile, seconds)
         self._begin_step()

@@ -43,8 +43,8 @@ _COMPRESSED = (
     "`AdamW`; `zero_quantized_gradients` and `zero_quantized_weights` send [int8 "
     "codes](../concepts/quantized-collectives.md)"
 )
-_NOT_LOGGED = (
-    "without effect, as a warning says: `steps_per_print` has the number and bytes of collectives, and [the "
+_COUNTED = (
+    "number and bytes of the engines' collectives by kind; messages are not timed, but [the "
     "timeline](../guides/find-the-bottleneck.md#record-a-timeline) draws them"
 )
 _ALST = "runtime.sequence_parallel.ulysses_sp"
@@ -359,8 +359,13 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
                 "reduce_scatter_fn gather scatter all_to_all all_to_all_single send recv isend irecv ReduceOp".split()
             ),
         ),
-        Name("comm.log_summary", RIGHT, _NOT_LOGGED, "show_straggler"),
-        Name("comm.configure", RIGHT, _NOT_LOGGED, "deepspeed_config enabled prof_all prof_ops verbose debug"),
+        Name("comm.log_summary", RIGHT, _COUNTED, "show_straggler return_dict"),
+        Name(
+            "comm.configure",
+            RIGHT,
+            "without effect: collectives are always counted",
+            "deepspeed_config enabled prof_all prof_ops verbose debug",
+        ),
         Name("get_accelerator", RIGHT),
         Name(
             "accelerator.get_accelerator",
@@ -452,11 +457,23 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             ABSENT,
             "[frozen weights](../guides/frozen-weights.md) in 4 or 8 bits",
         ),
-        *each(
-            ABSENT,
-            "[the timeline](../guides/find-the-bottleneck.md#record-a-timeline); torch's own counter of operations",
+        Name(
             "profiling.flops_profiler.FlopsProfiler",
+            RIGHT,
+            "products, convolutions and attention, [as torch counts them](metrics.md#tflops-and-mfu); no `ignore_list`",
+            "model ds_engine recompute_fwd_factor",
+        ),
+        *(
+            Name(f"profiling.flops_profiler.FlopsProfiler.{name}", RIGHT)
+            for name in "start_profile stop_profile reset_profile end_profile get_total_flops get_total_macs "
+            "get_total_params get_total_duration print_model_profile".split()
+        ),
+        Name(
             "profiling.flops_profiler.get_model_profile",
+            RIGHT,
+            "as `FlopsProfiler`; no `ignore_modules`",
+            "model input_shape args kwargs print_profile detailed module_depth top_modules warm_up as_string "
+            "output_file ignore_modules mode",
         ),
         Name("autotuning.Autotuner", ABSENT, "`offload plan` decides before a run"),
         Name("elasticity.compute_elastic_config", ABSENT, "a run resumes on any number of ranks as it is"),
