@@ -43,6 +43,8 @@ class Block(BaseModel):
     """Keys accepted without effect: this library lacks the feature, which would not change the bits of any result."""
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {}
     """Reasons why some keys of `TUNING` and `UNSUPPORTED` have no effect, as clauses for the reference."""
+    ALWAYS: ClassVar[Mapping[str, Any]] = {}
+    """Keys of `TUNING` that ask for what is done anyway, if they have this value: such a key counts as honoured."""
     REFUSED: ClassVar[dict[str, str]] = {}
     """Keys that are refused unless their value switches them off. The values end the error message after the key."""
     OLD_NAMES: ClassVar[dict[str, str]] = {}
@@ -253,10 +255,20 @@ Beta = Annotated[Number, Field(lt=1)]
 # Config blocks of ZeRO and of I/O: partitioning, tiers, and access to the swap files.
 
 
+_PINNED = "host memory is one piece, which is pinned wherever a GPU computes; false unpins nothing"
+CHUNK_SIZE = (
+    "no key of DeepSpeed 0.19: stage3_prefetch_bucket_size and sub_group_size limit the elements that move at a time, "
+    "and the budgets choose them"
+)
+"""Why `chunk_size`, of which tutorials tell, has no effect."""
+
+
 class OffloadParam(Block):
     """Tier of the weights."""
 
     TUNING = ("pin_memory",)
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {"pin_memory": _PINNED}
+    ALWAYS: ClassVar[Mapping[str, Any]] = {"pin_memory": True}
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
     device: Tier = Field("none", description="tier of the weights: none (compute device), cpu, nvme")
@@ -276,6 +288,8 @@ class OffloadOptimizer(Block):
         """pin_memory buffer_count buffer_size fast_init pipeline pipeline_read pipeline_write super_offload
         cpuadam_cores_perc"""
     )
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {"pin_memory": _PINNED}
+    ALWAYS: ClassVar[Mapping[str, Any]] = {"pin_memory": True}
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
     device: Tier = Field("none", description="tier of master weights and moments: none (compute device), cpu, nvme")
@@ -305,8 +319,14 @@ class ZeroOptimization(Block):
         module_granularity_threshold stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params
         stage3_allgather_sequential allgather_sequential log_trace_cache_warnings enable_sanity_checks
         pipeline_loading_checkpoint elastic_checkpoint legacy_stage1 save_muon_momentum_buffer_in_memory
-        mics_hierarchical_params_gather cpu_offload_use_pin_memory"""
+        mics_hierarchical_params_gather cpu_offload_use_pin_memory chunk_size"""
     )
+    ALWAYS: ClassVar[Mapping[str, Any]] = {
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "allgather_partitions": True,
+        "cpu_offload_use_pin_memory": True,
+    }
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "mics_hierarchical_params_gather": "a gather is one all-gather of the replica, whose path the backend chooses",
         "reduce_bucket_size": "gradients are reduced unit by unit, so that a bucket is as large as the largest unit",
@@ -314,6 +334,8 @@ class ZeroOptimization(Block):
         "contiguous_gradients": "the gradients of a unit that ranks reduce are always one piece of memory",
         "round_robin_gradients": "each rank has an equal part of every unit, so none has more to copy than another",
         "allgather_bucket_size": "weights are gathered unit by unit, where and when they are used",
+        "chunk_size": CHUNK_SIZE,
+        "cpu_offload_use_pin_memory": _PINNED,
         "allgather_partitions": "the weights of a unit are always gathered by an all-gather, never by broadcasts",
     }
     REFUSED: ClassVar[dict[str, str]] = {

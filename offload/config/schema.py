@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 
 from offload.config.blocks import (
     CHANGES_TRAINING,
+    CHUNK_SIZE,
     ActivationCheckpointing,
     Aio,
     Bf16,
@@ -86,11 +87,13 @@ class Config(Block):
         """dump_state log_level vocabulary_size timers prescale_gradients gradient_predivide_factor
         sparse_gradients disable_allgather seq_parallel_communication_data_type
         seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting nebula comet autotuning
-        datastates_ckpt"""
+        datastates_ckpt chunk_size"""
     )
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "prescale_gradients": "each rank adds in fp32 what it receives and divides then: no number need be smaller",
         "gradient_predivide_factor": "each rank adds in fp32 what it receives and divides then, once",
+        "sparse_gradients": "gradients of embeddings are dense, with the same numbers; ranks send them whole",
+        "chunk_size": CHUNK_SIZE,
     }
     # Refused if switched on: without these features the training would be different.
     REFUSED: ClassVar[dict[str, str]] = {

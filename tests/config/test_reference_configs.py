@@ -86,10 +86,7 @@ MEANINGS = {
                 ITSELF,
                 (
                     "zero_optimization.allgather_bucket_size",
-                    "zero_optimization.allgather_partitions",
-                    "zero_optimization.contiguous_gradients",
                     "zero_optimization.reduce_bucket_size",
-                    "zero_optimization.reduce_scatter",
                 ),
             ),
         ),
@@ -119,18 +116,7 @@ MEANINGS = {
         (0.0, 0.0, 1e-4 * math.log(2) / math.log(1000)),
         "cpu",
         2,
-        (
-            (
-                ITSELF,
-                (
-                    "zero_optimization.contiguous_gradients",
-                    "zero_optimization.offload_optimizer.pin_memory",
-                    "zero_optimization.offload_param.pin_memory",
-                    "zero_optimization.reduce_scatter",
-                ),
-            ),
-            ("offload_param is honoured at ZeRO stage 2 too, as at stage 3", ()),
-        ),
+        (("offload_param is honoured at ZeRO stage 2 too, as at stage 3", ()),),
     ),
     "stage 3 on the CPU": Meaning(
         STAGE_3_ON_CPU,
@@ -142,12 +128,7 @@ MEANINGS = {
         (
             (
                 ITSELF,
-                (
-                    "zero_optimization.contiguous_gradients",
-                    "zero_optimization.offload_optimizer.pin_memory",
-                    "zero_optimization.offload_param.pin_memory",
-                    "zero_optimization.reduce_bucket_size",
-                ),
+                ("zero_optimization.reduce_bucket_size",),
             ),
         ),
         optimizer=False,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import io
 import math
 import os
 import re
@@ -28,6 +30,7 @@ from tests.pages.deepspeed_names import ABSENT, REFUSED, RIGHT
 from tests.pages.deepspeed_names import NAMES as NAMES_NAMES
 from tests.support import models
 from tests.support.oracle import PlainEngine, config, start, train_step
+from tests.support.ranks.rank_pool import RankPool
 
 MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
 JOB = models.MIXTURE
@@ -136,6 +139,36 @@ def test_auto_cast_gives_inputs_the_dtype_of_the_weights(mode: str, enabled: boo
     assert seen == ([dtype, torch.int64, dtype] if enabled else [torch.float32, torch.int64, torch.float64])
     assert output.dtype == dtype
     engine.destroy()
+
+
+# -- collectives ---------------------------------------------------------------------------------------
+
+
+def summaries_of(folder: Path) -> tuple[Any, Any, str, str]:
+    """Returns `engine.communication()`, the result of `log_summary`, what it prints, and what `destroy` prints."""
+    import offload.deepspeed as deepspeed
+
+    content = config(models.SHALLOW, MEMORY, folder) | {"comms_logger": {"enabled": True}}
+    engine, *_ = deepspeed.initialize(model=models.SHALLOW.model(), config=content)
+    train_step(engine, models.SHALLOW, 0)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        sent = engine.communication()
+        summary = deepspeed.comm.log_summary(return_dict=True)
+        engine.destroy()
+    return sent, summary, out.getvalue(), err.getvalue()
+
+
+def test_log_summary_and_the_block_comms_logger_print_the_collectives_of_rank_0(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    (sent, summary, printed, at_the_end), (_, other, nothing, neither) = ranks.run(summaries_of, tmp_path)
+    assert sent.weights.collectives > 0 and sent.gradients.nbytes > 0
+    assert summary["summary"]["weights"] == {"count": sent.weights.collectives, "bytes": sent.weights.nbytes}
+    assert (summary["metadata"], other["metadata"]["rank"]) == ({"world_size": 2, "rank": 0}, 1)
+    assert re.search(rf"^  gradients +{sent.gradients.collectives} collectives +\S+ \S+ sent$", printed, re.MULTILINE)
+    assert "collectives of rank 0 since its engine was created:\n" in at_the_end and "  gradients " in at_the_end
+    assert nothing == "" and "collectives of rank" not in neither
 
 
 # --------------------------------------------------------------------------------------------------
