@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from offload.config.blocks import FlopsProfiler
 from offload.hardware.gpus import peak_products
 from offload.hardware.probe import kept
+from offload.layout.units import is_compiled
 from offload.notices import show
 from offload.sizes import format_count
 from offload.torch_internals import TorchDispatchMode, inside_backward
@@ -240,8 +241,17 @@ class StepProfiler:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        if self._steps + 1 == self._settings.profile_step:
-            self._counter.install()
+        if self._steps + 1 != self._settings.profile_step:
+            return
+        if any(is_compiled(module) for module in self._model.modules()):
+            # torch runs compiled code as it was written while operations are counted, which changes bits.
+            logger.warning(
+                'flops_profiler counts nothing: blocks are compiled; count once without "compile", or by '
+                "deepspeed.profiling.flops_profiler.get_model_profile before initialize"
+            )
+            self._settings = self._settings.model_copy(update={"profile_step": -1})
+            return
+        self._counter.install()
 
     def end_step(self, samples: int, seconds: float) -> dict[str, float]:
         """Ends a step; returns its rates, none before the counted one. `samples` are those of all steps and ranks."""

@@ -137,3 +137,17 @@ def test_the_line_the_log_and_the_report_have_the_rates(tmp_path: Path, capsys: 
     assert found["tflops"] == pytest.approx((steps[1]["tflops"] + steps[2]["tflops"]) / 2)
     assert f"{found['tflops']:.4g} TFLOPS" in page(read_log(log), found, None)
     assert len((tmp_path / "table").read_text().splitlines()) == 2
+
+
+def test_compiled_blocks_are_not_counted_as_a_line_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = config(JOB, MEMORY, tmp_path) | {"flops_profiler": {"enabled": True}}
+    model = Small()
+    model.trained.compile(backend="eager")
+    engine = offload.initialize(model=model, config=content).engine
+    for _ in range(2):
+        for _ in range(JOB.accumulation):
+            engine.backward(engine(torch.randn(1, 5, 8)).sum())
+            engine.step()
+    assert "tflops" not in engine.measured and "seconds" in engine.measured
+    engine.destroy(remove=True)
+    assert caplog.text.count("flops_profiler counts nothing: blocks are compiled") == 1
