@@ -81,12 +81,14 @@ check: $(VENV)/.dev ## Format and lint without changing anything: ruff, mypy, cl
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE) $(NATIVE_TESTS)
 
-format: $(VENV)/.dev ## Format everything, and write the pages of the configuration and the command line
+format: $(VENV)/.dev ## Format everything, and write the pages that are made from code
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE) $(NATIVE_TESTS)
 	$(BIN)/python -W ignore::RuntimeWarning:runpy -m offload.config
 	$(BIN)/python -m tests.pages.command_line_page
+	$(BIN)/python -m tests.pages.deepspeed_names
+	$(BIN)/python -m tests.pages.tutorial_rows
 
 # Clean: what is cached of a page would outlive an edit of the docstrings that it has.
 docs: $(VENV)/.docs ## Build the documentation into site/, where every broken link is an error

@@ -43,6 +43,8 @@ class Block(BaseModel):
     """Keys accepted without effect: this library lacks the feature, which would not change the bits of any result."""
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {}
     """Reasons why some keys of `TUNING` and `UNSUPPORTED` have no effect, as clauses for the reference."""
+    ALWAYS: ClassVar[Mapping[str, Any]] = {}
+    """Keys of `TUNING` that ask for what is done anyway, if they have this value: such a key counts as honoured."""
     REFUSED: ClassVar[dict[str, str]] = {}
     """Keys that are refused unless their value switches them off. The values end the error message after the key."""
     OLD_NAMES: ClassVar[dict[str, str]] = {}
@@ -261,10 +263,20 @@ Beta = Annotated[Number, Field(lt=1)]
 # Config blocks of ZeRO and of I/O: partitioning, tiers, and access to the swap files.
 
 
+_PINNED = "host memory is one piece, which is pinned wherever a GPU computes; false unpins nothing"
+CHUNK_SIZE = (
+    "no key of DeepSpeed 0.19: stage3_prefetch_bucket_size and sub_group_size limit the elements that move at a time, "
+    "and the budgets choose them"
+)
+"""Why `chunk_size`, of which tutorials tell, has no effect."""
+
+
 class OffloadParam(Block):
     """Tier of the weights."""
 
     TUNING = ("pin_memory",)
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {"pin_memory": _PINNED}
+    ALWAYS: ClassVar[Mapping[str, Any]] = {"pin_memory": True}
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
     device: Tier = Field("none", description="tier of the weights: none (compute device), cpu, nvme")
@@ -284,6 +296,8 @@ class OffloadOptimizer(Block):
         """pin_memory buffer_count buffer_size fast_init pipeline pipeline_read pipeline_write super_offload
         cpuadam_cores_perc"""
     )
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {"pin_memory": _PINNED}
+    ALWAYS: ClassVar[Mapping[str, Any]] = {"pin_memory": True}
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
     device: Tier = Field("none", description="tier of master weights and moments: none (compute device), cpu, nvme")
@@ -313,13 +327,21 @@ class ZeroOptimization(Block):
         module_granularity_threshold stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params
         stage3_allgather_sequential allgather_sequential log_trace_cache_warnings enable_sanity_checks
         pipeline_loading_checkpoint elastic_checkpoint legacy_stage1 save_muon_momentum_buffer_in_memory
-        mics_hierarchical_params_gather cpu_offload_use_pin_memory"""
+        mics_hierarchical_params_gather cpu_offload_use_pin_memory chunk_size"""
     )
+    ALWAYS: ClassVar[Mapping[str, Any]] = {
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "allgather_partitions": True,
+        "cpu_offload_use_pin_memory": True,
+    }
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "mics_hierarchical_params_gather": "a gather is one all-gather of the replica, whose path the backend chooses",
         "reduce_scatter": "each rank gets its part of a sum, in every stage; replicas of mics_shard_size all-reduce",
         "contiguous_gradients": "the gradients of a unit that ranks reduce are always one piece of memory",
         "round_robin_gradients": "each rank has an equal part of every unit, so none has more to copy than another",
+        "chunk_size": CHUNK_SIZE,
+        "cpu_offload_use_pin_memory": _PINNED,
         "allgather_partitions": "the weights of a unit are always gathered by an all-gather, never by broadcasts",
     }
     REFUSED: ClassVar[dict[str, str]] = {
@@ -477,6 +499,43 @@ class Wandb(Block):
     team: str | None = Field(None, description="owner of the project; default: that of the login")
     group: str | None = Field(None, description="group of runs")
     name: str | None = Field(None, description="name of the run; default: one that wandb makes")
+
+
+class CommsLogger(Block):
+    """Number and bytes of the collectives by kind; see guides/monitor-a-run.md."""
+
+    TUNING = ("verbose", "prof_all", "prof_ops", "debug")
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        TUNING, 'all collectives are counted by kind, and none is timed by itself; "trace" draws each'
+    )
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(
+        False, description="print the table when the engine is destroyed; `deepspeed.comm.log_summary` prints it too"
+    )
+
+
+class FlopsProfiler(Block):
+    """Operations of the model, counted in one step; see guides/monitor-a-run.md."""
+
+    TUNING = ("recompute_fwd_factor",)
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "recompute_fwd_factor": "what is computed again in a backward is no operation of the model"
+    }
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(
+        False,
+        description="count the operations of a step and print them by module; from then on each step has TFLOPS, and "
+        "MFU where the peak of the device is known",
+    )
+    profile_step: Count = Field(1, description="the step of this process that is counted, from 1")
+    module_depth: Annotated[int, Field(ge=-1)] = Field(-1, description="depth of the modules in the table; -1: all")
+    top_modules: Count = Field(1, description="with detailed false: modules in the table, those with most operations")
+    detailed: bool = Field(True, description="whether the table has each module down to module_depth")
+    output_file: Annotated[str, BeforeValidator(expanded)] | None = Field(
+        None, description="file for the table; default: stderr"
+    )
 
 
 # -- optimizer -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from offload.config.blocks import OLD_SWITCHES, SCHEDULES, Block, SchedulerBlock, all_blocks
 from offload.config.schema import Config
@@ -44,6 +45,9 @@ def document() -> str:
             + "\n".join(tuning),
             "\nWhat they ask for, and what is done:\n\n"
             + "\n".join(f"* `{key}`: {reason}" for key, reason in reasons()),
+            "\nThese ask for what is always done, and are honoured with this value: "
+            + ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in _always())
+            + ".",
             "\n## Refused unless switched off\n\nWithout these features the training would be different:\n\n"
             + "\n".join(refused),
             "\n## Older names\n\nDeepSpeed's older names of keys are accepted in their place:\n\n"
@@ -59,6 +63,12 @@ def reasons() -> Iterator[tuple[str, str]]:
         prefix = f"{path}." if path else ""
         for key, reason in model.WITHOUT_EFFECT.items():
             yield f"{prefix}{key}", reason
+
+
+def _always() -> Iterator[tuple[str, Any]]:
+    """Yields each key that asks for what is always done, by its dotted name, with the value that does."""
+    for path, model in all_blocks(Config, ""):
+        yield from ((f"{path}.{key}", value) for key, value in model.ALWAYS.items())
 
 
 def _older_names() -> Iterator[str]:

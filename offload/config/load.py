@@ -463,7 +463,9 @@ def _known_content(
             if why is None:
                 findings.errors.append(ConfigError(f'"{dotted}" {model.REFUSED[name]}'))
         elif name in model.TUNING or name in model.UNSUPPORTED:
-            if why is None:
+            if why is None and name in model.ALWAYS and value is model.ALWAYS[name]:
+                findings.honoured.append(dotted)
+            elif why is None:
                 (findings.tuning if name in model.TUNING else findings.unsupported).append(dotted)
         elif name not in model.model_fields:
             _note_unknown(model, key, path, findings)

@@ -9,16 +9,19 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from offload.config.blocks import (
     CHANGES_TRAINING,
+    CHUNK_SIZE,
     SIGNED,
     ActivationCheckpointing,
     Aio,
     Bf16,
     Block,
+    CommsLogger,
     Compile,
     Count,
     CsvMonitor,
     DataTypes,
     ExpertParallel,
+    FlopsProfiler,
     Fp8,
     Fp16,
     Number,
@@ -85,14 +88,16 @@ class Config(Block):
     TUNING = split_names("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer")
     # Accepted without effect: features that are missing and would not change a bit of the results.
     UNSUPPORTED = split_names(
-        """dump_state log_level vocabulary_size timers comms_logger prescale_gradients gradient_predivide_factor
+        """dump_state log_level vocabulary_size timers prescale_gradients gradient_predivide_factor
         sparse_gradients disable_allgather seq_parallel_communication_data_type
-        seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting nebula comet flops_profiler
-        autotuning datastates_ckpt"""
+        seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting nebula comet autotuning
+        datastates_ckpt chunk_size"""
     )
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "prescale_gradients": "each rank adds in fp32 what it receives and divides then: no number need be smaller",
         "gradient_predivide_factor": "each rank adds in fp32 what it receives and divides then, once",
+        "sparse_gradients": "gradients of embeddings are dense, with the same numbers; ranks send them whole",
+        "chunk_size": CHUNK_SIZE,
     }
     # Refused if switched on: without these features the training would be different.
     REFUSED: ClassVar[dict[str, str]] = {
@@ -172,6 +177,8 @@ class Config(Block):
         False, description="measure the phases and the waits of a step; see guides/monitor-a-run.md"
     )
     memory_breakdown: bool = Field(False, description="add the peaks of memory to the line")
+    flops_profiler: FlopsProfiler = Field(FlopsProfiler(), description="see below")
+    comms_logger: CommsLogger = Field(CommsLogger(), description="see below")
     tensorboard: TensorBoard = Field(TensorBoard(), description="see below")
     csv_monitor: CsvMonitor = Field(CsvMonitor(), description="see below")
     wandb: Wandb = Field(Wandb(), description="see below")

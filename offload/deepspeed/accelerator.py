@@ -19,6 +19,8 @@ from offload.hardware.system import nodes
 from offload.swapper.memory.device import accelerator_type
 from offload.torch_internals.tensors import cpu_computes_fp16
 
+__path__: list[str] = []  # a package of DeepSpeed, so that Python asks for `deepspeed.accelerator.real_accelerator`
+
 T = TypeVar("T")
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

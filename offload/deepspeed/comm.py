@@ -15,11 +15,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ReduceOp as ReduceOp
 
-from offload.distributed.process_group import device_backend, join_launcher, meet_others
+from offload.distributed.process_group import Communication, device_backend, join_launcher, meet_others
+from offload.engine.access import engines
 from offload.launch.environment import rank_number
 from offload.swapper.memory.device import accelerator_type
 
 logger = logging.getLogger(__name__)
+
+__path__: list[str] = []  # a package of DeepSpeed, so that Python asks for `deepspeed.comm.comm`
 
 _OF_THE_PROFILER = ("prof", "log_name", "debug")
 """Keywords of DeepSpeed that measure a call; torch's functions lack them."""
@@ -115,26 +118,36 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Warns that collectives are not logged if `enabled` is True; the other arguments have no effect.
+    """Does nothing: the engines of this process always count their collectives."""
 
-    The engine's start gives the same warning for the key "comms_logger" of the config.
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Prints, on rank 0, the number and bytes of the collectives that the engines of this process have sent, by kind.
+
+    Calls of a script's own are not counted. Unlike DeepSpeed's, the function is not collective: each rank has its
+    counts. Messages are neither told apart by size nor timed, so `show_straggler` has no effect.
+
+    Args:
+        show_straggler: without effect, as a line says.
+        return_dict: True to return the counts too.
+
+    Returns:
+        None, or {"summary": {kind: {"count": collectives, "bytes": bytes sent}}, "straggler_analysis": None,
+        "metadata": {"world_size": ..., "rank": ...}}.
     """
-    if enabled:
-        _warn_of_logging("configure")
-
-
-def log_summary(show_straggler: bool = False) -> None:
-    """Warns that collectives are not logged, and names the place of their byte counts."""
-    _warn_of_logging("log_summary")
-
-
-def _warn_of_logging(name: str) -> None:
+    counts = functools.reduce(Communication.plus, (engine.sent for engine in engines()), Communication())
     if get_rank() == 0:
-        logger.warning(
-            "deepspeed.comm.%s has no effect: single collectives are not logged; the line of steps_per_print has their "
-            'number and bytes, and "trace" in the block "offload" draws them',
-            name,
-        )
+        print(f"collectives of rank 0 since its engines were created:\n{counts.table()}", flush=True)
+        if show_straggler:
+            logger.warning('log_summary times no collective; "trace" in the "offload" block draws them on each rank')
+    if not return_dict:
+        return None
+    summary = {name: {"count": sent.collectives, "bytes": sent.nbytes} for name, sent in counts._asdict().items()}
+    return {
+        "summary": {name: sent for name, sent in summary.items() if sent["count"]},
+        "straggler_analysis": None,
+        "metadata": {"world_size": get_world_size(), "rank": get_rank()},
+    }
 
 
 def get_world_group() -> Any:

@@ -14,8 +14,17 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from offload.deepspeed.refused import missing_module
+
 _PACKAGE = "offload.deepspeed"
 
+_COLLECTIVES = (
+    "ReduceOp all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single allgather_fn "
+    "barrier broadcast broadcast_object_list configure destroy_process_group gather get_all_ranks_from_group "
+    "get_global_rank get_local_rank get_rank get_world_group get_world_size inference_all_reduce init_distributed "
+    "irecv is_available is_initialized isend log_summary monitored_barrier new_group recv reduce reduce_scatter "
+    "reduce_scatter_fn reduce_scatter_tensor scatter send"
+)
 MODULES: dict[str, dict[str, str]] = {
     "": {
         "comm": "init_distributed",
@@ -29,8 +38,15 @@ MODULES: dict[str, dict[str, str]] = {
         "refused": "DeepSpeedHybridEngine DeepSpeedInferenceConfig DeepSpeedTransformerConfig "
         "DeepSpeedTransformerLayer default_inference_config replace_transformer_layer set_autotp_mode tp_model_init",
     },
+    "accelerator.abstract_accelerator": {"accelerator": "DeepSpeedAccelerator"},
+    "accelerator.real_accelerator": {
+        "accelerator": "get_accelerator is_current_accelerator_supported",
+        "refused": "set_accelerator",
+    },
     "checkpoint": {"refused": "DeepSpeedCheckpoint"},
+    "checkpoint.deepspeed_checkpoint": {"refused": "DeepSpeedCheckpoint"},
     "checkpoint.utils": {"utils": "clone_tensors_for_torch_save"},
+    "comm.comm": {"comm": _COLLECTIVES},
     "inference": {"initialization": "InferenceEngine"},
     "inference.engine": {"initialization": "InferenceEngine"},
     "launcher": {},
@@ -39,10 +55,22 @@ MODULES: dict[str, dict[str, str]] = {
     "moe.layer": {"refused": "MoE"},
     "ops": {},
     "ops.adagrad": {"optimizers": "DeepSpeedCPUAdagrad"},
+    "ops.adagrad.cpu_adagrad": {"optimizers": "DeepSpeedCPUAdagrad"},
     "ops.adam": {"optimizers": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.adam.cpu_adam": {"optimizers": "DeepSpeedCPUAdam"},
+    "ops.adam.fused_adam": {"optimizers": "FusedAdam"},
+    "ops.aio": {"accelerator": "AsyncIOBuilder"},
     "ops.lamb": {"optimizers": "FusedLamb"},
+    "ops.lamb.fused_lamb": {"optimizers": "FusedLamb"},
     "ops.lion": {"optimizers": "DeepSpeedCPULion FusedLion"},
+    "ops.lion.cpu_lion": {"optimizers": "DeepSpeedCPULion"},
+    "ops.lion.fused_lion": {"optimizers": "FusedLion"},
     "ops.op_builder": {"accelerator": "AsyncIOBuilder NotImplementedBuilder", "refused": "GDSBuilder"},
+    "ops.op_builder.async_io": {"accelerator": "AsyncIOBuilder"},
+    "ops.op_builder.gds": {"refused": "GDSBuilder"},
+    "profiling": {},
+    "profiling.flops_profiler": {"flops_profiler": "FlopsProfiler get_model_profile"},
+    "profiling.flops_profiler.profiler": {"flops_profiler": "FlopsProfiler get_model_profile"},
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": {
@@ -60,9 +88,15 @@ MODULES: dict[str, dict[str, str]] = {
         "WARMUP_DECAY_LR WARMUP_LR WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments get_config_from_args "
         "get_lr_from_config",
     },
+    "runtime.pipe": {"pipe": "LayerSpec PipelineModule TiedLayerSpec"},
+    "runtime.pipe.engine": {"pipe": "PipelineEngine"},
+    "runtime.pipe.module": {"pipe": "LayerSpec PipelineModule TiedLayerSpec"},
     "runtime.sequence_parallel": {},
     "runtime.sequence_parallel.parallel_state_sp": {"sequence_parallel": "SequenceGroups"},
-    "runtime.sequence_parallel.ulysses_sp": {"sequence_parallel": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"},
+    "runtime.sequence_parallel.ulysses_sp": {
+        "sequence_parallel": "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF "
+        "UlyssesSPDataLoaderAdapter sequence_tiled_compute",
+    },
     "runtime.utils": {
         "utils": "clip_grad_norm_ copy_to_device empty_cache ensure_directory_exists move_to_device see_memory_usage "
         "set_random_seed",
@@ -117,7 +151,10 @@ MODULES: dict[str, dict[str, str]] = {
 The modules of `_FILES` define their names themselves.
 """
 
-_FILES = ("accelerator", "checkpointing", "comm", "pipe", "utils", "utils.zero_to_fp32", "zero")
+_FILES = (
+    *("accelerator", "checkpoint", "checkpoint.ds_to_universal", "checkpointing", "comm", "pipe"),
+    *("utils", "utils.zero_to_fp32", "zero"),
+)
 """DeepSpeed's modules that are files here."""
 
 
@@ -155,13 +192,20 @@ def attributes_of(module: str) -> Callable[[str], object]:
 
 
 class _TableFinder(MetaPathFinder, Loader):
-    """Finder and loader of the modules of the table that are not files."""
+    """Finder and loader of the modules of the table that are not files. It comes last: any other module is an error."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if not fullname.startswith(f"{_PACKAGE}."):
+            return None
         module = fullname.removeprefix(f"{_PACKAGE}.")
-        return ModuleSpec(fullname, self, is_package=bool(_submodules(module))) if module in MODULES else None
+        if module not in MODULES:
+            # `from deepspeed.x import y` asks for a module of that name too. Python drops the error, and its words, if
+            # it has the name of the module that was sought; DeepSpeed's own name keeps them.
+            raise missing_module(module)
+        # A package, so that Python asks for the modules below it here.
+        return ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__.removeprefix(f"{_PACKAGE}.")

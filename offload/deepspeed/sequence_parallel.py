@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from offload.activations.tiles import in_chunks
 from offload.deepspeed.comm import get_rank, get_world_group, get_world_size, init_distributed
 from offload.errors import UsageError
 
@@ -258,3 +263,159 @@ def _unpacked(content: bytes, head: int) -> dict[str, torch.Tensor]:
         batch[name] = torch.frombuffer(bytearray(content[head : head + nbytes]), dtype=kind).view(shape)
         head += nbytes
     return batch
+
+
+# -- tiled compute -------------------------------------------------------------------------------------
+#
+# Each piece is computed again in the backward. `compute_params` says in DeepSpeed when ZeRO may reduce a gradient; here
+# autograd gives the sum over all pieces, so the argument has no effect.
+
+
+class TiledMLP:
+    """The MLP of `offload.tiled`, under the name and with the arguments of ALST."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+        self: nn.Module,
+        x: torch.Tensor,
+        shards: int,
+        compute_params: Sequence[nn.Parameter] | None = None,
+    ) -> torch.Tensor:
+        """Returns `fn(self, x)`, computed in pieces of the sequence.
+
+        Args:
+            fn: the forward of the MLP. It uses no parameters but those of `self`.
+            self: the MLP.
+            x: (..., tokens, features) input.
+            shards: number of pieces at most.
+            compute_params: without effect.
+
+        Raises:
+            UsageError: if `fn` uses other tensors that train, or a parameter has a hook of `register_hook`.
+        """
+        sizes = [piece.shape[-2] for piece in x.chunk(shards, dim=-2)]
+        starts = [0, *accumulate(sizes)]
+        return in_chunks(self, partial(fn, self), x, x.ndim - 2, list(zip(starts, sizes, strict=False)))
+
+
+def sequence_tiled_compute(
+    fn: Callable[..., torch.Tensor],
+    seqlen: int,
+    shards: int,
+    kwargs_to_shard: Mapping[str, torch.Tensor],
+    kwargs_to_pass: Mapping[str, Any],
+    grad_requiring_tensor_key: str,
+    compute_params: Sequence[nn.Parameter] | None = None,
+    output_unshard_dimension: int = 1,
+    output_reduction: str | None = "mean",
+) -> torch.Tensor:
+    """Returns the outputs of `fn` for pieces of a sequence, joined.
+
+    Args:
+        fn: computes a piece from keywords.
+        seqlen: tokens of the sequence.
+        shards: number of pieces.
+        kwargs_to_shard: (rows, tokens, ...) tensors, divided along the tokens.
+        kwargs_to_pass: keywords that each piece receives as they are.
+        grad_requiring_tensor_key: without effect: each tensor that requires a gradient gets one.
+        compute_params: without effect.
+        output_unshard_dimension: dimension along which outputs are joined; 0 stacks losses.
+        output_reduction: "mean" or "sum" of the joined outputs; None for none.
+
+    Raises:
+        UsageError: if `output_reduction` is another one.
+    """
+    _check_reduction(output_reduction, None)
+    step = math.ceil(seqlen / shards)
+    outputs = []
+    for start in range(0, seqlen, step):
+        pieces = {name: tensor[:, start : start + step] for name, tensor in kwargs_to_shard.items()}
+        outputs.append(checkpoint(partial(fn, **pieces, **kwargs_to_pass), use_reentrant=False))
+    joined = torch.stack(outputs) if output_unshard_dimension == 0 else torch.cat(outputs, output_unshard_dimension)
+    return joined if output_reduction is None else getattr(joined, output_reduction)()
+
+
+class SequenceTiledCompute:
+    """`sequence_tiled_compute`, with the arguments of the autograd function of ALST."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., torch.Tensor],
+        seqlen: int,
+        shards: int,
+        keys_to_shard: Sequence[str],
+        keys_to_pass: Sequence[str],
+        grad_requiring_tensor_key: str,
+        compute_params: Sequence[nn.Parameter] | None,
+        output_unshard_dimension: int,
+        output_reduction: str | None,
+        *args: Any,
+    ) -> torch.Tensor:
+        """Calls `sequence_tiled_compute`; `args` are the values of both lists of keys, in their order."""
+        divided = dict(zip(keys_to_shard, args, strict=False))
+        passed = dict(zip(keys_to_pass, args[len(keys_to_shard) :], strict=True))
+        return sequence_tiled_compute(
+            fn,
+            seqlen,
+            shards,
+            divided,
+            passed,
+            grad_requiring_tensor_key,
+            compute_params,
+            output_unshard_dimension,
+            output_reduction,
+        )
+
+
+class TiledFusedLogitsLoss:
+    """A loss whose logits exist for one piece at a time, with the arguments of ALST.
+
+    `offload.losses.causal_lm` needs no second computation, and brings paged weights of the head once.
+    """
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., torch.Tensor],
+        self: nn.Module,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        mask: torch.Tensor | None,
+        shards: int,
+        compute_params: Sequence[nn.Parameter] | None = None,
+        output_reduction: str = "mean",
+    ) -> torch.Tensor:
+        """Returns the reduced losses `fn(self, x, y)` of pieces of the tokens, or `fn(self, x, y, mask)` with a mask.
+
+        Args:
+            fn: computes the loss of a piece, a scalar.
+            self: the first argument of `fn`.
+            x: (rows, tokens, ...) hidden states; a piece is (tokens of the piece, ...).
+            y: (rows, tokens) labels.
+            mask: (rows, tokens), or None.
+            shards: number of pieces at most, of rows * tokens.
+            compute_params: without effect.
+            output_reduction: "mean" or "sum" over the pieces.
+
+        Raises:
+            UsageError: if `output_reduction` is another one, or the shapes differ in rows or tokens.
+        """
+        _check_reduction(output_reduction, "mean")
+        tensors = [x, y] if mask is None else [x, y, mask]
+        if any(tensor.ndim < 2 or tensor.shape[:2] != x.shape[:2] for tensor in tensors):
+            raise UsageError(
+                "TiledFusedLogitsLoss expects x, y and mask of the same rows and tokens, got "
+                f"{', '.join(str(list(tensor.shape)) for tensor in tensors)}; give labels that are as long as x"
+            )
+        flat = [tensor.flatten(0, 1).chunk(shards) for tensor in tensors]
+        losses = torch.stack([checkpoint(fn, self, *piece, use_reentrant=False) for piece in zip(*flat, strict=True)])
+        reduced: torch.Tensor = getattr(losses, output_reduction)()
+        return reduced
+
+
+def _check_reduction(output_reduction: str | None, default: str | None) -> None:
+    if output_reduction not in ("mean", "sum", default):
+        raise UsageError(
+            f'output_reduction expects "mean" or "sum"{"" if default else ", or None"}, got {output_reduction!r}; give '
+            "one of them"
+        )

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from offload.errors import ConfigError, RankError
 from offload.interrupts import interruptible, uninterrupted
 from offload.launch.environment import rank_number, ranks_environment
-from offload.sizes import count_of
+from offload.sizes import count_of, format_size
 from offload.swapper.memory.device import Device, Event, accelerator_type
 from offload.torch_internals import without_saved_tensor_hooks
 
@@ -125,6 +125,14 @@ class Communication(NamedTuple):
     def total(self) -> Sent:
         """All kinds together."""
         return Sent(sum(sent.collectives for sent in self), sum(sent.nbytes for sent in self))
+
+    def table(self) -> str:
+        """Returns a line for each kind with collectives, and one for all."""
+        rows = [(name.replace("_", " "), sent) for name, sent in self._asdict().items() if sent.collectives]
+        return "\n".join(
+            f"  {name:<13} {sent.collectives:>9,} collectives {format_size(sent.nbytes):>10} sent"
+            for name, sent in (*rows, ("in all", self.total))
+        )
 
     def since(self, before: Communication) -> Communication:
         """Returns the counts since `before` was taken."""

@@ -22,6 +22,7 @@ from torch import nn
 from offload.aio import aligned_empty
 from offload.aio.protocols import Future, wait_for_all
 from offload.distributed.agreement import AllOrNothing, Collective, all_or_nothing
+from offload.distributed.process_group import Communication
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.components import EngineComponents
 from offload.engine.edits import WeightEdits
@@ -95,6 +96,11 @@ class ParamAccess:
     def __init__(self, components: EngineComponents, callbacks: EngineCallbacks) -> None:
         self._components, self._shards, self._callbacks = components, components.shards, callbacks
         _engines.add(self)
+
+    @property
+    def sent(self) -> Communication:
+        """The collectives and bytes that this rank has sent for the engine, by kind."""
+        return self._components.world.sent
 
     def handle(self, parameter: Any) -> ParamHandle | None:
         """Returns the handle of a parameter of this engine's model, bound or not, or None."""

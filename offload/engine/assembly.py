@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 import uuid
@@ -32,6 +33,7 @@ from offload.distributed.gathers import CodedWeightGathers, JoinedWeightGathers,
 from offload.distributed.process_group import Ranks
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.distributed.reshard import NewRanks, finish, reshard
+from offload.distributed.world import World
 from offload.engine.callbacks import ActivationPolicy, EngineCallbacks, Extension
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import Loader
@@ -72,10 +74,11 @@ from offload.layout.placement import STAGING_BUFFERS, WINDOWS, usable_host
 from offload.layout.tiers import copied_memory
 from offload.layout.units import blocks_of
 from offload.layout.update_order import SecondPasses
+from offload.metrics.flops import StepProfiler, peak_of
 from offload.metrics.meter import ComputeSpans, Listener, Meter, Relay, StepMeter, compute_spans
 from offload.metrics.writers import check_monitor, make_reporter
 from offload.model_io.saved_names import about_saved
-from offload.notices import Headline
+from offload.notices import Headline, show
 from offload.parallel.sequence import SequenceForward, SequenceParallel
 from offload.parallel.sharded_params import ShardedViews
 from offload.parallel.stage_run import StageRun
@@ -97,6 +100,8 @@ from offload.swapper.store.spill_file import SpillFile
 from offload.swapper.table import WeightSource
 from offload.timeline import OFF, Timeline, open_timeline
 from offload.vocabulary.pieces import table_handles
+
+logger = logging.getLogger("offload")
 
 _T = TypeVar("_T")
 
@@ -604,7 +609,11 @@ def _meter(plan: Plan, model: nn.Module, files: RunFiles) -> Meter:
 
     breakdown = plan.config.wall_clock_breakdown
     sent = (lambda: plan.world.sent.total) if not plan.world.everyone.alone else None
-    return StepMeter(plan.device.torch, io_bytes, files.written.drives, sent, breakdown, reporter)
+    profiler = None
+    if plan.config.flops_profiler.enabled:
+        peak = peak_of(plan.device.torch, plan.config.dtype)
+        profiler = StepProfiler(model, plan.config.flops_profiler, peak, plan.batch.total)
+    return StepMeter(plan.device.torch, io_bytes, files.written.drives, sent, breakdown, reporter, profiler)
 
 
 # -- components ----------------------------------------------------------------------------------------
@@ -635,8 +644,22 @@ def _extensions(
         yield SequenceForward(model, SequenceParallel(world=plan.world))
     if plan.tiled_mlps:
         yield TiledMlps(model, plan.tiled_mlps, plan.config.offload.tile_mlp)
+    if plan.config.comms_logger.enabled:
+        yield CommunicationLog(plan.world)
     if plan.device.host_addressable:
         yield MemoryGuard(model, plan.placement.peak, host, arena, plan.world.everyone.here)
+
+
+class CommunicationLog(Extension):
+    """The block "comms_logger": a table of rank 0's collectives when the engine is closed."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._printed = world, world.everyone.rank != 0
+
+    def remove(self) -> None:
+        if not self._printed:
+            self._printed = True
+            show(f"collectives of rank 0 since its engine was created:\n{self._world.sent.table()}", logger)
 
 
 def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timeline: Timeline) -> Agreement:

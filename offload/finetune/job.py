@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -74,6 +74,7 @@ from offload.hub import check_push, local_model
 from offload.launch.environment import rank_number
 from offload.layout.peak_memory import BesideBudgets
 from offload.losses.causal_model import ChosenLoss, as_begun, choose_loss, would_be_chunked
+from offload.metrics.flops import Peak, peak_of
 from offload.notices import Remark
 from offload.planner.model_shape import config_of
 from offload.planner.output import in_short
@@ -110,6 +111,10 @@ class Job:
     """Keyword arguments of each forward, in addition to the batch."""
     predicted: Mapping[str, Any] = field(default_factory=dict)
     """Prediction of a step, under the log's keys; empty without a prediction."""
+    flops: float | None = None
+    """Operations of the model in a step; None where they were not counted, as on several ranks."""
+    peak: Peak | None = None
+    """The peak of the device in the dtype of the run; None if it is not known."""
 
     def save_model(self) -> None:
         """Saves the model or adapters and the tokenizer, and removes the mark, if `output` is set. All ranks call."""
@@ -213,22 +218,22 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     if lora is not None:
         model = adapt(model, lora)
     # The prediction runs the model as it is, before placeholders replace its parameters and chunks its logits.
-    predicted, notices, beside = (
-        _prediction(options, model, content, always, _has_files(config)) if world_size == 1 else ({}, (), {})
-    )
+    forecast = Forecast()
+    if world_size == 1:
+        forecast = _forecast(options, model, content, always, _has_files(config))
     kernels = choose_kernels(options.kernels, config, model, compute_device(config.offload.device))
     apply_kernels(model, kernels.kind, config)
     loss = choose_loss(model, options.chunked_loss, off="--no-chunked-loss", evaluation=True)
     # Notices on swap folders that the engine will create. The engine itself warns of wrong folders.
     places = folder_notices(config.drives) if config.wants_store else ()
     new_folders = [line for line in places if isinstance(line, Remark)]
-    engine = _engine(options, model, content, config, rank, say, beside)
+    engine = _engine(options, model, content, config, rank, say, forecast.beside)
     resumed, identity = _resumed(engine, identity, loss, kernels.kind)
     # A resumed run takes the weights from its swap files, not from their original source.
     example = () if data.example is None else (data.example,)
     begun = resumed if engine.global_steps else (*example, source, *resumed)
     begun = begun if kernels.line is None else (*begun, kernels.line)
-    _say_all(_warnings_last(engine.notices, (*new_folders, *data.lines, *begun, *notices)), say)
+    _say_all(_warnings_last(engine.notices, (*new_folders, *data.lines, *begun, *forecast.notices)), say)
     return Job(
         engine=engine,
         data=data,
@@ -241,7 +246,9 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         eval_every=0 if data.held_out is None else options.eval_every or max(1, steps // _EVALUATIONS),
         tokenizer=byte_tokenizer() if tokenizer is None else tokenizer,
         always=always,
-        predicted=predicted,
+        predicted=forecast.predicted,
+        flops=forecast.flops,
+        peak=peak_of(engine.device, config.dtype),
     )
 
 
@@ -352,26 +359,37 @@ def _resumed(
     return tuple(lines), whole
 
 
-def _prediction(
-    options: Options, model: nn.Module, content: Mapping[str, Any], always: Mapping[str, Any], has_files: bool
-) -> tuple[dict[str, Any], tuple[str, ...], Mapping[str, BesideBudgets]]:
-    """Returns the prediction of a step under the log's keys, a line about it, and the step's memory beside the budgets.
+class Forecast(NamedTuple):
+    """What is known of a step before the first."""
 
-    No failure here stops the run.
-    """
+    predicted: Mapping[str, Any] = {}
+    """The prediction under the log's keys; empty without one."""
+    notices: tuple[str, ...] = ()
     beside: Mapping[str, BesideBudgets] = {}
+    """The step's memory beside the budgets."""
+    flops: float | None = None
+    """Operations of the model."""
+
+
+def _forecast(
+    options: Options, model: nn.Module, content: Mapping[str, Any], always: Mapping[str, Any], has_files: bool
+) -> Forecast:
+    """Returns the forecast of a step. No failure here stops the run."""
+    forecast = Forecast()
     try:
         chunked = would_be_chunked(model, options.chunked_loss)
         step = step_of(model, content, options.length, always, options.gradient_checkpointing, chunked)
-        beside = step.beside
+        forecast = forecast._replace(flops=step.operations, beside=step.beside)
         rates = probe.kept()
         if rates is None:
-            return {}, ("no prediction: `offload probe` was not run on this machine; it takes a minute, once",), beside
+            line = "no prediction: `offload probe` was not run on this machine; it takes a minute, once"
+            return forecast._replace(notices=(line,))
         planned = predict(rates, step, has_files)
     except Exception as error:  # a failed prediction must not stop the run; the line contains the reason
         kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
-        return {}, (f"no prediction: {kind}{error}",), beside
-    return as_step(planned, psutil.Process().memory_info().rss), (in_short(planned),), beside
+        return forecast._replace(notices=(f"no prediction: {kind}{error}",))
+    resident = psutil.Process().memory_info().rss
+    return forecast._replace(predicted=as_step(planned, resident), notices=(in_short(planned),))
 
 
 def _has_files(config: Config) -> bool:

@@ -17,6 +17,7 @@ from offload.fileio import atomic_write
 from offload.finetune.corpus.token_stream import EvaluationReport
 from offload.finetune.job import Job
 from offload.finetune.output import MARK
+from offload.metrics.flops import rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +114,7 @@ def steps(
                 seconds=seconds,
                 read_bytes=read,
                 written_bytes=written,
-                measured=engine.measured,
+                measured={**(rates(job.flops, seconds, job.peak) if job.flops else {}), **engine.measured},
                 drives=drives,
             )
         evaluates = job.eval_every and (step % job.eval_every == 0 or step == job.steps)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from offload.metrics.flops import StepProfiler
 from offload.metrics.writers import EvaluationRecord, Reporter, StepRecord
 from offload.swapper.store import DriveWrites
 from offload.timeline import OFF, Phase, Row, Timeline, now
@@ -121,12 +122,15 @@ class StepMeter(Meter):
         sent: Callable[[], tuple[int, int]] | None,
         breakdown: bool,
         reporter: Reporter,
+        profiler: StepProfiler | None = None,
     ) -> None:
         """Prepares the sums.
 
         `io_bytes` returns the bytes read and written so far, `drives` the bytes written to each drive, `sent` the
-        collectives and the bytes sent in them; `sent` is None for a process that trains alone.
+        collectives and the bytes sent in them; `sent` is None for a process that trains alone. The `profiler` counts
+        the operations of a step.
         """
+        self._profiler = profiler
         self._device, self._io_bytes, self._drives = device, io_bytes, drives
         self._sent = sent
         self._breakdown, self._reporter = breakdown, reporter
@@ -144,10 +148,14 @@ class StepMeter(Meter):
     def begin(self) -> None:
         """Opens the reporter; the first step begins now. Raises `ConfigError` if a writer cannot be created."""
         self._reporter.open()
+        if self._profiler is not None:
+            self._profiler.begin()
         self._last = self._taken()
 
     def close(self) -> None:
         """Waits until all records are written, and closes the reporter. Idempotent."""
+        if self._profiler is not None:
+            self._profiler.close()
         self._reporter.close()
 
     # -- events of a step ---------------------------------------------------------------------------
@@ -199,6 +207,8 @@ class StepMeter(Meter):
         values |= {"seconds": gone["seconds"] / 1e9, "read_bytes": gone["read"], "written_bytes": gone["written"]}
         if self._sent is not None:
             values |= {"collectives": float(gone["collectives"]), "sent_bytes": gone["sent"]}
+        if self._profiler is not None:
+            values |= self._profiler.end_step(stepped.samples, values["seconds"])
         values |= self._peaks()
         if self._breakdown:
             values |= {f"{name}_seconds": gone[name] / 1e9 for name in _SECONDS}

@@ -38,6 +38,7 @@ from offload.errors import ConfigError
 from offload.fileio import atomic_write, open_inner
 from offload.fileio.jsonl import check_log, cut_log, hold_log, json_line
 from offload.notices import Headline, announce, show
+from offload.report.log import rate_words
 from offload.sizes import format_size
 
 # -- writers -------------------------------------------------------------------------------------------
@@ -320,6 +321,9 @@ class ConsoleWriter:
         for name, value in record.values.items():
             if name.endswith(("seconds", "_bytes", "collectives")):
                 self._since[name] += value
+            elif name in ("tflops", "mfu"):  # a mean over the time of the steps that have the rate
+                self._since[name] += value * record.values["seconds"]
+                self._since[f"{name}_time"] += record.values["seconds"]
         if record.step % self._every == 0:
             mean = {name: total / self._steps for name, total in self._since.items()}
             self._since.clear()
@@ -340,6 +344,8 @@ def line(record: StepRecord, mean: Mapping[str, float], samples: float, memory: 
     if values.get("skipped_steps"):
         texts.append(f"{values['skipped_steps']:.0f} skipped")
     texts.append(f"{mean['seconds']:.3f} s a step, {samples / max(mean['seconds'], 1e-9):.1f} samples/s")
+    rates = {name: mean[name] / mean[f"{name}_time"] for name in ("tflops", "mfu") if mean.get(name)}
+    texts += filter(None, [rate_words(rates)])
     texts.append(f"{format_size(round(mean['read_bytes']))} read, {format_size(round(mean['written_bytes']))} written")
     if "sent_bytes" in mean:
         texts.append(f"{format_size(round(mean['sent_bytes']))} sent to ranks in {mean['collectives']:.0f} collectives")
@@ -414,7 +420,8 @@ def make_reporter(config: Config, samples: int, facts: Mapping[str, Any]) -> Rep
         writers["log"] = lambda: JsonWriter(Path(log).absolute(), facts)
     steps = config.steps_per_line
     shown = ConsoleWriter(steps, samples, config.memory_breakdown) if steps else None
-    return Reporter(shown, writers) if shown is not None or writers or config.wall_clock_breakdown else None
+    measures = config.wall_clock_breakdown or config.flops_profiler.enabled
+    return Reporter(shown, writers) if shown is not None or writers or measures else None
 
 
 # -- the reporter -------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from offload.aio.file import rate_of_both
 from offload.errors import ConfigError
+from offload.hardware import gpus
+from offload.hardware.gpus import Origin, Rate, find_gpu, sentences
 from offload.hardware.probe import DriveRates, Probed, drive_under
 from offload.notices import shell_command
-from offload.planner import gpus
-from offload.planner.gpus import Origin, Rate, find_gpu, sentences
 from offload.sizes import GIB, format_size, parse_size
 
 KERNEL_BYTES = {"bf16": 26, "fp32": 28, "fp16": 28}

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import flop_registry
 
 from offload.errors import ConfigError
 from offload.layout.experts import find_stacks, parts_of
@@ -28,6 +27,7 @@ from offload.layout.modes import RULE_LAYOUTS
 from offload.layout.optimizer_states import matrices_of
 from offload.layout.units import Table
 from offload.layout.vocabulary import find_tables, pieces_of
+from offload.metrics.flops import ATTENTION, flop_formula
 from offload.planner.simulation.simulate import Expected
 from offload.presets import (
     DECODERS,
@@ -310,10 +310,6 @@ def _blocks(units: tuple[str | None, ...]) -> tuple[RepeatedBlock, ...]:
 # A counter of operations and bytes while a model runs.
 
 
-_ATTENTION = "_scaled_dot_product_"
-"""Start of the names of attention operations that keep no tokens * tokens matrix."""
-
-
 class Counter(TorchDispatchMode):
     """A dispatch mode that attributes operations to the unit whose use started last."""
 
@@ -357,13 +353,11 @@ class Counter(TorchDispatchMode):
             return out
         made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
         # An operation counts by its FLOPs if torch has a formula, else by its traffic; views move nothing.
-        formula = flop_registry.get(function._overloadpacket)
-        if formula is None and _ATTENTION in function.name():
-            formula = _attention_flops  # torch has none for the operation on a CPU
+        formula = flop_formula(function)
         if formula is not None:
             row, flops = self._rows[-1], formula(*args, **kwargs, out_val=out)
             row["flops"] += flops
-            row["attention"] += flops if _ATTENTION in function.name() else 0.0
+            row["attention"] += flops if ATTENTION in function.name() else 0.0
             row["mlp_flops"] += flops if self.in_mlp else 0.0
         elif made and not function.is_view and function is not RESHAPED:  # a query, such as of the device, makes none
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
@@ -377,12 +371,6 @@ class Counter(TorchDispatchMode):
             name = "mlp_largest" if self.in_mlp else "largest"
             self._rows[-1][name] = max(self._rows[-1][name], largest)
         return out
-
-
-def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> float:
-    """Returns the operations of both products of attention, without regard to a causal mask, as torch counts them."""
-    *batch, tokens, features = query.shape
-    return 2.0 * math.prod(batch) * tokens * key.shape[-2] * (features + value.shape[-1])
 
 
 # -- experts -------------------------------------------------------------------------------------------

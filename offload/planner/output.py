@@ -8,10 +8,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from offload.hardware.gpus import ORIGINS, sentences
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.layout.placement import usable_host
 from offload.planner.activations import beside_weights, is_tiled, recomputed, tile_tokens
-from offload.planner.gpus import ORIGINS, sentences
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.ranks import Cluster, RanksPlan, fastest

@@ -50,6 +50,18 @@ class Step(NamedTuple):
                 found[vocabulary] = self._beside(shape)
         return found
 
+    @property
+    def operations(self) -> float:
+        """Returns the operations of the model in the step, as `offload.metrics.flops` counts them."""
+        # A use of a layer's first expert has all tokens, each of which visits several experts.
+        visits = {unit: each.per_token for each in self.shape.experts for unit in each.units}
+        total = 0.0
+        for use in self.shape.uses:
+            layout = self.shape.layouts[use.unit]
+            learning = layout.trainable_stop / layout.used_numel
+            total += use.attention * 3 + (use.flops - use.attention) * visits.get(use.unit, 1) * (2 + learning)
+        return total * self.load.batch * self.load.accumulation
+
     def _beside(self, shape: Shape) -> BesideBudgets:
         # The sizes of gradients and layers do not depend on the memory that is free.
         memory = settle(shape.layouts, self.content, _UNLIMITED, self.load.accumulation, matrices=shape.matrices)

@@ -18,6 +18,7 @@ import torch
 from offload.aio import aligned_empty
 from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
+from offload.hardware.gpus import find_gpu
 from offload.hardware.info import rated_bytes_of
 from offload.hardware.probe import Tell, kept
 from offload.layout.memory_plan import Division, division_of
@@ -25,7 +26,6 @@ from offload.layout.modes import DTYPES, MASTERS, MOMENT_DTYPES, RULE_LAYOUTS
 from offload.layout.pass_order import LAYER_MAJOR, SCHEDULES, makes_early_updates
 from offload.planner import recommend
 from offload.planner.activations import Load, need, with_host_memory
-from offload.planner.gpus import find_gpu
 from offload.planner.hardware import (
     Hardware,
     Measured,

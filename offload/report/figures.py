@@ -14,7 +14,7 @@ from offload.errors import ConfigError
 from offload.records import parse
 from offload.report.charts import format_number, seconds_unit
 from offload.report.links import busy, updates
-from offload.report.log import Log, column, is_number, number, open_to_read, plain
+from offload.report.log import Log, column, is_number, median_rates, number, open_to_read, plain
 from offload.report.phases import PARTS, advice, bound
 from offload.report.timeline_view import Window
 from offload.sizes import count_of, format_decimal, format_size, format_time
@@ -214,6 +214,7 @@ def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | 
         "samples_per_second": samples * len(seconds) / sum(seconds)
         if isinstance(samples, int) and sum(seconds) > 0
         else None,
+        **median_rates(steady),
         "bound_by": None if by is None else by.by,
         "bound_words": None if by is None else by.words(),
         "advice": None if by is None else advice(by.by, others),

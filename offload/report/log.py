@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -168,3 +169,20 @@ def number(values: Mapping[str, Any], name: str) -> float | None:
 def column(steps: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     """Returns a field's values, of all steps that contain the field."""
     return [value for values in steps if (value := number(values, name)) is not None]
+
+
+# -- rates of a step -----------------------------------------------------------------------------------
+
+_RATES = {"tflops": "{:.4g} TFLOPS", "mfu": "MFU {:.1%}"}
+"""Fields of the rates of a step, each with its words; `offload.metrics.flops` defines them."""
+
+
+def median_rates(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Returns the median of each rate, None if no step has it."""
+    columns = {name: column(steps, name) for name in _RATES}
+    return {name: statistics.median(values) if values else None for name, values in columns.items()}
+
+
+def rate_words(rates: Mapping[str, Any]) -> str:
+    """Returns the rates among `rates` for people; empty without any."""
+    return ", ".join(text.format(rates[name]) for name, text in _RATES.items() if is_number(rates.get(name)))

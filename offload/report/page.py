@@ -26,7 +26,7 @@ from offload.report.charts import (
 )
 from offload.report.figures import early_words, time_of, words
 from offload.report.links import LINKS
-from offload.report.log import Log, number
+from offload.report.log import Log, number, rate_words
 from offload.report.phases import PARTS, parts, verdict
 from offload.report.timeline_view import Window, rows
 from offload.sizes import count_of, format_decimal, format_time
@@ -149,7 +149,7 @@ def _tiles(figures: Mapping[str, Any]) -> list[Tile]:
     for name in ("tokens", "samples"):
         # Logs of `offload train` contain tokens; those of other loops only samples.
         if figures[f"{name}_per_second"]:
-            tiles.append(Tile("speed", f"{figures[f'{name}_per_second']:,.4g} {name}/s", ""))
+            tiles.append(Tile("speed", f"{figures[f'{name}_per_second']:,.4g} {name}/s", rate_words(figures)))
             break
     if figures["drives"]:
         total = sum(drive["so_far_bytes"] for drive in figures["drives"])

@@ -437,7 +437,7 @@ ERRORS_WRONG: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 1.5]}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_stps": 3}},
     "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_param": {"device": "cpu", "speed": 1}},
-    "flops_profiler": {"enabled": True},
+    "autotuning": {"enabled": True},
 }
 MESSAGES = (
     '"amp" is apex\'s mixed precision',
@@ -488,7 +488,7 @@ def test_the_command_lists_keys_by_what_becomes_of_them(tmp_path: Path) -> None:
         "zero_optimization.overlap_comm",
         "zero_optimization.stage",
     ]
-    assert (found["auto"], found["ignored"]) == (["optimizer.params.lr"], ["flops_profiler"])
+    assert (found["auto"], found["ignored"]) == (["optimizer.params.lr"], ["autotuning"])
     text = check(ERRORS_WRONG, tmp_path).stdout
     assert ': 5 wrong or refused, 6 honoured, 1 left to "auto", 1 ignored\n' in text
     assert "\nhonoured:\n  fp16.enabled\n" in text and "\nignored: not supported, or of another tool:\n" in text
@@ -507,7 +507,7 @@ OFF: dict[str, Any] = {
     "bf16": {"enabled": True},
     "fp16": {"enabled": False, "loss_scale": 0, "hysteresis": 2},
     "amp": {"enabled": False},
-    "flops_profiler": {"enabled": False},
+    "autotuning": {"enabled": False},
     "gradient_clipping": "auto",
     "steps_per_print": None,
     "checkpoint": {},
@@ -519,9 +519,7 @@ def test_each_key_of_a_file_is_in_one_list(tmp_path: Path) -> None:
     found = json.loads(check(OFF, tmp_path, "--json").stdout)
     listed = [name for kind in ("honoured", "auto", "without_effect", "ignored", "off") for name in found[kind]]
     keys = {
-        f"{block}.{key}"
-        if isinstance(content, dict) and block not in ("amp", "flops_profiler", "checkpoint")
-        else block
+        f"{block}.{key}" if isinstance(content, dict) and block not in ("amp", "autotuning", "checkpoint") else block
         for block, content in OFF.items()
         for key in (content if isinstance(content, dict) and content else [""])
     }

@@ -23,6 +23,8 @@ HONOURED: dict[str, Any] = {
     "communication_data_type": "fp16",
     "steps_per_print": 10,
     "memory_breakdown": True,
+    "comms_logger.enabled": True,
+    "flops_profiler.enabled": True,
     "wall_clock_breakdown": True,
     "zero_optimization": True,
     "zero_optimization.stage": 2,
@@ -122,26 +124,32 @@ NAMED: dict[str, Any] = {
     "autotuning": {"enabled": True},
     "nebula": {"enabled": True},
     "datastates_ckpt": {"enabled": True},
-    "comms_logger": {"enabled": True},
     "comet": {"enabled": True, "project": "x"},
-    "flops_profiler": {"enabled": True, "profile_step": 1},
     "checkpoint": {"tag_validation": "Fail"},
     **_each("", "dump_state disable_allgather sparse_gradients prescale_gradients zero_allow_untested_optimizer"),
     **_each("", "graph_harvesting use_data_before_expert_parallelism"),
     **_each(
         "zero_optimization.",
-        """stage3_model_persistence_threshold contiguous_gradients reduce_scatter
-        allgather_partitions use_multi_rank_bucket_allreduce round_robin_gradients
+        """stage3_model_persistence_threshold chunk_size use_multi_rank_bucket_allreduce round_robin_gradients
         ignore_unused_parameters legacy_stage1 load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint
         memory_efficient_linear override_module_apply stage3_module_granularity_threshold
         stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential log_trace_cache_warnings
         enable_sanity_checks save_muon_momentum_buffer_in_memory
-        mics_hierarchical_params_gather cpu_offload_use_pin_memory""",
+        mics_hierarchical_params_gather""",
     ),
+    **dict.fromkeys(
+        (
+            f"zero_optimization.{key}"
+            for key in "contiguous_gradients reduce_scatter allgather_partitions cpu_offload_use_pin_memory".split()
+        ),
+        False,
+    ),
+    "chunk_size": 5e6,
+    "zero_optimization.offload_optimizer.pin_memory": False,
     "zero_optimization.offload_param.pin_memory": False,
     **_each(
         "zero_optimization.offload_optimizer.",
-        """buffer_count buffer_size pin_memory pipeline pipeline_read pipeline_write fast_init super_offload
+        """buffer_count buffer_size pipeline pipeline_read pipeline_write fast_init super_offload
         cpuadam_cores_perc""",
     ),
     **_each("aio.", "single_submit overlap_events use_gds"),
@@ -213,6 +221,19 @@ def test_named_at_the_start() -> None:
         lines = load_config(content(key, value)).notices
         named = "checkpoint.tag_validation" if key == "checkpoint" else key
         assert any(re.search(rf"(^|[ ,]){re.escape(named)}($|[ ,])", line) for line in lines), (key, lines)
+
+
+ALWAYS = (
+    "contiguous_gradients reduce_scatter allgather_partitions cpu_offload_use_pin_memory offload_param.pin_memory "
+    "offload_optimizer.pin_memory"
+)
+
+
+def test_a_key_that_asks_for_what_is_always_done_is_honoured() -> None:
+    for key in ALWAYS.split():
+        config = load_config(content(f"zero_optimization.{key}", True))
+        assert f"zero_optimization.{key}" in config._findings.honoured
+        assert not any(key.rpartition(".")[2] in line for line in config.notices), key
 
 
 def test_a_key_without_support_is_refused() -> None:

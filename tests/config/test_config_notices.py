@@ -53,7 +53,7 @@ def beside_the_headline(errors: str) -> list[str]:
 
 
 def test_one_line_for_all_that_changes_speed_alone(tmp_path: Path) -> None:
-    zero = {"stage": 3, "contiguous_gradients": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    zero = {"stage": 3, "contiguous_gradients": False, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
     (line,) = notices_of(tmp_path, {"zero_optimization": zero, "aio": {"use_gds": True}})
     assert line.startswith("offload: config keys without effect, since this library")
     for key in ("contiguous_gradients", "offload_optimizer.pin_memory", "aio.use_gds"):
@@ -69,7 +69,7 @@ def heard(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_line_for_what_is_not_done(caplog: pytest.LogCaptureFixture) -> None:
     ignored = "config keys that are not supported and are ignored: "
     for given, message in (
-        ({"flops_profiler": {"enabled": True}}, f"{ignored}flops_profiler"),
+        ({"autotuning": {"enabled": True}}, f"{ignored}autotuning"),
         ({"sparse_gradients": True}, f"{ignored}sparse_gradients"),
         ({"gradient_clipping": "auto"}, 'to a global norm of 1, which "auto" means where no Trainer sets the'),
     ):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import io
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +22,7 @@ import offload
 from offload.config import load_config
 from offload.deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from offload.deepspeed.names import MODULES, public_names
+from offload.deepspeed.refused import INSTEAD
 from offload.errors import ConfigError, OffloadError, UsageError
 from offload.model_io.deferred import DeferredParameter
 from tests.pages import deepspeed_names
@@ -26,6 +30,7 @@ from tests.pages.deepspeed_names import ABSENT, REFUSED, RIGHT
 from tests.pages.deepspeed_names import NAMES as NAMES_NAMES
 from tests.support import models
 from tests.support.oracle import PlainEngine, config, start, train_step
+from tests.support.ranks.rank_pool import RankPool
 
 MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
 JOB = models.MIXTURE
@@ -134,6 +139,36 @@ def test_auto_cast_gives_inputs_the_dtype_of_the_weights(mode: str, enabled: boo
     assert seen == ([dtype, torch.int64, dtype] if enabled else [torch.float32, torch.int64, torch.float64])
     assert output.dtype == dtype
     engine.destroy()
+
+
+# -- collectives ---------------------------------------------------------------------------------------
+
+
+def summaries_of(folder: Path) -> tuple[Any, Any, str, str]:
+    """Returns `engine.communication()`, the result of `log_summary`, what it prints, and what `destroy` prints."""
+    import offload.deepspeed as deepspeed
+
+    content = config(models.SHALLOW, MEMORY, folder) | {"comms_logger": {"enabled": True}}
+    engine, *_ = deepspeed.initialize(model=models.SHALLOW.model(), config=content)
+    train_step(engine, models.SHALLOW, 0)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        sent = engine.communication()
+        summary = deepspeed.comm.log_summary(return_dict=True)
+        engine.destroy()
+    return sent, summary, out.getvalue(), err.getvalue()
+
+
+def test_log_summary_and_the_block_comms_logger_print_the_collectives_of_rank_0(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    (sent, summary, printed, at_the_end), (_, other, nothing, neither) = ranks.run(summaries_of, tmp_path)
+    assert sent.weights.collectives > 0 and sent.gradients.nbytes > 0
+    assert summary["summary"]["weights"] == {"count": sent.weights.collectives, "bytes": sent.weights.nbytes}
+    assert (summary["metadata"], other["metadata"]["rank"]) == ({"world_size": 2, "rank": 0}, 1)
+    assert re.search(rf"^  gradients +{sent.gradients.collectives} collectives +\S+ \S+ sent$", printed, re.MULTILINE)
+    assert "collectives of rank 0 since its engine was created:\n" in at_the_end and "  gradients " in at_the_end
+    assert nothing == "" and "collectives of rank" not in neither
 
 
 # --------------------------------------------------------------------------------------------------
@@ -477,6 +512,64 @@ def test_an_absent_name_is_an_error_of_python_and_the_page_says_why() -> None:
             found_names(name.path)
             pytest.fail(f"{name.path} is there")
         assert name.words, name.path
+
+
+MODULES_OF_DEEPSPEED = """
+accelerator: abstract_accelerator cpu_accelerator cuda_accelerator hpu_accelerator klxpu_accelerator mlu_accelerator
+  mps_accelerator npu_accelerator real_accelerator sdaa_accelerator supa_accelerator xpu_accelerator
+autotuning: autotuner
+checkpoint: constants deepspeed_checkpoint ds_to_universal universal_checkpoint utils zero_checkpoint
+comm: backend ccl comm config constants mori pg_utils reduce_op torch utils
+compat:
+compile: backend
+compression: helper
+constants:
+datastates: config
+env_report:
+git_version_info:
+git_version_info_installed:
+inference: config engine quantization v2
+io: fast_file_writer
+launcher: runner launch
+linear: optimized_linear
+model_implementations: transformers
+module_inject: auto_tp
+moe: layer experts utils
+monitor: monitor
+nvme: test_ds_aio
+ops: adagrad adam aio compile deepspeed4science fp_quantizer gds lamb lion op_builder pin_memory quantizer random_ltd
+  transformer triton_ops
+pipe:
+profiling: config constants flops_profiler
+runtime: activation_checkpointing base_optimizer bf16_optimizer checkpoint_engine chunked_cross_entropy comm compiler
+  config config_utils constants data_pipeline dataloader domino engine fp16 hybrid_engine hybrid_engine_graph
+  keep_in_fp32 lr_schedules model_checkpointing pipe precision_config python_gc rollout sequence_parallel sparse_tensor
+  state_dict_factory superoffload swap_tensor tensor_parallel torch_autocast utils weight_quantizer zenflow zero
+sequence: layer
+utils: bwc comms_logging config debug exceptions groups init_on_device logging mixed_precision_linkage module_utils numa
+  nvtx pin_memory pin_memory_tracker static_cache tensor_fragment timer torch types z3_leaf_module zero_to_fp32
+  zero_to_torch
+"""
+"""The packages of DeepSpeed 0.19.8, and modules of them."""
+
+
+def test_each_module_of_deepspeed_is_there_or_its_import_says_what_to_use() -> None:
+    missing: dict[str, str] = {}
+    for package, modules in re.findall(r"^(\w+):((?:.|\n )*)", MODULES_OF_DEEPSPEED, re.M):
+        for module in ("", *modules.split()):
+            path = f"{package}.{module}".removesuffix(".")
+            try:
+                importlib.import_module(f"offload.deepspeed.{path}")
+            except ModuleNotFoundError as error:
+                missing[path] = str(error)
+    assert {"autotuning", "autotuning.autotuner", "comm.mori", "runtime.zenflow"} <= missing.keys()
+    assert not missing.keys() & {"comm.comm", "ops.aio", "runtime.pipe", "checkpoint.ds_to_universal"}
+    for path, message in missing.items():
+        assert message.startswith("offload has no counterpart of deepspeed.") and INSTEAD[""] not in message, path
+    with pytest.raises(ModuleNotFoundError, match=r"counterpart of deepspeed\.utils\.nvtx: torch\.cuda\.nvtx"):
+        from offload.deepspeed.utils import nvtx  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="none of the modules"):
+        importlib.import_module("offload.deepspeed.no_such_module")
 
 
 def test_the_page_is_of_this_table() -> None:

@@ -29,6 +29,7 @@ from offload.errors import StoreError
 from tests import ROOT
 from tests.support import rounding_bounds
 from tests.support.oracle import Job, assert_same_tensors
+from tests.support.processes import warm_process
 from tests.support.ranks.rank_pool import RankPool
 
 pytest.importorskip("transformers")
@@ -169,6 +170,28 @@ def test_a_universal_checkpoint_of_ours_holds_the_run(dtype: str, tmp_path: Path
     found = torch.load(zero / "transformer.wte.weight" / "exp_avg.pt", weights_only=True)["param"]
     assert torch.equal(found, expected["transformer.wte.weight/exp_avg"])
     assert int(torch.load(zero / "transformer.wte.weight" / "step.pt", weights_only=True)) == BEFORE
+
+
+def test_the_program_ds_to_universal_takes_a_checkpoint_of_ours_alone(data: Path, tmp_path: Path) -> None:
+    engine = start(tmp_path / "run")
+    losses(engine, range(1))
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = states(engine)
+    program = ["-m", "offload.deepspeed.checkpoint.ds_to_universal", "--num_merge_workers", "1"]
+    done = warm_process.run(
+        [*program, "--input_folder", str(tmp_path / "saved"), "--output_folder", str(tmp_path / "out")]
+    )
+    assert done.returncode == 0, done.stderr
+    losses(engine, range(1))
+    engine.load_checkpoint(tmp_path / "out")
+    assert_same_tensors(states(engine), expected)
+    engine.destroy(remove=True)
+    for folder, words in (
+        (data / "z3-fp32-2", "is a checkpoint of another program"),
+        (tmp_path / "run", "no checkpoint of an"),
+    ):
+        done = warm_process.run([*program, "--input_folder", str(folder), "--output_folder", str(tmp_path / "other")])
+        assert done.returncode == 1 and words in done.stderr and not (tmp_path / "other").exists()
 
 
 # -- what does not fit changes nothing ----------------------------------------------------------------

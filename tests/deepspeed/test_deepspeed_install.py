@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -47,11 +48,12 @@ import deepspeed.runtime.zero.partition_parameters as parameters
 assert deepspeed is offload.deepspeed and deepspeed.__version_minor__ == 19
 assert parameters.Init is deepspeed.zero.Init and pickle.loads(pickle.dumps(FusedAdam)) is FusedAdam
 try:
-    import deepspeed.profiling
+    import deepspeed.autotuning.tuner
 except ModuleNotFoundError as error:
-    assert "has no counterpart of deepspeed.profiling; docs/reference/deepspeed-names.md" in str(error)
+    assert "has no counterpart of deepspeed.autotuning: `offload plan MODEL` predicts" in str(error)
+    assert error.name == "deepspeed.autotuning"
 else:
-    raise AssertionError("deepspeed.profiling")
+    raise AssertionError("deepspeed.autotuning")
 print("right")
 """
 
@@ -149,8 +151,23 @@ def test_a_script_has_its_arguments_its_name_and_its_exit_code(tmp_path: Path) -
     assert done.stdout == f"{[str(script), '--lr', '1', '--help', str(script), '__main__', '0', '1', '0.19.8']}\n"
     missing = warm_process.run(["-m", "offload", "run", str(tmp_path / "absent.py")])
     assert missing.returncode == 2 and "is no file and no command: expected a script" in missing.stderr
-    launcher = warm_process.run(["-m", "offload", "run", "deepspeed", "--num_gpus", "2", str(script)])
-    assert launcher.returncode == 2 and "there is no launcher deepspeed here" in launcher.stderr
+
+
+def test_the_command_deepspeed_of_a_tutorial_is_the_launcher(tmp_path: Path) -> None:
+    """As a command of `offload run`, and in a script of a shell, without the virtual environment on the path."""
+    (tmp_path / "run.sh").write_text('deepspeed --num_gpus 1 --dry_run "$@"\n')
+    (tmp_path / "train.py").write_text("")
+    offload, options = Path(sys.executable).with_name("offload"), ["train.py", "--deepspeed_config", "ds.json"]
+    environment = {**os.environ, "PATH": "/usr/bin:/bin"}
+    printed = []
+    for command in (["run", "deepspeed", "--num_gpus", "1", "--dry_run"], ["run", "sh", "run.sh"]):
+        done = subprocess.run(
+            [offload, *command, *options], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(re.sub(r"--rdzv\S+", "", done.stdout))
+    assert printed[0] == printed[1] and " train.py --deepspeed_config ds.json" in printed[0], printed
+    assert "offload.launch.torchrun" in printed[0]
 
 
 def test_the_processes_of_a_command_find_the_package_and_so_do_spawned_workers(tmp_path: Path) -> None:

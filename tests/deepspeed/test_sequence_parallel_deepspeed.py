@@ -111,3 +111,77 @@ def test_what_deepspeeds_names_do_not_do_here_says_what_to_do(ranks: RankPool) -
         assert "attn_implementation" in attention and "disable_in_eval" in evaluation
         assert "a multiple of sequence_parallel_size, 2, got 31" in length
         assert "a divisor of the number of ranks, 2, got 3" in size
+
+
+# -- tiled compute of ALST ----------------------------------------------------------------------------
+
+
+class Tiled(nn.Module):
+    """An MLP and a head over tokens, whole or by the tiled names of ALST."""
+
+    def __init__(self, tiled: bool) -> None:
+        super().__init__()
+        self.mlp, self.head = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)), nn.Linear(6, 9)
+        self.tiled = tiled
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        from offload.deepspeed.runtime.sequence_parallel import ulysses_sp as alst
+
+        if not self.tiled:
+            scaled = self.mlp(hidden) * hidden.sin()
+            return self.loss(scaled.flatten(0, 1), labels.flatten(), torch.ones(14, dtype=torch.bool)) / 14
+        weights = list(self.mlp.parameters())
+        made = alst.TiledMLP.apply(lambda module, x: module(x), self.mlp, hidden, 3, weights)
+        made = alst.sequence_tiled_compute(
+            lambda x, factor: x * factor.sin(), 7, 2, {"x": made, "factor": hidden}, {}, "x", None, 1, None
+        )
+        mask = torch.ones_like(labels, dtype=torch.bool)
+        total = alst.TiledFusedLogitsLoss.apply(Tiled.loss, self, made, labels, mask, 4, [self.head.weight], "sum")
+        return total / 14
+
+    def loss(self, hidden: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(hidden)[mask], labels[mask], reduction="sum")
+
+
+def tiled_rows(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(3)
+    return torch.randn(2, 7, 6, generator=drawn, dtype=dtype), torch.randint(9, (2, 7), generator=drawn)
+
+
+def test_tiled_names_of_alst_have_the_gradients_of_the_whole_computation() -> None:
+    gradients = []
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        model = Tiled(tiled).double()
+        hidden, labels = tiled_rows(torch.float64)
+        loss = model(hidden.requires_grad_(), labels)
+        loss.backward()
+        gradients.append([loss.detach(), hidden.grad, *(parameter.grad for parameter in model.parameters())])
+    for whole, tiles in zip(*gradients, strict=True):
+        torch.testing.assert_close(tiles, whole, rtol=1e-12, atol=1e-14)
+
+
+def test_tiled_names_of_alst_have_equal_bits_in_memory_and_on_a_drive(tmp_path: Path) -> None:
+    import offload.deepspeed as deepspeed
+
+    weights = []
+    for place in ("none", "nvme"):
+        torch.manual_seed(0)
+        content = config(LLAMA, (place, place), tmp_path / place)
+        engine, *_ = deepspeed.initialize(model=Tiled(tiled=True), config=content)
+        for _ in range(2):
+            engine.backward(engine(*tiled_rows(torch.float32)))
+            engine.step()
+        weights.append(weights_of(engine))
+        engine.destroy(remove=True)
+    first, second = weights
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_tiled_names_of_alst_refuse_what_they_cannot_join() -> None:
+    from offload.deepspeed.runtime.sequence_parallel import ulysses_sp as alst
+
+    hidden, labels = tiled_rows(torch.float32)
+    loss = functools.partial(alst.TiledFusedLogitsLoss.apply, Tiled.loss, Tiled(tiled=False), hidden)
+    assert "'none'; give" in message_of(lambda: loss(labels, None, 2, None, "none"))
+    assert "[2, 7, 6], [2, 5]" in message_of(lambda: loss(labels[:, :5], None, 2))

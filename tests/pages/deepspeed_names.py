@@ -9,6 +9,8 @@ import itertools
 from pathlib import Path
 from typing import NamedTuple
 
+from offload.deepspeed.refused import INSTEAD
+
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "deepspeed-names.md"
 
 RIGHT, REFUSED, ABSENT = "right", "refused", "absent"
@@ -45,10 +47,11 @@ _SIGNS = (
     "`optimizer.type` in the JSON, as `OneBitAdam`: [signs of "
     "momenta](../concepts/quantized-collectives.md#signs-of-momenta)"
 )
-_NOT_LOGGED = (
-    "without effect, as a warning says: `steps_per_print` has the number and bytes of collectives, and [the "
+_COUNTED = (
+    "number and bytes of the engines' collectives by kind; messages are not timed, but [the "
     "timeline](../guides/find-the-bottleneck.md#record-a-timeline) draws them"
 )
+_ALST = "runtime.sequence_parallel.ulysses_sp"
 _LAYERS = "layers are the model's own"
 _SCHEDULE = "with the differences of [learning rates](deepspeed-compatibility.md#learning-rates)"
 
@@ -264,7 +267,13 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         ),
         Name("checkpoint.utils.clone_tensors_for_torch_save", RIGHT, "", "item device"),
         Name("checkpoint.DeepSpeedCheckpoint", REFUSED, "`offload inspect`, `offload export`"),
-        Name("checkpoint.ds_to_universal.main", ABSENT, "a checkpoint loads on any number of ranks as it is"),
+        Name(
+            "checkpoint.ds_to_universal.main",
+            RIGHT,
+            "of this library's checkpoints, as `offload export --format deepspeed-universal`; a checkpoint loads on "
+            "any number of ranks without it",
+            "args",
+        ),
     ),
     "Checkpointing of activations": (
         Name(
@@ -354,8 +363,13 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
                 "reduce_scatter_fn gather scatter all_to_all all_to_all_single send recv isend irecv ReduceOp".split()
             ),
         ),
-        Name("comm.log_summary", RIGHT, _NOT_LOGGED, "show_straggler"),
-        Name("comm.configure", RIGHT, _NOT_LOGGED, "deepspeed_config enabled prof_all prof_ops verbose debug"),
+        Name("comm.log_summary", RIGHT, _COUNTED, "show_straggler return_dict"),
+        Name(
+            "comm.configure",
+            RIGHT,
+            "without effect: collectives are always counted",
+            "deepspeed_config enabled prof_all prof_ops verbose debug",
+        ),
         Name("get_accelerator", RIGHT),
         Name(
             "accelerator.get_accelerator",
@@ -416,13 +430,25 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             "rows without attention masks or packed documents",
             "dl sp_rank sp_group sp_world_size device",
         ),
-        *each(
-            ABSENT,
-            "[tiles](python/tiles.md), and [losses](python/losses.md)",
-            *(
-                f"runtime.sequence_parallel.ulysses_sp.{name}"
-                for name in ("SequenceTiledCompute", "TiledMLP", "TiledFusedLogitsLoss")
-            ),
+        Name(
+            f"{_ALST}.TiledMLP.apply",
+            RIGHT,
+            "[`offload.tiled`](python/tiles.md) of the module",
+            "fn self x shards compute_params",
+        ),
+        Name(
+            f"{_ALST}.sequence_tiled_compute",
+            RIGHT,
+            "by torch's checkpoint of each piece",
+            "fn seqlen shards kwargs_to_shard kwargs_to_pass grad_requiring_tensor_key compute_params "
+            "output_unshard_dimension output_reduction",
+        ),
+        Name(f"{_ALST}.SequenceTiledCompute.apply", RIGHT, "by torch's checkpoint of each piece"),
+        Name(
+            f"{_ALST}.TiledFusedLogitsLoss.apply",
+            RIGHT,
+            "by torch's checkpoint of each piece; [`causal_lm`](python/losses.md) computes nothing twice",
+            "fn self x y mask shards compute_params output_reduction",
         ),
         Name(
             "sequence.layer.DistributedAttention",
@@ -435,11 +461,23 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             ABSENT,
             "[frozen weights](../guides/frozen-weights.md) in 4 or 8 bits",
         ),
-        *each(
-            ABSENT,
-            "[the timeline](../guides/find-the-bottleneck.md#record-a-timeline); torch's own counter of operations",
+        Name(
             "profiling.flops_profiler.FlopsProfiler",
+            RIGHT,
+            "products, convolutions and attention, [as torch counts them](metrics.md#tflops-and-mfu); no `ignore_list`",
+            "model ds_engine recompute_fwd_factor",
+        ),
+        *(
+            Name(f"profiling.flops_profiler.FlopsProfiler.{name}", RIGHT)
+            for name in "start_profile stop_profile reset_profile end_profile get_total_flops get_total_macs "
+            "get_total_params get_total_duration print_model_profile".split()
+        ),
+        Name(
             "profiling.flops_profiler.get_model_profile",
+            RIGHT,
+            "as `FlopsProfiler`; no `ignore_modules`",
+            "model input_shape args kwargs print_profile detailed module_depth top_modules warm_up as_string "
+            "output_file ignore_modules mode",
         ),
         Name("autotuning.Autotuner", ABSENT, "`offload plan` decides before a run"),
         Name("elasticity.compute_elastic_config", ABSENT, "a run resumes on any number of ranks as it is"),
@@ -467,6 +505,16 @@ Parameters of `zero.Init` and of `initialize` have `ds_id`, `ds_shape`, `ds_nume
 `safe_set_local_fp32_param`. They are read, not set.
 """
 
+_MODULES = """
+## Modules without a counterpart
+
+The import of one of these modules, or of one below it, is a `ModuleNotFoundError` with these words. The longest name
+counts; a module that has a name above is there.
+
+| `deepspeed.` | in its place |
+|---|---|
+"""
+
 
 def document() -> str:
     """Returns the page."""
@@ -476,6 +524,10 @@ def document() -> str:
         for (outcome, words), some in itertools.groupby(names, lambda name: (name.outcome, name.words)):
             shown = ", ".join(f"`{_shown(name.path)}`" for name in some)
             parts.append(f"| {shown} | {outcome} | {words} |\n")
+    parts.append(_MODULES)
+    for words, modules in itertools.groupby(INSTEAD.items(), lambda item: item[1]):
+        names = ", ".join(f"`{name}`" for name, _ in modules if name)
+        parts.append(f"| {names} | {words.replace('<', '&lt;')} |\n" if names else "")
     return "".join(parts)
 
 

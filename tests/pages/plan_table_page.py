@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.errors import BudgetError
+from offload.hardware.gpus import GPUS, Gpu, Rate
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.planner import output, recommend, request
 from offload.planner.activations import Load
-from offload.planner.gpus import GPUS, Gpu, Rate
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.memory import settings
 from offload.planner.model_shape import Shape, from_count

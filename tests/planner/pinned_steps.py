@@ -1,7 +1,7 @@
 """Simulated seconds of steps on machines that need not exist: `python -m tests.planner.pinned_steps` pins them anew.
 
-A machine is a row of rates written here, not those of `planner/gpus.py`: a better figure for a card changes no pin. So
-only the schedule of a step, its bytes, and the formulas of its compute can.
+A machine is a row of rates written here, not those of `hardware/gpus.toml`: a better figure for a card changes no pin.
+So only the schedule of a step, its bytes, and the formulas of its compute can.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from offload.cli.commands import plan as command
 from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
 from offload.finetune.model import allows_chunks
+from offload.hardware.gpus import GPUS, find_gpu
 from offload.planner import activations, memory, recommend
 from offload.planner.activations import Load
-from offload.planner.gpus import GPUS, find_gpu
 from offload.planner.hardware import Hardware, described, parse_drive, parse_memory
 from offload.planner.model_shape import Shape, from_count
 from offload.planner.output import Asked, cautions, summary

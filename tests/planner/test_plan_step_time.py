@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
+from offload.hardware.gpus import GPUS, ORIGINS, Gpu, Rate, find_gpu
 from offload.layout import placement
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.planner import memory, recommend, request, step_time
 from offload.planner.activations import Load, beside_weights, wish_of
-from offload.planner.gpus import GPUS, ORIGINS, Gpu, Rate, find_gpu
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count, from_name
 from offload.planner.output import Asked, in_short, lines

@@ -48,18 +48,24 @@ def run(
     """Run a script of DeepSpeed, unmodified: `import deepspeed` means offload.deepspeed in it.
 
     transformers and accelerate find it too, and so do all processes that a launcher starts: offload run accelerate
-    launch --use_deepspeed train.py. `offload launch` starts several ranks, on several hosts too.
+    launch --use_deepspeed train.py. The command deepspeed in it, or in a script of a shell, is `offload launch`.
     Example: offload run train.py --deepspeed ds_config.json
     """
+    from offload.deepspeed.import_hook import STAND_IN
+
+    # The virtual environment of this Python need not be activated. Below the command the user's PATH goes before it.
+    deepspeed, here, path = str(STAND_IN / "bin"), os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
     with errors(BAD_INPUT):
-        program = None if module else _program(script)
+        program = None if module else _program(script, os.pathsep.join([deepspeed, here, path]))
     if program is None:
         command = [sys.executable, "-c", _START, *(["-m"] if module else []), script, *(arguments or [])]
     else:
         command = [program, *(arguments or [])]
     # The script replaces this process, so that signals, exit code and tracebacks are the script's own.
     sys.stdout.flush()
-    os.execve(command[0], command, {**os.environ, "PYTHONPATH": with_stand_in(os.environ.get("PYTHONPATH"))})
+    python_path = with_stand_in(os.environ.get("PYTHONPATH"))
+    paths = {"PATH": os.pathsep.join([deepspeed, path, here]), "PYTHONPATH": python_path}
+    os.execve(command[0], command, {**os.environ, **paths})
 
 
 def with_stand_in(path: str | None) -> str:
@@ -70,21 +76,11 @@ def with_stand_in(path: str | None) -> str:
     return os.pathsep.join([str(STAND_IN), *filter(None, [path])])
 
 
-def _program(name: str) -> str | None:
-    """Returns the path of the command to run; None for a script of Python.
-
-    The search for a command starts in the folder of this Python.
-    """
+def _program(name: str, places: str) -> str | None:
+    """Returns the path of the command to run, from the folders `places`; None for a script of Python."""
     path = Path(name)
     if path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK)):
         return None
-    if name == "deepspeed":
-        raise UsageError(
-            "there is no launcher deepspeed here: start one process by `offload run train.py`, more by `offload launch "
-            "--num_gpus 2 train.py`, which takes DeepSpeed's options and hostfile"
-        )
-    # The virtual environment of this Python need not be activated.
-    places = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     found = shutil.which(name, path=places)
     if found is None:
         raise UsageError(

@@ -34,6 +34,7 @@ from offload.interrupts import exit_on_next_signal
 from offload.launch.environment import rank_number
 from offload.notices import shell_command
 from offload.report.figures import compare, early_updates, early_words, forecast, warning, words
+from offload.report.log import median_rates, rate_words
 from offload.report.phases import Bound, advice, bound
 from offload.sizes import count_of, format_decimal, format_size
 
@@ -122,9 +123,10 @@ class ProgressLine:
             import torch
 
             gpu = f"  GPU {format_size(torch.get_device_module(device).memory_reserved(device))}"
+        rate = f"  {words}" if (words := rate_words(report.measured)) else ""
         text = (
             f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}  "
-            f"{report.tokens / report.seconds:,.0f} tokens/s{gpu}  "
+            f"{report.tokens / report.seconds:,.0f} tokens/s{rate}{gpu}  "
             f"RAM {format_size(self._process.memory_info().rss)}  "
             f"read {report.read_bytes / report.seconds / 1e9:.2f} GB/s  "
             f"write {report.written_bytes / report.seconds / 1e9:.2f} GB/s"
@@ -333,6 +335,10 @@ class _Result:
     total_steps: int | None = None
     """Steps that were requested."""
     tokens_per_second: float | None = None
+    tflops: float | None = None
+    """Median over the steps after the first; None where operations are not counted."""
+    mfu: float | None = None
+    """The same, of the peak of the device."""
     run: str | None = None
     saved: str | None = None
     bound_by: str | None = None
@@ -573,9 +579,11 @@ class Training:
         """Returns the numbers of the run; must be called before the engine is closed."""
         reports, engine = self.reports, job.engine
         lists: dict[str, Any] = {key: [getattr(report, field) for report in reports] for key, field in _LISTS.items()}
-        seconds = sum(lists["step_seconds"])
+        seconds, rates = sum(lists["step_seconds"]), median_rates(_steady(reports))
         return _Result(
             **lists,
+            tflops=rates["tflops"],
+            mfu=rates["mfu"],
             **facts(job, reports),
             others_share=statistics.fmean(self.shares[1:] or self.shares) if self.shares else None,
             parameters=engine.parameter_count,
@@ -600,11 +608,13 @@ class Training:
         steady = self.reports[1:] or self.reports
         seconds = statistics.median(report.seconds for report in steady)
         read, written = (statistics.median(getattr(r, f"{name}_bytes") for r in steady) for name in ("read", "written"))
+        rate = rate_words(vars(result))
         table = [
             ("steps", f"{self.reports[0].step} to {self.reports[-1].step}"),
             ("loss", f"{self.reports[0].loss:.4f} to {self.reports[-1].loss:.4f}"),
             *self._evaluated(),
             ("median step", f"{seconds:.3f} s, {steady[-1].tokens / seconds:,.0f} tokens/s"),
+            *((("rate", rate),) if rate else ()),
             ("read, written a step", f"{format_size(read)}, {format_size(written)}"),
             ("bytes a parameter and step", f"{(read + written) / (result.parameters or 1):.1f}"),
             (

@@ -124,7 +124,7 @@ class Gpu:
 
 
 def _load() -> tuple[Gpu, ...]:
-    table = tomllib.loads((files("offload.planner") / "gpus.toml").read_text("utf-8"))
+    table = tomllib.loads((files("offload.hardware") / "gpus.toml").read_text("utf-8"))
     sources = table["sources"]
 
     def scaled(number: float, power: int) -> float:
@@ -193,6 +193,20 @@ def find_gpu(text: str) -> tuple[Gpu, str | None]:
         ), f"the GPU is as fast as a {like.name}"
     known = ", ".join(gpu.name for gpu in GPUS)
     raise ConfigError(f"there is no GPU {text!r} here: give a size such as 24GB, or one of {known}")
+
+
+def peak_products(name: str) -> dict[str, float] | None:
+    """Returns the data sheet's operations per second, by dtype, of the GPU that torch calls `name`.
+
+    None for a GPU that is not in the table. Another version of one that is, such as an "H100 PCIe", is not in it.
+    """
+
+    def model_of(words: str) -> str:
+        # A card of two memory sizes has one peak.
+        return re.sub(r"\d+gb\b|hbm\w+|[^a-z0-9]", "", _MAKERS.sub(" ", words.lower()))
+
+    gpu = next((gpu for gpu in GPUS if model_of(gpu.name) == model_of(name)), None)
+    return None if gpu is None else {dtype: _of_products(gpu, dtype)[1] for dtype in ("bf16", "fp16", "fp32")}
 
 
 # -- the rates of a described machine ---------------------------------------------------------------------
