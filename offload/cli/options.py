@@ -71,7 +71,9 @@ def read_recipe(context: typer.Context, path: Path | None) -> Path | None:
         if not isinstance(content, dict):
             raise ValueError("expected a line KEY: VALUE for each option")
         keys = [key.value for key, _ in node.value]  # a second one would silently win
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read the recipe {path}: {error.strerror or error}") from error
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise typer.BadParameter(f"{path} is no recipe: {' '.join(str(error).split())}") from error
     options = {
         name.lstrip("-").replace("-", "_"): parameter

@@ -28,6 +28,12 @@ def parsed(recipe: Path, *more: str) -> dict[str, Any]:
         return dict(context.params)
 
 
+def test_a_recipe_that_is_missing_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / "nothing.yaml"
+    with pytest.raises(typer.BadParameter, match=f"cannot read the recipe {path}: No such file or directory$"):
+        parsed(path)
+
+
 def test_values_are_those_of_the_file_where_no_option_is_given(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(
