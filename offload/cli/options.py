@@ -95,9 +95,20 @@ def read_recipe(context: typer.Context, path: Path | None) -> Path | None:
             len(listed) != 1 and not multiple(parameter)
         ):
             raise typer.BadParameter(f"{path}: expected the value of an option as {key!r:.99}, got {value!r:.99}")
-        defaults[str(parameter.name)] = listed if multiple(parameter) else listed[0]
+        value = listed if multiple(parameter) else listed[0]
+        defaults[str(parameter.name)] = functools.partial(_unless_other, context, str(parameter.name), value)
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
+
+
+_OTHER = {"steps": "epochs", "epochs": "steps", "data": "text", "text": "data"}
+"""Options that exclude each other: one on the command line takes the place of the other in the recipe."""
+
+
+def _unless_other(context: Any, name: str, value: Any) -> Any:
+    # Options of the command line are processed before defaults are looked up.
+    other = context.get_parameter_source(_OTHER.get(name, ""))
+    return None if other is not None and other.name == "COMMANDLINE" else value
 
 
 def multiple(parameter: Any) -> bool:

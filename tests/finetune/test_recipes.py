@@ -47,6 +47,15 @@ def test_values_are_those_of_the_file_where_no_option_is_given(tmp_path: Path) -
     assert params["chunked_loss"] is False and params["epochs"] is None
 
 
+def test_an_option_takes_the_place_of_the_other_way_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("epochs: 1\ntext: [a]\nbatch_size: 4\n")
+    params = parsed(path, "--steps", "9", "--data", "b")
+    assert (params["steps"], params["epochs"], params["batch_size"]) == (9, None, 4)
+    assert list(params["data"]) == [Path("b")] and not params["text"]
+    assert parsed(path)["epochs"] == 1 and list(parsed(path)["text"]) == [Path("a")]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

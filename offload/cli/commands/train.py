@@ -324,11 +324,6 @@ def _job_options(typed: TrainOptions, rank: int) -> Options:
     del values["json_output"], values["recipe"]
     for name in ("text", "data", "eval_data", "nvme_path", "report_to"):
         values[name] = tuple(values[name] or ())
-    source = typer_context().get_parameter_source
-    # An option of the command line overrules the recipe's other way to set the same.
-    for given, other in (("steps", "epochs"), ("epochs", "steps"), ("data", "text"), ("text", "data")):
-        if source(given) is ParameterSource.COMMANDLINE and source(other) is ParameterSource.DEFAULT_MAP:
-            values[other] = None if given in ("steps", "epochs") else ()
     values["trace"] = None if typed.trace is None else str(typed.trace)
     # All ranks run this command; only one may write the log.
     values["log"] = typed.log if rank == 0 else None
