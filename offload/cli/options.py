@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,7 +144,43 @@ def takes_options(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[...
     return decorate
 
 
-class Grouped(TyperCommand):
+_BOUND = {" ": "\N{NO-BREAK SPACE}", "-": "\N{NON-BREAKING HYPHEN}"}
+_UNBOUND = str.maketrans({bound: plain for plain, bound in _BOUND.items()})
+
+
+def _bound(text: str) -> str:
+    """Returns a help text whose defaults, words with dashes and last two words stay on one line."""
+    text = re.sub(r"\[default: .{,40}?\]", lambda default: default[0].replace(" ", _BOUND[" "]), text)
+    text = re.sub(r"(?<=\S)-(?=\S)", _BOUND["-"], text)
+    return re.sub(r" (\S{,24})(?=\n\n|$)", rf"{_BOUND[' ']}\1", text)
+
+
+class _Formatter(typer.Context.formatter_class):  # type: ignore[misc, name-defined]
+    """The formatter of help: no line ends within a default or a name, and none is a single word."""
+
+    def write_text(self, text: str) -> None:
+        super().write_text(_bound(text))
+
+    def write_dl(self, rows: Sequence[tuple[str, str]], *widths: int, **more: int) -> None:
+        super().write_dl([(name, _bound(text)) for name, text in rows], *widths, **more)
+
+    def getvalue(self) -> str:
+        return str(super().getvalue()).translate(_UNBOUND)
+
+
+class HelpContext(typer.Context):
+    """The context of commands and groups, for its formatter of help."""
+
+    formatter_class = _Formatter
+
+
+class Command(TyperCommand):
+    """A command."""
+
+    context_class = HelpContext
+
+
+class Grouped(Command):
     """A command whose help lists options in groups, each option by its first name."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -254,10 +254,10 @@ def test_the_learned_tokens_are_reported() -> None:
         (
             MARKING_TEMPLATE,
             False,
-            "the assistant's words are learned, as the chat template marks them",
+            "only the assistant's words are learned, as the chat template marks them",
             "the completions",
         ),
-        (PLAIN_TEMPLATE, False, "the assistant's words are learned, found as what", "the completions"),
+        (PLAIN_TEMPLATE, False, "only the assistant's words are learned, found as what", "the completions"),
         (PLAIN_TEMPLATE, True, "the words of all roles are learned", "both"),
     ):
         by = tokenizer(template)
