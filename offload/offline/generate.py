@@ -170,8 +170,8 @@ class Conversation:
         longest, length = positions_of(self._model.config), len(encode_prompt(chat, self._model.tokenizer))
         if longest is not None and length >= longest:
             raise ConfigError(
-                f"the conversation has {length} tokens, and the model {longest} positions, so no answer has room; begin "
-                "another one"
+                f"the conversation has {length} tokens, and the model {longest} positions, so no answer has room; "
+                "begin another one"
             )
         most = self._most if longest is None else min(self._most, longest - length)
         (done,) = completions(self._model, [chat], batch_size=1, max_new_tokens=most, **self._sampling, **streamer)
