@@ -419,8 +419,8 @@ def _schedule(
     so = "each weight is fetched twice a step" if moves else "gradients leave the device once a step"
     provided = ", if the first step shows that all fit" if choice.after_a_step else ""
     line = (
-        f"all {batch.accumulation} micro-batches of a step pass through a block before the next (not in a loop of forward "
-        f"and backward), so {so}; {content} are kept at once{provided}"
+        f"all {batch.accumulation} micro-batches of a step pass through a block before the next (not in a loop of "
+        f"forward and backward), so {so}; {content} are kept at once{provided}"
     )
     return choice, (Remark(line),)
 
