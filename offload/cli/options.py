@@ -155,7 +155,10 @@ def _bound(text: str) -> str:
     return re.sub(r" (\S{,24})(?=\n\n|$)", rf"{_BOUND[' ']}\1", text)
 
 
-class _Formatter(typer.Context.formatter_class):  # type: ignore[misc, name-defined]
+_HelpFormatter: Any = typer.Context.formatter_class  # of click, which some versions of typer vendor
+
+
+class _Formatter(_HelpFormatter):  # type: ignore[misc]
     """The formatter of help: no line ends within a default or a name, and none is a single word."""
 
     def write_text(self, text: str) -> None:
