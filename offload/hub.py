@@ -74,7 +74,7 @@ def _hub_folder(name: str, config_only: bool) -> Path:
             f"there is no folder {name}, and the hub has no model of that name that you may see: correct the name, or "
             "run: hf auth login"
         ) from error
-    except (errors.HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # huggingface_hub and its HTTP client raise classes of their own
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"there is no folder {name}, and it cannot be fetched from the hub ({type(error).__name__}: "

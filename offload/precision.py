@@ -90,7 +90,7 @@ def choose(device: torch.device) -> Choice:
     measured = rates("bf16")
     if decide(measured) == "bf16":
         return Choice("bf16")
-    return Choice("fp32", f"fp32: this processor multiplies it {figures('bf16', measured)}")
+    return Choice("fp32", f"dtype fp32: on this processor it is {figures('bf16', measured)}")
 
 
 def figures(half: str, measured: ProductRates) -> str:
@@ -269,8 +269,8 @@ def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
     if slower < _WARNED_FROM:
         return
     cure = (
-        f'leave out what chose it: the block "{dtype}" of the config, {dtype}=True of TrainingArguments, '
-        f'mixed_precision="{dtype}" of Accelerator, dtype="{dtype}" of initialize; offload train: --dtype fp32'
+        f'offload train: --dtype fp32; elsewhere leave out the block "{dtype}" of the config, {dtype}=True of '
+        f'TrainingArguments, mixed_precision="{dtype}" of Accelerator, or dtype="{dtype}" of initialize'
     )
     if goes_on and config.dtype != "fp32":
         cure = "a resumed run keeps its dtype; start another run in fp32, or resume this run on another machine"

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 import offload
 from offload.cli.commands import bench, check_config, launch, machine, offline, plan, report, store, train
 from offload.cli.console import BAD_INPUT, FAILED, echo_error, printable_logs
-from offload.cli.options import UNDERSCORES, Grouped
+from offload.cli.options import UNDERSCORES, Command, Grouped, HelpContext
 from offload.cli.signals import AT_ONCE, handlers
 from offload.errors import printable
 from offload.interrupts import exit_on_next_signal
@@ -63,6 +63,8 @@ def _check_not_empty(arguments: Sequence[str], ctx: Any) -> None:
 class _Commands(TyperGroup):
     """The group of all commands. Usage errors appear in one line, with the exit code of other bad input."""
 
+    context_class = HelpContext
+
     def make_context(self, *args: Any, **more: Any) -> Any:
         with _in_one_line():
             return super().make_context(*args, **more)
@@ -89,27 +91,27 @@ app = typer.Typer(
 
 # The order of registration is the order in the help.
 _OPTIONS: dict[str, Any] = {"cls": Grouped, "context_settings": UNDERSCORES}
-app.command()(machine.info)
-app.command()(machine.doctor)
-app.command()(machine.tune)
+app.command(cls=Command)(machine.info)
+app.command(cls=Command)(machine.doctor)
+app.command(cls=Command)(machine.tune)
 app.add_typer(bench.bench, name="bench")
-app.command()(machine.probe)
+app.command(cls=Command)(machine.probe)
 app.command(**_OPTIONS)(plan.plan)
-app.command("check-config")(check_config.check_config)
-app.command()(report.report)
-app.command()(store.inspect)
-app.command()(store.verify)
-app.command("import")(store.import_)
-app.command()(store.export)
-app.command()(store.merge)
-app.command()(store.convert)
-app.command()(store.rm)
+app.command("check-config", cls=Command)(check_config.check_config)
+app.command(cls=Command)(report.report)
+app.command(cls=Command)(store.inspect)
+app.command(cls=Command)(store.verify)
+app.command("import", cls=Command)(store.import_)
+app.command(cls=Command)(store.export)
+app.command(cls=Command)(store.merge)
+app.command(cls=Command)(store.convert)
+app.command(cls=Command)(store.rm)
 app.command(**_OPTIONS)(train.train)
 app.command(**_OPTIONS)(offline.score)
 app.command(**_OPTIONS)(offline.generate)
 app.command(**_OPTIONS)(offline.chat)
 # Options after the script belong to the script.
-app.command(context_settings={"allow_interspersed_args": False})(launch.run)
+app.command(cls=Command, context_settings={"allow_interspersed_args": False})(launch.run)
 app.command(cls=launch.Launch, context_settings={**UNDERSCORES, "allow_interspersed_args": False})(launch.launch)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,7 +72,9 @@ def read_recipe(context: typer.Context, path: Path | None) -> Path | None:
         if not isinstance(content, dict):
             raise ValueError("expected a line KEY: VALUE for each option")
         keys = [key.value for key, _ in node.value]  # a second one would silently win
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read the recipe {path}: {error.strerror or error}") from error
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise typer.BadParameter(f"{path} is no recipe: {' '.join(str(error).split())}") from error
     options = {
         name.lstrip("-").replace("-", "_"): parameter
@@ -93,9 +96,20 @@ def read_recipe(context: typer.Context, path: Path | None) -> Path | None:
             len(listed) != 1 and not multiple(parameter)
         ):
             raise typer.BadParameter(f"{path}: expected the value of an option as {key!r:.99}, got {value!r:.99}")
-        defaults[str(parameter.name)] = listed if multiple(parameter) else listed[0]
+        value = listed if multiple(parameter) else listed[0]
+        defaults[str(parameter.name)] = functools.partial(_unless_other, context, str(parameter.name), value)
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
+
+
+_OTHER = {"steps": "epochs", "epochs": "steps", "data": "text", "text": "data"}
+"""Options that exclude each other: one on the command line takes the place of the other in the recipe."""
+
+
+def _unless_other(context: Any, name: str, value: Any) -> Any:
+    # Options of the command line are processed before defaults are looked up.
+    other = context.get_parameter_source(_OTHER.get(name, ""))
+    return None if other is not None and other.name == "COMMANDLINE" else value
 
 
 def multiple(parameter: Any) -> bool:
@@ -130,7 +144,46 @@ def takes_options(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[...
     return decorate
 
 
-class Grouped(TyperCommand):
+_BOUND = {" ": "\N{NO-BREAK SPACE}", "-": "\N{NON-BREAKING HYPHEN}"}
+_UNBOUND = str.maketrans({bound: plain for plain, bound in _BOUND.items()})
+
+
+def _bound(text: str) -> str:
+    """Returns a help text whose defaults, words with dashes and last two words stay on one line."""
+    text = re.sub(r"\[default: .{,40}?\]", lambda default: default[0].replace(" ", _BOUND[" "]), text)
+    text = re.sub(r"(?<=\S)-(?=\S)", _BOUND["-"], text)
+    return re.sub(r" (\S{,24})(?=\n\n|$)", rf"{_BOUND[' ']}\1", text)
+
+
+_HelpFormatter: Any = typer.Context.formatter_class  # of click, which some versions of typer vendor
+
+
+class _Formatter(_HelpFormatter):  # type: ignore[misc]
+    """The formatter of help: no line ends within a default or a name, and none is a single word."""
+
+    def write_text(self, text: str) -> None:
+        super().write_text(_bound(text))
+
+    def write_dl(self, rows: Sequence[tuple[str, str]], *widths: int, **more: int) -> None:
+        super().write_dl([(name, _bound(text)) for name, text in rows], *widths, **more)
+
+    def getvalue(self) -> str:
+        return str(super().getvalue()).translate(_UNBOUND)
+
+
+class HelpContext(typer.Context):
+    """The context of commands and groups, for its formatter of help."""
+
+    formatter_class = _Formatter
+
+
+class Command(TyperCommand):
+    """A command."""
+
+    context_class = HelpContext
+
+
+class Grouped(Command):
     """A command whose help lists options in groups, each option by its first name."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

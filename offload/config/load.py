@@ -347,7 +347,8 @@ def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
             if len(text) > _LONGEST:
                 raise ValueError(f"it has more than {_LONGEST} characters")
         except (OSError, ValueError) as error:  # a path may hold a null byte, a file anything
-            raise ConfigError(f"cannot read the config {name}: {error}") from error
+            reason = getattr(error, "strerror", None) or error  # without the number and the name, which stands before
+            raise ConfigError(f"cannot read the config {name}: {reason}") from error
     content = _parse(text, name)
     if not isinstance(content, dict):
         raise ConfigError(f"the config must be a JSON object, got {type(content).__name__}")

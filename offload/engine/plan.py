@@ -445,8 +445,8 @@ def _schedule(
     so = "each weight is fetched twice a step" if moves else "gradients leave the device once a step"
     provided = ", if the first step shows that all fit" if choice.after_a_step else ""
     line = (
-        f"train_batch and accumulate take all {batch.accumulation} micro-batches of a step through a block before the "
-        f"next, so {so}; {content} are kept at once{provided}"
+        f"all {batch.accumulation} micro-batches of a step pass through a block before the next (not in a loop of "
+        f"forward and backward), so {so}; {content} are kept at once{provided}"
     )
     return choice, (Remark(line),)
 

@@ -23,8 +23,8 @@ from offload.aio._native import crc32c_ways
 from offload.aio.backend import DEFAULTS, refusals
 from offload.aio.file import open_new
 from offload.aio.measure import remove
-from offload.errors import IoError
-from offload.hardware.system import arithmetic, disks, gpus, memory, mount_of, nodes, processor, text
+from offload.errors import ConfigError, IoError
+from offload.hardware.system import arithmetic, check_folders, disks, gpus, memory, mount_of, nodes, processor, text
 from offload.sizes import GIB, MIB, count_of, format_size
 
 _PACKAGES = ("offload", "torch", "numpy", "transformers", "safetensors", "pydantic")
@@ -255,7 +255,12 @@ def findings(report: dict[str, Any], probed: bool) -> list[Finding]:
 def _of_folder(folder: dict[str, Any]) -> list[Finding]:
     name = f"drive of {folder['path']}"
     if "error" in folder:
-        return [Finding("error", name, f"{folder['error']}; make the folder, or give one that you may write to")]
+        words = f"{folder['error']}; make the folder, or give one that you may write to"
+        try:
+            check_folders([folder["path"]])
+        except ConfigError as error:  # no drive is mounted there: to make the folder would fill the drive of /
+            words = str(error)
+        return [Finding("error", name, words)]
     kinds = {True: "rotating", False: "solid state", None: "of unknown kind"}
     kind = ", ".join(kinds[disk["rotational"]] for disk in folder["disks"]) or "of unknown kind"
     how = "O_DIRECT" if folder["o_direct"] else "no O_DIRECT"

@@ -584,7 +584,7 @@ def whole_or_pieces(vocabulary: str, place: Callable[[str], _T]) -> _T:
     except BudgetError as error:
         if str(error) == str(whole):  # another layer is the largest
             raise
-        raise BudgetError(f"{whole}; with tables in pieces: {error}") from None
+        raise BudgetError(f"{error}; with whole tables more is needed") from None
 
 
 def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:

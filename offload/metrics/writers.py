@@ -381,7 +381,7 @@ def check_monitor(config: Config) -> None:
         if getattr(config, package).enabled and (spec is None or spec.origin is None):
             raise ConfigError(
                 f'"{package}" is enabled, but the package {package} is not installed: run `pip install "{what}"`, or '
-                f'set "enabled": false'
+                f'set "enabled": false (offload train: leave out --report-to {package})'
             )
     if config.offload.log is not None:
         check_log(Path(config.offload.log).absolute())

@@ -147,8 +147,12 @@ class Conversation:
     """Messages of a user and the model's answers, by the tokenizer's chat template."""
 
     def __init__(self, model: OpenModel, system: str | None, *, max_new_tokens: int, **sampling: Any) -> None:
-        """Begins with a system message, if one is given. `sampling` are keywords of the model's `generate`."""
-        self._model, self._sampling = model, {"max_new_tokens": max_new_tokens, **sampling}
+        """Begins with a system message, if one is given.
+
+        An answer has at most `max_new_tokens`, and no more than the model's positions leave. `sampling` are keywords
+        of the model's `generate`.
+        """
+        self._model, self._most, self._sampling = model, max_new_tokens, sampling
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self.tokens = 0
         """Tokens that the model has generated."""
@@ -163,7 +167,14 @@ class Conversation:
         self._messages.append({"role": "user", "content": message})
         streamer = {} if show is None else {"streamer": _streamer(self._model.tokenizer, show)}
         chat = Chat("the conversation", self._messages)
-        (done,) = completions(self._model, [chat], batch_size=1, **self._sampling, **streamer)
+        longest, length = positions_of(self._model.config), len(encode_prompt(chat, self._model.tokenizer))
+        if longest is not None and length >= longest:
+            raise ConfigError(
+                f"the conversation has {length} tokens, and the model {longest} positions, so no answer has room; "
+                "begin another one"
+            )
+        most = self._most if longest is None else min(self._most, longest - length)
+        (done,) = completions(self._model, [chat], batch_size=1, max_new_tokens=most, **self._sampling, **streamer)
         self._messages.append({"role": "assistant", "content": done.text})
         self.tokens += done.tokens
         return done.text

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,17 @@ def test_a_terminal_shows_where_the_cure_of_an_error_is(
     assert capsys.readouterr().err.endswith("\ncause and cure: docs/reference/errors.md#budgeterror\n")
     echo_error(OSError("of the system"))
     assert "cure" not in capsys.readouterr().err
+
+
+def test_help_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line is wider, no summary is cut, and no wrapped line breaks a name at a dash or is a single word."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for path in ((), ("bench",), *COMMANDS):
+        lines = CliRunner().invoke(app, [*path, "--help"]).output.splitlines()
+        assert max(map(len, lines)) <= 80, path
+        assert not [line for line in lines[1:] if line.endswith("...") or re.search(r"\w-$", line)], path
+        pairs = [(before, line.strip()) for before, line in pairwise(lines) if len(before) > 60]
+        assert not [word for _, word in pairs if word and " " not in word and word[0] not in "-[{"], path
 
 
 def refused(*arguments: str) -> str:

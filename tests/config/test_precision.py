@@ -51,7 +51,7 @@ def test_bf16_is_chosen_where_it_is_at_least_as_fast() -> None:
 
 def test_the_choice_of_fp32_is_reported_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, SLOW)
-    line = "fp32: this processor multiplies it 7.1 times as fast as bf16 (50 and 7.0 Gflop/s in a thread)"
+    line = "dtype fp32: on this processor it is 7.1 times as fast as bf16 (50 and 7.0 Gflop/s in a thread)"
     assert precision.choose(torch.device("cpu")) == ("fp32", line)
     machine(monkeypatch, FAST)
     assert precision.choose(torch.device("cpu")) == ("bf16", None)
@@ -208,8 +208,8 @@ def test_a_slow_dtype_is_warned_of_once(
         begin(tmp_path, dtype)
     begin(tmp_path, "fp32")
     cure = (
-        f'leave out what chose it: the block "{dtype}" of the config, {dtype}=True of TrainingArguments, '
-        f'mixed_precision="{dtype}" of Accelerator, dtype="{dtype}" of initialize; offload train: --dtype fp32'
+        f'offload train: --dtype fp32; elsewhere leave out the block "{dtype}" of the config, {dtype}=True of '
+        f'TrainingArguments, mixed_precision="{dtype}" of Accelerator, or dtype="{dtype}" of initialize'
     )
     slow = f"offload: {dtype} products are 7.1 times slower than fp32 on this processor: {cure}"
     assert warnings_of(caplog) == [slow]
@@ -247,7 +247,7 @@ def test_train_chooses_a_dtype_and_reports_it(monkeypatch: pytest.MonkeyPatch) -
     assert output.startswith("bf16 on cpu: ")
     machine(monkeypatch, SLOW)
     output = train("--steps", "1")
-    assert output.startswith("fp32: this processor multiplies it 7.1 times as fast") and "\nfp32 on cpu: " in output
+    assert output.startswith("dtype fp32: on this processor it is 7.1 times as fast") and "\nfp32 on cpu: " in output
 
 
 @pytest.mark.slow

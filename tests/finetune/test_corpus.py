@@ -134,6 +134,9 @@ def test_what_cannot_be_learned_is_left_out() -> None:
     assert (packed.dropped, packed.cut, len(packed.ids)) == (1, 1, 1)
     with pytest.raises(ConfigError, match=r"the data contain nothing to learn.*--seq-len 8"):
         pack([long_prompt], 8)
+    only_the_user = Document(np.arange(6, dtype=np.int32), np.zeros(6, bool), False)
+    with pytest.raises(ConfigError, match=r'no message has the role "assistant" and a text.*--train-on all'):
+        pack([only_the_user], 8)
     for empty in ([], documents(0)):
         with pytest.raises(ConfigError, match="the data contain nothing to learn: they are empty"):
             pack(empty, 8)
@@ -251,10 +254,10 @@ def test_the_learned_tokens_are_reported() -> None:
         (
             MARKING_TEMPLATE,
             False,
-            "the assistant's words are learned, as the chat template marks them",
+            "only the assistant's words are learned, as the chat template marks them",
             "the completions",
         ),
-        (PLAIN_TEMPLATE, False, "the assistant's words are learned, by what", "the completions"),
+        (PLAIN_TEMPLATE, False, "only the assistant's words are learned, found as what", "the completions"),
         (PLAIN_TEMPLATE, True, "the words of all roles are learned", "both"),
     ):
         by = tokenizer(template)

@@ -113,6 +113,25 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server.server_close()
 
 
+class _HttpError(Exception):
+    """Stands for an error of the HTTP client, which derives from none of Python's own."""
+
+
+def test_a_network_that_breaks_off_is_an_error_with_the_way_out(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def breaks_off(name: str, local_files_only: bool = False, **more: Any) -> str:
+        if local_files_only:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("nothing is in the cache")
+        raise _HttpError("the peer closed the connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", breaks_off)
+    with pytest.raises(
+        ConfigError, match=r"cannot be fetched from the hub \(_HttpError: the peer .*hf download owner/tiny"
+    ):
+        local_model("owner/tiny")
+
+
 def test_a_model_is_fetched_once_and_trained_from_the_cache(hub: Hub, tmp_path: Path) -> None:
     write_lines(tmp_path / "rows.jsonl", [{"text": "one, two, three"}] * 4)
     command = ["train", "--model", "owner/tiny", "--data", "rows.jsonl", "--steps", "1", "--batch-size", "1"]

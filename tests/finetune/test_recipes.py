@@ -36,6 +36,12 @@ def parsed(recipe: Path, *more: str) -> dict[str, Any]:
         return dict(context.params)
 
 
+def test_a_recipe_that_is_missing_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / "nothing.yaml"
+    with pytest.raises(typer.BadParameter, match=f"cannot read the recipe {path}: No such file or directory$"):
+        parsed(path)
+
+
 def test_values_are_those_of_the_file_where_no_option_is_given(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(
@@ -47,6 +53,15 @@ def test_values_are_those_of_the_file_where_no_option_is_given(tmp_path: Path) -
     assert {name: params[name] for name in wanted} == wanted
     assert list(params["data"]) == [Path("a"), Path("b")] and list(params["nvme_path"]) == ["/mnt"]
     assert params["chunked_loss"] is False and params["epochs"] is None
+
+
+def test_an_option_takes_the_place_of_the_other_way_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("epochs: 1\ntext: [a]\nbatch_size: 4\n")
+    params = parsed(path, "--steps", "9", "--data", "b")
+    assert (params["steps"], params["epochs"], params["batch_size"]) == (9, None, 4)
+    assert list(params["data"]) == [Path("b")] and not params["text"]
+    assert parsed(path)["epochs"] == 1 and list(parsed(path)["text"]) == [Path("a")]
 
 
 @pytest.mark.parametrize(

@@ -546,6 +546,19 @@ def test_a_conversation_is_that_of_the_plain_model(folder: Path) -> None:
     assert without.exit_code == 2 and "has no chat template" in without.stderr
 
 
+def test_an_answer_has_the_positions_that_the_conversation_leaves(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"max_position_embeddings": 48, "eos_token_id": None}))
+    shown = CliRunner().invoke(app, ["chat", str(tmp_path / "model"), "--json"], input="a\n")
+    assert shown.exit_code == 0, shown.stderr
+    (facts,) = lines_of(shown.stdout)
+    assert 0 < facts["tokens"] < 48, "by default an answer may have 512 tokens"
+    full = CliRunner().invoke(app, ["chat", str(tmp_path / "model"), "--json"], input="a\nb\n")
+    assert full.exit_code == 2 and "no answer has room; begin another one" in full.stderr
+
+
 def test_generate_keeps_keys_and_values_whatever_the_folder_says(folder: Path, tmp_path: Path) -> None:
     # As trainings write it, in which a cache is of no use: with a static one each token would add the whole row.
     shutil.copytree(folder, tmp_path / "model")

@@ -24,6 +24,7 @@ from offload import kernels, testing
 from offload.aio import Bandwidth, IoQueue
 from offload.aio import crc32c as crc32c_manifest
 from offload.errors import ConfigError, StoreError
+from offload.hardware import info
 from offload.hardware.system import Mount, folder_notices, mount_of
 from offload.model_io.source import StoreSource
 from offload.notices import Remark
@@ -708,6 +709,8 @@ def test_a_place_for_drives_without_one_is_a_warning(on_root: Path, monkeypatch:
     with pytest.raises(ConfigError, match=f"there is no {missing}, and no drive is mounted at .*mkdir -p {missing}"):
         offload.initialize(model=nn.Linear(8, 8), config=config_of(path=str(missing)))
     assert not missing.exists(), "nothing was made"
+    (finding,) = [each for each in info.findings(info.facts([str(missing)]), probed=True) if "drive of" in each.name]
+    assert finding.level == "error" and f"there is no {missing}, and no drive is mounted at" in finding.words
 
 
 def test_the_mount_of_a_folder_is_the_innermost_one(tmp_path: Path) -> None:

@@ -16,15 +16,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from offload.cli.console import BAD_INPUT, FAILED, Json, echo, errors, make_table, parse_count, status_line
-from offload.cli.options import dtypes, takes_options
+from offload.cli.options import Command, HelpContext, dtypes, takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError
 from offload.sizes import format_size, parse_size
 
+
+class _Benchmarks(TyperGroup):
+    """The group of all benchmarks."""
+
+    context_class = HelpContext
+
+
 bench = typer.Typer(
-    help="Measure components and training, each against a bound or a peer in the same run.",
+    cls=_Benchmarks,
+    help="Measure components and training. Each against a bound or a peer in the same run.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -46,7 +55,7 @@ def check_plot(path: Path | None) -> None:
         raise ConfigError(f"{path} cannot be written")
 
 
-@bench.command("io")
+@bench.command("io", cls=Command)
 def bench_io(
     paths: Annotated[list[str], typer.Argument(help="Folders, one for each drive: one file over all of them.")],
     backend: Annotated[
@@ -121,7 +130,7 @@ def _io_cells(row: Any) -> list[str]:
     ]
 
 
-@bench.command("adam")
+@bench.command("adam", cls=Command)
 def bench_adam(
     numel: Annotated[str, typer.Option(help="Parameters, as 64Mi or 250M.")] = "64Mi",
     dtype: Annotated[
@@ -139,7 +148,7 @@ def bench_adam(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result: .png, .svg or .pdf.")] = None,
     json_output: Json = False,
 ) -> None:
-    """Measure the AdamW step on the CPU, against memory, torch, and DeepSpeed where it is installed.
+    """Measure the AdamW step on the CPU. Beside memory, torch, and DeepSpeed where it is installed.
 
     Example: offload bench adam --numel 250M --threads 1 --threads 2
     """
@@ -222,10 +231,10 @@ _SWAP_FIELDS = (
 """Options that are fields of the benchmark's plan as they are typed."""
 
 
-@bench.command("swap")
+@bench.command("swap", cls=Command)
 @takes_options(SwapOptions)
 def bench_swap(typed: SwapOptions) -> None:
-    """Measure how much of the paging a drive and two budgets hide behind compute, without a model.
+    """Measure how much paging hides behind compute. With a drive and two budgets, without a model.
 
     Example: offload bench swap /mnt/nvme --units 32 --unit-size 400MiB --compute-ms 100 --compute-ms 400
     """
@@ -324,10 +333,10 @@ class GpuOptions:
     json_output: Json = False
 
 
-@bench.command("gpu")
+@bench.command("gpu", cls=Command)
 @takes_options(GpuOptions)
 def bench_gpu(typed: GpuOptions) -> None:
-    """Measure a GPU in 8 minutes: equal bits, copies, rates and steps in all placements, up to 13B in 24 GiB.
+    """Measure a GPU in 8 minutes. Equal bits, copies, rates and steps in all placements, up to 13B in 24 GiB.
 
     Needs transformers: pip install 'offload[bench]'. Writes one file that docs/benchmarks/submit.md says how to send.
 
@@ -410,10 +419,10 @@ class TrainBenchOptions:
     json_output: Json = False
 
 
-@bench.command("train")
+@bench.command("train", cls=Command)
 @takes_options(TrainBenchOptions)
 def bench_train(typed: TrainBenchOptions) -> None:
-    """Measure training: plain PyTorch, offload in its placements, DeepSpeed, FSDP2 and torchao, in turns.
+    """Measure training beside other packages. Plain PyTorch, offload in its placements, DeepSpeed, FSDP2 and torchao.
 
     Contenders: plain; offload none/none, cpu/cpu, cpu/nvme, nvme/nvme (weights/states), with several micro-batches
     also cpu/cpu layer-major and nvme/nvme layer-major; deepspeed cpu/cpu, cpu/nvme,
@@ -471,10 +480,10 @@ class CardOptions:
     json_output: Json = False
 
 
-@bench.command("card")
+@bench.command("card", cls=Command)
 @takes_options(CardOptions)
 def bench_card(typed: CardOptions) -> None:
-    """Write a page about this machine: which models it trains, how fast, what limits them, and what others do.
+    """Write a page about this machine. Which models it trains, how fast, what limits them, and what others do.
 
     A row a model, as the planner places it, beside its prediction and its slowest resource; where a step's time goes;
     DeepSpeed, FSDP2 and plain PyTorch in turns; losses on text, with a SIGKILL and a resume. Without a GPU the models

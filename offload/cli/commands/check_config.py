@@ -31,7 +31,7 @@ def check_config(
     config: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed JSON file.")],
     json_output: Json = False,
 ) -> None:
-    """Say what becomes of each key of a DeepSpeed JSON file, and why: honoured, ignored, off, refused or wrong.
+    """List the effect of each key of a DeepSpeed JSON file. A key is honoured, ignored, off, refused or wrong.
 
     Exit code 0, or 2 if a key is wrong or refused; all such keys are listed. That the batch fits the number of
     ranks is checked by the run. Example: offload check-config ds_config.json

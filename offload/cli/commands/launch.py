@@ -45,7 +45,7 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, as python -m does.")] = False,
 ) -> None:
-    """Run a script of DeepSpeed, unmodified: `import deepspeed` means offload.deepspeed in it.
+    """Run a script of DeepSpeed, unmodified. In it `import deepspeed` means offload.deepspeed.
 
     transformers and accelerate find it too, and so do all processes that a launcher starts: offload run accelerate
     launch --use_deepspeed train.py. The command deepspeed in it, or in a script of a shell, is `offload launch`.
@@ -182,9 +182,9 @@ class Launch(Grouped):
 
 @takes_options(_Typed)
 def launch(typed: _Typed) -> None:
-    """Run a script on several GPUs and hosts: what DeepSpeed's launcher does, by torchrun.
+    """Run a script on several GPUs and hosts. It takes the options and the hostfile of DeepSpeed's launcher.
 
-    It takes the launcher's options and hostfile, starts a torchrun on each host, and ends all when one fails. In the
+    It starts a torchrun on each host, and ends all when one fails. In the
     script `import deepspeed` means offload.deepspeed, as with offload run. The script learns its rank from the
     environment; it gets no --local_rank. Variables of .deepspeed_env, in the home and the working folder, are set on
     every host.

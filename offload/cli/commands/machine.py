@@ -86,7 +86,7 @@ def probe(
     keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Store the result for `offload plan`.")] = True,
     json_output: Json = False,
 ) -> None:
-    """Measure this machine, in under a minute: drives, memory, copies, matrix products and optimizer in each dtype.
+    """Measure this machine in under a minute. It measures drives, memory, copies, products and the optimizer.
 
     Example: offload probe /mnt/nvme
     """
@@ -127,7 +127,7 @@ def tune(
     size: Annotated[str, typer.Option(help="Bytes of the test file.")] = "512MiB",
     json_output: Json = False,
 ) -> None:
-    """Find the best `aio` block for a drive, and write its keys into a config, which stays as it is otherwise.
+    """Find the best `aio` block for a drive. Writes its keys into a config, which stays as it is otherwise.
 
     Example: offload tune /mnt/nvme --config ds_config.json
     """

@@ -186,7 +186,7 @@ class ChatOptions(_Placed, _Talked):
 
 @takes_options(ScoreOptions)
 def score(typed: ScoreOptions) -> None:
-    """Score records by a model larger than the RAM: log-likelihood and perplexity, or the reward of a classifier.
+    """Score records by a model larger than the RAM. Log-likelihood and perplexity, or the reward of a classifier.
 
     Example: offload score ./llama-70b --data chats.jsonl --output scores.jsonl
 

@@ -173,7 +173,7 @@ _LONGEST = ("inputs of blocks", "all logits", "in chunks", "states", "step", "to
 @takes_options(PlanOptions)
 @without_collector()
 def plan(typed: PlanOptions) -> None:
-    """Predict where a run's states go and how fast a step will be, without a run.
+    """Predict where a run's states go, and how fast a step is.
 
     Example: offload plan qwen3-8b --gpu 24GB --ram 64GB --drive 7GB/s,4GB/s
     """

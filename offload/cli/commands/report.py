@@ -33,7 +33,7 @@ def report(
         bool, typer.Option("--json", help="Print the figures as one JSON object; a page only with --output.")
     ] = False,
 ) -> None:
-    """Make an HTML page of a run: loss, time by phase, bytes, memory, wear of the drives. It needs no network.
+    """Make an HTML page of a run. Loss, time by phase, bytes, memory, wear of the drives; it needs no network.
 
     May be called during the run. Exit code 0; 1 if the page cannot be written; 2 if LOG or FILE
     is not what was expected. Example: offload report run.jsonl --trace trace.json.gz -o run.html

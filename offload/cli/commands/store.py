@@ -41,7 +41,7 @@ def inspect(
     ],
     json_output: Json = False,
 ) -> None:
-    """List what a folder of swap files or checkpoints holds: model, commits, sizes, who uses it, what is damaged.
+    """List the runs or checkpoints of a folder. Model, commits, sizes, who uses it, what is damaged.
 
     Changes nothing, and may look at a run that trains. Example: offload inspect /mnt/nvme
     """
@@ -60,7 +60,7 @@ def inspect(
 
 
 def verify(path: Saved, json_output: Json = False) -> None:
-    """Compare every byte of a run's last commit, or of a checkpoint, with its checksum.
+    """Compare every byte of a run or checkpoint with its checksum. Of a run the last commit is compared.
 
     Exit code 0 if everything is intact, 1 if something is damaged, 2 if there is nothing to verify, or a
     process holds it. Example: offload verify /mnt/nvme/my-run
@@ -94,9 +94,9 @@ def import_(
     tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint. [default: the latest]")] = None,
     json_output: Json = False,
 ) -> None:
-    """Write a checkpoint of DeepSpeed (ZeRO 1, 2, 3 or universal) or of FSDP2 (torch.distributed.checkpoint) again.
+    """Convert a checkpoint of DeepSpeed or FSDP2 for an engine. ZeRO 1 to 3, universal, torch.distributed.checkpoint.
 
-    The result is a checkpoint that an engine loads. Nothing in the files is executed, and no model's code is needed.
+    Nothing in the files is executed, and no model's code is needed.
     engine.load_checkpoint also reads the folder itself. Example: offload import ./saved ./imported --tag step1000
     """
     from offload.aio import IoQueue
@@ -152,7 +152,7 @@ def export(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Write the weights of a run or a checkpoint as safetensors files that transformers loads.
+    """Write the weights of a run or checkpoint for transformers. They are safetensors files.
 
     With --format deepspeed-universal, write masters, moments, counters and schedule as a universal checkpoint of
     DeepSpeed; with --format dcp, for torch.distributed.checkpoint. A model's folder becomes a file of llama.cpp.
@@ -246,7 +246,7 @@ def merge(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Write the model that a LoRA adapter and its base model make together.
+    """Merge a LoRA adapter and its base model into one model.
 
     The base model's files are read and written a piece at a time, so that the model may be larger than the RAM.
     Example: offload merge ./adapter ./my-llama
@@ -288,7 +288,7 @@ def convert(
     run: Annotated[str | None, typer.Option(help="Name of the new run. [default: RUN-FORM]")] = None,
     json_output: Json = False,
 ) -> None:
-    """Write a run again as a new run, beside it, whose moments or masters have another form.
+    """Convert a run to other forms of moments or masters. Writes a new run beside it.
 
     To fp32 the values stay, to bf16, bf24 and int8 they are rounded to nearest. The run itself is only read: a kill
     leaves it as it is. Example: offload convert /mnt/nvme/my-run --moments int8 --master bf24

@@ -297,7 +297,7 @@ class TrainOptions:
 
 @takes_options(TrainOptions)
 def train(typed: TrainOptions) -> None:
-    """Train a causal language model on text, with weights and optimizer states in swap files.
+    """Train a causal language model. Weights and optimizer states are in swap files.
 
     Example: offload train --model ./llama --data chats.jsonl --output ./mine --nvme-path /mnt/nvme --resume auto
 

@@ -262,10 +262,10 @@ def learned_words(tokenizer: Any, whole: bool = False) -> str:
     marking = None
     with contextlib.suppress(ValueError):  # templates with names may have none for chats without tools
         marking = marking_template(tokenizer)
-    by = "by what the assistant's message adds to its prompt"
+    by = "found as what each answer adds to its prompt"
     if marking is not None:
         by = f"by a training template of {marking.family}" if marking.family else "as the chat template marks them"
-    return f"chats: the assistant's words are learned, {by}"
+    return f"chats: only the assistant's words are learned, {by}"
 
 
 def encode_chat_prompt(chat: Chat, tokenizer: Any) -> list[int]:
@@ -279,8 +279,9 @@ def encode_chat_prompt(chat: Chat, tokenizer: Any) -> list[int]:
 def _check_template(chat: Chat, tokenizer: Any) -> None:
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
-            f"{chat.place} is a chat, and the model's tokenizer has no chat template; give a folder of a model "
-            f'with one (chat_template.jinja), or write the file as {{"prompt": …, "completion": …}}'
+            f"{chat.place} is a chat, and the model's tokenizer has no chat template, as presets and base models have "
+            "none; give a folder or hub name of a chat model, such as Qwen/Qwen3-8B, or write the file as "
+            '{"prompt": …, "completion": …}'
         )
 
 

@@ -128,7 +128,10 @@ _AT_ONCE = 1 << 20
 """Bytes of a list that are read at a time."""
 _LINES = (".jsonl", ".ndjson", ".json")
 _IN_FOLDERS = (".jsonl", ".ndjson", ".parquet", ".csv", ".txt", ".md", ".py")
-_SHAPES = '{"text": "…"}, {"messages": [{"role": "user", "content": "…"}, …]} or {"prompt": "…", "completion": "…"}'
+_SHAPES = (
+    '{"text": "…"}, {"messages": [{"role": "user", "content": "…"}, …]}, {"prompt": "…", "completion": "…"}, '
+    '{"conversations": [{"from": "human", "value": "…"}, …]} or {"instruction": "…", "output": "…"}'
+)
 
 
 class Text(NamedTuple):

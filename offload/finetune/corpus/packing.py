@@ -168,7 +168,10 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
     if not rows:
         if not any(len(document.ids) for document in documents):
             raise ConfigError("the data contain nothing to learn: they are empty")
-        none = f"no document has a token to learn within --seq-len {length}"
+        if any(document.learned[1:].any() for document in documents):
+            none = f"no document has a token to learn within --seq-len {length}; raise --seq-len"
+        else:
+            none = 'no message has the role "assistant" and a text, and no completion has one; or give --train-on all'
         raise ConfigError(f"the data contain nothing to learn: {none}")
     cut = sum(len(document.ids) > length for document in documents if not document.divisible)
     return Packed(*_arrays(rows, length), cut, len(truncated) - len(learned), not together and len(learned) > 0)
