@@ -22,7 +22,8 @@ _REFUSED = f"{_KEYS}::test_a_key_without_support_is_refused"
 _NAME = f"tests/deepspeed/{_NAMES}::test_a_name_is_here_with_deepspeeds_arguments_in_their_order"
 _NO_NAME = f"tests/deepspeed/{_NAMES}::test_a_refused_name_can_be_imported_and_its_use_says_what_to_do"
 _STAGES = "states are divided; weights are divided too, and gathered once a step where the device has room for them"
-_BUCKETS = "units are reduced and gathered one by one: a bucket is as large as a unit"
+_BUCKETS = "small units share a collective, where all weights stay on the device"
+_JOINED = f"{_RANKS}::test_small_units_share_a_collective_and_change_no_bit"
 
 
 class Row(NamedTuple):
@@ -51,18 +52,18 @@ ROWS = (
         "by GPipe's schedule; 1F1B where there are enough micro-batches",
         ("tests/deepspeed/test_deepspeed_pipeline.py::test_a_pipeline_module_trains_as_one_process_bit_for_bit",),
     ),
-    Row("001.19", "small reductions are grouped", NO_EFFECT, _BUCKETS, (_NAMED,)),
+    Row("001.19", "small reductions are grouped", WORKS, _BUCKETS, (_JOINED,)),
     Row(
         "001.25", "`chunk_size` of ZeRO-3", NO_EFFECT, "no key of DeepSpeed 0.19; a line says which keys are", (_NAMED,)
     ),
     Row(
         "001.26",
         "1-bit Adam",
-        REFUSED,
-        "[with its arithmetic](deepspeed-compatibility.md#1-bit-optimizers)",
-        (_REFUSED, f"{_KEYS}::test_the_message_names_the_key_and_the_fix"),
+        WORKS,
+        "in stages 0 and 1, as 0/1 Adam; [stages 2 and 3](deepspeed-compatibility.md#1-bit-optimizers) are refused",
+        ("tests/ranks/test_one_bit.py::test_a_run_sends_a_fifth", _REFUSED),
     ),
-    Row("001.29", "sizes of buckets", NO_EFFECT, _BUCKETS, (_NAMED,)),
+    Row("001.29", "sizes of buckets", WORKS, _BUCKETS, (_JOINED,)),
     Row("001.31", '`"pin_memory": true`', WORKS, "host memory is always pinned beside a GPU", (_ALWAYS,)),
     Row(
         "001.35",
@@ -75,8 +76,8 @@ ROWS = (
         "001.36",
         "FP8",
         PARTLY,
-        "by torchao on the model before `initialize`; the block `fp8` is refused with this recipe",
-        (_REFUSED,),
+        "the block `fp8` takes torchao; it ran emulated alone",
+        ("tests/models/test_fp8.py::test_the_block_fp8_is_the_conversion_by_hand",),
     ),
     Row(
         "001.41",
@@ -111,9 +112,9 @@ ROWS = (
     Row(
         "002.10",
         "activations divided among model-parallel ranks",
-        PARTLY,
-        "recomputed, and divided among no ranks; an error with tensor parallelism",
-        ("tests/ranks/test_tensor_parallel.py::test_refused_before_anything_changes",),
+        WORKS,
+        "inputs of recomputed blocks, over the ranks of tensor parallelism",
+        ("tests/ranks/test_tensor_parallel.py::test_ranks_of_a_row_keep_parts_of_inputs",),
     ),
     Row("002.29", "`deepspeed.add_tuning_arguments`", WORKS, "there, as in `runtime.lr_schedules`", (_NAME,)),
     Row(
@@ -137,9 +138,9 @@ ROWS = (
     ),
     Row("003.4", '`"stage": 2`', WORKS, _STAGES, (_ONCE,)),
     Row("003.5", '`"allgather_partitions": true`', WORKS, "always so", (_ALWAYS,)),
-    Row("003.6", "`allgather_bucket_size`", NO_EFFECT, _BUCKETS, (_NAMED,)),
+    Row("003.6", "`allgather_bucket_size`", WORKS, _BUCKETS, (_JOINED,)),
     Row("003.8", '`"reduce_scatter": true`', WORKS, "always so", (_ALWAYS,)),
-    Row("003.9", "`reduce_bucket_size`", NO_EFFECT, _BUCKETS, (_NAMED,)),
+    Row("003.9", "`reduce_bucket_size`", WORKS, _BUCKETS, (_JOINED,)),
     Row("003.10", '`"contiguous_gradients": true`', WORKS, "always so", (_ALWAYS,)),
     Row(
         "003.16",
