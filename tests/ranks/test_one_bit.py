@@ -388,8 +388,8 @@ def thousand_steps(job: Job, folder: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.numeric
-def test_the_losses_of_a_thousand_steps_are_within_the_spread_of_seeds(ranks: RankPool, tmp_path: Path) -> None:
-    """With `-s` it prints the losses. The lowest that this data allows is about 1.3, and it begins at 4.1."""
+def test_the_losses_of_a_thousand_steps_are_not_above_those_of_adamw(ranks: RankPool, tmp_path: Path) -> None:
+    """With `-s` it prints the losses. The entropy of the data is 1.06, and a loss begins at 4.1."""
     signs = JOB._replace(loss=chain_loss, lr=1e-3, weight_decay=0.0, params=(("freeze_step", 150),))
     plain = signs._replace(optimizer="AdamW", params=())
     seeds = range(4)
@@ -397,8 +397,7 @@ def test_the_losses_of_a_thousand_steps_are_within_the_spread_of_seeds(ranks: Ra
     ours = [ranks.run(thousand_steps, signs._replace(seed=seed), tmp_path / f"signs{seed}")[0] for seed in seeds]
     print("AdamW:", adam, "OneBitAdam:", ours)
     mean, spread = sum(adam) / len(adam), max(adam) - min(adam)
-    assert abs(sum(ours) / len(ours) - mean) <= spread
-    assert max(ours) < 2
+    assert max(ours) <= mean + spread
 
 
 # -- resume --------------------------------------------------------------------------------------------
