@@ -19,7 +19,6 @@ from offload.engine.callbacks import Extension
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.params import ParamHandle, handle_of
 from offload.engine.parts import PartsForm, composed_handle, parts_of
-from offload.errors import UsageError
 from offload.interrupts import uninterrupted
 from offload.layout.experts import LOOP, is_parameter_adapter
 from offload.layout.flat_layout import UnitLayout
@@ -198,8 +197,13 @@ def by_group(
         top_k_index: (tokens, k), the experts of each token; the number of experts stands for none.
         top_k_weights: (tokens, k).
     """
-    first, count = _part_of(module, "gate_up_proj" if module.has_gate else "up_proj"), top_k_index.size(-1)
-    down = _part_of(module, "down_proj")
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    first, down = _part_of(module, "gate_up_proj" if module.has_gate else "up_proj"), _part_of(module, "down_proj")
+    if first is None or down is None:  # a copy of the model, which has weights of its own
+        at_once: torch.Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+        return at_once
+    count = top_k_index.size(-1)
     experts, order = torch.sort(top_k_index.reshape(-1))
     tokens = torch.bincount(experts, minlength=module.num_experts)[: module.num_experts]
     # Each group's ends of its experts, counted from the group's first row.
@@ -253,18 +257,16 @@ class _Projection(NamedTuple):
         return product
 
 
-def _part_of(module: Any, name: str) -> _Projection:
-    handles = [handle_of(getattr(module, each, None)) for each in (name, f"{name}_bias")]
-    weight, bias = handles
-    assert weight is not None, "the stacks of a module whose groups are units are placeholders"
-    return _Projection(weight, bias if module.has_bias else None, module.is_transposed)
+def _part_of(module: Any, name: str) -> _Projection | None:
+    """Returns a projection of a module; None if it is an ordinary parameter."""
+    weight, bias = (handle_of(getattr(module, own, None)) for own in (name, f"{name}_bias"))
+    return None if weight is None else _Projection(weight, bias if module.has_bias else None, module.is_transposed)
 
 
 def _values(stack: ParamHandle, group: int) -> torch.Tensor:
     assert isinstance(stack.form, StackedRows)
     values = stack.form.part(stack, group)
-    if values is None:
-        raise UsageError(f"{stack.name} was used outside of a forward and a backward of its engine")
+    assert values is not None, "the hooks of the module make the engine run"
     return values
 
 

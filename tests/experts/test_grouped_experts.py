@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -142,6 +143,14 @@ def test_a_choice_of_no_expert_adds_nothing(tmp_path: Path) -> None:
     torch.testing.assert_close(output, expected)
     assert not bool(none.any()) and not bool(output[2].any())
     engine.destroy()
+
+
+def test_a_copy_of_the_model_is_an_ordinary_one(tmp_path: Path) -> None:
+    engine = start(FEW, DISK, tmp_path)
+    with torch.no_grad():
+        expected = few_tokens(engine, 0, 0)
+        assert torch.equal(few_tokens(copy.deepcopy(engine.module), 0, 0), expected)
+    engine.destroy(remove=True)
 
 
 # -- bytes and uses ------------------------------------------------------------------------------------------
