@@ -88,10 +88,10 @@ def test_experts_that_a_sequence_visits_anyway_are_counted_in_groups(tmp_path: P
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
     transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=16, vocab_size=4096).save_pretrained(tmp_path)
-    fine = from_name(str(tmp_path), 64)
+    fine = from_name(str(tmp_path), 64).by_expert()
     groups = fine.in_groups()
     assert groups.parameters == fine.parameters and len(groups.layouts) < len(fine.layouts) - 16
-    assert [layer.number for layer in groups.experts] == [16, 16] and not groups.chooses and fine.chooses
+    assert [layer.number for layer in groups.experts] == [16, 16] and not groups.chooses and not fine.chooses
     machine = described("RTX 4090", GIB, [parse_drive("7GB/s")])
     of_fine, of_groups = (
         recommend.plan(shape, machine, Load(1), memory.settings(device_memory=4 * MIB)) for shape in (fine, groups)
