@@ -60,6 +60,7 @@ class Trained(NamedTuple):
 
 def train_in_little_room(job: Job, placement: tuple[str, str], folder: Path, room: int, **options: Any) -> Trained:
     """Trains with `room` bytes above the least, so that units leave the device between their uses."""
+    options = {"vocabulary": "whole", **options}
     engine = start(job, placement, folder, device_memory=least(job, placement, folder, **options) + room, **options)
     losses, norms = [], []
     for step in range(job.steps):

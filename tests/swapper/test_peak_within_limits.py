@@ -106,9 +106,7 @@ def test_a_limit_below_the_sum_is_an_error_before_anything_is_touched(
     folder = tmp_path / "swap"
     with offload.init(settings(folder, "bf16")):
         model = llama(262_144, tied=True)
-    with pytest.raises(
-        BudgetError, match=r"in pieces: .* the cgroup /outer of 360\.0 MiB leaves 60\.0 MiB: 42\.\d MiB of"
-    ):
+    with pytest.raises(BudgetError, match=r"the cgroup /outer of 360\.0 MiB leaves 60\.0 MiB: 42\.\d MiB of"):
         offload.initialize(model=model, config=settings(folder, "bf16"))
     assert not folder.exists()
     for limit, in_pieces in ((500 * MIB, True), (800 * MIB, False)):
