@@ -186,7 +186,7 @@ def test_without_a_drive_inputs_that_do_not_fit_stay_on_the_device(
 ) -> None:
     job = _deep(8)
     expected = run(job, ("none", "none"), tmp_path / "plain").losses
-    asked = config(job, ("cpu", "cpu"), tmp_path, activations="cpu", host_memory=1)
+    asked = config(job, ("cpu", "cpu"), tmp_path, activations="cpu", host_memory=1, vocabulary="whole")
     del asked["offload"]["nvme_path"]
     with pytest.raises(BudgetError) as caught:
         offload.initialize(model=job.model(), config=asked)

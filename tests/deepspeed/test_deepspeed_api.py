@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -23,6 +24,8 @@ from offload.config import load_config
 from offload.deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from offload.deepspeed.names import MODULES, public_names
 from offload.deepspeed.refused import INSTEAD
+from offload.distributed.process_group import Communication
+from offload.engine.access import engines
 from offload.errors import ConfigError, OffloadError, UsageError
 from offload.model_io.deferred import DeferredParameter
 from tests.pages import deepspeed_names
@@ -145,15 +148,19 @@ def test_auto_cast_gives_inputs_the_dtype_of_the_weights(mode: str, enabled: boo
 
 
 def summaries_of(folder: Path) -> tuple[Any, Any, str, str]:
-    """Returns `engine.communication()`, the result of `log_summary`, what it prints, and what `destroy` prints."""
+    """Returns `engine.communication()`, the result of `log_summary`, what it prints, and what `destroy` prints.
+
+    Engines of other tests in this process, which it may still hold, are counted in what the first returns too.
+    """
     import offload.deepspeed as deepspeed
 
+    earlier = list(engines())
     content = config(models.SHALLOW, MEMORY, folder) | {"comms_logger": {"enabled": True}}
     engine, *_ = deepspeed.initialize(model=models.SHALLOW.model(), config=content)
     train_step(engine, models.SHALLOW, 0)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        sent = engine.communication()
+        sent = functools.reduce(Communication.plus, (each.sent for each in earlier), engine.communication())
         summary = deepspeed.comm.log_summary(return_dict=True)
         engine.destroy()
     return sent, summary, out.getvalue(), err.getvalue()

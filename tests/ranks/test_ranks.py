@@ -640,9 +640,9 @@ def test_gradients_that_were_added_up_in_part_are_dropped_or_end_the_run(ranks: 
 
 
 def least_budget(folder: Path, job: Job) -> str:
-    """Returns the error of an engine with no room on its device."""
+    """Returns the error of an engine with no room on its device for a whole table of words."""
     with pytest.raises(BudgetError) as caught:
-        start(job, DISK, folder, device_memory=4096)
+        start(job, DISK, folder, device_memory=4096, vocabulary="whole")
     return str(caught.value)
 
 

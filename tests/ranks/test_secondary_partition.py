@@ -34,9 +34,9 @@ NODE = 2
 
 
 def no_room(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> str:
-    """Returns the error of a start with no room on the device."""
+    """Returns the error of a start with no room on the device for a whole table of words."""
     with pytest.raises(BudgetError) as caught:
-        start(job, placement, folder, device_memory=4096, **options)
+        start(job, placement, folder, device_memory=4096, vocabulary="whole", **options)
     return str(caught.value)
 
 
@@ -60,7 +60,6 @@ class Trained(NamedTuple):
 
 def train_in_little_room(job: Job, placement: tuple[str, str], folder: Path, room: int, **options: Any) -> Trained:
     """Trains with `room` bytes above the least, so that units leave the device between their uses."""
-    options = {"vocabulary": "whole", **options}
     engine = start(job, placement, folder, device_memory=least(job, placement, folder, **options) + room, **options)
     losses, norms = [], []
     for step in range(job.steps):

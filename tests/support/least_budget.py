@@ -15,9 +15,12 @@ from tests.support.ranks.rank_pool import rank_and_size
 
 
 def least(job: Job, placement: tuple[str, str], folder: Path, which: str, **options: Any) -> int:
-    """Returns the smallest `which`, "host_memory" or "device_memory", that works; nothing is made in `folder`."""
+    """Returns the smallest `which`, "host_memory" or "device_memory", that works with whole tables of words.
+
+    Nothing is made in `folder`.
+    """
     with pytest.raises(offload.BudgetError) as caught:
-        start(job, placement, folder, **{which: 1}, **options)
+        start(job, placement, folder, **({which: 1, "vocabulary": "whole"} | options))
     found = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(caught.value))
     assert found is not None
     return int(found[1])

@@ -57,9 +57,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def least_host_memory(job: Job, folder: Path, placement: tuple[str, str] = ("nvme", "nvme"), **options: Any) -> int:
-    """Returns the smallest host budget that works, as the error names it."""
+    """Returns the smallest host budget that works with whole tables, as the error names it."""
     try:
-        start(job, placement, folder, host_memory=1, **options)
+        start(job, placement, folder, host_memory=1, **({"vocabulary": "whole"} | options))
     except offload.errors.BudgetError as error:
         found = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(error))
         assert found is not None
