@@ -65,7 +65,7 @@ def test_the_page_of_models_is_of_these_tests() -> None:
 def test_llama_4_needs_room_for_a_layer_with_all_its_experts(experts: str, tmp_path: Path) -> None:
     job = Job(RELEASES["Llama-4"].build, models.language_loss)
     start_with = partial(start, job, DISK, tmp_path, experts=experts)
-    with pytest.raises(BudgetError, match="the least that works is .* it must hold .* the largest unit"):
+    with pytest.raises(BudgetError, match=r"the least that works is .* it must hold .* the largest unit"):
         start_with(device_memory=room_for(job, 1) // 2)
     engine = start_with()
     (line,) = [line for line in engine.notices if "experts stay in one unit" in line]

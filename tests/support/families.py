@@ -85,19 +85,33 @@ _ROUTED = {
 }
 _DENSE_FIRST = {**_ROUTED, "first_k_dense_replace": 1}
 _LATENT = {
-    **{**_BASE, "num_key_value_heads": 4, "kv_lora_rank": 16},
+    **_BASE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
     **{f"{what}_head_dim": 8 for what in ("qk_rope", "qk_nope", "v")},
 }
 _INDEXED = {**_LATENT, **_DENSE_FIRST, "q_lora_rank": 16, "index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}
 _MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16}
 _LAYER_TABLES = {
-    **{**_HEADS, **_SLIDING, "global_head_dim": 8},
-    **{"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8},
+    **_HEADS,
+    **_SLIDING,
+    "global_head_dim": 8,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 8,
 }
 _CHUNKED = {"attention_chunk_size": 16, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2}
 _COMPRESSED = {
-    **{**_BASE, **_ROUTED, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 16},
-    **{"q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "index_topk": 16, "index_head_dim": 16, "index_n_heads": 2},
+    **_BASE,
+    **_ROUTED,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "sliding_window": 16,
+    "q_lora_rank": 16,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "index_topk": 16,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
     "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     "mlp_layer_types": ["moe", "moe"],
@@ -138,7 +152,10 @@ RELEASES = {
         2025,
         "Mamba-2, full attention",
         {
-            **{**_HEADS, **_ROUTED, **_MAMBA, "moe_shared_expert_intermediate_size": 16},
+            **_HEADS,
+            **_ROUTED,
+            **_MAMBA,
+            "moe_shared_expert_intermediate_size": 16,
             "layers_block_type": ["mamba", "moe", "attention"],
         },
         "groups",
