@@ -88,6 +88,7 @@ format: $(VENV)/.dev ## Format everything, and write the pages that are made fro
 	$(BIN)/python -W ignore::RuntimeWarning:runpy -m offload.config
 	$(BIN)/python -m tests.pages.command_line_page
 	$(BIN)/python -m tests.pages.deepspeed_names
+	$(BIN)/python -m tests.pages.models_page
 	$(BIN)/python -m tests.pages.tutorial_rows
 
 # Clean: what is cached of a page would outlive an edit of the docstrings that it has.

@@ -60,7 +60,13 @@ def takes_groups(experts: str, implementation: str | None, trains: bool) -> bool
 def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> tuple[tuple[Stack, ...], tuple[str, ...]]:
     """Returns the stacks of a model that are cut by expert or by group, and lines for the user on other stacks."""
     trains = any(parameter.requires_grad for parameter in model.parameters())
-    all_stacks = () if experts == "whole" else find_stacks(model)
+    if experts == "whole":
+        return (), ()
+    all_stacks = find_stacks(model)
+    other_classes = sorted({type(module).__name__ for module in model.modules() if _stacks_unmarked_experts(module)})
+    lines: tuple[str, ...] = ()
+    if other_classes:
+        lines = (_whole(f"transformers does not mark {', '.join(other_classes)} as stacked experts"),)
     all_stacks = tuple(
         stack._replace(groups=groups_of(stack.rows))
         if takes_groups(experts, _implementation(model, stack), trains)
@@ -78,8 +84,8 @@ def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> tuple[tuple[St
             if not any(model.get_parameter(name).requires_grad for name in stack.parameters)
         )
         if len(frozen_stacks) < len(all_stacks):
-            return frozen_stacks, (_whole("the optimizer's rule looks at whole parameters"),)
-    return all_stacks, ()
+            return frozen_stacks, (*lines, _whole("the optimizer's rule looks at whole parameters"))
+    return all_stacks, lines
 
 
 def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
@@ -164,6 +170,13 @@ def _stacks_experts(module: nn.Module) -> bool:
         and all(parameter.ndim > 1 and parameter.shape[0] == rows for parameter in own)
         and len(own) == len(list(module.parameters(recurse=False)))
     )
+
+
+def _stacks_unmarked_experts(module: nn.Module) -> bool:
+    """Returns True for a module that stacks experts in a class that transformers does not mark, such as Llama-4's."""
+    rows, own = _rows(module), list(module.parameters(recurse=False))
+    unmarked = not (hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"))
+    return unmarked and rows > 1 and any(parameter.ndim == 3 and parameter.shape[0] == rows for parameter in own)
 
 
 def _rows(module: nn.Module) -> int:
