@@ -18,6 +18,7 @@ from offload.planner.ranks import Cluster, RanksPlan, fastest
 from offload.planner.reach import Longest, Reach
 from offload.planner.recommend import Advice, Ordered, Planned, Priced, PricedChange, writes_less
 from offload.planner.step_time import Timing, hiding_tokens
+from offload.planner.sustained import SustainedSteps
 from offload.prices import as_json as cost_json
 from offload.prices import dollars, in_words
 from offload.sizes import count_of, format_count, format_decimal, format_size, format_time, rounded
@@ -77,10 +78,15 @@ _WIDTH, _LABEL, _BAR = 80, 8, 30
 
 
 def summary(
-    planned: Planned, advice: Advice, asked: Asked, price: float | None = None, priced: Priced | None = None
+    planned: Planned,
+    advice: Advice,
+    asked: Asked,
+    price: float | None = None,
+    priced: Priced | None = None,
+    sustained: SustainedSteps | None = None,
 ) -> list[str]:
     """Returns the plan in about ten lines of at most 80 columns, without the tables of `--details`."""
-    return _wrapped(labelled(planned, advice, asked, price, priced))
+    return _wrapped(labelled(planned, advice, asked, price, priced, sustained))
 
 
 def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
@@ -92,7 +98,12 @@ def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def labelled(
-    planned: Planned, advice: Advice, asked: Asked, price: float | None = None, priced: Priced | None = None
+    planned: Planned,
+    advice: Advice,
+    asked: Asked,
+    price: float | None = None,
+    priced: Priced | None = None,
+    sustained: SustainedSteps | None = None,
 ) -> list[tuple[str, str]]:
     """Returns the lines of `summary` as labels and words. `price` are the machine's dollars an hour."""
     timing, hardware = planned.timing, planned.hardware
@@ -114,12 +125,20 @@ def labelled(
         ),
         ("step", f"{_describe_step(planned)}, in {seconds_text(timing.seconds)}"),
         ("limit", _describe_limit(timing)),
+        *([] if sustained is None else [("rates", _sustained_words(sustained))]),
         ("change", helps),
         *_of_wear(planned, asked),
         *([] if priced is None else [("cost", in_words(priced.cost)), ("", _cheapest(priced))]),
         *(("note", words) for words in cautions(planned, asked) if "worn out" not in words),
         *_bars(planned),
     ]
+
+
+def _sustained_words(sustained: SustainedSteps) -> str:
+    steps = ", ".join(f"{seconds_text(seconds)} {words}" for words, seconds in sustained.seconds.items())
+    if sustained.measured:
+        return f"a step takes {steps}"
+    return f"burst rates, unverified{f'; a step takes {steps}' if steps else ''}"
 
 
 def _cheapest(priced: Priced) -> str:
@@ -585,6 +604,7 @@ def as_json(
     reaches: Sequence[Reach] = (),
     orders: Sequence[Ordered] = (),
     priced: Priced | None = None,
+    sustained: SustainedSteps | None = None,
 ) -> dict[str, Any]:
     """Returns the object that `--json` prints, in bytes, seconds, and bytes or tokens per second."""
     memory, shape = planned.memory, planned.shape
@@ -633,6 +653,12 @@ def as_json(
             for each in advice.changes
         ],
         "cost": None if priced is None else _priced_json(priced),
+        "sustained": None
+        if sustained is None
+        else {
+            "measured": sustained.measured,
+            "step_seconds": {words: rounded(seconds) for words, seconds in sustained.seconds.items()},
+        },
     }
 
 

@@ -193,6 +193,7 @@ def plan(typed: PlanOptions) -> None:
         from offload.planner.reach import reach
         from offload.planner.recommend import advise, compare, priced
         from offload.planner.request import write_config
+        from offload.planner.sustained import sustained_steps
         from offload.presets import PRESETS
         from offload.prices import read_prices
 
@@ -229,6 +230,8 @@ def plan(typed: PlanOptions) -> None:
                     prices = prices.with_(tbw=(rating, "SMART" if typed.tbw is None else "--tbw"))
                 show("pricing what could be changed")
                 costs = priced(planned, prices)
+            show("simulating a step at the rates that drives sustain")
+            sustained = sustained_steps(planned)
             if whole:
                 show("searching the longest sequence of each way to keep activations")
                 ways = reach(planned)
@@ -245,9 +248,9 @@ def plan(typed: PlanOptions) -> None:
                 planned, typed.write, recipe(Start.of(folder, typed.lora is not None)) if typed.config is None else {}
             )
     if typed.json_output:
-        print(json.dumps(output.as_json(planned, advice, wanted, ways, orders, costs)), flush=True)
+        print(json.dumps(output.as_json(planned, advice, wanted, ways, orders, costs, sustained)), flush=True)
         return
-    for line in output.summary(planned, advice, wanted, typed.price, costs):
+    for line in output.summary(planned, advice, wanted, typed.price, costs, sustained):
         console.print(line, soft_wrap=True)
     if typed.details:
         console.print()
