@@ -98,11 +98,33 @@ def rated_bytes_of(folder: str) -> int | None:
     """Returns the rated bytes of the drive of `folder` by SMART; None without smartctl or the right to use it."""
     # The rating is an extra: a missing tool, right or field must not fail the plan.
     with contextlib.suppress(OSError, ValueError, KeyError, subprocess.SubprocessError):
-        if shutil.which("smartctl") is None:
-            return None
-        command = ["smartctl", "-j", "-A", drive(folder)["device"]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-        return rated_bytes(json.loads(done.stdout))
+        return rated_bytes(_smart(folder))
+    return None
+
+
+def used_percent_of(folder: str) -> int | None:
+    """Returns the percent of its life that the drive of `folder` has used, by SMART; None as for `rated_bytes_of`."""
+    with contextlib.suppress(OSError, ValueError, KeyError, subprocess.SubprocessError):
+        return int(_smart(folder)["nvme_smart_health_information_log"]["percentage_used"])
+    return None
+
+
+def _smart(folder: str) -> Mapping[str, Any]:
+    command = ["smartctl", "-j", "-A", drive(folder)["device"]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    content: Mapping[str, Any] = json.loads(done.stdout)
+    return content
+
+
+def temperature_of(folder: str) -> float | None:
+    """Returns the degrees Celsius of the disk of `folder` by the kernel's sensors; None without a sensor."""
+    number = os.stat(folder).st_dev
+    block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    # A partition's folder lies in that of its disk. NVMe has the sensor one level higher, at the controller.
+    for device in (block / "device", block.parent / "device"):
+        for sensor in sorted((*device.glob("hwmon*/temp1_input"), *device.glob("hwmon/hwmon*/temp1_input"))):
+            with contextlib.suppress(OSError, ValueError):
+                return int(sensor.read_text()) / 1000
     return None
 
 

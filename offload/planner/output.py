@@ -16,8 +16,11 @@ from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.ranks import Cluster, RanksPlan, fastest
 from offload.planner.reach import Longest, Reach
-from offload.planner.recommend import Advice, Ordered, Planned, writes_less
+from offload.planner.recommend import Advice, Ordered, Planned, Priced, PricedChange, writes_less
 from offload.planner.step_time import Timing, hiding_tokens
+from offload.planner.sustained import SustainedSteps
+from offload.prices import as_json as cost_json
+from offload.prices import dollars, in_words
 from offload.sizes import count_of, format_count, format_decimal, format_size, format_time, rounded
 from offload.states import State
 
@@ -68,13 +71,22 @@ _LONG_LIFE = 365 * _DAY
 """A plan says how to write less if the drives wear out within so many seconds of training."""
 _PLACES = {"none": "GPU", "cpu": "RAM", "nvme": "drive"}
 """Where states are, by the names of the config."""
+_CHEAPER = 0.95
+"""A change is named the cheapest if a token costs less than this fraction with it."""
 _WIDTH, _LABEL, _BAR = 80, 8, 30
 """Columns of a line of the summary, of its label and of its bars."""
 
 
-def summary(planned: Planned, advice: Advice, asked: Asked, price: float | None = None) -> list[str]:
+def summary(
+    planned: Planned,
+    advice: Advice,
+    asked: Asked,
+    price: float | None = None,
+    priced: Priced | None = None,
+    sustained: SustainedSteps | None = None,
+) -> list[str]:
     """Returns the plan in about ten lines of at most 80 columns, without the tables of `--details`."""
-    return _wrapped(labelled(planned, advice, asked, price))
+    return _wrapped(labelled(planned, advice, asked, price, priced, sustained))
 
 
 def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
@@ -85,7 +97,14 @@ def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
     ]
 
 
-def labelled(planned: Planned, advice: Advice, asked: Asked, price: float | None = None) -> list[tuple[str, str]]:
+def labelled(
+    planned: Planned,
+    advice: Advice,
+    asked: Asked,
+    price: float | None = None,
+    priced: Priced | None = None,
+    sustained: SustainedSteps | None = None,
+) -> list[tuple[str, str]]:
     """Returns the lines of `summary` as labels and words. `price` are the machine's dollars an hour."""
     timing, hardware = planned.timing, planned.hardware
     tokens = asked.tokens or _EXAMPLE_TOKENS
@@ -106,10 +125,44 @@ def labelled(planned: Planned, advice: Advice, asked: Asked, price: float | None
         ),
         ("step", f"{_describe_step(planned)}, in {seconds_text(timing.seconds)}"),
         ("limit", _describe_limit(timing)),
+        *([] if sustained is None else [("rates", _sustained_words(sustained))]),
         ("change", helps),
         *_of_wear(planned, asked),
+        *([] if priced is None else [("cost", in_words(priced.cost)), ("", _cheapest(priced))]),
         *(("note", words) for words in cautions(planned, asked) if "worn out" not in words),
         *_bars(planned),
+    ]
+
+
+def _sustained_words(sustained: SustainedSteps) -> str:
+    steps = ", ".join(f"{seconds_text(seconds)} {words}" for words, seconds in sustained.seconds.items())
+    if sustained.measured:
+        return f"a step takes {steps}"
+    return f"burst rates, unverified{f'; a step takes {steps}' if steps else ''}"
+
+
+def _cheapest(priced: Priced) -> str:
+    if not priced.changes or priced.changes[0].share >= _CHEAPER:
+        return "no change that was tried is more than 5 % cheaper"
+    return f"cheapest change: {_priced_change(priced.changes[0])}"
+
+
+def _priced_change(change: PricedChange) -> str:
+    option = f" ({change.option})" if change.option else ""
+    million = dollars(change.cost.a_million or 0.0)
+    return f"{change.words}{option}: {change.share:.2f} times the dollars, {million} a million tokens"
+
+
+def of_money(priced: Priced) -> list[str]:
+    """Returns the lines of `--details` on dollars: the plan, all changes that were simulated, prices with sources."""
+    prices = priced.prices._asdict()
+    origins = [f"  {name} {prices[name]:g}: {source}" for name, source in priced.prices.sources.items()]
+    return [
+        in_words(priced.cost),
+        "dollars of a token after one change, each simulated, the cheapest first:",
+        *(f"  {_priced_change(change)}; {in_words(change.cost).partition('; ')[2]}" for change in priced.changes),
+        "prices in US dollars:",
+        *origins,
     ]
 
 
@@ -545,7 +598,13 @@ def _ranks_json(plan: RanksPlan) -> dict[str, Any]:
 
 
 def as_json(
-    planned: Planned, advice: Advice, asked: Asked, reaches: Sequence[Reach] = (), orders: Sequence[Ordered] = ()
+    planned: Planned,
+    advice: Advice,
+    asked: Asked,
+    reaches: Sequence[Reach] = (),
+    orders: Sequence[Ordered] = (),
+    priced: Priced | None = None,
+    sustained: SustainedSteps | None = None,
 ) -> dict[str, Any]:
     """Returns the object that `--json` prints, in bytes, seconds, and bytes or tokens per second."""
     memory, shape = planned.memory, planned.shape
@@ -592,6 +651,24 @@ def as_json(
         "changes": [
             {"words": each.words, "option": each.option, "seconds": rounded(each.seconds), "gain": rounded(each.gain)}
             for each in advice.changes
+        ],
+        "cost": None if priced is None else _priced_json(priced),
+        "sustained": None
+        if sustained is None
+        else {
+            "measured": sustained.measured,
+            "step_seconds": {words: rounded(seconds) for words, seconds in sustained.seconds.items()},
+        },
+    }
+
+
+def _priced_json(priced: Priced) -> dict[str, Any]:
+    return {
+        **cost_json(priced.cost),
+        "prices": priced.prices._asdict(),
+        "changes": [
+            {"words": change.words, "option": change.option, "share": rounded(change.share), **cost_json(change.cost)}
+            for change in priced.changes
         ],
     }
 

@@ -40,6 +40,7 @@ from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import Shape
 from offload.planner.step_time import Timing, chain, choice_of, lower_bound, predict, update_written
+from offload.prices import Cost, Prices, cost
 from offload.sizes import PAGE, format_size
 from offload.states import State
 from offload.swapper.memory.device import DeviceRoom
@@ -571,6 +572,25 @@ class Change(NamedTuple):
         return f"{self.words}{option}: {self.gain:.2f} times the tokens/s"
 
 
+class Priced(NamedTuple):
+    """The dollars of a plan's step, and of the step after each change."""
+
+    cost: Cost
+    prices: Prices
+    changes: tuple[PricedChange, ...]
+    """All changes that were simulated, the cheapest for a token first; those that make a token dearer too."""
+
+
+class PricedChange(NamedTuple):
+    """One change of a plan and its predicted dollars."""
+
+    words: str
+    option: str
+    cost: Cost
+    share: float
+    """Dollars of a token with the change, divided by those without it."""
+
+
 class Ordered(NamedTuple):
     """A step in one order."""
 
@@ -605,6 +625,42 @@ def advise(planned: Planned, of_tokens: bool = True, best: bool = False) -> Advi
     return Advice(tuple(changes[: 1 if best else None]), planned.memory.host if best else recommended_host(planned))
 
 
+def priced(planned: Planned, prices: Prices) -> Priced:
+    """Returns the dollars of a plan and of every change that fits; no change gives up what the plan makes durable."""
+    # Changes are simulated coarsely, so they are compared with the same plan simulated coarsely.
+    timing = predict(planned.memory, planned.shape, planned.hardware, planned.load, coarse=True)
+    before = _cost(planned._replace(timing=timing), planned, prices)
+    ideas = [idea for idea in _ideas(planned, coarse=True) if idea.option != "--durability none"]
+    if planned.memory.slots == 2 and planned.memory.config.offload.commit_every < _COMMIT_EVERY:
+        block = {**planned.content.get("offload", {}), "durability": {"every": _COMMIT_EVERY}}
+        seldom = {**planned.content, "offload": block}
+        ideas.append(
+            _Idea(
+                f"commits every {_COMMIT_EVERY} steps",
+                f'"durability": {{"every": {_COMMIT_EVERY}}}',
+                lambda within: plan(planned.shape, planned.hardware, planned.given, seldom, within, coarse=True),
+            )
+        )
+    changes = []
+    for idea in ideas:
+        with contextlib.suppress(BudgetError, ConfigError):
+            after = _cost(idea.act(math.inf), planned, prices)
+            share = after.total * before.tokens / (before.total * after.tokens) if before.total else 1.0
+            changes.append(PricedChange(idea.words, idea.option, after, share))
+    changes.sort(key=lambda change: change.share)
+    return Priced(_cost(planned, planned, prices), prices, tuple(changes))
+
+
+def _cost(planned: Planned, before: Planned, prices: Prices) -> Cost:
+    """Returns the dollars of a step; what `planned` has more of than `before` is bought for it."""
+    ram = planned.hardware.ram - before.hardware.ram
+    drives = len(planned.hardware.drives) - len(before.hardware.drives)
+    timing = planned.timing
+    return cost(prices, timing.seconds, timing.tokens, timing.moved.written, ram, drives)
+
+
+_COMMIT_EVERY = 10
+"""Steps between the commits of the change that commits less often."""
 _TRIED = 3
 """Changes that are simulated to find the best one."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError
+from offload.prices import Cost, Prices, as_json, cost, dollars, in_words
 from offload.records import parse
 from offload.report.charts import format_number, seconds_unit
 from offload.report.links import busy, updates
@@ -180,8 +181,10 @@ def early_words(counts: Mapping[str, Any]) -> str | None:
 # -- figures -------------------------------------------------------------------------------------------
 
 
-def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | None = None) -> dict[str, Any]:
-    """Returns the numbers of a run as a JSON object, in seconds and bytes.
+def figures(
+    log: Log, plan: Mapping[str, float] | None = None, window: Window | None = None, prices: Prices | None = None
+) -> dict[str, Any]:
+    """Returns the numbers of a run as a JSON object, in seconds and bytes, and with `prices` in dollars.
 
     Medians and rates leave out the first step of each process: without a recorded access order, it reads on demand.
     """
@@ -229,6 +232,7 @@ def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | 
         "host_peak_bytes": max(column(log.steps, "host_peak_bytes"), default=None),
         "device_peak_bytes": max(column(log.steps, "device_peak_bytes"), default=None),
         "drives": _drives(log, steady, about),
+        "cost": None if prices is None else _cost(log, about, prices),
         "links": None if window is None else busy(window.spans, window.start, window.end),
         "updates": None if window is None else updates(window.spans, window.start, window.end),
         "predicted": compare(log.about.get("predicted") if plan is None else plan, steady),
@@ -261,6 +265,25 @@ def _bytes(
     """Returns a field's total, and its median over the steady steps; None if no step contains the field."""
     every = column(steps, name)
     return {"total": sum(every), "median": statistics.median(column(steady, name) or every)} if every else None
+
+
+def _cost(log: Log, about: Mapping[str, Any], prices: Prices) -> dict[str, Any]:
+    """Returns the dollars of the steps in the log, by the bytes that each wrote and the rating in the run's config."""
+    tbw = about.get("drive_tbw")
+    if is_number(tbw) and tbw > 0:
+        prices = prices.with_(tbw=(float(tbw), "drive_tbw"))
+    sums = {name: sum(column(log.steps, name)) for name in ("seconds", "tokens", "written_bytes")}
+    spent = cost(prices, sums["seconds"], sums["tokens"], sums["written_bytes"])
+    return {**as_json(spent), "seconds": spent.seconds, "tokens": spent.tokens, "prices": prices._asdict()}
+
+
+def dollars_of(figures: Mapping[str, Any]) -> list[str]:
+    """Returns a line on the dollars of a run; none if `figures` were made without prices."""
+    about = figures["cost"]
+    if about is None:
+        return []
+    spent = Cost(about["parts_dollars"], about["seconds"], about["tokens"])
+    return [f"cost: {dollars(spent.total)} so far; {in_words(spent)}"]
 
 
 def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> list[dict[str, Any]]:

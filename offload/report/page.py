@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+from offload.prices import dollars
 from offload.report import links as links_of
 from offload.report.charts import (
     POINTS,
@@ -157,6 +158,9 @@ def _tiles(figures: Mapping[str, Any]) -> list[Tile]:
         shares = [drive["share"] for drive in figures["drives"] if drive["share"] is not None]
         more = f"{max(shares):.2%} of rated life at the end" if shares else "drive_tbw is not set"
         tiles.append(Tile("written to drives", format_decimal(total), more))
+    if (spent := figures["cost"]) is not None:
+        parts = ", ".join(f"{name} {dollars(value)}" for name, value in spent["parts_dollars"].items())
+        tiles.append(Tile("cost", dollars(spent["dollars"]), parts))
     return tiles
 
 

@@ -83,6 +83,16 @@ def probe(
     size: Annotated[
         str, typer.Option(help="Bytes at most of the file that is written and read on each drive.")
     ] = "256MiB",
+    sustained: Annotated[
+        bool,
+        typer.Option(
+            "--sustained", help="Instead: write to the drives until their rates fall. Takes minutes and wears them."
+        ),
+    ] = False,
+    gigabytes: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="With --sustained: GB that are written to each drive at most. [default: 500]"),
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Store the result for `offload plan`.")] = True,
     json_output: Json = False,
 ) -> None:
@@ -96,6 +106,11 @@ def probe(
 
     console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):
+        if gigabytes is not None and not sustained:
+            raise ConfigError("--gigabytes goes with --sustained; --size is the file of the other measurements")
+        if sustained:
+            _probe_sustained(paths or ["."], gigabytes, keep, json_output)
+            return
         nbytes = parse_size(size)
         # All checks precede the measurement, which takes up to a minute.
         probing.device_of(device)
@@ -116,6 +131,37 @@ def probe(
         cache = probing.keep(found) if keep else None
     if not json_output:
         console.print(f"measured in {found.seconds:.0f} s" + (f", stored in {cache}" if cache else ""), soft_wrap=True)
+
+
+def _probe_sustained(paths: list[str], gigabytes: float | None, keep: bool, json_output: bool) -> None:
+    from rich.console import Console
+
+    from offload.hardware import probe as probing
+    from offload.hardware import sustained
+
+    if gigabytes is not None and not 0 < gigabytes < 1e6:
+        raise ConfigError(f"expected --gigabytes above 0 and below 1,000,000, got {gigabytes:g}")
+    nbytes = int(1e9 * (sustained.GIGABYTES if gigabytes is None else gigabytes))
+    for path in paths:
+        sustained.check(path, nbytes)
+    if keep:
+        probing.check_kept()
+    notes, console = Console(stderr=True, highlight=False), Console(highlight=False)
+    for path in paths:
+        notes.print(f"warning: {sustained.warning(path, nbytes)}", soft_wrap=True, markup=False)
+    curves = []
+    with errors(FAILED), signals(), measuring() as tell:
+        for path in paths:
+            curves.append(sustained.probe(path, nbytes, tell))
+            if keep:
+                sustained.keep(curves[-1])
+    if json_output:
+        print(json.dumps([curve._asdict() for curve in curves]), flush=True)
+        return
+    for curve in curves:
+        console.print(make_table((), sustained.lines(curve)), markup=False)
+    if keep:
+        console.print(f"stored in {sustained.cache_path()}", soft_wrap=True)
 
 
 def tune(

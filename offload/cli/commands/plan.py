@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from offload.planner.model_shape import Adapters
     from offload.planner.output import Asked
     from offload.planner.reach import Reach
-    from offload.planner.recommend import Advice, Ordered, Planned
+    from offload.planner.recommend import Advice, Ordered, Planned, Priced
     from offload.planner.request import PlanRequest
 
 
@@ -154,6 +154,14 @@ class PlanOptions:
     details: Annotated[bool, option("Print all tables, changes, orders, rates and assumptions.")] = False
     tokens: Annotated[str | None, option("Tokens to train on, as 1B: predicts the time. [default: 100M]")] = None
     price: Annotated[float | None, option("Rent of the machine in dollars an hour: predicts the cost.")] = None
+    prices: Annotated[
+        str | None,
+        option(
+            "Predict dollars of power or rent and of worn drives, and the cheapest change. A TOML file, or usual: the "
+            "package's prices.",
+            metavar="usual|FILE",
+        ),
+    ] = None
     steps: Annotated[
         int | None, option("Instead of --tokens: steps to train, as 200: predicts the time.", "--max-steps")
     ] = None
@@ -183,9 +191,11 @@ def plan(typed: PlanOptions) -> None:
         from offload.hub import local_model
         from offload.planner import output
         from offload.planner.reach import reach
-        from offload.planner.recommend import advise, compare
+        from offload.planner.recommend import advise, compare, priced
         from offload.planner.request import write_config
+        from offload.planner.sustained import sustained_steps
         from offload.presets import PRESETS
+        from offload.prices import read_prices
 
     console = Console(stderr=typed.json_output, highlight=False, markup=False)
     with errors(BAD_INPUT):
@@ -202,13 +212,26 @@ def plan(typed: PlanOptions) -> None:
         _print_ranks(typed, console)
         return
     with errors(BAD_INPUT):
+        prices = None if typed.prices is None else read_prices(typed.prices)
         planned = _planned(typed)
         wanted = _asked(typed, planned)
+        costs: Priced | None = None
         with _working("trying what could be changed") as show:
             # Each of these takes longer than the plan: it repeats the prediction for every change, way or order.
             whole = typed.details or typed.json_output
             given = typed.config is not None or typed.batch_size is not None or typed.accumulation is not None
             advice, ways, orders = advise(planned, given or whole, best=not whole), [], []
+            if prices is not None:
+                # What was said of this machine comes before what is usual.
+                if typed.price is not None:
+                    prices = prices.with_(rent=(typed.price, "--price"))
+                if wanted.endurance is not None:
+                    rating = wanted.endurance / max(len(planned.hardware.drives), 1) / 1e12
+                    prices = prices.with_(tbw=(rating, "SMART" if typed.tbw is None else "--tbw"))
+                show("pricing what could be changed")
+                costs = priced(planned, prices)
+            show("simulating a step at the rates that drives sustain")
+            sustained = sustained_steps(planned)
             if whole:
                 show("searching the longest sequence of each way to keep activations")
                 ways = reach(planned)
@@ -225,13 +248,15 @@ def plan(typed: PlanOptions) -> None:
                 planned, typed.write, recipe(Start.of(folder, typed.lora is not None)) if typed.config is None else {}
             )
     if typed.json_output:
-        print(json.dumps(output.as_json(planned, advice, wanted, ways, orders)), flush=True)
+        print(json.dumps(output.as_json(planned, advice, wanted, ways, orders, costs, sustained)), flush=True)
         return
-    for line in output.summary(planned, advice, wanted, typed.price):
+    for line in output.summary(planned, advice, wanted, typed.price, costs, sustained):
         console.print(line, soft_wrap=True)
     if typed.details:
         console.print()
         _print_details(console, planned, advice, wanted, ways, orders)
+        for line in [] if costs is None else output.of_money(costs):
+            console.print(line, soft_wrap=True)
     else:
         console.print("more: --details has all tables, --write FILE writes the config", soft_wrap=True)
     if typed.write is not None:
@@ -312,10 +337,16 @@ def _print_ranks(typed: PlanOptions, console: Console) -> None:
     with errors(BAD_INPUT):
         if typed.gpus is None:
             raise ConfigError("--nodes, --link, --tensor and --pipeline describe several GPUs: give --gpus too")
-        if typed.write is not None or typed.measure or typed.details or typed.price is not None:
+        if (
+            typed.write is not None
+            or typed.measure
+            or typed.details
+            or typed.price is not None
+            or typed.prices is not None
+        ):
             raise ConfigError(
                 "a plan of several GPUs has no tables, writes and measures nothing: leave out --details, --write, "
-                "--measure and --price beside --gpus"
+                "--measure, --price and --prices beside --gpus"
             )
         link = None if typed.link is None else parse_rate(typed.link)
         cluster = Cluster(typed.gpus, typed.nodes, link, typed.tensor, typed.pipeline)

@@ -26,6 +26,13 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", help="The output of `offload plan --json`: shown beside the measurements."),
     ] = None,
+    prices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="usual|FILE",
+            help="Dollars of the run by part, at prices of a TOML file; usual: at the package's prices.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page. [default: LOG with .html]")
     ] = None,
@@ -38,7 +45,8 @@ def report(
     May be called during the run. Exit code 0; 1 if the page cannot be written; 2 if LOG or FILE
     is not what was expected. Example: offload report run.jsonl --trace trace.json.gz -o run.html
     """
-    from offload.report.figures import figures, read_plan
+    from offload.prices import read_prices
+    from offload.report.figures import dollars_of, figures, read_plan
     from offload.report.links import LINKS
     from offload.report.log import read_log
     from offload.report.page import page
@@ -56,7 +64,8 @@ def report(
             )
         steps = read_log(log)
         window = None if trace is None else read_window(trace)
-        found = figures(steps, None if plan is None else read_plan(plan), window)
+        of_parts = None if prices is None else read_prices(prices)
+        found = figures(steps, None if plan is None else read_plan(plan), window, of_parts)
     if writes_page:
         with errors(FAILED), signals():
             try:
@@ -75,6 +84,8 @@ def report(
             print(f"change first: {by.first_change}")
         else:
             print(by.advice)
+        for line in dollars_of(found):
+            print(line)
         if found["links"]:
             print("busy: " + ", ".join(f"{LINKS[link]} {share:.0%}" for link, share in found["links"].items()))
 

@@ -1,0 +1,63 @@
+"""The step of a plan at the rates that its drives sustain, beside the one at their burst rates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from offload.hardware.sustained import curve_under
+from offload.planner.hardware import Drive
+from offload.planner.recommend import Planned
+from offload.planner.step_time import predict
+
+USUAL = 2.5e9
+"""Bytes a second that a good drive of 2 TB writes, by reviews, when its cache of fast cells is full."""
+_WHEN = {"in the first minute": 60.0, "after an hour": 3600.0, "after a day": 86400.0}
+
+
+class SustainedSteps(NamedTuple):
+    """Seconds of a step at the rates that drives sustain."""
+
+    measured: bool
+    """True if all drives have a curve; else the rates of the plan are burst rates that nobody verified."""
+    seconds: dict[str, float]
+    """By the words for the time since the start, or for the rate that is assumed."""
+
+
+def sustained_steps(planned: Planned) -> SustainedSteps | None:
+    """Returns the step at sustained rates, by `offload probe --sustained` or at `USUAL`; None if nothing is written."""
+    drives = planned.hardware.drives
+    if not drives or not planned.timing.moved.written:
+        return None
+    curves = [curve_under(drive.name) for drive in drives]
+    known = [curve for curve in curves if curve is not None]
+    if len(known) < len(drives):
+        slower = tuple(_written_at(drive, USUAL) for drive in drives)
+        return SustainedSteps(False, {} if slower == drives else {"at 2.5 GB/s of writes": _seconds(planned, slower)})
+    # Files are striped, so each drive takes an equal share of what the plan writes until then.
+    share = planned.timing.moved.written / planned.timing.seconds / len(drives)
+    return SustainedSteps(
+        True,
+        {
+            words: _seconds(
+                planned,
+                tuple(
+                    _written_at(drive, curve.rate(share * seconds)) for drive, curve in zip(drives, known, strict=True)
+                ),
+            )
+            for words, seconds in _WHEN.items()
+        },
+    )
+
+
+def _written_at(drive: Drive, rate: float) -> Drive:
+    """Returns the drive with a lower rate of writes; a higher one changes nothing."""
+    if rate >= drive.write:
+        return drive
+    return drive._replace(write=rate, mixed=min(drive.mixed, 2 / (1 / drive.read + 1 / rate)))
+
+
+def _seconds(planned: Planned, drives: tuple[Drive, ...]) -> float:
+    if drives == planned.hardware.drives:
+        return planned.timing.seconds
+    return predict(planned.memory, planned.shape, replace(planned.hardware, drives=drives), planned.load).seconds
