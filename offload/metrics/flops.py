@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -36,6 +37,8 @@ from offload.torch_internals import TorchDispatchMode, inside_backward
 
 ATTENTION = "_scaled_dot_product_"
 """Start of the names of attention operations that keep no tokens * tokens matrix."""
+GROUPED = "::_?grouped_mm(_fallback)?(\\.|$)"
+"""Names of the products of groups of rows, each by a matrix of its own: torch's, and transformers' for other inputs."""
 
 
 def flop_formula(function: Any) -> Callable[..., Any] | None:
@@ -43,6 +46,8 @@ def flop_formula(function: Any) -> Callable[..., Any] | None:
     formula: Callable[..., Any] | None = flop_registry.get(function._overloadpacket)
     if formula is None and ATTENTION in function.name():
         return _attention_flops  # torch has none for the operation on a CPU
+    if formula is None and re.search(GROUPED, function.name()):
+        return _grouped_flops
     return formula
 
 
@@ -50,6 +55,11 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     """Returns the operations of both products of attention, without regard to a causal mask, as torch counts them."""
     *batch, tokens, features = query.shape
     return 2.0 * math.prod(batch) * tokens * key.shape[-2] * (features + value.shape[-1])
+
+
+def _grouped_flops(one: torch.Tensor, other: torch.Tensor, *_: Any, **__: Any) -> float:
+    """Returns the operations of products of groups: each row of `one` meets one matrix, whatever the groups are."""
+    return 2.0 * one.numel() * other.shape[-1]
 
 
 class FlopCounter(TorchDispatchMode):
@@ -120,6 +130,8 @@ class Weights(NamedTuple):
 
     numel: int = 0
     trained: int = 0
+    tied: int = 0
+    """Elements of `numel` that an earlier module has too."""
 
 
 class Profile(NamedTuple):
@@ -128,7 +140,7 @@ class Profile(NamedTuple):
     flops: Mapping[str, float]
     """Operations of each module's own forwards; see `FlopCounter.flops`."""
     weights: Mapping[str, Weights]
-    """Parameters of each module, without those of modules inside of it."""
+    """Parameters of each module, tied ones included, without those of modules inside of it."""
 
     @property
     def forward(self) -> float:
@@ -154,10 +166,10 @@ class Profile(NamedTuple):
         """
         numel, flops = defaultdict[str, int](int), defaultdict[str, float](float)
         for name in dict.fromkeys((*self.weights, *self.flops)):
-            parts = name.split(".") if name else []
+            own, parts = self.weights.get(name, Weights()), name.split(".") if name else []
             for stop in range(len(parts) + 1):
                 outer = ".".join(parts[:stop])
-                numel[outer] += self.weights.get(name, Weights()).numel
+                numel[outer] += own.numel - own.tied
                 flops[outer] += self.flops.get(name, 0)
         names = [name for name in flops if depth < 0 or len(name.split(".") if name else []) <= depth]
         return [(name, numel[name], flops[name]) for name in names]
@@ -177,12 +189,16 @@ class Profile(NamedTuple):
 
 
 def weights_of(model: nn.Module) -> dict[str, Weights]:
-    """Returns the weights of each module by name; a tied parameter is that of the first module that has it."""
+    """Returns the weights of each module by name. A tied parameter belongs to each module that has it."""
     modules: dict[str, Weights] = {}
-    for name, parameter in model.named_parameters():
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         module = name.rpartition(".")[0]
         before, numel = modules.get(module, Weights()), parameter.numel()
-        modules[module] = Weights(before.numel + numel, before.trained + numel * parameter.requires_grad)
+        tied = numel * (id(parameter) in seen)
+        seen.add(id(parameter))
+        trained = numel * parameter.requires_grad
+        modules[module] = Weights(before.numel + numel, before.trained + trained, before.tied + tied)
     return modules
 
 

@@ -14,12 +14,14 @@ import offload
 from offload.deepspeed.flops_profiler import FlopsProfiler, get_model_profile
 from offload.errors import UsageError
 from offload.hardware.gpus import peak_products
-from offload.metrics.flops import Peak, rates
+from offload.metrics import flops
+from offload.metrics.flops import Peak, Profile, rates
 from offload.planner.predict_run import step_of
 from offload.report.figures import figures
 from offload.report.log import read_log
 from offload.report.page import page
 from tests.support import models
+from tests.support.modules import mixtures
 from tests.support.oracle import accumulated_step, assert_same_tensors, config, start, weights_of
 
 MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
@@ -87,6 +89,30 @@ def test_a_backward_counts_twice_and_once_without_weights_that_train(capsys: pyt
     assert "operations of step 7: " in (text := capsys.readouterr().out) and "frozen" in text and "trained" not in text
     profiler.end_profile()
     assert profiler.get_total_flops() == 0
+
+
+def test_a_frozen_tied_head_counts_as_frozen_and_its_weights_once() -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(32, 8), "head": nn.Linear(8, 32, bias=False)})
+    model["head"].weight = model["table"].weight.requires_grad_(False)
+    profile = Profile({"head": 100.0}, flops.weights_of(model))
+    assert profile.training == 200
+    assert {name: numel for name, numel, _ in profile.rows()} == {"": 256, "table": 256, "head": 0}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_products_of_experts_count_as_a_loop_over_the_experts_does(dtype: torch.dtype) -> None:
+    counts = []
+    for implementation in ("eager", "grouped_mm"):
+        torch.manual_seed(3)
+        model = mixtures.mixtral().to(dtype)
+        model.set_experts_implementation(implementation)
+        counter = flops.FlopCounter(model)
+        counter.install()
+        model(input_ids=torch.arange(24).view(2, 12))
+        counter.remove()
+        counts.append(counter.flops)
+    assert counts[0] == counts[1]
+    assert counts[0]["model.layers.0.mlp.experts"]
 
 
 def test_get_model_profile_has_deepspeeds_numbers_and_says_what_it_lacks(tmp_path: Path) -> None:
