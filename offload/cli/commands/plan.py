@@ -230,7 +230,6 @@ def plan(typed: PlanOptions) -> None:
                     prices = prices.with_(tbw=(rating, "SMART" if typed.tbw is None else "--tbw"))
                 show("pricing what could be changed")
                 costs = priced(planned, prices)
-            show("simulating a step at the rates that drives sustain")
             sustained = sustained_steps(planned)
             if whole:
                 show("searching the longest sequence of each way to keep activations")
