@@ -106,7 +106,7 @@ def test_grouped_products_of_experts_count_as_a_loop_over_the_experts_does(dtype
     counts = []
     for implementation in ("eager", "grouped_mm"):
         torch.manual_seed(3)
-        model = mixtures.mixtral().to(dtype)
+        model: Any = mixtures.mixtral().to(dtype)
         model.set_experts_implementation(implementation)
         counter = flops.FlopCounter(model)
         counter.install()
