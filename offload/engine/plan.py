@@ -343,6 +343,8 @@ def _experts(config: Config, model: nn.Module, world: World, rule: str) -> str:
     asked = config.offload.experts
     if asked != "auto":
         return asked
+    if world.tensor_size > 1:  # ranks that divide a layer divide its experts, or have them all
+        return "whole"
     stacks, _ = cut_stacks(model, "auto", rule)
     if not any(stack.groups for stack in stacks):
         return "each"
@@ -864,7 +866,7 @@ def check_tensor_parallel(
     refused = (
         (whole, "an optimizer that needs whole parameters", "take AdamW, Adam, Lion, Adagrad or SGD with a kernel"),
         (any(segment.form or segment.inner for segment in segments), "quantized frozen weights", 'leave "frozen" out'),
-        (experts, "experts that are units of their own", 'name the class of their module in "units"'),
+        (experts, "experts that are units of their own", 'set "experts" to "whole" or leave it out'),
         (tiled, "tiled MLPs", 'leave "tile_mlp" out'),
         # A block of codes may span a divided and an undivided parameter. The ranks' copies of the latter would then
         # differ.

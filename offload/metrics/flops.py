@@ -31,7 +31,7 @@ from offload.hardware.probe import kept
 from offload.layout.units import is_compiled
 from offload.notices import show
 from offload.sizes import format_count
-from offload.torch_internals import TorchDispatchMode, inside_backward
+from offload.torch_internals import TorchDispatchMode, inside_backward, is_fake
 
 # -- counter -------------------------------------------------------------------------------------------
 
@@ -113,6 +113,8 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(map(is_fake, types)):
+            return function(*args, **kwargs)  # nothing is computed
         if any(kind not in (torch.Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a DTensor, say: its own operations come here, on this rank's part
         out = function(*args, **kwargs)

@@ -225,6 +225,12 @@ def fake_tensors(allow_others: bool = False) -> Any:
     return FakeTensorMode(allow_non_fake_inputs=allow_others)
 
 
+def is_fake(kind: type) -> bool:
+    """Returns True for the class of tensors without values, with which a DTensor asks for the shape of a result."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # nothing is fake before torch has imported it
+    return module is not None and issubclass(kind, module.FakeTensor)
+
+
 def module_call() -> types.FrameType:
     """Returns the Python frame in which torch calls the module whose hook runs now."""
     frame = sys._getframe()

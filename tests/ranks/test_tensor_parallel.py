@@ -422,6 +422,24 @@ def refuse_experts(folder: Path) -> None:
             offload.initialize(model=build(), config=content)
 
 
+def test_experts_stay_whole_by_default_and_as_units_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(choose_experts, tmp_path)
+
+
+def choose_experts(folder: Path) -> None:
+    units = []
+    for experts in ("whole", "auto"):
+        content = config(JOB, DISK, folder / experts, experts=experts) | {"tensor_parallel": {"autotp_size": 2}}
+        engine = offload.initialize(model=tp.mixture(), config=content).engine
+        units.append([layout.name for layout in testing.inspect(engine).layouts])
+        engine.destroy(remove=True)
+    assert units[0] == units[1]
+    for experts in ("grouped", "each"):
+        content = config(JOB, MEMORY, folder, experts=experts) | {"tensor_parallel": {"autotp_size": 2}}
+        with pytest.raises(ConfigError, match='set "experts" to "whole" or leave it out'):
+            offload.initialize(model=tp.mixture(), config=content)
+
+
 # -- Megatron ------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from offload.planner.predict_run import step_of
 from offload.report.figures import figures
 from offload.report.log import read_log
 from offload.report.page import page
+from offload.torch_internals import fake_tensors
 from tests.support import models
 from tests.support.modules import mixtures
 from tests.support.oracle import accumulated_step, assert_same_tensors, config, start, weights_of
@@ -92,8 +93,9 @@ def test_a_backward_counts_twice_and_once_without_weights_that_train(capsys: pyt
 
 
 def test_a_frozen_tied_head_counts_as_frozen_and_its_weights_once() -> None:
-    model = nn.ModuleDict({"table": nn.Embedding(32, 8), "head": nn.Linear(8, 32, bias=False)})
-    model["head"].weight = model["table"].weight.requires_grad_(False)
+    table, head = nn.Embedding(32, 8).requires_grad_(False), nn.Linear(8, 32, bias=False)
+    head.weight = table.weight
+    model = nn.ModuleDict({"table": table, "head": head})
     profile = Profile({"head": 100.0}, flops.weights_of(model))
     assert profile.training == 200
     assert {name: numel for name, numel, _ in profile.rows()} == {"": 256, "table": 256, "head": 0}
@@ -104,7 +106,7 @@ def test_grouped_products_of_experts_count_as_a_loop_over_the_experts_does(dtype
     counts = []
     for implementation in ("eager", "grouped_mm"):
         torch.manual_seed(3)
-        model = mixtures.mixtral().to(dtype)
+        model: Any = mixtures.mixtral().to(dtype)
         model.set_experts_implementation(implementation)
         counter = flops.FlopCounter(model)
         counter.install()
@@ -113,6 +115,23 @@ def test_grouped_products_of_experts_count_as_a_loop_over_the_experts_does(dtype
         counts.append(counter.flops)
     assert counts[0] == counts[1]
     assert counts[0]["model.layers.0.mlp.experts"]
+
+
+class Shaped(nn.Linear):
+    """Computes a shape without values first, as each operation of a DTensor does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with fake_tensors():
+            assert (torch.empty(3, 8) @ torch.empty(8, 4)).detach().shape == (3, 4)
+        return super().forward(x)
+
+
+def test_operations_without_values_count_nothing() -> None:
+    counter = flops.FlopCounter(model := Shaped(8, 4))
+    counter.install()
+    model(torch.randn(3, 8))
+    counter.remove()
+    assert counter.flops == {"": 2 * 3 * 8 * 4}
 
 
 def test_get_model_profile_has_deepspeeds_numbers_and_says_what_it_lacks(tmp_path: Path) -> None:
