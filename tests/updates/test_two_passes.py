@@ -153,8 +153,9 @@ def test_two_passes_have_the_bits_of_one(name: str, by: Any, tmp_path: Path, mon
     [
         (JOB._replace(params=(("adam_w_mode", False),), optimizer="Adam", weight_decay=0.1), {"durability": "none"}),
         (JOB, {"durability": "step"}),
+        (JOB, {"durability": {"every": 2}}),
     ],
-    ids=["moments depend on the weight", "a store has the states of one step"],
+    ids=["moments depend on the weight", "a store has the states of one step", "also between two commits"],
 )
 def test_other_updates_take_one_pass(
     job: Job, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
