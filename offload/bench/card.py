@@ -53,7 +53,7 @@ from offload.planner.hardware import Hardware, probed
 from offload.planner.model_shape import from_name
 from offload.planner.recommend import Planned
 from offload.planner.request import ready
-from offload.presets import PRESETS, check_name, require_transformers
+from offload.presets import PRESETS, require_transformers
 from offload.report.links import Interval, Span, total, union
 from offload.report.timeline_view import read_window
 from offload.swapper.memory.device import compute_device
@@ -65,7 +65,15 @@ from offload.swapper.memory.limits import free_host_memory
 FORMAT = 1
 """Version of the JSON's keys."""
 TEXT, PEERS = "text", "peers"
-MODELS = tuple(PRESETS)
+
+
+def _numel(model: str) -> float:
+    """Returns the approximate number of parameters of a preset, which is written as 3.5M or 13B."""
+    written = PRESETS[model].parameters
+    return float(written[:-1]) * {"M": 1e6, "B": 1e9}[written[-1]]
+
+
+MODELS = tuple(sorted(PRESETS, key=_numel))
 """All presets, the smallest first."""
 
 
@@ -149,14 +157,16 @@ def check(folder: Path, gpu_memory: int | None, minutes: float, only: Sequence[s
     """Returns the settings. Raises `ConfigError` before anything is measured."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"the folder {folder} is not writable, and swap files go there; give another one")
     if not minutes > 0:
         raise ConfigError(f"expected minutes above 0, got {minutes:g}")
     device = compute_device("auto")
     if gpu_memory is not None and device.type != "cuda":
         raise ConfigError(f"--gpu-memory limits a GPU, and this machine computes on {device.type}: leave it out")
     for name in only:
-        if name not in (TEXT, PEERS):
-            check_name(name)
+        if name not in (*MODELS, TEXT, PEERS):
+            raise ConfigError(f"--only {name}: expected {TEXT}, {PEERS} or a preset: {', '.join(MODELS)}")
     require_transformers()
     return CardPlan(folder.resolve(), device, gpu_memory, minutes, tuple(only))
 
@@ -520,8 +530,8 @@ class _Card:
 
     def _largest(self, found: Probed, dtype: str) -> None:
         """Adds the row of the largest preset that the planner places, unless there is one."""
-        have = max(MODELS.index(each["model"]) for each in self.report["rows"])
-        for model in reversed(MODELS[have + 1 :]):
+        have = max(_numel(each["model"]) for each in self.report["rows"])
+        for model in reversed([name for name in MODELS if _numel(name) > have]):
             before = len(self.report["rows"])
             self._row(found, dtype, model)
             if "planned" in self.report["rows"][before]:

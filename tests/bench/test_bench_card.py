@@ -20,7 +20,9 @@ from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.hardware.probe import DriveRates, DtypeRates, Probed, Rates, as_json
 from offload.planner.hardware import Drive, Hardware, described
+from offload.planner.model_shape import from_preset
 from offload.planner.request import ready
+from offload.presets import PRESETS
 from offload.report.links import Span
 from offload.sizes import GIB
 from tests.support.processes import warm_process
@@ -62,7 +64,9 @@ def test_a_row_and_a_run_that_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
     [
         (("/none/such",), "there is no folder /none/such"),
         ((".", "--minutes", "0"), "expected minutes above 0"),
-        ((".", "--only", "llama-2b"), "unknown model 'llama-2b'"),
+        ((".", "--only", "llama-2b"), "--only llama-2b: expected text, peers or a preset: gpt2-tiny, gpt2-small"),
+        ((".", "--only", "./folder"), "--only ./folder: expected text, peers or a preset"),
+        ((".", "--output", "."), "--output . is a folder: give a file"),
         ((".", "--output", "/none/such/file"), "there is no folder /none/such"),
         pytest.param((".", "--gpu-memory", "24GiB"), "--gpu-memory limits a GPU", marks=WITHOUT_GPU),
     ],
@@ -70,6 +74,12 @@ def test_a_row_and_a_run_that_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
 def test_wrong_options_are_refused_before_anything_is_measured(options: tuple[str, ...], words: str) -> None:
     done = CliRunner().invoke(app, ["bench", "card", *options])
     assert done.exit_code == 2 and words in done.output
+
+
+def test_models_are_in_the_order_of_their_sizes() -> None:
+    """The command takes the largest that fits as the last row, so the order must follow new presets."""
+    known = [shape.parameters for shape in (from_preset(name, 16, 2) for name in card.MODELS) if shape is not None]
+    assert len(known) > 8 and known == sorted(known) and set(card.MODELS) == set(PRESETS)
 
 
 @WITHOUT_GPU

@@ -45,3 +45,15 @@ def test_a_pass_moves_eighteen_of_twenty_six_bytes() -> None:
     assert step_time.passes_of(planned.memory.mode, 2) == (18 / 26, 18 / 26)
     numel = sum(planned.memory.parts.trainable_numel)
     assert sum(row[State.GRAD] for row in planned.memory.parts.nbytes) == 2 * numel
+
+
+def test_renewed_pins_stay_below_the_bars() -> None:
+    """A renewal may not hide a slow step: these are seconds that the schedule has reached on an H200 held to 24 GiB."""
+    bars = {
+        "H200, 7B, 32k tokens": 3.6,
+        "H200, 7B, 8k tokens": 1.85,
+        "H200, 8B, 32k tokens": 4.2,
+        "H200, 13B in few bytes, 32k tokens": 6.6,
+    }
+    pins = json.loads(PINS.read_text(encoding="utf-8"))
+    assert {name: pins[name] for name, bar in bars.items() if pins[name] > bar} == {}

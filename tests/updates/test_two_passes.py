@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +14,29 @@ import torch
 
 import offload
 from offload import kernels, testing
+from offload.engine.update import UnitJob
+from offload.engine.update_strategy import UnitUpdate
 from offload.errors import EngineFailed
 from offload.kernels import Writes
 from offload.layout.update_order import SecondPasses
+from offload.sizes import MIB
 from tests.planner.test_simulate_engine import Apart
 from tests.support import models
 from tests.support.devices.late_device import use_device
-from tests.support.oracle import Job, accumulated_step, assert_same, run, small_pieces, start, train_step, trained
+from tests.support.early_updates import counts, worker_of
+from tests.support.oracle import (
+    Job,
+    Result,
+    accumulated_step,
+    assert_same,
+    least_host_memory,
+    run,
+    small_pieces,
+    start,
+    train_step,
+    trained,
+    weights_of,
+)
 
 _LONGEST = 5.0
 """Seconds after which a kernel that is held goes on, so that a fault fails the test and does not stop it."""
@@ -136,8 +153,9 @@ def test_two_passes_have_the_bits_of_one(name: str, by: Any, tmp_path: Path, mon
     [
         (JOB._replace(params=(("adam_w_mode", False),), optimizer="Adam", weight_decay=0.1), {"durability": "none"}),
         (JOB, {"durability": "step"}),
+        (JOB, {"durability": {"every": 2}}),
     ],
-    ids=["moments depend on the weight", "a store has the states of one step"],
+    ids=["moments depend on the weight", "a store has the states of one step", "also between two commits"],
 )
 def test_other_updates_take_one_pass(
     job: Job, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,6 +217,62 @@ def test_gradients_of_earlier_micro_batches_wait_on_the_device(tmp_path: Path, m
     held.may_run = may_run
     found = weights(engine, end)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_updates_under_the_backward_begin_beside_pending_moments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most units are in memory, the last ones on the drive; moments are so late that the backward meets them."""
+    job = JOB._replace(model=functools.partial(models.gpt2, layers=8), steps=4, clip=0.0)
+    alone = run(job, ("none", "none"), tmp_path / "alone")
+    options: dict[str, Any] = {"durability": "none", "speculate": True}
+    least = least_host_memory(job, tmp_path / "least", IN_MEMORY, **options)
+    held = Kernels(monkeypatch)
+    engine = start(job, IN_MEMORY, tmp_path / "two", host_memory=least + 7 * MIB // 2, **options)
+    offers, updates = worker_of(engine).offers, testing.inspect(engine).pager.weight_updates
+    offered, backward, offer, begin = threading.Event(), threading.Event(), offers.offer, offers.begin
+    moments_before: list[int] = []
+    """Elements of moments that were written when the first early update of the step began."""
+
+    def offering(update: UnitUpdate) -> None:
+        offer(update)
+        offered.set()
+
+    def beginning(early: UnitJob) -> None:
+        moments_before.append(held.numel(Writes.MOMENTS))
+        begin(early)
+
+    monkeypatch.setattr(offers, "offer", offering)
+    monkeypatch.setattr(offers, "begin", beginning)
+
+    def may_run(writes: Writes) -> bool:
+        if writes is Writes.MOMENTS and not offered.is_set():
+            # A forward still needs the units on the drive, whose tiles come first once they have been read.
+            time.sleep(0.03)
+            return offered.is_set() or updates.awaited_unit() is not None
+        return backward.is_set() or writes is not Writes.WEIGHTS or updates.awaited_unit() is not None
+
+    losses, norms, beside = [], [], 0
+    for step in range(job.steps):
+        loss = job.loss(engine, step, 0)
+        backward.set()
+        engine.backward(loss)
+        testing.settle_early_updates(engine)
+        testing.settle(engine)
+        # `begin` is called by the thread of the kernel: what came later was pending.
+        beside += bool(moments_before) and held.numel(Writes.MOMENTS) > moments_before[0]
+        moments_before.clear()
+        held.may_run = may_run if step + 1 < job.steps else lambda _: True  # the last step is followed by no forward
+        backward.clear()
+        offered.clear()
+        engine.step()
+        losses.append(float(loss.detach()))
+        norms.append(engine.get_global_grad_norm())
+    found = counts(engine)
+    assert_same(alone, Result(losses, norms, weights_of(engine)), "beside moments, and after them")
+    engine.destroy(remove=True)
+    assert beside > 0 and held.late == 0, "an early update begins while moments are pending"
+    assert found.hits > 0 and not found.misses
 
 
 def test_an_error_in_a_second_pass_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

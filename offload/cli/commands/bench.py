@@ -494,6 +494,8 @@ def bench_card(typed: CardOptions) -> None:
     with errors(BAD_INPUT):
         if typed.output is not None and not typed.output.absolute().parent.is_dir():
             raise ConfigError(f"there is no folder {typed.output.absolute().parent}")
+        if typed.output is not None and typed.output.is_dir():
+            raise ConfigError(f"--output {typed.output} is a folder: give a file")
         limit = _size(typed.gpu_memory)
         from offload.bench import card, card_page
 
