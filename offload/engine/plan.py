@@ -343,7 +343,8 @@ def _experts(config: Config, model: nn.Module, world: World, rule: str) -> str:
     asked = config.offload.experts
     if asked != "auto":
         return asked
-    if world.tensor_size > 1:  # ranks that divide a layer divide its experts, or have them all
+    # Ranks that divide a layer divide its experts, or have them all; ranks that share sequences use the same units.
+    if world.tensor_size > 1 or world.sequence.size > 1:
         return "whole"
     stacks, _ = cut_stacks(model, "auto", rule)
     if not any(stack.groups for stack in stacks):

@@ -359,8 +359,7 @@ def check_units(size: int, experts: bool) -> None:
     if size > 1 and experts:
         raise ConfigError(
             f"sequence_parallel_size is {size}, and experts are units of their own, of which ranks use those "
-            "of their tokens, while others wait for them in attention: name the class of the module that has all "
-            'experts in "units"'
+            'of their tokens, while others wait for them in attention: leave "experts" out, or set it to "whole"'
         )
 
 

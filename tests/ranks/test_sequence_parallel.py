@@ -28,16 +28,17 @@ LLAMA = sp.JOBS["llama"]
 FAST = ("gpt2",)
 
 
-def train_in_placements(job: Job, size: int, folder: Path, units: list[str]) -> Result:
+def train_in_placements(job: Job, size: int, folder: Path) -> Result:
     """All placements have the same bits, and so have blocks that are computed again.
 
     On disk the device has room for few units, so that units come and go.
     """
-    first = sp.train(job, size, MEMORY, folder / "memory", units=units)
+    first = sp.train(job, size, MEMORY, folder / "memory")
     # Beside two units for what ranks exchange of the gradients of the largest, four times.
-    few = {"device_memory": 3 * room_for(job, 2)} if job.stage == 3 and job.dtype == "fp32" and not units else {}
+    dense = job.model is not models.mixtral
+    few = {"device_memory": 3 * room_for(job, 2)} if job.stage == 3 and job.dtype == "fp32" and dense else {}
     for placement, options in drawn([(HOST, {"activations": "device"}), (DISK, few)], 1):
-        found = sp.train(job, size, placement, folder / placement[0], units=units, **options)
+        found = sp.train(job, size, placement, folder / placement[0], **options)
         assert_same(first, found, f"{placement}")
     return first
 
@@ -53,7 +54,7 @@ def test_two_ranks_that_share_sequences_equal_one_rank(name: str, ranks: RankPoo
     """Also where most tokens that count are in one part: the loss is a mean over tokens, and no mean of means."""
     job = sp.JOBS[name]._replace(steps=2)
     alone = train_alone(job, DISK, tmp_path / "one")
-    found = ranks.run(train_in_placements, job, 2, tmp_path / "two", sp.UNITS.get(name, []))
+    found = ranks.run(train_in_placements, job, 2, tmp_path / "two")
     assert_same(found[0], found[1], "the two ranks")
     rounding_bounds.same_training(found[0], alone, job, reordered=True)
 
@@ -186,7 +187,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "heads": (lambda: models.gpt2(heads=1), "has 1 head, which 2 ranks cannot divide evenly"),
     "flex attention": (lambda: sp.llama(2, "flex_attention"), "attn_implementation='flex_attention'"),
     "a router's loss": (with_router_loss, "adds a loss of its router"),
-    "experts that are units": (models.mixtral, "experts are units of their own"),
     "a hook": (with_hook, "on model.layers.1, which would see a part of each sequence"),
     "a hook on outputs": (with_hook_on_the_outputs, "which would see a part of the sequence"),
     "another loss": (with_wrapped_loss, "does not end in transformers' loss of a causal language model"),
@@ -211,6 +211,8 @@ def start_refused(folder: Path) -> dict[str, str]:
         found[name] = message_of(lambda job=job: sp.start(job, 2, DISK, folder))
         assert_same_tensors(before, model.state_dict())
         assert getattr(getattr(model, "config", None), "_attn_implementation", None) == own
+    mixture = LLAMA._replace(model=models.mixtral)
+    found["experts"] = message_of(lambda: sp.start(mixture, 2, DISK, folder, experts="each"))
     found["schedule"] = message_of(lambda: sp.start(LLAMA, 2, DISK, folder, schedule="layer_major"))
     found["divisor"] = message_of(lambda: sp.start(LLAMA, 4, DISK, folder))
     return found
@@ -224,6 +226,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_changes(ranks: RankPo
         assert all(message.startswith("ConfigError: ") for message in found.values())
         for name, (_, expected) in REFUSED.items():
             assert expected in found[name], name
+        assert "experts are units of their own" in found["experts"]
         assert '"schedule": "layer_major"' in found["schedule"]
         assert "sequence_parallel_size is 4" in found["divisor"] and "2 ranks cannot" in found["divisor"]
 

@@ -100,9 +100,6 @@ JOBS = {
     "bf16": Job(llama, padded_loss, steps=3, lr=3e-4, dtype="bf16"),
 }
 
-UNITS = {"mixtral": ["MixtralExperts"]}
-"""Classes that are one unit each: experts that are units of their own are refused."""
-
 
 def start(job: Job, size: int, placement: tuple[str, str], folder: Path, **options: Any) -> offload.Engine:
     """Starts an engine on this rank, `size` of which share each sequence."""
