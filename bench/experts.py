@@ -86,14 +86,14 @@ def _host(layers: int, rounds: int, folder: Path) -> dict[str, Any]:
         for engine in engines.values():
             engine.destroy(remove=True)
     # The first round records the order of uses.
-    figures = {f"{name}_seconds": statistics.median(each[1:]) for name, each in seconds.items()}
-    figures |= {f"{name}_least_seconds": min(each[1:]) for name, each in seconds.items()}
-    own = {name: figures[f"{name}_seconds"] - figures["plain_seconds"] for name in engines}
+    figures = {f"{name}_seconds": statistics.median(turns[1:]) for name, turns in seconds.items()}
+    figures |= {f"{name}_least_seconds": min(turns[1:]) for name, turns in seconds.items()}
+    beyond_plain = {name: figures[f"{name}_seconds"] - figures["plain_seconds"] for name in engines}
     return {
         **figures,
         **{f"{name}_uses_a_layer": count for name, count in uses.items()},
         "grouped_over_each": figures["grouped_seconds"] / figures["each_seconds"],
-        "grouped_over_each_beyond_plain": own["grouped"] / own["each"],
+        "grouped_over_each_beyond_plain": beyond_plain["grouped"] / beyond_plain["each"],
     }
 
 
@@ -146,10 +146,10 @@ def _drive(tokens: int, rounds: int, hidden: int, ways: Sequence[str], folder: P
             engine.destroy(remove=True)
     figures = {"parameters": float(sum(parameter.numel() for parameter in plain.parameters()))}
     for kind in Seconds._fields:
-        each = {name: [getattr(one, kind) for one in of[1:]] for name, of in seconds.items()}
-        figures |= {f"{name}_{kind}_seconds": statistics.median(of) for name, of in each.items()}
+        turns = {name: [getattr(turn, kind) for turn in steps[1:]] for name, steps in seconds.items()}
+        figures |= {f"{name}_{kind}_seconds": statistics.median(steps) for name, steps in turns.items()}
         for name in engines:
-            ratios = (mine / other for mine, other in zip(each[name], each["plain"], strict=True))
+            ratios = (paged / baseline for paged, baseline in zip(turns[name], turns["plain"], strict=True))
             figures[f"{name}_over_plain_{kind}"] = statistics.median(ratios)
     return figures
 

@@ -963,10 +963,10 @@ class TensorParallel(Block):
             raise ConfigError(f"tensor_parallel has the sizes {sizes}; expected one: keep autotp_size")
         if not sizes or content.get("enabled", True) is False:
             return {}
-        others = {**content, **inner}
+        keys = {**content, **inner}
         for name in ("tp", "tensor_parallel", "tp_size", "tp_grain_size", "enabled"):
-            others.pop(name, None)
-        return {**others, "autotp_size": sizes[0]}
+            keys.pop(name, None)
+        return {**keys, "autotp_size": sizes[0]}
 
 
 class ExpertParallel(Block):

@@ -165,12 +165,12 @@ def get_model_profile(
         raise UsageError("get_model_profile expects input_shape, args or kwargs; give the input of one forward")
     profiler = FlopsProfiler(model)
     model.eval()
-    call = model if mode == "forward" else model.generate
+    call: Any = model if mode == "forward" else model.generate
     for _ in range(warm_up):
-        call(*args, **(kwargs or {}))  # type: ignore[operator]
+        call(*args, **(kwargs or {}))
     profiler.start_profile(ignore_modules)
     try:
-        call(*args, **(kwargs or {}))  # type: ignore[operator]
+        call(*args, **(kwargs or {}))
         if print_profile:
             profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
         numbers = (profiler.get_total_flops, profiler.get_total_macs, profiler.get_total_params)

@@ -154,7 +154,7 @@ _OURS = frozenset(("aio", "bf16", "fp16", "offload", "zero_optimization"))
 _REFUSED = {
     "enable_cuda_graph": "CUDA graphs record addresses, and weights move: leave the key out",
     "quant": 'set "frozen": "int8" or "nf4" in the "offload" block of an offload.inference config',
-    "moe": "experts are the model's own, and paged one by one: leave the key out",
+    "moe": "experts are the model's own, and paged in groups or one by one: leave the key out",
     "checkpoint": "give offload.inference the folder of the model, whose files it reads in place",
     "base_dir": "give offload.inference the folder of the model, whose files it reads in place",
 }

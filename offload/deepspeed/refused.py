@@ -73,7 +73,9 @@ DeepSpeedTransformerLayer = refused_class("DeepSpeedTransformerLayer", _LAYERS)
 DeepSpeedTransformerConfig = refused_class("DeepSpeedTransformerConfig", _LAYERS)
 replace_transformer_layer = function("replace_transformer_layer", _LAYERS)
 
-MoE = refused_class("MoE", "experts are not divided over ranks: use the model's own, which are paged one by one")
+MoE = refused_class(
+    "MoE", "use the model's own experts, paged in groups or one by one; expert_parallel divides them over ranks"
+)
 GDSBuilder = refused_class("GDSBuilder", "files are read into host memory: use AsyncIOBuilder, and copy to the GPU")
 
 
@@ -106,7 +108,7 @@ INSTEAD = {
     "linear": '"frozen" in the "offload" block keeps frozen weights in 4 or 8 bits, under adapters of peft',
     "model_implementations": _LAYERS,
     "module_inject": f"{_LAYERS}; the guide to tensor parallelism divides them by torch",
-    "moe": "experts are the model's own, and paged one by one: the guide to mixtures of experts says how",
+    "moe": "experts are the model's own, and paged in groups or one by one: the guide to mixtures of experts says how",
     "monitor": 'the blocks "tensorboard", "wandb" and "csv_monitor" of the JSON write the numbers of each step',
     "nvme": 'call the command `offload tune` for the block "aio", or `offload bench io` for the rates of a drive',
     "ops": _KERNELS,

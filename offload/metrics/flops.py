@@ -57,9 +57,9 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return 2.0 * math.prod(batch) * tokens * key.shape[-2] * (features + value.shape[-1])
 
 
-def _grouped_flops(one: torch.Tensor, other: torch.Tensor, *_: Any, **__: Any) -> float:
-    """Returns the operations of products of groups: each row of `one` meets one matrix, whatever the groups are."""
-    return 2.0 * one.numel() * other.shape[-1]
+def _grouped_flops(rows: torch.Tensor, matrices: torch.Tensor, *_: Any, **__: Any) -> float:
+    """Returns the operations of products of groups: a row meets one matrix, whatever the groups are."""
+    return 2.0 * rows.numel() * matrices.shape[-1]
 
 
 class FlopCounter(TorchDispatchMode):

@@ -77,19 +77,8 @@ _WIDTH, _LABEL, _BAR = 80, 8, 30
 """Columns of a line of the summary, of its label and of its bars."""
 
 
-def summary(
-    planned: Planned,
-    advice: Advice,
-    asked: Asked,
-    price: float | None = None,
-    priced: Priced | None = None,
-    sustained: SustainedSteps | None = None,
-) -> list[str]:
-    """Returns the plan in about ten lines of at most 80 columns, without the tables of `--details`."""
-    return _wrapped(labelled(planned, advice, asked, price, priced, sustained))
-
-
-def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
+def wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Returns labels and words as lines of at most 80 columns."""
     return [
         line.rstrip()
         for label, words in rows
@@ -97,7 +86,7 @@ def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
     ]
 
 
-def labelled(
+def summary(
     planned: Planned,
     advice: Advice,
     asked: Asked,
@@ -105,7 +94,10 @@ def labelled(
     priced: Priced | None = None,
     sustained: SustainedSteps | None = None,
 ) -> list[tuple[str, str]]:
-    """Returns the lines of `summary` as labels and words. `price` are the machine's dollars an hour."""
+    """Returns a plan in about ten rows of a label and words, without the tables of `--details`.
+
+    `price` is the machine's dollars an hour.
+    """
     timing, hardware = planned.timing, planned.hardware
     tokens = asked.tokens or _EXAMPLE_TOKENS
     seconds = run_seconds(planned, tokens)
@@ -521,7 +513,7 @@ def ranks_summary(
         if size > 1
     )
     load = best.load
-    return _wrapped(
+    return wrapped(
         [
             (
                 "fits",

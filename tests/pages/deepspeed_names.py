@@ -407,7 +407,11 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         Name("pipe.LayerSpec", RIGHT, "", "typename"),
         Name("pipe.TiedLayerSpec", RIGHT, "gradients are added up over the stages before each step", "key typename"),
         Name("runtime.pipe.ProcessTopology", ABSENT, _PIPELINE),
-        Name("moe.layer.MoE", REFUSED, "[experts of the model](../guides/mixtures-of-experts.md), paged one by one"),
+        Name(
+            "moe.layer.MoE",
+            REFUSED,
+            "[experts of the model](../guides/mixtures-of-experts.md), in groups or one by one",
+        ),
         *each(REFUSED, _LAYERS, "DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig", "replace_transformer_layer"),
         Name("ops.op_builder.AsyncIOBuilder", RIGHT, "[DeepNVMe](../guides/from-deepnvme.md)"),
         Name("ops.op_builder.GDSBuilder", REFUSED, "`AsyncIOBuilder`, and a copy to the GPU"),

@@ -346,7 +346,7 @@ def family_row(model: str, gpu: str, gigabytes: int, ram: int) -> str:
     except BudgetError:
         return f"| {' | '.join((model, name, 'does not fit', *[''] * (len(_FAMILY_NAMES)), ''))} |"
     advice = recommend.advise(planned, of_tokens=False, best=True)
-    rows = output.labelled(planned, advice, output.Asked(endurance=int(_FAMILY_TBW)))
+    rows = output.summary(planned, advice, output.Asked(endurance=int(_FAMILY_TBW)))
     text = {label: words for label, words in rows if label}
     timing = planned.timing
     cells = (

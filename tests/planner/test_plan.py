@@ -22,7 +22,7 @@ from offload.planner import activations, memory, recommend
 from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, described, parse_drive, parse_memory
 from offload.planner.model_shape import Shape, from_count
-from offload.planner.output import Asked, cautions, summary
+from offload.planner.output import Asked, cautions, summary, wrapped
 from offload.sizes import GIB, MIB, format_time
 from tests.planner.test_plan_activations import COUNT, config, llama
 from tests.planner.test_plan_activations import MACHINE as OWN_MACHINE
@@ -59,7 +59,8 @@ def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> recomme
 def test_ten_lines_say_what_one_wants_to_know(shape: Shape) -> None:
     planned = plan(shape, described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s,2TB")]), Load(1))
     best = recommend.Change("more of something", 1.0, 2.0, "--more 2")
-    lines = summary(planned, recommend.Advice((best, best._replace(words="another", gain=1.5)), 0), Asked(), 0.5)
+    changes = (best, best._replace(words="another", gain=1.5))
+    lines = wrapped(summary(planned, recommend.Advice(changes, 0), Asked(), 0.5))
     assert len(lines) <= 11 and max(map(len, lines)) <= 80
     text = {line[:8].strip(): line[8:] for line in lines if line[:8].strip()}
     assert text["fits"] == "13B in 20 layers on RTX 4090: weights on drive, states on drive"
@@ -69,7 +70,7 @@ def test_ten_lines_say_what_one_wants_to_know(shape: Shape) -> None:
     assert text["change"] == "more of something (--more 2): 2.00 times the tokens/s"
     # 32 filled columns of a bar would be a tier that holds more than it has.
     assert text["drive"].startswith("#") and text["drive"].endswith(" of 1.8 TiB") and text["drive"].count("#") < 30
-    none = summary(planned, recommend.Advice((), 0), Asked())
+    none = wrapped(summary(planned, recommend.Advice((), 0), Asked()))
     assert any("no change that was tried is more than 5 % faster" in line for line in none)
     cure = next(line for line in lines if "less: " in line)
     assert "--moments int8 writes 50% less, --accumulation 2 writes 50% less" in cure

@@ -249,7 +249,7 @@ def plan(typed: PlanOptions) -> None:
     if typed.json_output:
         print(json.dumps(output.as_json(planned, advice, wanted, ways, orders, costs, sustained)), flush=True)
         return
-    for line in output.summary(planned, advice, wanted, typed.price, costs, sustained):
+    for line in output.wrapped(output.summary(planned, advice, wanted, typed.price, costs, sustained)):
         console.print(line, soft_wrap=True)
     if typed.details:
         console.print()
