@@ -522,6 +522,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "store.sync": ("offload.swapper.store.store:SwapFiles.sync",),
     "store.write_manifests": ("offload.swapper.store.store:SwapFiles._write_manifests",),
     "store.clone_range": ("offload.swapper.store.store:clone_range",),
+    "store.copy_range": ("offload.swapper.store.store:copy_range",),
     # Gradients, activations and updates.
     "gradient.squares": ("offload.engine.gradients:squares_of",),
     "gradient.add_small": ("offload.engine.gradient_transfer:SmallGradients.add",),

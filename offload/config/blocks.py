@@ -1217,6 +1217,12 @@ class OffloadBlock(Block):
         description='step: every step survives a kill; {"every": 10}: every tenth; none: no resume, and fewer bytes on '
         "disk: half, where updates wait for the step (see speculate); auto: step where it fits",
     )
+    keep_every: Annotated[Integer, Field(ge=0)] = Field(
+        0,
+        description="keep the state of each step that is a multiple of this, as a run RUN@STEP beside the run, which "
+        "`offload fork` continues; it shares the run's bytes on XFS and btrfs, and is a copy elsewhere; 0: none. See "
+        "guides/resume-a-run.md",
+    )
     resume: Literal["never", "auto", "must", "restart"] = Field(
         "never",
         description="auto: resume the run in the swap files, if there is one; must: an error if there is none; "
@@ -1329,7 +1335,7 @@ class OffloadBlock(Block):
 
     @property
     def wants_store(self) -> bool:
-        return self.durability == "step" or isinstance(self.durability, Every)
+        return self.durability == "step" or isinstance(self.durability, Every) or self.keep_every > 0
 
     @property
     def commit_every(self) -> int:

@@ -57,6 +57,16 @@ def find_contradictions(config: Config) -> Iterator[ConfigError]:
             f"optimizer.params.fp32_optimizer_states asks for moments in fp32, and another key for {config.moments}; "
             "leave one of them out"
         )
+    kept, every = config.offload.keep_every, config.offload.commit_every
+    if kept and config.offload.durability == "none":
+        yield ConfigError(
+            f'offload.keep_every is {kept}, and with "durability": "none" no step is committed; leave one of them out'
+        )
+    if kept % every:
+        yield ConfigError(
+            f"offload.keep_every is {kept}, and only each step that is a multiple of {every} is committed: set it to a "
+            f"multiple of {every}"
+        )
     wanted = config.data_types.param_dtype
     if wanted is not None and wanted != config.dtype:
         mode = "switch bf16 and fp16 off" if wanted == "fp32" else f'set "{wanted}": {{"enabled": true}}'

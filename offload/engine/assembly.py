@@ -437,7 +437,10 @@ class RunFiles:
         line = None
         if plan.resume and plan.slots == 2:
             line = reshard(new, queue, lambda progress: check_fits(progress, model, optimizer))
-        store = self.store = Store(new.drives, new.run, world.ranks.rank, spec, queue, self.written, self.spans)
+        keep_every = config.offload.keep_every if plan.commit_every else 0
+        store = self.store = Store(
+            new.drives, new.run, world.ranks.rank, spec, queue, self.written, self.spans, keep_every=keep_every
+        )
         store.notices += [] if line is None else [line]
         at = _last_commit_of_all(plan, store)
         if at is None:

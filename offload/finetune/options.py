@@ -86,6 +86,7 @@ class Options:
     resume: str | None = None
     durability: str | dict[str, int] | None = None
     keep: bool = False
+    keep_every: int | None = None
     data: tuple[Path, ...] = ()
     eval_data: tuple[Path, ...] = ()
     eval_every: int | None = None
@@ -136,6 +137,7 @@ KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("run", ("offload", "run"), None),
     ("resume", ("offload", "resume"), None),
     ("durability", ("offload", "durability"), None),
+    ("keep_every", ("offload", "keep_every"), None),
     ("trace", ("offload", "trace"), None),
 )
 """Option, key in the config, and default if neither sets a value."""

@@ -87,6 +87,7 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
         "world_size": None,
         "slots": None,
         "made_by": None,
+        "forked_from": None,
         "drives": [],
         "allocated_bytes": sum(rank["allocated_bytes"] for rank in ranks),
         "finished": run_status([path], ".").finished,
@@ -104,6 +105,7 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
             "world_size": size,
             "slots": known.spec.slots,
             "made_by": about.get("offload"),
+            "forked_from": about.get("forked_from"),
             "drives": list(known.drives),
         }
         # If a single rank was requested, the ranks left out are not missing.

@@ -1,4 +1,4 @@
-"""Commands for swap files and checkpoints: `offload inspect`, `verify`, `import`, `export`, `convert` and `rm`."""
+"""Commands for swap files and checkpoints, such as `offload inspect`, `verify`, `export`, `fork` and `rm`."""
 
 from __future__ import annotations
 
@@ -331,6 +331,68 @@ def convert(
             f"{options} --resume must; `{shell_command('rm', path)}` deletes the run that was converted",
             markup=False,
         )
+
+
+def fork(
+    path: Annotated[
+        Path, typer.Argument(help="A run's folder, NVME_PATH/RUN, or a kept step of it, NVME_PATH/RUN@STEP.")
+    ],
+    name: Annotated[str, typer.Argument(help="Name of the new run.")],
+    json_output: Json = False,
+) -> None:
+    """Make another run of a commit. Of a run's last one, or of a step that it has kept.
+
+    The new run has the same states and its own files beside the old ones. On XFS and btrfs they share their bytes until
+    a run writes them: a fork takes milliseconds. Elsewhere they are copied. The run itself is only read.
+    Example: offload fork /mnt/nvme/my-run@500 lower-lr
+    """
+    from offload.aio import IoQueue
+    from offload.config import load_config
+    from offload.runs.fork import find_commit
+    from offload.runs.fork import fork as make
+
+    with errors(FAILED), _refusals(), signals():
+        load_config({"offload": {"run": name}})  # a run of another name could not be resumed
+        path = find_commit(path)
+        _check_folder(path)
+        with IoQueue() as queue:
+            done = make(path, name, queue)
+    if json_output:
+        print(json.dumps({**done._asdict(), "run": str(done.run)}))
+    else:
+        how = "shared with" if done.shared else "copied from"
+        echo(
+            f"step {done.step}: {format_size(done.nbytes)} {how} {path} in {done.run}; resume with --run {name} "
+            "--resume must"
+        )
+
+
+def log(
+    path: Annotated[Path, typer.Argument(help="A run's folder, NVME_PATH/RUN.")],
+    json_output: Json = False,
+) -> None:
+    """List the steps that a run has left. Kept steps, forks, and the runs it was forked from.
+
+    May be called while the run trains. Example: offload log /mnt/nvme/my-run
+    """
+    from offload.runs.fork import history
+
+    with errors(BAD_INPUT):
+        rows = history(path)
+    if json_output:
+        print(json.dumps(rows))
+        return
+    from rich.table import Column, Table
+
+    from offload.errors import printable
+
+    table = Table(Column("step", justify="right"), "run", "time", "on disk", "", box=None)
+    for row in rows:
+        origin = row["forked_from"]
+        of = "" if origin is None or row["kept"] else f"from {origin['run']} at step {origin['step']}"
+        size = format_size(row["bytes"])
+        table.add_row(str(row["step"]), *(printable(text, lines=False) for text in (row["run"], row["time"], size, of)))
+    make_console(highlight=False, soft_wrap=True, markup=False).print(table)
 
 
 def rm(

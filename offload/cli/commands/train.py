@@ -271,6 +271,10 @@ class TrainOptions:
         ),
     ] = None
     keep: Annotated[bool, option("Keep the swap files after the last step.")] = False
+    keep_every: Annotated[
+        int | None,
+        option("Keep the state of each step that is a multiple of this, for `offload fork`. [default: none]"),
+    ] = None
     log: Annotated[
         Path | None,
         option(

@@ -116,14 +116,17 @@ def places_of(folders: Sequence[Path]) -> tuple[str, ...]:
     return tuple(str(real_path(folder.parent.parent)) for folder in folders)
 
 
-def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, run_id: str | None) -> StoreManifest:
+def new_manifest(
+    run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, run_id: str | None, stripes: Sequence[int] = ()
+) -> StoreManifest:
     """Returns the manifest of a new store. Measures several drives, and divides the stripes by their speeds.
 
-    All drives together must have room for the store.
+    All drives together must have room for the store. `stripes` has the division of a store on the same drives that this
+    one shares bytes with; nothing is measured then.
     """
     drives = [folder.parent.parent for folder in folders]
-    weights: Sequence[float] = [1.0]
-    if len(folders) > 1:
+    weights: Sequence[float] = stripes or [1.0]
+    if len(folders) > 1 and not stripes:
         speeds = [bandwidth.swap for bandwidth in _measured(folders, spec.nbytes)]
         weights = [max(share, 1.0) for share in shares(drives, speeds, spec.nbytes)]
     return StoreManifest(
@@ -132,7 +135,7 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, 
         rank=rank,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         drives=places_of(folders),
-        weights=whole_weights(weights),
+        weights=tuple(stripes) or whole_weights(weights),
         stripe_bytes=_STRIPE_BYTES,
         spec=spec,
         run_id=run_id,

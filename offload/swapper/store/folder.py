@@ -459,6 +459,17 @@ def clone_range(source: int, start: int, nbytes: int, destination: int, offset: 
     return True
 
 
+def copy_range(source: int, start: int, nbytes: int, destination: int, offset: int, path: Path) -> None:
+    """Copies bytes of `source` into the file at `path`, open as `destination`, within the kernel. Raises `IoError`."""
+    done = 0
+    while done < nbytes:
+        with _named(path, "copy", offset + done, nbytes - done):
+            count = os.copy_file_range(source, destination, nbytes - done, start + done, offset + done)
+            if not count:
+                raise OSError(errno.ENODATA, "the file that is copied is cut short")
+        done += count
+
+
 # -- run notes -----------------------------------------------------------------------------------------
 #
 # Notes next to the swap files: how a run ended, and whether a process found damage in a commit.

@@ -503,6 +503,7 @@ ABOUT = fields(
         "tied": table(text()),
         "loader_ties": rows(text()),
         "tied_buffers": table(text()),
+        "forked_from": fields({"run": text(), "run_id": maybe(text()), "step": whole()}),
     },
 )
 """Checks the description of a model for people and exports, which `offload.layout.fingerprint.about` returns."""

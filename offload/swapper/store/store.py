@@ -20,6 +20,7 @@ import errno
 import json
 import os
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
@@ -31,7 +32,7 @@ from offload.aio.protocols import Future, Queue
 from offload.aio.unanswered import aloud
 from offload.errors import IoError, StoreError
 from offload.fileio import inner_opener, sync_folder
-from offload.notices import announce
+from offload.notices import announce, shell_command
 from offload.sizes import MIB, PAGE
 from offload.states import State
 from offload.swapper.store import format, recovery
@@ -41,6 +42,7 @@ from offload.swapper.store.folder import (
     RunNotes,
     clone_range,
     close_in_children,
+    copy_range,
     lock_folders,
     remove_files,
     reserve_blobs,
@@ -62,6 +64,7 @@ from offload.swapper.store.format import (
     check_rank,
     compare,
     own_nbytes,
+    read_manifest,
     read_records,
     was_committed,
 )
@@ -124,26 +127,35 @@ class SwapFiles:
 
     # -- making and opening -------------------------------------------------------------------------
 
-    def check_room(self) -> None:
-        """Raises `StoreError` if there is no room even without the files of an earlier start. Changes nothing."""
-        taken = allocated_nbytes(self.folders)
-        short = find_shortage([folder.parent.parent for folder in self.folders], self._spec.nbytes - taken)
-        if short is not None:
-            raise no_room(short._replace(need=self._spec.nbytes, free=short.free + taken), self._spec.slots)
+    def check_room(self, nbytes: int | None = None) -> None:
+        """Raises `StoreError` if there is no room even without the files of an earlier start. Changes nothing.
 
-    def create(self, run_id: str | None) -> None:
+        `nbytes` are those of the states, if not all slots are written.
+        """
+        taken, nbytes = allocated_nbytes(self.folders), self._spec.nbytes if nbytes is None else nbytes
+        short = find_shortage([folder.parent.parent for folder in self.folders], nbytes - taken)
+        if short is not None:
+            raise no_room(short._replace(need=nbytes, free=short.free + taken), self._spec.slots)
+
+    def create(self, run_id: str | None, stripes: Sequence[int] = (), reserve: bool = True) -> None:
         """Deletes the remainders of an earlier start, reserves all room and writes empty records and the manifests.
 
         After an error the caller must delete the files made so far, by `unlink`. All ranks have the same `run_id`; None
-        if unknown. Raises `StoreError` if there is no room, and `OSError` if a file cannot be written.
+        if unknown. With `stripes` the drives are divided as those of another store; without `reserve` the states are a
+        hole. Raises `StoreError` if there is no room, and `OSError` if a file cannot be written.
         """
         self._forget()
         drives = [folder.parent.parent for folder in self.folders]
-        self._raise_if_short(find_shortage(drives, self._spec.nbytes))
-        self._manifest = new_manifest(self._run, self._rank, self.folders, self._spec, run_id)
+        if reserve:
+            self._raise_if_short(find_shortage(drives, self._spec.nbytes))
+        self._manifest = new_manifest(self._run, self._rank, self.folders, self._spec, run_id, stripes)
         self._states = self._open_states(create=True)
-        self._raise_if_short(find_drive_shortage(drives, self._drive_nbytes()))
-        self._states.reserve(self._spec.nbytes)
+        if reserve:
+            self._raise_if_short(find_drive_shortage(drives, self._drive_nbytes()))
+            self._states.reserve(self._spec.nbytes)
+        else:
+            for part, nbytes in zip(self._states.parts(), self._drive_nbytes(), strict=True):
+                os.ftruncate(part.descriptors.buffered, nbytes)
         write_in_place(self.folders[0] / "commit", bytes(2 * PAGE))
         # Before any manifest: a power cut that left only a later drive's would make the first drive look missing.
         for folder in self.folders:
@@ -297,12 +309,14 @@ class Store:
         written: DriveByteCounter | None = None,
         spans: DriveSpans = NO_SPANS,
         first: int | None = None,
+        keep_every: int = 0,
     ) -> None:
-        """Makes and locks the rank's folders. `create` or `open` must follow.
+        """Makes and locks the rank's folders. `create`, `open` or `fill` must follow.
 
         The queue belongs to the caller. The counter may be shared with spill files. `first` is the first commit's
-        number, for folders beside those of a run with other ranks; None for all others. Raises `StoreError` if the
-        model has too many units, or a folder cannot be made or is in use.
+        number, for folders beside those of a run with other ranks; None for all others. A commit of a step that is a
+        multiple of `keep_every` is kept as a run of its own, RUN@STEP; 0 keeps none. Raises `StoreError` if the model
+        has too many units, or a folder cannot be made or is in use.
         """
         most = MAX_UNITS_OF_THREE_SLOTS if spec.slots == 2 and spec.shadowed else MAX_UNITS
         if len(spec.partitions) > most:
@@ -331,6 +345,7 @@ class Store:
         self._covered: dict[Key, int] = {}
         """Bytes at the start of each slot that reads have covered since the pass began; any thread adds."""
         self._undo = Undo(self.folders[0])
+        self._keep_every = keep_every
 
     # -- opening ------------------------------------------------------------------------------------
 
@@ -395,9 +410,63 @@ class Store:
             self.newest = list(record.slots)
             self._sums.load(blob.sums, self._places)
             self.written.go_on(blob.written)
-            return blob.contents()
+            contents = blob.contents()
+            if self._is_to_keep(record.step) and not was_committed(self._kept_folders(record.step)[0]):
+                self._keep(contents)  # a kill came between the commit and its copy
+            return contents
         except BaseException:
             self.close()
+            raise
+
+    def fill(
+        self,
+        source: StripedFile,
+        manifest: StoreManifest,
+        record: CommitRecord,
+        sums: bytes,
+        run_id: str | None,
+        reserve: bool = True,
+        over: bool = False,
+    ) -> bool:
+        """Makes new files with the states that a commit of another store names, on the same drives.
+
+        The files share the bytes of `source` where the file system can; else the bytes are copied. They are not
+        compared: the new store takes over the checksums, so that damage is noticed when the bytes are used. No commit
+        exists before `commit`. Without `reserve` the files take no room for the other slot, and a run must not train in
+        them. With `over`, commits of this run may be deleted. `source` belongs to the caller, and nothing may write
+        these slots meanwhile. Returns True if all bytes are shared. Raises `StoreError` if there are files of another
+        run, or there is no room, and `IoError` if a copy fails. The store is then closed, and its files are deleted.
+        """
+        try:
+            recovery.check_startable(self.folders, over)
+        except BaseException:
+            self.close()  # the files of the other run stay
+            raise
+        try:
+            self._files.create(run_id, manifest.weights, reserve)
+            extents = [
+                extent
+                for unit, row in enumerate(self._places)
+                for slots in row.values()
+                for extent in slots[record.slots[unit]].extents
+            ]
+            shared = True
+            for offset, nbytes in extents:
+                for drive, start, count in source.layout.places(offset, nbytes):
+                    file, copy = source.parts()[drive], self._files.states.parts()[drive]
+                    ends = file.descriptors.buffered, start, count, copy.descriptors.buffered, start
+                    if shared and not clone_range(*ends):
+                        shared = False
+                        if not reserve:
+                            self._files.check_room(sum(extent.nbytes for extent in extents))
+                    if not shared:
+                        copy_range(*ends, Path(copy.path))
+                        self.written.add(drive, count)
+            self._sums.load(sums, self._places)
+            self.newest = list(record.slots)
+            return shared
+        except BaseException:
+            self.remove()
             raise
 
     def _newest(self, records: Records) -> CommitRecord:
@@ -622,6 +691,9 @@ class Store:
         self._doing = f"fdatasync of {self._files.states.path}"
         with self._spans.commit(step), aloud(lambda: f"commit of step {step} to {self.folders[0]}, {self._doing}"):
             self._commit(step, contents)
+            if self._is_to_keep(step):
+                self._doing = "copy of its states to a run of their own"
+                self._keep(contents)
 
     def _commit(self, step: int, contents: Mapping[str, torch.Tensor]) -> None:
         # The order is the protocol: data, blob and record are each durable before the next is written, so no record
@@ -653,6 +725,44 @@ class Store:
         if self._before is None:
             self._notes.forget_end()
 
+    # -- kept steps ---------------------------------------------------------------------------------
+
+    def _is_to_keep(self, step: int) -> bool:
+        return self._keep_every > 0 and step > 0 and step % self._keep_every == 0
+
+    def _kept_folders(self, step: int) -> list[Path]:
+        """Returns the folders of this rank in the run RUN@STEP. No run trains there: its name is refused."""
+        return [folder.parent.with_name(f"{self.run}@{step}") / folder.name for folder in self.folders]
+
+    def _keep(self, contents: Mapping[str, torch.Tensor]) -> None:
+        """Makes the last commit a run of its own, in place of an earlier copy of this step.
+
+        A run does not end because a drive has no room for a copy: a notice says that the step is not kept.
+        """
+        # calling thread: the next update must not write a slot that the last record named before. It waits for this
+        # call, as for the commit.
+        record, manifest = self.durable, self._files.manifest
+        assert record is not None
+        folders = self._kept_folders(record.step)
+        try:
+            check_kept(folders[0], manifest)
+            spec = self.spec._replace(about=about_fork(manifest, record))
+            # Ranks agree on the id without an exchange, and an earlier copy of the step has another one.
+            name = f"{manifest.run_id} {record.serial}"
+            run_id = None if manifest.run_id is None else uuid.uuid5(uuid.NAMESPACE_OID, name).hex
+            paths, kept = [folder.parent.parent for folder in folders], folders[0].parent.name
+            fork = Store(paths, kept, manifest.rank, spec, self._queue, self.written)
+            sums = self._sums.pack().numpy().tobytes()
+            fork.fill(self._files.states, manifest, record, sums, run_id, reserve=False, over=True)
+            try:
+                fork.commit(record.step, contents)
+            except BaseException:
+                fork.remove()
+                raise
+            fork.close()
+        except (IoError, StoreError, OSError) as error:
+            announce(f"step {record.step} is not kept: {error}")
+
     # -- closing ------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -676,6 +786,24 @@ class Store:
         if self._files.locked:
             self._files.unlink(notes)  # before the locks are released: another process may start this run again at once
         self.close()
+
+
+def about_fork(manifest: StoreManifest, record: CommitRecord) -> dict[str, Any]:
+    """Returns what the manifest of a fork says of itself: what its origin says, and which commit of it this is."""
+    origin = {"run": manifest.run, "run_id": manifest.run_id, "step": record.step}
+    return {**manifest.spec.about, "forked_from": origin}
+
+
+def check_kept(folder: Path, manifest: StoreManifest) -> None:
+    """Raises `StoreError` if a rank's folder contains a commit that is no kept step of this run."""
+    if not was_committed(folder):
+        return
+    origin = read_manifest(folder / "manifest.json").spec.about.get("forked_from", {})
+    if origin.get("run_id") != manifest.run_id:
+        raise StoreError(
+            f"{folder.parent} is a step of another run of this name: delete it with "
+            f"`{shell_command('rm', folder.parent)}`, or choose another run name"
+        )
 
 
 class NoStore(Store):
