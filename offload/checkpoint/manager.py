@@ -368,7 +368,7 @@ class Checkpoints:
             snapshot = self._state.take()
             # `restore` sets the saved generators only at the next call of the engine, so the
             # snapshot contains this process's present generators. The commit must contain the checkpoint's.
-            components.store.commit(
+            components.shards.commit(
                 self._state.global_steps,
                 (snapshot if options.module_only else snapshot._replace(generators=progress.generators)).pack(),
             )

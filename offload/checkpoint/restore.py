@@ -188,7 +188,7 @@ class CheckpointRestorer:
             elif self._states:
                 yield from self._cut(unit, (state,), 0, part)
             # The next commit names one slot for all states of a unit, so states that are not loaded move there too.
-            elif moves and self._shards.stored(unit, state):
+            elif moves and store.keeps(unit, state):
                 yield from (chunk._replace(kept=True) for chunk in self._cut(unit, (state,), 0, part))
 
     def _cut(

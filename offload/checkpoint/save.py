@@ -311,7 +311,7 @@ def _write_states(
 
 def _expected(shards: LocalShards, unit: int, state: State, nbytes: int) -> int | None:
     """Returns the CRC-32C of the store's write of a partition; None if the store has no checksum."""
-    return shards.store.sum_of(unit, state, nbytes) if shards.store.keeps(unit, state) else None
+    return shards.store.sum_of(unit, state, nbytes) if shards.stored(unit, state) else None
 
 
 def _compare(shards: LocalShards, chunk: _PartitionChunk, crc: int, path: Path) -> None:

@@ -250,6 +250,7 @@ def _components(
             pager=pager,
             device=device,
             store=files.store,
+            deferred=set(placement.deferred(parts, plan.slots, plan.commit_every)),
         )
         forms = _forms(plan)
         files.make()

@@ -517,6 +517,7 @@ class Sleep:
     @uninterrupted
     def _sleep(self, host: bool) -> FreedBytes:
         try:
+            self._components.shards.flush()  # what a file contains is dropped from memory
             device = self._freed.device if self.asleep else self._give_back_device()
             self._freed = FreedBytes(device, self._freed.host + (self._give_back_host() if host else 0))
             self.asleep = True
@@ -607,7 +608,7 @@ class Sleep:
             ((unit, state), nbytes)
             for unit in range(len(shards.layouts))
             for state, nbytes in shards.states(unit).items()
-            if nbytes and not shards.stored(unit, state) and shards.tier_of(unit, state) is tier
+            if nbytes and not shards.store.keeps(unit, state) and shards.tier_of(unit, state) is tier
         ]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from offload.aio import aligned_empty
-from offload.aio.protocols import Future
+from offload.aio.protocols import Future, wait_for_all
+from offload.fileio.buffered_copy import BUFFER_NBYTES
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.modes import Mode
 from offload.states import State, Tier
@@ -77,10 +78,18 @@ class LocalShards(StoredShards):
     """Partitions above DISK, except for weights. The update worker removes those with a `spare` buffer."""
     pager: Pager
     device: Device
+    deferred: set[int]
+    """Units that are written to the store at commits alone. A unit leaves when a `spare` buffer of it does."""
+    stale: set[int] = field(default_factory=set)
+    """Deferred units whose slots in the store are older than memory. The update worker adds, `commit` removes."""
 
     def states(self, unit: int) -> dict[State, int]:
         """Returns the bytes of each partition of `unit` that outlives a step."""
         return {state: nbytes for state, nbytes in self.nbytes[unit].items() if state is not State.GRAD}
+
+    def stored(self, unit: int, state: State) -> bool:
+        """Returns True if the store contains the newest bytes of this partition, and each update writes them there."""
+        return unit not in self.deferred and self.store.keeps(unit, state)
 
     def resident_of(self, unit: int, state: State) -> ResidentShard | None:
         """Returns the memory of a partition whose tier is above DISK, or None for a partition on DISK."""
@@ -119,9 +128,10 @@ class LocalShards(StoredShards):
 
     def read_back(self) -> None:
         """Fills partitions above DISK from the newest slots of the store, if the store contains them too."""
+        assert not self.stale, "`flush` comes before memory is given back"
         for unit in range(len(self.layouts)):
             for state, nbytes in self.states(unit).items():
-                resident = self.resident_of(unit, state) if self.stored(unit, state) else None
+                resident = self.resident_of(unit, state) if self.store.keeps(unit, state) else None
                 if resident is None:
                     continue
                 # A partition in the host arena is read in place. One on the device needs a temporary buffer.
@@ -129,6 +139,49 @@ class LocalShards(StoredShards):
                 self.store.read(unit, state, self.store.newest[unit], 0, buffer[:nbytes]).wait()
                 if resident.buffer is None:
                     self.put(unit, state, 0, buffer[:nbytes])
+
+    def commit(self, step: int, contents: Mapping[str, torch.Tensor]) -> None:
+        """Commits the newest states of all units; see `Store.commit`. No update may be under way."""
+        self.flush()
+        self.store.commit(step, contents)
+
+    def flush(self) -> None:
+        """Writes to the store the units that updates have changed in memory alone. Raises `IoError`."""
+        # update thread, or the calling thread while that one is idle: nothing changes these partitions meanwhile, and
+        # forwards only read them.
+        for unit in sorted(self.stale):
+            slot, written = self.store.target(unit), dict[State, list[tuple[int, Future]]]()
+            for state, nbytes in self.store.own_nbytes(unit).items():
+                resident = self.resident_of(unit, state)
+                assert resident is not None, "all states of a deferred unit are in memory"
+                written[state] = self._write(unit, state, slot, nbytes, resident)
+            self.store.wrote(unit, slot, written)
+            self.stale.discard(unit)
+
+    def _write(
+        self, unit: int, state: State, slot: int, nbytes: int, resident: ResidentShard
+    ) -> list[tuple[int, Future]]:
+        """Writes a partition to a slot, and returns the start and the ended future of each write."""
+        writes: list[tuple[int, Future]] = []
+        # A partition in the host arena is written from there, one on the device by two buffers in turn.
+        buffers = [aligned_empty(min(nbytes, BUFFER_NBYTES)) for _ in range(2)] if resident.buffer is None else []
+        try:
+            for start in range(0, nbytes, BUFFER_NBYTES):
+                stop = min(start + BUFFER_NBYTES, nbytes)
+                if resident.buffer is not None:
+                    memory = resident.buffer[start:stop]
+                else:
+                    if len(writes) > 1:
+                        writes[-2][1].wait()
+                    memory = buffers[len(writes) % 2][: stop - start]
+                    values = resident.tensor.view(torch.uint8)[start:stop]
+                    self.device.copy(torch.frombuffer(memory, dtype=torch.uint8), values)
+                writes.append((start, self.store.write(unit, state, slot, start, memory)))
+        finally:
+            wait_for_all([write for _, write in writes])
+        for _, write in writes:
+            write.wait()
+        return writes
 
     def put(self, unit: int, state: State, start: int, buffer: memoryview) -> None:
         """Copies `buffer` to byte `start` of the partition, if its tier is above DISK."""

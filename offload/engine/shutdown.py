@@ -236,7 +236,7 @@ class Shutdown:
         if store.durable is None:
             return
         if store.durable.step != state.global_steps or (edits and state.edited):
-            store.commit(state.global_steps, state.for_commit().pack())
+            self._components.shards.commit(state.global_steps, state.for_commit().pack())
             state.mark_edited(False)
 
     def _report_end(self, keep: bool) -> None:

@@ -689,7 +689,7 @@ class UpdateWorker(Updates):
         """Number of waits for an update when the worker last began one."""
         self._commit_step: int | None = None
         self._blob: Mapping[str, torch.Tensor] | None = None
-        self._busy, self._closing, self._flushing = False, False, 0
+        self._busy, self._closing, self._committing, self._flushing = False, False, False, 0
         self._work_arrived = InterruptibleLock(shards.pager.lock)
         """Notified of changes that give an idle worker work."""
         self.offers = Offers(shards.pager.lock, self._wake)
@@ -800,11 +800,16 @@ class UpdateWorker(Updates):
             return tuple(self._pipeline.free)
 
     def drop_spare(self) -> bool:
+        # thread of the other engine: a commit reads these partitions without the lock, and ends by itself.
+        while self._committing:
+            self._pager.changed.wait()
         if self._busy or self.offers.unsettled:
             return False
+        self._shards.flush()  # only updates and commits write, and none is under way
         for key, resident in list(self._shards.residents.items()):
             if resident.spare is not None:
                 del self._shards.residents[key]
+                self._shards.deferred.discard(key[0])
                 resident.spare.release()
         return True
 
@@ -973,6 +978,8 @@ class UpdateWorker(Updates):
             return
         if self._writes_to_store(job.unit):
             self._store.wrote(job.unit, self._store.target(job.unit), job.writes)
+        elif job.unit in self._shards.deferred:
+            self._shards.stale.add(job.unit)
         # Without a host buffer the weights can be read only from here on.
         if not job.delivered:
             self._weights.publish_weights(job.unit, False, False)
@@ -1145,10 +1152,12 @@ class UpdateWorker(Updates):
             if self._queued or self.offers.unsettled or self._commit_step is None or self._blob is None:
                 return False
             step, blob = self._commit_step, self._blob
+            self._committing = True
         # update thread: commits outside the lock. A commit waits for the drives, and threads that only read weights
         # must not wait with it.
-        self._store.commit(step, blob)
+        self._shards.commit(step, blob)
         with self._pager.lock:
             self._commit_step = self._blob = None
+            self._committing = False
             self._pager.notify()
         return True

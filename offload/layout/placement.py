@@ -724,6 +724,17 @@ class Placement:
             for row, tiers in zip(parts.nbytes, self.tiers, strict=True)
         )
 
+    def deferred(self, parts: Partitions, slots: int, commit_every: int) -> frozenset[int]:
+        """Returns the units that are written at commits alone: all their states are in memory, and most steps have none."""
+        if slots != 2 or commit_every < 2:
+            return frozenset()
+        return frozenset(
+            unit
+            for unit, row in enumerate(self.tiers)
+            if parts.trainable_numel[unit]
+            and all(row[state] is not Tier.DISK for state in row if state is not State.GRAD)
+        )
+
     def store(
         self,
         parts: Partitions,

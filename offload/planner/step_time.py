@@ -685,7 +685,8 @@ def _busy(
 
 
 def _costs(memory: Memory, shape: Shape) -> list[UpdateCost | None]:
-    costs = update_costs(memory.parts, memory.placement, memory.slots, memory.early_units)
+    every = memory.config.offload.commit_every
+    costs = update_costs(memory.parts, memory.placement, memory.slots, memory.early_units, every)
     if memory.config.offload.experts == "visited":
         for unit in (unit for each in shape.experts for unit in each.units):
             cost = costs[unit]

@@ -386,16 +386,22 @@ class SimulatedInputs:
 
 
 def update_costs(
-    parts: Partitions, placement: Placement, slots: int, early_units: Collection[int] = ()
+    parts: Partitions, placement: Placement, slots: int, early_units: Collection[int] = (), commit_every: int = 1
 ) -> list[UpdateCost | None]:
     """Returns the cost of each unit's update; None for units without trainable parameters.
 
-    `early_units` are those whose update may begin under the backward.
+    `early_units` are those whose update may begin under the backward. Of `commit_every` steps one is committed; bytes
+    that are written at commits alone count for each step in equal parts.
     """
     stored = placement.stored(parts, slots) or ({},) * len(parts.nbytes)
     frozen = parts.frozen or (0,) * len(parts.nbytes)
     rows = zip(parts.nbytes, placement.tiers, stored, frozen, parts.trainable_numel, strict=True)
-    return [_update_cost(*row, unit in early_units) if row[-1] else None for unit, row in enumerate(rows)]
+    costs = [_update_cost(*row, unit in early_units) if row[-1] else None for unit, row in enumerate(rows)]
+    for unit in placement.deferred(parts, slots, commit_every):
+        cost = costs[unit]
+        assert cost is not None, "a unit without trainable parameters is never written"
+        costs[unit] = cost._replace(written_nbytes=cost.written_nbytes // commit_every)
+    return costs
 
 
 def _update_cost(

@@ -515,6 +515,10 @@ class Store:
         """Returns True if the store has slots for this state of this unit."""
         return state in self._places[unit]
 
+    def own_nbytes(self, unit: int) -> dict[State, int]:
+        """Returns for each state of a unit the bytes that a slot does not share with the others: all but frozen ones."""
+        return {state: own_nbytes(slots) for state, slots in self._places[unit].items()}
+
     def target(self, unit: int) -> int:
         """Returns the slot that an update may write: never one that the last durable record names.
 
