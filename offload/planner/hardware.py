@@ -197,7 +197,7 @@ def parse_rate(text: str) -> float:
     words = re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE)
     if re.search(r"[a-z]b$", words, re.IGNORECASE) and words.endswith("b") and not words.islower():
         raise ConfigError(f"{text!r} are bits a second; give bytes, such as '7GB/s'")
-    rate = parse_size(words) if re.search(r"[a-z]\s*$", words, re.IGNORECASE) else 0
+    rate = parse_size(words) if re.search(r"\d\s*[a-z]+\s*$", words, re.IGNORECASE) else 0
     if not rate:
         raise ConfigError(f"expected a rate such as '7GB/s', got {text!r}")
     return float(rate)
