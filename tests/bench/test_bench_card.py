@@ -102,7 +102,7 @@ def test_parts_without_time_are_named_and_failed_ones_are_an_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(card, "CPU", TINY)
-    ended: list[dict[str, Any]] = [{"state": "done", "figures": as_json(probed(tmp_path))}]
+    ended = [{"state": "done", "figures": as_json(probed(tmp_path))}]
     monkeypatch.setattr(card, "run_child", lambda *_, **__: ended.pop(0))
     report = card.measure(card.check(tmp_path, None, 0.001, ["text", "peers", "gpt2-tiny"]))
     assert report["left_out"].keys() == {"text", "peers", "gpt2-tiny"} and card.judge(report) == 0
