@@ -13,6 +13,7 @@ A part without enough time is left out, and a line says so.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -435,21 +436,35 @@ class _Card:
     def run(self) -> None:
         """Runs all parts, the most important first."""
         plan, kind = self._plan, self._plan.kind
-        found = self._probed()
+        found: Probed | None = None
+        with self._part("probe"):
+            found = self._probed()
         if found is None:
             return
         if plan.has(TEXT) and self._has_time(TEXT, kind.seconds[TEXT]):
-            self._text()
+            with self._part(TEXT):
+                self._text()
         dtype = precision.choose(plan.device).dtype
         names = [name for name in plan.only if name in MODELS] if plan.only else list(kind.models)
         for name in names[:2]:
             self._row(found, dtype, name)
         if plan.has(PEERS) and self._has_time(PEERS, kind.seconds[PEERS]):
-            self._peers(dtype)
+            with self._part(PEERS):
+                self._peers(dtype)
         for name in names[2:]:
             self._row(found, dtype, name)
         if not plan.only:
             self._largest(found, dtype)
+
+    @contextlib.contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        """Notes an error of a part, such as that of a full folder: the page keeps the parts before it."""
+        try:
+            yield
+        except OffloadError as error:
+            self.report["failed"][name] = str(error)
+        except OSError as error:
+            self.report["failed"][name] = f"{error}; {self._plan.folder} needs free space and must be writable"
 
     def _has_time(self, part: str, seconds: float) -> bool:
         """Returns True if a part's seconds are left; otherwise the report says so."""
@@ -514,19 +529,20 @@ class _Card:
         self._tell(f"{model}: predicted {predicted['seconds']:.3g} s a step, about {needs:.0f} s in all")
         settings = ready(planned)
         settings["offload"] |= {"device": self._plan.device.type, "run": "bench-card"}
-        files.mkdir()
         job = {name: predicted[name] for name in _OF_WORK if name in predicted}
         job |= {"model": model, "limit": self._plan.gpu_memory, "until": self._end - _LEAVING}
         job |= {"settings": settings, "folder": str(files), "device": self._plan.device.type}
-        try:
-            result = self._child("row", job)
-        finally:
-            shutil.rmtree(files)
-        if not self._fails(model, result):
-            figures = result["figures"]
-            needed = resources(found, predicted, figures)
-            row |= {"figures": figures, "resources": needed, "bound_seconds": bound(needed)}
-            self._save(self.report)
+        with self._part(model):
+            files.mkdir()
+            try:
+                result = self._child("row", job)
+            finally:
+                shutil.rmtree(files)
+            if not self._fails(model, result):
+                figures = result["figures"]
+                needed = resources(found, predicted, figures)
+                row |= {"figures": figures, "resources": needed, "bound_seconds": bound(needed)}
+                self._save(self.report)
 
     def _largest(self, found: Probed, dtype: str) -> None:
         """Adds the row of the largest preset that the planner places, unless there is one."""
@@ -540,24 +556,20 @@ class _Card:
     def _peers(self, dtype: str) -> None:
         plan, kind = self._plan, self._plan.kind
         batch = kind.batches[0]
-        try:
-            checked = make_plan(
-                self._folder,
-                model=kind.peers,
-                batch_size=batch,
-                seq_len=kind.sequence,
-                micro_batches=kind.sequences // batch,
-                dtype=dtype,
-                rounds=1,
-                steps=2,
-                recompute=kind is GPU,
-                gpu_memory=plan.gpu_memory,
-                only=("offload cpu/cpu", "deepspeed cpu/cpu", "fsdp2"),
-            )
-            result = loops.measure(checked, lambda line: self._tell(f"{PEERS}: {line}"), self._end)
-        except (OffloadError, OSError) as error:  # the rows must not be lost, as where the drive has no room
-            self.report["failed"][PEERS] = str(error)
-            return
+        checked = make_plan(
+            self._folder,
+            model=kind.peers,
+            batch_size=batch,
+            seq_len=kind.sequence,
+            micro_batches=kind.sequences // batch,
+            dtype=dtype,
+            rounds=1,
+            steps=2,
+            recompute=kind is GPU,
+            gpu_memory=plan.gpu_memory,
+            only=("offload cpu/cpu", "deepspeed cpu/cpu", "fsdp2"),
+        )
+        result = loops.measure(checked, lambda line: self._tell(f"{PEERS}: {line}"), self._end)
         self.report["peers"] = train_figures.as_json({}, checked, result)
         self._save(self.report)
 
@@ -610,8 +622,12 @@ def measure(plan: CardPlan, output: Path | None = None, tell: Tell = lambda _: N
     began = time.monotonic()
 
     def save(report: dict[str, Any]) -> None:
-        if output is not None:
+        if output is None:
+            return
+        try:
             write_json(output, report)
+        except OSError as error:  # the page still has the figures
+            report["failed"]["--output"] = str(error)
 
     with tempfile.TemporaryDirectory(prefix="bench-card-", dir=plan.folder) as folder:
         card = _Card(plan, Path(folder), lambda line: tell(f"{time.monotonic() - began:4.0f} s  {line}"), save)

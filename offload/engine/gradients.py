@@ -327,8 +327,8 @@ class HostGradients:
         nbytes, free = sum(map(len, self._parts)) * self._dtypes.sums.itemsize, free_host_memory()
         ways = (
             f"their sums in fp32 take {format_size(nbytes)} of RAM beside the plan. train_batch and accumulate make "
-            'the sums on the device, and so does the Trainer; "schedule": "auto" or "micro_batch_major" in "offload" '
-            "plans for this order"
+            'the sums on the device, and so does the Trainer; "schedule": "micro_batch_major" in "offload" plans for '
+            "this order"
         )
         if nbytes > free:
             raise UsageError(f"the host has no room to add up micro-batches, {format_size(free)} is free: {ways}")

@@ -174,6 +174,7 @@ def decide(
     matrices: Collection[str] | None,
     find_in_place_layouts: Callable[[Sequence[UnitLayout], Mode], tuple[InPlaceLayout | None, ...]] | None = None,
     beside: Mapping[str, BesideBudgets] = MappingProxyType({}),
+    whole_steps: bool = False,
 ) -> Plan:
     """Returns the plan of this rank. Collective. Changes nothing; disks are only inspected.
 
@@ -181,7 +182,8 @@ def decide(
     of each parameter that a torch optimizer keeps. `matrices` names the parameters that the optimizer steps as
     matrices; None if the optimizer has no rule for matrices. `find_in_place_layouts` returns `Plan.in_place_layouts`;
     None if all weights are in the config's tier. `beside` is what a step takes beside both budgets with tables that are
-    "whole" or in "pieces", if the batch is known.
+    "whole" or in "pieces", if the batch is known. `whole_steps` is True if the caller runs all micro-batches of every
+    step by one call of `accumulate`, and the model keeps no value between two blocks.
 
     Raises:
         ConfigError: If model and config do not fit each other.
@@ -223,6 +225,7 @@ def decide(
             limit=str(limit),
             weights_held=held,
         )
+        named = takes_turns(config.offload.schedule, batch.accumulation, len(blocks))
         request = MemoryRequest(
             config=config,
             layouts=layouts,
@@ -234,18 +237,24 @@ def decide(
             replicas=mesh.replicas,
             in_place_layouts=in_place_layouts,
             speculate=makes_early_updates(config.offload.speculate, device.host_addressable) and everyone.alone,
-            in_turns=everyone.alone and takes_turns(config.offload.schedule, batch.accumulation, len(blocks)),
+            in_turns=everyone.alone and (named or whole_steps),
             tied=bool(tied_numel(model, except_for=units.tables)),
             beside=beside.get(vocabulary),
         )
-        return _Placed(units, lines, layouts, in_place_layouts, machine, place_states(request))
+        placed = place_states(request)
+        if request.in_turns and not named and not order_of(units, placed, machine)[0].in_turns:
+            placed = place_states(dataclasses.replace(request, in_turns=False))
+        return _Placed(units, lines, layouts, in_place_layouts, machine, placed)
+
+    def order_of(units: Units, placed: MemoryPlan, machine: MachineMemory) -> tuple[ScheduleChoice, tuple[str, ...]]:
+        tied = any(table.tied for table in tables if table.parameter in units.tables)
+        return _schedule(config, batch, model, blocks, placed, machine, everyone, tied)
 
     tables = cut_tables(model, "pieces", rule.name)
     experts, vocabulary = _experts(config, model, world, rule.name), _vocabulary(config, world, tables)
     tries = _together(everyone, place) if "auto" in (experts, vocabulary) else place
     units, division_lines, layouts, in_place_layouts, machine, placed = first_that_fits(experts, vocabulary, tries)
-    tied = any(table.tied for table in tables if table.parameter in units.tables)
-    schedule, schedule_notices = _schedule(config, batch, model, blocks, placed, machine, everyone, tied)
+    schedule, schedule_notices = order_of(units, placed, machine)
 
     # The run on the drives. Ranks with different free memory may have different tiers, but either all ranks have a
     # store or none has. A kill during the first start may leave one rank's drive empty. `assemble` then decides by the
@@ -447,9 +456,11 @@ def _schedule(
     content = "their blocks' inputs" if checkpointed else "their activations"
     so = "each weight is fetched twice a step" if moves else "gradients leave the device once a step"
     provided = ", if the first step shows that all fit" if choice.after_a_step else ""
+    gradients = placed.parts.gradients
+    narrow = f"; gradients wait in {dtype_name(gradients.stored)}" if gradients.complete_first else ""
     line = (
         f"all {batch.accumulation} micro-batches of a step pass through a block before the next (not in a loop of "
-        f"forward and backward), so {so}; {content} are kept at once{provided}"
+        f"forward and backward), so {so}; {content} are kept at once{provided}{narrow}"
     )
     return choice, (Remark(line),)
 

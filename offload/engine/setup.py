@@ -161,8 +161,9 @@ def start(
     mesh_param: Any = None,
     plain: Mapping[str, Any] = MappingProxyType({}),
     beside: Mapping[str, BesideBudgets] = MappingProxyType({}),
+    whole_steps: bool = False,
 ) -> Initialized:
-    """Returns what `initialize` returns, for a caller that knows what a step takes `beside` both budgets on the CPU."""
+    """Returns what `initialize` returns, for a caller that knows `beside` and `whole_steps` of `decide`."""
     # This call comes first, because an error before it would leave the other ranks waiting for this one.
     meet_others()
     try:
@@ -201,7 +202,7 @@ def start(
                 groups = build_optimizer.choose(
                     settings.optimizer, model, optimizer, taken.translated(model_parameters)
                 )
-                plan = make_plan(settings, batch, model, device, world, groups, taken.sites, beside)
+                plan = make_plan(settings, batch, model, device, world, groups, taken.sites, beside, whole_steps)
                 # From now on the weights leave the model, and no error could bring them back.
                 taken.keep()
                 schedule, notices = build_optimizer.choose_scheduler(settings.scheduler, lr_scheduler, groups)
@@ -258,10 +259,11 @@ def make_plan(
     optimizer: Optimizer,
     sites: Sequence[Site],
     beside: Mapping[str, BesideBudgets],
+    whole_steps: bool,
 ) -> Plan:
     """Returns every decision about an engine that trains. Collective. Changes nothing; drives are only inspected.
 
-    The model has all its parameters, real or deferred. `beside` as in `decide`.
+    The model has all its parameters, real or deferred. `beside` and `whole_steps` as in `decide`.
 
     Raises:
         ConfigError: If model, optimizer and config do not fit each other, or no commit could contain their state.
@@ -273,7 +275,7 @@ def make_plan(
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
         states = build_optimizer.kept_by(optimizer, model)
     matrices = build_optimizer.matrices_by(optimizer, model)
-    plan = decide(config, batch, model, device, world, optimizer.rule, states, matrices, beside=beside)
+    plan = decide(config, batch, model, device, world, optimizer.rule, states, matrices, None, beside, whole_steps)
     codes, experts = config.zero_optimization.sends_codes, bool(plan.units.experts)
     check_tensor_parallel(world, plan.mode, plan.layouts, experts, bool(plan.tiled_mlps), codes)
     check_units(world.sequence.size, experts)

@@ -76,6 +76,7 @@ from offload.layout.peak_memory import BesideBudgets
 from offload.losses.causal_model import ChosenLoss, as_begun, choose_loss, would_be_chunked
 from offload.metrics.flops import Peak, peak_of
 from offload.notices import Remark
+from offload.passes.layer_major import watched
 from offload.planner.model_shape import config_of
 from offload.planner.output import in_short
 from offload.planner.predict_run import as_step, predict, step_of
@@ -227,7 +228,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     # Notices on swap folders that the engine will create. The engine itself warns of wrong folders.
     places = folder_notices(config.drives) if config.wants_store else ()
     new_folders = [line for line in places if isinstance(line, Remark)]
-    engine = _engine(options, model, content, config, rank, say, forecast.beside)
+    engine = _engine(options, model, content, config, rank, say, forecast)
     resumed, identity = _resumed(engine, identity, loss, kernels.kind)
     # A resumed run takes the weights from its swap files, not from their original source.
     example = () if data.example is None else (data.example,)
@@ -274,14 +275,20 @@ def _engine(
     config: Config,
     rank: int,
     say: Callable[[str], None],
-    beside: Mapping[str, BesideBudgets],
+    forecast: Forecast,
 ) -> Engine:
     """Puts the model under an engine, and cuts the log back to the step that the engine resumes from."""
     decay = content["optimizer"].get("params", {}).get("weight_decay", 0.0)
     # The config's own check refuses a weight decay that is not a number.
     decays = isinstance(decay, int | float) and decay
     groups = decay_groups(model.parameters(), decay) if decays else None
-    engine = start(model=model, model_parameters=groups, config=content, beside=beside).engine
+    engine = start(
+        model=model,
+        model_parameters=groups,
+        config=content,
+        beside=forecast.beside,
+        whole_steps=forecast.whole_steps,
+    ).engine
     if rank:
         # Each rank needs other dropout masks. The first call of a resumed engine restores the saved state.
         torch.manual_seed(config.offload.seed + rank)
@@ -367,6 +374,8 @@ class Forecast(NamedTuple):
     notices: tuple[str, ...] = ()
     beside: Mapping[str, BesideBudgets] = {}
     """The step's memory beside the budgets."""
+    whole_steps: bool = False
+    """True if the model keeps no value between two blocks: micro-batches may take turns in every step."""
     flops: float | None = None
     """Operations of the model."""
 
@@ -378,8 +387,10 @@ def _forecast(
     forecast = Forecast()
     try:
         chunked = would_be_chunked(model, options.chunked_loss)
-        step = step_of(model, content, options.length, always, options.gradient_checkpointing, chunked)
-        forecast = forecast._replace(flops=step.operations, beside=step.beside)
+        with watched(model) as kept:
+            step = step_of(model, content, options.length, always, options.gradient_checkpointing, chunked)
+        step = step._replace(load=step.load._replace(whole_steps=kept == [None]))
+        forecast = forecast._replace(flops=step.operations, beside=step.beside, whole_steps=step.load.whole_steps)
         rates = probe.kept()
         if rates is None:
             line = "no prediction: `offload probe` was not run on this machine; it takes a minute, once"

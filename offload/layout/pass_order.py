@@ -36,6 +36,11 @@ class ScheduleChoice(NamedTuple):
     after_a_step: bool = False
     """True if the first step, one micro-batch after the other, must show that the activations of all of them fit."""
 
+    @property
+    def in_turns(self) -> bool:
+        """Returns True if micro-batches take turns from the first step on, in a loop that runs them by one call."""
+        return self.schedule == LAYER_MAJOR and not self.after_a_step
+
 
 def makes_early_updates(speculate: object, on_cpu: bool) -> bool:
     """Returns whether a run tries updates under the backward.
@@ -49,8 +54,9 @@ def makes_early_updates(speculate: object, on_cpu: bool) -> bool:
 def takes_turns(asked: str, micro_batches: int, blocks: int) -> bool:
     """Returns True if the user asks by name for the layer-major order, and the model has one.
 
-    Such a run completes the sums of gradients on the device. "auto" may run in either order: the user's loop, or the
-    first step, decides. The arguments are those of `choose_schedule`.
+    Such a run completes the sums of gradients on the device. "auto" may run in either order, unless it is known that
+    one call runs all micro-batches of a step: the user's loop, or the first step, decides. The arguments are those of
+    `choose_schedule`.
     """
     return asked == LAYER_MAJOR and micro_batches > 1 and blocks >= _LEAST_BLOCKS
 

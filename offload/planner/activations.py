@@ -71,11 +71,15 @@ class Load(NamedTuple):
     """Order of micro-batches and blocks: "layer_major", "micro_batch_major", or "auto" before a plan has chosen."""
     speculate: bool = True
     """True to update units under the backward wherever the engine can drop such an update."""
+    in_flight: int = 1
+    """Micro-batches that a stage of a pipeline has begun and whose backward it has not run."""
+    whole_steps: bool = False
+    """True if one call runs all micro-batches of every step, so that the run takes the order that "auto" chooses."""
 
     @property
     def alive(self) -> int:
         """Returns the number of micro-batches whose activations are in memory at a time."""
-        return self.accumulation if self.schedule == LAYER_MAJOR else 1
+        return self.accumulation if self.schedule == LAYER_MAJOR else self.in_flight
 
     def tokens(self, shape: Shape) -> int:
         return self.batch * self.accumulation * shape.sequence

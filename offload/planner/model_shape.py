@@ -104,6 +104,8 @@ class Use(NamedTuple):
     """Bytes that the block's MLP saves, its input among them; a part of `saved`."""
     mlp_largest: int = 0
     """Bytes of the largest tensor that the block's MLP creates."""
+    divided: int = 0
+    """Bytes of `saved` that ranks of tensor parallelism divide: what lies between two layers of its plan."""
     choice: Expected = Expected()
     """The router's choice of experts before the use."""
 
@@ -179,6 +181,7 @@ class Shape(NamedTuple):
                 mlp_flops=use.mlp_flops * times,
                 mlp_saved=scaled(use.mlp_saved),
                 mlp_largest=scaled(use.mlp_largest),
+                divided=scaled(use.divided),
             )
             for use in self.uses
         )
@@ -322,13 +325,15 @@ class Counter(TorchDispatchMode):
         self.largest = 0
         self.in_mlp = False
         """True while the MLP of a repeated block runs."""
+        self.is_divided = False
+        """True between two layers that tensor parallelism divides, where a rank has a part of each tensor."""
         self._mask = (1, 1, sequence, sequence)
 
     def begin(self, unit: int, boundary: int, lookup: bool) -> None:
         """Starts a use of `unit` unless the last use is of the same unit; its input has `boundary` bytes."""
         if not self._rows or self._rows[-1]["unit"] != unit:
             counts = dict.fromkeys(("flops", "nbytes", "attention", "mlp_flops"), 0.0)
-            sizes = dict.fromkeys(("saved", "largest", "mlp_saved", "mlp_largest"), 0)
+            sizes = dict.fromkeys(("saved", "largest", "mlp_saved", "mlp_largest", "divided"), 0)
             self._rows.append({"unit": unit, "boundary": boundary, "lookup": lookup, **counts, **sizes})
 
     def uses(self) -> list[Use]:
@@ -344,6 +349,7 @@ class Counter(TorchDispatchMode):
             if tuple(tensor.shape) != self._mask:
                 self._rows[-1]["saved"] += storage.nbytes()
                 self._rows[-1]["mlp_saved"] += storage.nbytes() if self.in_mlp else 0
+                self._rows[-1]["divided"] += storage.nbytes() if self.is_divided else 0
         return tensor
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -696,7 +702,7 @@ def _uses(of: _Decoder, tokens: int, itemsize: int) -> Iterator[Use]:
     for index in range(of.layers):
         # The first layer saves the rotary embeddings of all.
         rotary = 0 if index else 2 * itemsize * tokens * of.features
-        yield layer._replace(unit=1 + index, saved=layer.saved + rotary)
+        yield layer._replace(unit=1 + index, saved=layer.saved + rotary, divided=layer.divided + rotary)
         if of.experts:
             yield expert._replace(unit=first_expert + index * of.experts)
     yield Use(
@@ -727,13 +733,14 @@ def _layer(of: _Decoder, tokens: int, itemsize: int) -> Use:
     hidden, inner, queries, keys = of.hidden, of.inner, of.queries, of.keys
     attention = 4.0 * tokens * tokens * queries
     moved, saved = _norm(2 * hidden, 2, itemsize)
+    divided = 4 * itemsize * queries + _FP32 * of.heads
     if of.normed:
         norms = _norm(queries + keys, of.heads + of.key_heads, itemsize)
-        moved, saved = moved + norms[0], saved + norms[1]
+        moved, divided = moved + norms[0], divided + norms[1]
     moved += 6 * itemsize * hidden + itemsize * (10 * queries + 10 * keys + 4 * of.features)
     # Keys and values of a group of heads are copied for each head.
     moved += 0 if of.key_heads == of.heads else 4 * itemsize * queries
-    saved += itemsize * hidden + 4 * itemsize * queries + _FP32 * of.heads
+    saved += itemsize * hidden + divided
     if of.experts:
         # A router: the scores of all experts in fp32, and the weights and numbers of those that are chosen.
         moved += 8 - 3 * itemsize * hidden + _LOSS[itemsize] * of.experts + (44 - 3 * itemsize) * of.per_token
@@ -744,6 +751,7 @@ def _layer(of: _Decoder, tokens: int, itemsize: int) -> Use:
         moved += 5 * itemsize * inner
         mlp_flops = 6.0 * tokens * hidden * inner
         mlp_saved = itemsize * (hidden + 4 * inner)
+        divided += 4 * itemsize * inner
         mlp_largest = itemsize * max(hidden, inner)
     return Use(
         1,
@@ -756,6 +764,7 @@ def _layer(of: _Decoder, tokens: int, itemsize: int) -> Use:
         mlp_flops=mlp_flops,
         mlp_saved=tokens * mlp_saved,
         mlp_largest=tokens * mlp_largest,
+        divided=tokens * divided,
     )
 
 
@@ -785,6 +794,8 @@ def _expert(of: _Decoder, tokens: int, itemsize: int) -> Use:
 
 _MLP = re.compile(r"\.\d+\.(mlp|ffn|feed_?forward)$")
 """Path of the MLP of a repeated block."""
+_INDEX = re.compile(r"\.\d+(?=\.|$)")
+"""Number of a block in a path, for which plans of tensor parallelism write a star."""
 
 
 def from_name(
@@ -992,6 +1003,7 @@ def _counted(
     rows = {stack.module: stack.rows for stack in stacks}
     ids = torch.zeros(1, sequence, dtype=torch.long)
     counter = Counter({weight.untyped_storage()._cdata for weight in weights}, sequence)
+    plan = getattr(model, "tp_plan", None) or {}
     hooks = [
         model.get_submodule(site).register_forward_pre_hook(_begin(counter, needed), with_kwargs=True)
         for site, needed in (units.sites | {name: each[:1] for name, each in units.experts.items()}).items()
@@ -999,9 +1011,12 @@ def _counted(
     for path, module in model.named_modules():
         if _MLP.search(path):
             hooks += [
-                module.register_forward_pre_hook(_in_mlp(counter, True)),
-                module.register_forward_hook(_in_mlp(counter, False)),
+                module.register_forward_pre_hook(_marks(counter, "in_mlp", True)),
+                module.register_forward_hook(_marks(counter, "in_mlp", False)),
             ]
+        style = plan.get(_INDEX.sub(".*", path))
+        if style in ("colwise", "rowwise"):  # the first divides its output, the second has added its parts up
+            hooks.append(module.register_forward_hook(_marks(counter, "is_divided", style == "colwise")))
     try:
         with (
             without_choice(model) as per_token,
@@ -1049,10 +1064,9 @@ def _begin(counter: Counter, needed: Sequence[int]) -> Any:
     return begin
 
 
-def _in_mlp(counter: Counter, inside: bool) -> Any:
-
+def _marks(counter: Counter, name: str, inside: bool) -> Any:
     def mark(*_: Any) -> None:
-        counter.in_mlp = inside
+        setattr(counter, name, inside)
 
     return mark
 
@@ -1122,6 +1136,7 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
         mlp_flops=_MLP_SHARE * 2.0 * inner * sequence,
         mlp_saved=itemsize * tokens + 4 * wide,
         mlp_largest=wide,
+        divided=4 * (wide + itemsize * tokens),
     )
     logits = sequence * _VOCABULARY
     # The embedding reads no weights in its backward; the head keeps the logits in fp32, at 4 bytes each.

@@ -15,7 +15,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.hardware.probe import Probed
 from offload.layout.memory_plan import division_of
 from offload.layout.modes import DTYPES
-from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, makes_early_updates
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, makes_early_updates, takes_turns
 from offload.layout.peak_memory import BesideBudgets
 from offload.planner import recommend
 from offload.planner.activations import Load, Need, beside, placed, wish_of
@@ -23,6 +23,7 @@ from offload.planner.hardware import Hardware, probed
 from offload.planner.memory import Room, settle
 from offload.planner.model_shape import Shape, from_training, tied_in_pieces
 from offload.planner.recommend import Planned
+from offload.planner.step_time import chain
 from offload.swapper.memory.device import compute_device
 from offload.swapper.memory.limits import free_host_memory
 
@@ -64,8 +65,13 @@ class Step(NamedTuple):
 
     def _beside(self, shape: Shape) -> BesideBudgets:
         # The sizes of gradients and layers do not depend on the memory that is free.
-        memory = settle(shape.layouts, self.content, _UNLIMITED, self.load.accumulation, matrices=shape.matrices)
-        wish, load = wish_of(memory.config), self.load
+        load, weights = self.load, load_config(self.content).zero_optimization.offload_param
+        # Where weights move, "auto" is left only if blocks keep their inputs alone.
+        known = load.whole_steps and load.schedule == "auto" and weights.device != "none"
+        in_turns = takes_turns(LAYER_MAJOR if known else load.schedule, load.accumulation, chain(shape))
+        content, count = self.content, load.accumulation
+        memory = settle(shape.layouts, content, _UNLIMITED, count, matrices=shape.matrices, in_turns=in_turns)
+        wish = wish_of(memory.config)
         if wish.tier not in (None, "device"):
             # Inputs of blocks go to files before memory ends.
             wish = wish._replace(tier="nvme" if memory.config.drives else "device")

@@ -7,10 +7,13 @@ These are the bytes of `engine.communication()`: what one rank sends, once for e
 compute, links, host and drives, as if none of them ever waited for another: no run is faster, and most are slower.
 
 With tensor parallelism of t and a pipeline of p, a GPU has 1 / (t p) of each unit, which ZeRO divides further.
+Activations are those of the GPU that has most: a part of what lies between two divided layers, all of what is alike in
+a row, and those of several micro-batches in the first stages.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,10 +22,10 @@ from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import UnitLayout, arrange
 from offload.layout.placement import device_fixed, growth
 from offload.layout.tiers import Partitions
-from offload.planner.activations import Load, beside_weights, input_nbytes
+from offload.planner.activations import Load, gradients_in_flight, input_nbytes, need
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
-from offload.planner.model_shape import Shape
+from offload.planner.model_shape import Shape, Use
 from offload.planner.recommend import PLACEMENTS, loads
 from offload.planner.step_time import work_of
 from offload.sizes import count_of
@@ -197,6 +200,45 @@ def _tensor_of(shape: Shape, load: Load, cluster: Cluster) -> Sent:
     return Sent(times * len(inputs) // cluster.pipeline, times * nbytes // cluster.pipeline)
 
 
+# -- activations ---------------------------------------------------------------------------------------
+
+
+def stages_of(shape: Shape, load: Load, cluster: Cluster) -> list[tuple[Shape, Load]]:
+    """Returns what a GPU computes in each stage of the pipeline.
+
+    Stage s of p has begun at most p - s micro-batches whose backward has not run, as 1F1B orders them.
+    """
+    blocks, stages = shape.blocks, cluster.pipeline
+    uses = [_of_row(use, cluster.tensor) for use in shape.uses]
+    ends = [blocks[len(blocks) * count // stages - 1].uses.stop for count in range(1, stages)]
+    return [
+        (shape._replace(uses=tuple(uses[start:end])), load._replace(in_flight=min(load.accumulation, stages - stage)))
+        for stage, (start, end) in enumerate(itertools.pairwise((0, *ends, len(uses))))
+    ]
+
+
+def activations_of(shape: Shape, load: Load, cluster: Cluster) -> int:
+    """Returns the bytes of activations of the GPU that has most."""
+    most, last = 0, cluster.pipeline - 1
+    for stage, (part, of_part) in enumerate(stages_of(shape, load, cluster)):
+        # torch has buffers for what all micro-batches of a step receive: hidden states, and their gradients.
+        received = (stage > 0) + (stage < last)
+        nbytes = load.accumulation * input_nbytes(shape, load, shape.blocks[0]) if received else 0
+        most = max(most, need(part, of_part).device + received * nbytes)
+    return most
+
+
+def _of_row(use: Use, size: int) -> Use:
+    """Returns a use on one of the ranks that divide a layer."""
+    if not use.divided:
+        return use
+    return use._replace(
+        saved=use.saved - use.divided + use.divided // size,
+        mlp_saved=min(use.mlp_saved, use.boundary + max(use.mlp_saved - use.boundary, 0) // size),
+        mlp_largest=min(use.mlp_largest, max(use.mlp_largest // size, use.boundary)),
+    )
+
+
 # -- plan ----------------------------------------------------------------------------------------------
 
 
@@ -228,6 +270,11 @@ def plan_stages(
             "--pipeline, or give more --gpus"
         )
     shape = shape._replace(layouts=layouts, tables=(), uncut=None)
+    if cluster.pipeline > max(1, len(shape.blocks)):
+        raise ConfigError(
+            f"--pipeline is {cluster.pipeline}, and {shape.name} has {count_of(len(shape.blocks), 'repeated block')}: "
+            "each stage needs one"
+        )
     found: dict[int, RanksPlan] = {}
     refusal: Exception | None = None
     for stage in STAGES:
@@ -312,7 +359,8 @@ def _fitting(
     # A budget without room moves states to a drive, which another candidate covers.
     if memory.placement.on_disk and not drives:
         return []
-    beside = parts * beside_weights(memory, shape, load)
+    gradients = gradients_in_flight(memory, False) // cluster.tensor
+    beside = parts * (activations_of(shape, load, cluster) + gradients)
     left = room.device - memory.device - beside
     if left < 0:
         return []

@@ -42,7 +42,7 @@ from offload.planner.model_shape import Shape
 from offload.planner.step_time import Timing, chain, choice_of, lower_bound, predict, update_written
 from offload.prices import Cost, Prices, cost
 from offload.sizes import PAGE, format_size
-from offload.states import State
+from offload.states import State, Tier
 from offload.swapper.memory.device import DeviceRoom
 
 # -- recommend -----------------------------------------------------------------------------------------
@@ -132,8 +132,6 @@ def plan(
     Raises:
         TooSlowError: the lower bound of the step is at least `within` seconds. No step was simulated then.
     """
-    in_turns = takes_turns(load.schedule, load.accumulation, chain(shape))
-
     whole, config = shape.uncut or shape, load_config(content)
     cut = None if shape.uncut is None else shape  # by an earlier plan
     in_groups = any(each.of_unit > 1 for each in whole.experts) and config.offload.experts == "auto"
@@ -144,7 +142,7 @@ def plan(
             divided = divided if vocabulary == "whole" else divided.in_pieces()
         else:
             divided = whole if vocabulary == "whole" else cut or whole.in_pieces()
-        memory = settled(divided, hardware, load, content, in_turns)
+        memory = _in_turns(divided, hardware, load, content)
         decide = functools.partial(_in_best_order, divided, hardware, load, content, memory, within, coarse)
         if not hardware.on_cpu:  # the run does not know the activations before they come
             return decide
@@ -154,6 +152,21 @@ def plan(
     adds_otherwise = load.schedule == LAYER_MAJOR and any(table.tied for table in whole.tables)
     vocabulary = config.offload.vocabulary if whole.tables and not adds_otherwise else "whole"
     return first_that_fits("auto" if in_groups else "each", vocabulary, place)()
+
+
+def _in_turns(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Memory:
+    """Returns the memory of a config, with gradients as they wait in the order that is known before the run."""
+    named = takes_turns(load.schedule, load.accumulation, chain(shape))
+    memory = settled(shape, hardware, load, content, named or load.whole_steps)
+    if named or not load.whole_steps:
+        return memory
+    wish = wish_of(memory.config)
+    # Beside weights that stay, a run whose blocks keep all activations learns their bytes in its first step.
+    known = wish.tier not in (None, "device") or any(
+        row[State.WEIGHT] is not Tier.DEVICE for row in memory.placement.tiers
+    )
+    in_turns = known and choice_of(shape, hardware, load, memory, wish).in_turns
+    return memory if in_turns else settled(shape, hardware, load, content)
 
 
 def _in_best_order(
@@ -175,7 +188,7 @@ def _in_best_order(
         )
     choice = choice_of(shape, hardware, load, memory, wish)
     choices = [choice]
-    if load.schedule == "auto" and choice.schedule != MICRO_BATCH_MAJOR:
+    if load.schedule == "auto" and choice.schedule != MICRO_BATCH_MAJOR and not load.whole_steps:
         choices.append(ScheduleChoice(MICRO_BATCH_MAJOR, "a layer-major step is not faster"))
     planned: Planned | None = None
     least = math.inf

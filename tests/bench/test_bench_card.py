@@ -25,12 +25,27 @@ from offload.planner.request import ready
 from offload.presets import PRESETS
 from offload.report.links import Span
 from offload.sizes import GIB
+from tests.support.drives import filesystems
 from tests.support.processes import warm_process
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 TINY = card.Kind(("gpt2-tiny",), 16, (1,), 2, "gpt2-tiny", "gpt2-tiny", (1, 16), 1e8, {card.TEXT: 1.0, card.PEERS: 1.0})
 OF_DTYPE = DtypeRates(matmul=1e11, weights=1e10, elementwise=1e10, optimizer=1e9, gradient=1e9)
 RATES = Rates(1e10, 1e10, 2e10, 1e10, 1e10, dict.fromkeys(("fp32", "bf16", "fp16"), OF_DTYPE))
+
+
+FIGURES: dict[str, Any] = {
+    **{f"{way}_bytes_per_parameter": 0.0 for way in ("read", "written", "uploaded", "downloaded")},
+    "parameters": 1_000_000,
+    "step_seconds": 2.0,
+    "tokens_per_second": 12_345.0,
+    "profiled": None,
+    "peak_host_bytes": GIB,
+    "peak_device_bytes": None,
+    "disk_bytes": 0,
+    "divided": {"compute": 1.0, card.OTHER: 1.0},
+}
+"""Of a row's process on a CPU."""
 
 
 def probed(folder: Path) -> Probed:
@@ -98,6 +113,31 @@ def test_parts_without_time_are_named_and_failed_ones_are_an_exit_code(
     assert card.judge(report) == 1 and "probe FAILED: ended with exit code 1: RuntimeError: no" in card_page.page(
         report
     )
+
+
+@WITHOUT_GPU
+def test_a_full_folder_ends_a_part_and_the_page_keeps_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card, "CPU", TINY)
+    with filesystems.mounted(tmp_path, "-t", "tmpfs", "-o", "nr_inodes=4", "none") as drive:
+
+        def child(command: Any, figures: Path, *_: Any, **__: Any) -> dict[str, Any]:
+            if json.loads(command[-2])["part"] == "probe":
+                return {"state": "done", "figures": as_json(probed(drive))}
+            (figures.parent / "filler").touch()  # the file of figures takes the last inode
+            return {"state": "done", "figures": FIGURES}
+
+        monkeypatch.setattr(card, "run_child", child)
+        output = drive / "card.json"
+        report = card.measure(card.check(drive, None, 10, ["gpt2-tiny", "peers"]), output)
+        assert list(drive.iterdir()) == [output] and json.loads(output.read_text())["failed"] == report["failed"]
+        unwritten = card.measure(card.check(drive, None, 0.001, ["text"]), drive / "none" / "card.json")
+    page = card_page.page(report)
+    assert card.judge(report) == card.judge(unwritten) == 1
+    assert report["failed"].keys() == {"peers"} and unwritten["failed"].keys() == {"--output"}
+    assert "No space left on device" in page and f"{drive} needs free space and must be writable" in page
+    assert report["rows"][0]["bound_seconds"] > 0 and "12,345" in page
 
 
 def test_a_steps_time_adds_up_and_kernels_of_a_gpu_come_first() -> None:

@@ -109,6 +109,34 @@ def test_batch_and_accumulation_come_from_the_config() -> None:
     assert not Path("swap").exists(), "the config keeps nothing on a drive"
 
 
+def test_gradients_wait_in_16_bits_where_the_order_is_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any order has the same bits. A model that keeps values between two blocks has an order that is not certain."""
+
+    def trained(schedule: str, run: str) -> tuple[Any, int, bool]:
+        words = ("--dtype", "bf16", "--accumulation", "2", "--gradient-checkpointing", "--offload-param", "nvme")
+        done = call(*words, "--steps", "1", "--accumulation-schedule", schedule, "--run", run, "--json")
+        found = facts(done)
+        return (
+            (found["losses"], found["grad_norms"]),
+            found["host_budget_bytes"],
+            "gradients wait in bf16" in done.stderr,
+        )
+
+    auto = trained("auto", "auto")
+    one_by_one = trained("micro_batch_major", "one-by-one")
+    assert auto[0] == one_by_one[0] and auto[2] and not one_by_one[2]
+    assert one_by_one[1] - auto[1] == pytest.approx(2 * 182_016, rel=0.1), "two bytes fewer a parameter"
+    block: Any = transformers.models.gpt2.modeling_gpt2.GPT2Block
+    forward = block.forward
+
+    def keeps(self: Any, hidden: torch.Tensor, *args: Any, **more: Any) -> Any:
+        self.last = hidden.shape
+        return forward(self, hidden, *args, **more)
+
+    monkeypatch.setattr(block, "forward", keeps)
+    assert trained("auto", "keeps") == one_by_one
+
+
 # -- stop and go on ------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,11 @@ from offload.config import load_config
 from offload.errors import ConfigError, UsageError
 from offload.layout.memory_plan import gradient_dtypes, mode_of
 from offload.layout.modes import ADAM
+from offload.planner import recommend
+from offload.planner.activations import Load
+from offload.planner.hardware import described
 from offload.planner.memory import Room, settings, settle
+from offload.planner.model_shape import from_count
 from offload.sizes import GIB
 from offload.states import State
 from tests.support import models
@@ -101,8 +105,8 @@ def in_a_loop() -> Result:
 
 
 def test_order_placement_and_budget_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = in_a_loop()
-    small_pieces(monkeypatch)
+    small_pieces(monkeypatch)  # before all runs: the norm adds up its squares chunk by chunk
+    expected = run(JOB, MEMORY, tmp_path / "expected", **LOOP)
     exact = run(JOB, MEMORY, tmp_path / "exact", gradients="fp32", schedule="micro_batch_major")
     assert exact.norms != expected.norms, "nothing was rounded"
     assert_same(expected, run(JOB, DISK, tmp_path / "turns", accumulated_step, **LAYERED), "in turns")
@@ -181,6 +185,23 @@ def test_a_plan_counts_two_bytes_where_micro_batches_take_turns(in_turns: bool, 
     for row, numel in zip(memory.parts.nbytes, memory.parts.trainable_numel, strict=True):
         assert row.get(State.GRAD, 0) == nbytes * numel
     assert all(total >= 4 * memory.parts.trainable_numel[unit] for unit, total in memory.placement.device_need.totals)
+
+
+@pytest.mark.parametrize(
+    ("weights", "more", "narrow"),
+    [
+        ("cpu", {"whole_steps": True, "recompute": True}, True),
+        ("cpu", {"recompute": True}, False),
+        ("cpu", {"whole_steps": True, "schedule": "micro_batch_major"}, False),
+        ("none", {"whole_steps": True, "recompute": True}, False),
+    ],
+    ids=["certain", "any loop", "other order", "the first step decides"],
+)
+def test_a_plan_counts_two_bytes_where_the_order_is_certain(weights: str, more: dict[str, Any], narrow: bool) -> None:
+    machine = described("RTX 4090", 64 * GIB, [])
+    load = Load(1, 4)._replace(speculate=False, **more)
+    planned = recommend.plan(from_count(10**9, 8, 2048), machine, load, settings(weights, "cpu", accumulation=4))
+    assert planned.memory.parts.gradients.complete_first is narrow
 
 
 def test_a_run_has_the_planned_bytes(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ loads = st.builds(
     st.integers(0, 2),
     st.integers(0, 2),
     st.sampled_from((0, 0, 1, 4)),
+    in_flight=st.integers(1, 4),
 )
 
 

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from offload.cli.main import app
+from offload.errors import ConfigError
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
 from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import Room, settle
-from offload.planner.model_shape import from_count
-from offload.planner.ranks import Cluster, RanksPlan, fastest, gathers, gradients_of, plan_stages, weights_of
+from offload.planner.model_shape import Shape, from_count, from_training
+from offload.planner.ranks import (
+    Cluster,
+    RanksPlan,
+    activations_of,
+    fastest,
+    gathers,
+    gradients_of,
+    plan_stages,
+    stages_of,
+    weights_of,
+)
 from offload.sizes import GIB
 from tests.pages import claims_page
 from tests.ranks.test_ranks import Chain, chain_loss
+from tests.support import models
 from tests.support.oracle import Job, config
+from tests.support.ranks import pipelines, tensor_parallel
 from tests.support.ranks.rank_pool import RankPool, start
 
 JOB = Job(Chain, chain_loss, steps=3, accumulation=4)
@@ -57,6 +73,107 @@ def test_the_planned_bytes_are_those_that_two_ranks_send(
         assert planned[0][1] <= sent[0][1] <= 1.1 * planned[0][1]
     else:
         assert planned[0] == sent[0]
+
+
+def saved_nbytes(outputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> int:
+    """Returns the bytes of this rank that the graphs of `outputs` keep for a backward, without weights."""
+
+    def storage(tensor: Any) -> torch.UntypedStorage:
+        local = getattr(tensor, "_local_tensor", tensor)
+        return local.untyped_storage()
+
+    known = {storage(weight).data_ptr() for weight in weights}
+    found: dict[int, int] = {}
+    nodes = [output.grad_fn for output in outputs]
+    seen = set(nodes)
+    for node in nodes:  # grows
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
+        for tensor in torch.utils._pytree.tree_leaves(saved):
+            if isinstance(tensor, torch.Tensor) and (part := storage(tensor)).data_ptr() not in known:
+                found[part.data_ptr()] = part.nbytes()
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                nodes.append(before)
+    return sum(found.values())
+
+
+def kept_by_a_row(job: Job, folder: Path) -> int:
+    engine = tensor_parallel.start(job, "autotp", 2, ("none", "none"), folder)
+    loss = tensor_parallel.row_loss(engine, 0, 0, 2)
+    kept = saved_nbytes([loss], engine.module.parameters())
+    engine.backward(loss)
+    engine.destroy(remove=True)
+    return kept
+
+
+def numbered() -> pipelines.Layers:
+    """A model whose blocks have numbers, which a plan finds."""
+    named = pipelines.whole().named_children()
+    return pipelines.Layers({name.removeprefix("block"): layer for name, layer in named})
+
+
+class Whole(torch.nn.Module):
+    """The model and its loss, as a plan calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = numbered()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return models.token_loss(self.layers(input_ids), labels)
+
+
+def kept_by_stages(job: Job, folder: Path) -> tuple[int, int]:
+    plan = pipelines.Plan()
+    engine = pipelines.start(job, plan, ("none", "none"), folder)
+    schedule, stage, most = pipelines.schedule_of(engine, job, plan), engine.module.indices[0], [0]
+    run = schedule._stage.forward_one_chunk
+
+    def counted(*args: Any, **more: Any) -> Any:
+        done = run(*args, **more)
+        outputs = [tensor for tensors, _ in schedule._stage.fwd_cache.values() for tensor in tensors]
+        most[0] = max(most[0], saved_nbytes(outputs, engine.module.parameters()))
+        return done
+
+    schedule._stage.forward_one_chunk = counted
+    pipelines.run(schedule, pipelines.mine(job, plan, 0), [stage], 1)
+    engine.step()
+    engine.destroy(remove=True)
+    return stage, most[0]
+
+
+def test_the_planned_activations_are_those_that_two_ranks_keep(ranks: RankPool, tmp_path: Path) -> None:
+    """The tensors in the graphs of forwards: of one layer on two ranks, and of the micro-batches in each stage."""
+    job = Job(tensor_parallel.qwen3, tensor_parallel.one_loss, accumulation=1)
+    shape, load = from_training(job.model(), 16, torch.float32, (), {}), Load(4, 4)
+
+    def planned(shape: Shape, cluster: Cluster) -> list[int]:
+        return [
+            load.batch * of.in_flight * sum(use.saved for use in part.uses)
+            for part, of in stages_of(shape, load, cluster)
+        ]
+
+    (whole,), (divided,) = planned(shape, Cluster(1)), planned(shape, Cluster(2, tensor=2))
+    assert ranks.run(kept_by_a_row, job, tmp_path / "row") == [pytest.approx(divided, rel=0.01)] * 2
+    assert divided < 0.75 * whole
+    first, last = planned(from_training(Whole(), 16, torch.float32, (), {}), Cluster(2, pipeline=2))
+    logits = 4 * 16 * pipelines.VOCABULARY * 4  # that the loss keeps, which torch's schedule computes after the forward
+    found = dict(ranks.run(kept_by_stages, pipelines.JOB._replace(model=numbered), tmp_path / "stages"))
+    assert found == {0: pytest.approx(first, rel=0.01), 1: pytest.approx(last - logits, rel=0.01)}
+
+
+def test_the_first_stage_has_most_activations_and_needs_a_block() -> None:
+    """Four micro-batches of four blocks each, and buffers for what eight micro-batches receive."""
+    shape, load = from_count(7 * 10**9, 32, 2048), Load(1, 8)
+    alone, first = activations_of(shape, load, Cluster(4)), activations_of(shape, load, Cluster(4, pipeline=4))
+    saved = sum(use.saved for use in shape.uses[1:9])
+    assert first > 4 * saved > alone / 2
+    assert activations_of(shape, load, Cluster(4, tensor=4)) < 0.6 * alone
+    with pytest.raises(ConfigError, match=r"--pipeline is 16, and 7B in 8 layers has 8 repeated blocks"):
+        plan_stages(
+            from_count(7 * 10**9, 8, 2048), described("A100 80GB", 512 * GIB, []), load, Cluster(32, pipeline=16)
+        )
 
 
 def test_the_unit_whose_next_use_is_furthest_leaves() -> None:
