@@ -725,7 +725,7 @@ class Placement:
         )
 
     def deferred(self, parts: Partitions, slots: int, commit_every: int) -> frozenset[int]:
-        """Returns the units that are written at commits alone: all their states are in memory, and most steps have none."""
+        """Returns the units that are written at commits alone: units in memory, if not every step is committed."""
         if slots != 2 or commit_every < 2:
             return frozenset()
         return frozenset(

@@ -236,7 +236,7 @@ def settings(
     """
     block: dict[str, Any] = {"durability": durability}
     # Without paths there is no store, and with "auto" nothing is durable.
-    if "nvme" in (weights, states) or durability == "step":
+    if "nvme" in (weights, states) or durability == "step" or isinstance(durability, dict):
         block["nvme_path"] = list(paths)
     elif activations in ("nvme", "auto") and paths:
         block["nvme_path"] = list(paths)

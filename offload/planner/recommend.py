@@ -760,12 +760,23 @@ def writes_less(planned: Planned) -> list[tuple[str, float]]:
     memory, load, written = planned.memory, planned.load, planned.timing.moved.written
     inputs = planned.timing.moved.inputs_written
     options = []
-    if State.PACKED not in memory.mode.moments and memory.mode.moments and memory.mode.moment_dtype != torch.int8:
-        content = {**planned.content, "offload": {**planned.content.get("offload", {}), "moments": "int8"}}
+
+    def share_with(**changes: Any) -> float:
+        """Returns the fraction of the bytes that is written with other values in the block "offload"."""
+        content = {**planned.content, "offload": {**planned.content.get("offload", {}), **changes}}
+        other = settled(planned.shape, planned.hardware, planned.given, content, load.alive > 1)
+        share = update_written(other, planned.shape) / max(update_written(memory, planned.shape), 1)
+        return (inputs + (written - inputs) * share) / written
+
+    # A commit writes what is in memory; states on a drive are written in each step.
+    if memory.slots == 2 and memory.config.offload.commit_every < _COMMIT_EVERY:
         with contextlib.suppress(BudgetError, ConfigError):
-            narrow = settled(planned.shape, planned.hardware, planned.given, content, load.alive > 1)
-            share = update_written(narrow, planned.shape) / max(update_written(memory, planned.shape), 1)
-            options.append(("--moments int8", (inputs + (written - inputs) * share) / written))
+            share = share_with(durability={"every": _COMMIT_EVERY})
+            if share < 1 / 2:
+                options.append((f"--durability {_COMMIT_EVERY}", share))
+    if State.PACKED not in memory.mode.moments and memory.mode.moments and memory.mode.moment_dtype != torch.int8:
+        with contextlib.suppress(BudgetError, ConfigError):
+            options.append(("--moments int8", share_with(moments="int8")))
     options.append((f"--accumulation {2 * load.accumulation}", (inputs + (written - inputs) / 2) / written))
     return options
 

@@ -237,6 +237,7 @@ class PlanRequest(NamedTuple):
     recompute: bool | None = None
     dtype: str | None = None
     durability: str | None = None
+    """A word of the config, or the number of steps from one commit to the next."""
     activations: str | None = None
     """Tier of the inputs of repeated blocks."""
     chunked_loss: bool | None = None
@@ -292,7 +293,7 @@ def ranks(request: PlanRequest, cluster: Cluster) -> tuple[Shape, Hardware, dict
         dtype=dtype,
         moments=request.moments,
         master=request.master,
-        durability=request.durability or "auto",
+        durability=_durability(request),
     )
     return of, on, plans
 
@@ -351,11 +352,17 @@ def _load(request: PlanRequest, on_cpu: bool, chunked_loss: bool, content: Mappi
     )
 
 
+def _durability(request: PlanRequest) -> str | dict[str, int]:
+    """Returns the value of the config's key."""
+    word = request.durability or "auto"
+    return {"every": int(word)} if word.isdecimal() else word
+
+
 def _options(request: PlanRequest, on: Hardware, dtype: str) -> dict[str, Any]:
     tile = request.tile_mlp
     options: dict[str, Any] = {
         "dtype": dtype,
-        "durability": request.durability or "auto",
+        "durability": _durability(request),
         "tile_mlp": None if tile in (None, "off") else tile if tile == "auto" else int(tile),
         "moments": request.moments,
         "master": request.master,
@@ -386,8 +393,9 @@ def _check(request: PlanRequest) -> None:
     # Each message is written out, since docs/reference/errors.md lists it and users search for its words.
     if request.dtype is not None and request.dtype not in DTYPES:
         raise ConfigError(f"there is no dtype {request.dtype!r}: expected {', '.join(DTYPES)}")
-    if request.durability is not None and request.durability not in _DURABILITIES:
-        raise ConfigError(f"there is no durability {request.durability!r}: expected {', '.join(_DURABILITIES)}")
+    if request.durability not in (None, *_DURABILITIES) and not str(request.durability).isdecimal():
+        expected = ", ".join(_DURABILITIES)
+        raise ConfigError(f"there is no durability {request.durability!r}: expected {expected}, or a number of steps")
     if request.moments is not None and request.moments not in MOMENT_DTYPES:
         raise ConfigError(f"expected --moments of {', '.join(MOMENT_DTYPES)}, got {request.moments!r}")
     if request.master is not None and request.master not in MASTERS:

@@ -96,7 +96,10 @@ class PlanOptions:
         None
     )
     master: Annotated[str | None, option("Form of the master of a bf16 weight: fp32 or bf24. [default: fp32]")] = None
-    durability: Annotated[str | None, option("auto, step or none. [default: auto]")] = None
+    durability: Annotated[
+        str | None,
+        option("auto, step or none, or steps from one commit to the next. [default: auto]", metavar="WORD|STEPS"),
+    ] = None
     batch_size: Annotated[
         int | None,
         option(

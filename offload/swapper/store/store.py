@@ -516,7 +516,7 @@ class Store:
         return state in self._places[unit]
 
     def own_nbytes(self, unit: int) -> dict[State, int]:
-        """Returns for each state of a unit the bytes that a slot does not share with the others: all but frozen ones."""
+        """Returns for each state of a unit the bytes that a slot shares with no other: all but those of frozen weights."""
         return {state: own_nbytes(slots) for state, slots in self._places[unit].items()}
 
     def target(self, unit: int) -> int:
