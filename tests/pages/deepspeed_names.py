@@ -336,8 +336,13 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             "for `initialize`; `step()` alone is an error",
             "model_params lr eps weight_decay amsgrad fp32_optimizer_states",
         ),
-        *each(ABSENT, _SIGNS, "runtime.fp16.onebit.adam.OnebitAdam", "runtime.fp16.onebit.zoadam.ZeroOneAdam"),
-        Name("runtime.fp16.onebit.lamb.OnebitLamb", ABSENT, _COMPRESSED),
+        *each(
+            ABSENT,
+            _SIGNS,
+            "runtime.fp16.onebit.adam.OnebitAdam",
+            "runtime.fp16.onebit.zoadam.ZeroOneAdam",
+            "runtime.fp16.onebit.lamb.OnebitLamb",
+        ),
     ),
     "Learning rates": (
         Name("runtime.lr_schedules.LRRangeTest", RIGHT, _SCHEDULE),
