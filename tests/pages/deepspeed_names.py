@@ -39,10 +39,6 @@ _WITHOUT = "none of it here"
 _MEGATRON = "there is no model parallelism"
 _INFERENCE = "`init_inference` takes the config as a dict"
 _PIPELINE = "`num_stages`; processes of a stage follow each other"
-_COMPRESSED = (
-    "`AdamW`; `zero_quantized_gradients` and `zero_quantized_weights` send [int8 "
-    "codes](../concepts/quantized-collectives.md)"
-)
 _SIGNS = (
     "`optimizer.type` in the JSON, as `OneBitAdam`: [signs of "
     "momenta](../concepts/quantized-collectives.md#signs-of-momenta)"

@@ -60,7 +60,8 @@ ROWS = (
         "001.26",
         "1-bit Adam",
         WORKS,
-        "in stages 0 and 1, as 0/1 Adam; [stages 2 and 3](deepspeed-compatibility.md#1-bit-optimizers) are refused",
+        "in stages 0 and 1, as 0/1 Adam and 1-bit LAMB; [stages 2 and 3](deepspeed-compatibility.md#1-bit-optimizers) "
+        "are refused",
         ("tests/ranks/test_one_bit.py::test_a_run_sends_a_fifth", _REFUSED),
     ),
     Row("001.29", "sizes of buckets", WORKS, _BUCKETS, (_JOINED,)),

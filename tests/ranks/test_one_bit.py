@@ -414,8 +414,8 @@ STEPS, WARM = 20, 3
 """The paper's share of the warm-up: 23,000 of 152,000 steps for BERT-Large."""
 
 
-def check_bytes(pool: RankPool, size: int, folder: Path) -> None:
-    job = JOB._replace(steps=STEPS, params=(("freeze_step", WARM),))
+def check_bytes(pool: RankPool, kind: str, size: int, folder: Path) -> None:
+    job = JOB._replace(steps=STEPS, optimizer=kind, params=(("freeze_step", WARM),))
     both = pool.run(sent_in, job, folder / "signs", WARM, STEPS - WARM)
     adam = pool.run(sent_in, job._replace(optimizer="AdamW", params=()), folder / "adam", STEPS)
     for rank, (found, plain) in enumerate(zip(both, adam, strict=True)):
@@ -430,13 +430,14 @@ def check_bytes(pool: RankPool, size: int, folder: Path) -> None:
         assert 5 * (warm.total.nbytes + signs.total.nbytes) < plain[0][0].total.nbytes
 
 
-def test_a_run_sends_a_fifth(ranks: RankPool, tmp_path: Path) -> None:
-    check_bytes(ranks, 2, tmp_path)
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb"])
+def test_a_run_sends_a_fifth(kind: str, ranks: RankPool, tmp_path: Path) -> None:
+    check_bytes(ranks, kind, 2, tmp_path)
 
 
 @pytest.mark.slow
 def test_a_run_of_four_ranks_sends_a_fifth(four: RankPool, tmp_path: Path) -> None:
-    check_bytes(four, 4, tmp_path)
+    check_bytes(four, "OneBitAdam", 4, tmp_path)
 
 
 # -- losses --------------------------------------------------------------------------------------------
