@@ -190,7 +190,7 @@ def claims() -> list[tuple[str, str, str]]:
             "1-bit Adam: 5 times fewer bytes between ranks",
             "by count",
             "over a run whose warm-up is that of the paper, 23,000 of 152,000 steps: "
-            f"{fewer_by_signs(4):.1f} times fewer than gradients in fp32, {fewer_by_signs(2):.1f} times than in 16 bits, "
+            f"{fewer_by_signs(4):.1f} times fewer than gradients in fp32, {fewer_by_signs(2):.1f} than in 16 bits, "
             "as `engine.communication()` counts on gloo ranks: two of 1-bit LAMB, two and four of 1-bit Adam",
         ),
         (

@@ -155,8 +155,12 @@ ROWS = (
         "004.5",
         "`pip install deepspeed`, then `deepspeed train.py`",
         PARTLY,
-        "installed from a checkout, nothing is on PyPI; the command is `offload run deepspeed train.py`",
-        ("tests/deepspeed/test_deepspeed_install.py::test_the_command_deepspeed_of_a_tutorial_is_the_launcher",),
+        "nothing is on PyPI: from a checkout `pip install . ./packaging/deepspeed-command`, or `offload run deepspeed "
+        "train.py`",
+        (
+            "tests/deepspeed/test_deepspeed_install.py::test_the_command_deepspeed_can_be_installed",
+            "tests/deepspeed/test_deepspeed_install.py::test_the_command_deepspeed_of_a_tutorial_is_the_launcher",
+        ),
     ),
     Row(
         "mission.4",
