@@ -77,7 +77,7 @@ ROWS = (
         "001.36",
         "FP8",
         PARTLY,
-        "the block `fp8` takes torchao; it ran emulated alone",
+        "the block `fp8` takes torchao; it ran emulated alone, in CI by `make test-fp8`",
         ("tests/models/test_fp8.py::test_the_block_fp8_is_the_conversion_by_hand",),
     ),
     Row(
