@@ -527,12 +527,13 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(job: Job, stop: int, rank
 
 
 @pytest.mark.works("Several ranks", "SIGKILL of one rank that trains by 1-bit Adam, resume of all", "right")
-def test_killed_between_the_commits_of_the_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", [JOB, pytest.param(LAMB, marks=pytest.mark.slow)], ids=["1-bit Adam", "1-bit LAMB"])
+def test_killed_between_the_commits_of_the_ranks(job: Job, tmp_path: Path) -> None:
     """Both errors are committed: a rank that was killed after the warm-up goes on with the bits of an unbroken run."""
-    unbroken = Run(tmp_path / "unbroken", job=JOB)
+    unbroken = Run(tmp_path / "unbroken", job=job)
     unbroken.end()
     for dies, begins in (((1, 4), 0), (None, 3)):
-        run = Run(tmp_path / "killed", dies, job=JOB)
+        run = Run(tmp_path / "killed", dies, job=job)
         run.end()
         assert run.resumed() == [begins, begins]
     assert {step: rest for step, *rest in run.steps()} == {step: rest for step, *rest in unbroken.steps()}
@@ -541,9 +542,9 @@ def test_killed_between_the_commits_of_the_ranks(tmp_path: Path) -> None:
         assert_same_tensors(one, other)
 
 
-def from_checkpoint(folder: Path) -> tuple[bool, bool]:
-    """Returns whether any error of this rank, and any momentum, is not zero after a load."""
-    engine = start(JOB, HOST, folder / "new")
+def from_checkpoint(job: Job, folder: Path) -> tuple[bool, bool]:
+    """Returns whether any error of this rank, and any other state of the optimizer, is not zero after a load."""
+    engine = start(job, HOST, folder / "new")
     engine.load_checkpoint(folder / "saved")
     assert engine.global_steps == 3
     inspected = testing.inspect(engine)
@@ -552,15 +553,16 @@ def from_checkpoint(folder: Path) -> tuple[bool, bool]:
         for state in row:
             if state.value in ("worker_error", "server_error"):
                 states["errors"] += bytes(inspected.read_state(unit, state))
-            elif state.value == "exp_avg":
+            elif state.value == ("packed" if job.optimizer == "OneBitLamb" else "exp_avg"):
                 states["moments"] += bytes(inspected.read_state(unit, state))
-    engine.backward(JOB.loss(engine, 3, 0))
+    engine.backward(job.loss(engine, 3, 0))
     engine.step()
     engine.destroy(remove=True)
     return any(states["errors"]), any(states["moments"])
 
 
-def test_a_checkpoint_begins_with_errors_of_zero(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(in_two_parts, JOB, 3, tmp_path)
-    for errors, moments in ranks.run(from_checkpoint, tmp_path):
+@pytest.mark.parametrize("job", [JOB, pytest.param(LAMB, marks=pytest.mark.slow)], ids=["1-bit Adam", "1-bit LAMB"])
+def test_a_checkpoint_begins_with_errors_of_zero(job: Job, ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(in_two_parts, job, 3, tmp_path)
+    for errors, moments in ranks.run(from_checkpoint, job, tmp_path):
         assert moments and not errors
