@@ -7,7 +7,7 @@ NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
 PACKAGES := $(wildcard offload/*/__init__.py offload/*/*/__init__.py)
 NATIVE_TESTS := $(wildcard $(foreach folder,native kernel_bits fake_cuda device/native,tests/$(folder)/*.cpp tests/$(folder)/*.h))
 
-.PHONY: help train quick test test-all test-avx2 device test-device test-gpu bench check format docs wheel mutants storm sanitize
+.PHONY: help train quick test test-all test-avx2 device test-device test-fp8 test-gpu bench check format docs wheel mutants storm sanitize
 # Tests at a time: more memory and more of the drive each. A test waits for two fifths of the time that it takes alone, for
 # drives, timers, and processes that it starts or kills, so four leave a tenth of two cores idle, by calculation.
 JOBS ?= 6
@@ -64,6 +64,18 @@ device: $(VENV)/.torch ## Build the test device, which takes half a minute and i
 # In one process: the start of a second takes as much CPU as half of the tests.
 test-device: $(VENV)/.dev device ## Run some of the engine's tests on a device with addresses and late streams of its own
 	$(BIN)/python -m pytest --device test $(ON_DEVICE)
+
+# In a folder of its own: where torchao is installed, transformers' Trainer and peft import it, and each process of theirs takes
+# longer and prints of libraries for GPUs.
+TORCHAO ?= $(VENV)/torchao
+
+$(TORCHAO): constraints.txt $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $@ -c constraints.txt torchao
+	touch $@
+
+test-fp8: $(TORCHAO) ## Run the tests of products in fp8, and of weights that torchao has quantized
+	PYTHONPATH=$(abspath $(TORCHAO)) $(BIN)/python -m pytest tests/models/test_fp8.py tests/frozen/test_quantized_weights.py \
+		-k "fp8 or torchao"
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a GPU, and some of the engine's tests on it
 	$(BIN)/python -m pytest -m gpu

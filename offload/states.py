@@ -26,6 +26,8 @@ class State(enum.Enum):
     """What this rank's last compression of its momentum has lost. Each rank has values of its own."""
     SERVER_ERROR = "server_error"
     """What the last compression of the mean has lost, of the elements that this rank averages for all ranks."""
+    EXP_AVG_SQ_FRESH = "exp_avg_sq_fresh"
+    """The second moment of 1-bit LAMB after its warm-up, of gradients that are rebuilt from the momentum."""
     GRAD = "grad"
 
     # The hash of `Enum` runs Python code, and a plan looks states up millions of times. Members are singletons.
@@ -44,6 +46,7 @@ _TITLES = {
     State.SCALES: "scales of moments",
     State.WORKER_ERROR: "error of momenta",
     State.SERVER_ERROR: "error of means",
+    State.EXP_AVG_SQ_FRESH: "fresh second moment",
     State.GRAD: "gradient",
 }
 """Titles of states whose value, the name in files and arguments, is no everyday word."""

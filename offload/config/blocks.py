@@ -250,7 +250,7 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 Memory = Annotated[int, BeforeValidator(_memory)]
 DeviceMemory = Annotated[int | str, BeforeValidator(_device_memory)]
 OptimizerName = Literal[
-    "Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD", "Muon", "SinkGD", "OneBitAdam", "ZeroOneAdam"
+    "Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD", "Muon", "SinkGD", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"
 ]
 OptimizerType = Annotated[str, BeforeValidator(_optimizer)]
 _DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
@@ -597,6 +597,19 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
         "local_step_clipper": 16,
         "bias_correction": False,
     },
+    "OneBitLamb": {
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "freeze_step": 100_000,
+        "max_coeff": 10.0,
+        "min_coeff": 0.01,
+        "coeff_beta": 0.9,
+        "factor_max": 4.0,
+        "factor_min": 0.5,
+        "factor_threshold": 0.1,
+        "bias_correction": False,
+    },
 }
 """Default hyperparameters of each optimizer type, except for the learning rate."""
 
@@ -627,8 +640,8 @@ class OptimizerParams(Block):
     )
     betas: tuple[Beta, Beta] | None = Field(
         None,
-        description="Adam, AdamW, Lamb, Lion, OneBitAdam, ZeroOneAdam, and of Muon and SinkGD what AdamW trains: decay "
-        "of the moments, each at least 0 and below 1; default [0.9, 0.999], of Muon [0.9, 0.95]",
+        description="Adam, AdamW, Lamb, Lion, OneBitAdam, ZeroOneAdam, OneBitLamb, and of Muon and SinkGD what AdamW "
+        "trains: decay of the moments, each at least 0 and below 1; default [0.9, 0.999], of Muon [0.9, 0.95]",
     )
     eps: Number | None = Field(
         None,
@@ -648,13 +661,13 @@ class OptimizerParams(Block):
     )
     bias_correction: bool | None = Field(
         None,
-        description="Adam, AdamW, Lamb: only true; ZeroOneAdam: only false; OneBitAdam: default false, as DeepSpeed "
-        "computes it",
+        description="Adam, AdamW, Lamb: only true; ZeroOneAdam, OneBitLamb: only false; OneBitAdam: default false, as "
+        "DeepSpeed computes it",
     )
     freeze_step: Count | None = Field(
         None,
-        description="OneBitAdam: steps of the warm-up, after which ranks send signs and the variance is frozen; "
-        "default 100000",
+        description="OneBitAdam, OneBitLamb: steps of the warm-up, after which ranks send signs and the variance is "
+        "frozen; default 100000",
     )
     var_freeze_step: Count | None = Field(
         None,
@@ -677,8 +690,18 @@ class OptimizerParams(Block):
     fp32_optimizer_states: Literal[True] | None = Field(
         None, description='only true: moments are fp32; for bf16 leave it out, and set "moments" in the block offload'
     )
-    max_coeff: Number | None = Field(None, description="Lamb: bound of the trust ratio, default 10")
-    min_coeff: Number | None = Field(None, description="Lamb: bound of the trust ratio, default 0.01")
+    max_coeff: Number | None = Field(None, description="Lamb, OneBitLamb: bound of the trust ratio, default 10")
+    min_coeff: Number | None = Field(None, description="Lamb, OneBitLamb: bound of the trust ratio, default 0.01")
+    coeff_beta: Beta | None = Field(
+        None, description="OneBitLamb: decay of the mean of a parameter's trust ratios in the warm-up, default 0.9"
+    )
+    factor_max: Number | None = Field(
+        None, description="OneBitLamb: bound of the factor of that mean after the warm-up, default 4"
+    )
+    factor_min: Number | None = Field(None, description="OneBitLamb: bound of that factor, default 0.5")
+    factor_threshold: Number | None = Field(
+        None, description="OneBitLamb: largest share by which that factor changes in a step, default 0.1"
+    )
     lr_decay: Number | None = Field(None, description="Adagrad: default 0")
     momentum: Number | None = Field(
         None, description="SGD: default 0, which keeps no moment; Muon: default 0.95, below 1"
@@ -709,29 +732,23 @@ class OptimizerParams(Block):
     )
 
 
-SIGNED = ("OneBitAdam", "ZeroOneAdam")
+SIGNED = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 """Types of optimizers whose steps exchange signs among ranks that hold whole units."""
-_COMPRESSED = ("onebitlamb",)
 _OTHERS = ("muadam", "muadamw", "musgd")
-_ADAMW = (
-    "use OneBitAdam in stage 0 or 1, or AdamW or Lamb without the keys of the compression (freeze_step, cuda_aware, "
-    "comm_backend_name); zero_optimization.zero_quantized_gradients sends half of the bytes of bf16, "
-    "and docs/reference/deepspeed-compatibility.md says why not fewer"
-)
 _PASS = "use AdamW, or pass an optimizer of torch as optimizer= to offload.initialize"
 
 
 class OptimizerBlock(Block):
-    """The optimizer: Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon, SinkGD, OneBitAdam or ZeroOneAdam."""
+    """The optimizer: Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon, SinkGD, OneBitAdam, ZeroOneAdam or OneBitLamb."""
 
     TUNING = ("legacy_fusion",)
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"type": "AdamW", "params": {"lr": 3e-4}}
 
     type: OptimizerType = Field(
         "AdamW",
-        description="Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon, SinkGD, OneBitAdam or ZeroOneAdam, in any case of "
-        "letters; or a class of torch, as torch.optim.NAdam or, as DeepSpeed spells it, NAdam, whose params are those "
-        "of the class",
+        description="Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon, SinkGD, OneBitAdam, ZeroOneAdam or OneBitLamb, in "
+        "any case of letters; or a class of torch, as torch.optim.NAdam or, as DeepSpeed spells it, NAdam, whose "
+        "params are those of the class",
     )
     params: OptimizerParams = Field(OptimizerParams(), description="see below")
     torch_params: dict[str, Any] = Field({}, exclude=True)
@@ -753,10 +770,6 @@ class OptimizerBlock(Block):
     def check(cls, content: Mapping[str, Any], path: str) -> None:
         """Raises `ConfigError` for optimizers of DeepSpeed that are not supported."""
         name = str(content.get("type", "")).lower()
-        if name in _COMPRESSED:
-            raise ConfigError(
-                f'"{path}type" {content["type"]} {missing("compresses what ranks send each other", _ADAMW)}'
-            )
         if name in _OTHERS:
             raise ConfigError(f'"{path}type" {content["type"]} {missing("is an optimizer of DeepSpeed", _PASS)}')
 
@@ -774,9 +787,9 @@ class OptimizerBlock(Block):
             raise ValueError(
                 f"contains params.bias_correction false, and {self.type} corrects the bias of its moments; leave it out"
             )
-        if corrects and self.type == "ZeroOneAdam":
+        if corrects and self.type in ("ZeroOneAdam", "OneBitLamb"):
             raise ValueError(
-                "contains params.bias_correction true, and ZeroOneAdam corrects no bias, as in its paper; leave it out"
+                f"contains params.bias_correction true, and {self.type} corrects no bias, as in its paper; leave it out"
             )
         if self.type == "SGD" and settings["nesterov"] and (not settings["momentum"] or settings["dampening"]):
             raise ValueError("contains params.nesterov, which needs a momentum above 0 and a dampening of 0")

@@ -137,8 +137,8 @@ INSTEAD = {
     "runtime.domino": "the guide to tensor parallelism divides layers by torch",
     "runtime.fp16": _OPTIMIZERS,
     "runtime.fp16.onebit": (
-        'AdamW with "zero_quantized_gradients" and "zero_quantized_weights" sends codes of 8 bits; the page on '
-        "DeepSpeed's compatibility has the arithmetic of 1 bit"
+        '"optimizer": {"type": "OneBitAdam"} in the JSON has ranks send signs in stages 0 and 1, as do ZeroOneAdam '
+        "and OneBitLamb"
     ),
     "runtime.hybrid_engine": "model.generate works under the engine as it is",
     "runtime.hybrid_engine_graph": "model.generate works under the engine as it is",

@@ -32,7 +32,7 @@ from offload.engine.params import ParamHandle, handle_of
 from offload.errors import BudgetError, UsageError
 from offload.layout import optimizer_states
 from offload.layout.flat_layout import ParameterSegment, SegmentShard, segment_shards, unpack
-from offload.layout.modes import Mode
+from offload.layout.modes import TORCH, Mode
 from offload.layout.optimizer_states import join, master_sources, states_of, weights_of
 from offload.layout.placement import CHUNK
 from offload.layout.units import external_parameters, set_external_parameters
@@ -107,7 +107,7 @@ class ParamAccess:
         return self._components.weights.handle(parameter)
 
     def state(self, handle: ParamHandle, name: Any) -> State:
-        """Returns the optimizer state of a name such as "exp_avg"; PACKED for states of an optimizer without a kernel.
+        """Returns the optimizer state of a name such as "exp_avg"; PACKED for packed states.
 
         Raises:
             UsageError: if the optimizer keeps no state of that name.
@@ -126,7 +126,7 @@ class ParamAccess:
         return states_of(self._shards.mode, self._components.layouts[part.unit], self._segment(part))
 
     def packed_states(self, handle: ParamHandle) -> list[str]:
-        """Returns the names of the states that an optimizer without a kernel keeps; none for any other optimizer."""
+        """Returns the names of the packed states of a parameter: all of an optimizer without a kernel, or numbers."""
         return [field.name for field in self._segment(handle.parts[0]).kept]
 
     def read_state(self, handle: ParamHandle, name: Any) -> torch.Tensor | None:
@@ -144,8 +144,8 @@ class ParamAccess:
         self._begin(state)
         self._finish()
         segment = self._segment(handle)
-        # The states of torch's own optimizers are one blob for each parameter, stored as fp32 words whatever their
-        # dtypes. One rank holds the blob.
+        # Packed states are one blob for each parameter, stored as fp32 words whatever their dtypes. One rank holds the
+        # blob, or each.
         words = torch.empty(len(segment.packed), dtype=torch.float32, device="cpu")
 
         def read_words() -> None:
@@ -239,7 +239,8 @@ class ParamAccess:
         check_room(handle.name, max(math.prod(part.shape) for part in handle.parts))
         if state is State.PACKED:
             raise UsageError(
-                "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
+                "packed states, as those of an optimizer without a kernel, can be read but not set; "
+                "engine.load_checkpoint loads them"
             )
         if state is State.GRAD:
             # The gradient of the last step may be replaced only after no update reads it.
@@ -453,14 +454,15 @@ class OptimizerStates:
         count = self._steps(handle)
         if not count:
             return {}
-        if State.PACKED in self._param_access.mode.moments:
-            states = {
-                name: self._param_access.read_state(handle, name) for name in self._param_access.packed_states(handle)
-            }
-            # torch's own code keeps the count among its states, if it counts.
-            return {name: value.cpu() for name, value in states.items() if value is not None}
+        states = {
+            name: self._param_access.read_state(handle, name) for name in self._param_access.packed_states(handle)
+        }
+        values = {name: value.cpu() for name, value in states.items() if value is not None}
+        # torch's own code keeps the count among its states, if it counts.
+        if self._param_access.mode.optimizer == TORCH:
+            return values
         # torch's optimizers keep the count as a floating-point tensor.
-        values = {_STEP: torch.tensor(float(count), dtype=torch.float32, device="cpu")}
+        values[_STEP] = torch.tensor(float(count), dtype=torch.float32, device="cpu")
         for name, state in self._param_access.moments(handle).items():
             value = self._param_access.read(handle, state)
             assert value is not None
@@ -481,7 +483,8 @@ class OptimizerStates:
             return
         if State.PACKED in self._param_access.mode.moments:
             raise UsageError(
-                "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
+                "packed states, as those of an optimizer without a kernel, can be read but not set; "
+                "engine.load_checkpoint loads them"
             )
         # An empty state resets a parameter that was updated, so there is nothing to compare.
         names = list(self._param_access.moments(handle)) if state else []

@@ -23,7 +23,7 @@ from offload.config import Config, OptimizerBlock
 from offload.errors import BudgetError, ConfigError
 from offload.layout.experts import cut_stacks, described, parts_of
 from offload.layout.flat_layout import UnitLayout
-from offload.layout.modes import ADAM, DTYPES, RULE_LAYOUTS, Mode, make_mode
+from offload.layout.modes import ADAM, DTYPES, RULE_LAYOUTS, TORCH, Mode, make_mode
 from offload.layout.optimizer_states import kernel_rule, optimizer_class
 from offload.layout.pass_order import LAYER_MAJOR
 from offload.layout.peak_memory import BesideBudgets, beside_budgets
@@ -120,16 +120,16 @@ def mode_of(config: Config, optimizer: str) -> Mode:
 
     Raises `ConfigError` if the optimizer or the weights do not allow the configured form of the moments or the master.
     """
-    if State.PACKED in RULE_LAYOUTS[optimizer].moments and config.moments != "fp32":
-        raise ConfigError(
-            f'"moments" is {config.moments}, but this optimizer runs by torch\'s own code, and keeps states of its own '
-            'dtypes; leave "moments" and bf16_optimizer_states out, or use an optimizer with a kernel (AdamW, Adam, '
-            "Lamb, Lion, Adagrad, SGD, Muon, SinkGD)"
-        )
     if RULE_LAYOUTS[optimizer].of_one_rank and config.moments != "fp32":
         raise ConfigError(
             f'"moments" is {config.moments}, but {optimizer} keeps what its signs lose in fp32, beside fp32 moments; '
             'leave "moments" and bf16_optimizer_states out'
+        )
+    if optimizer == TORCH and config.moments != "fp32":
+        raise ConfigError(
+            f'"moments" is {config.moments}, but this optimizer runs by torch\'s own code, and keeps states of its own '
+            'dtypes; leave "moments" and bf16_optimizer_states out, or use an optimizer with a kernel (AdamW, Adam, '
+            "Lamb, Lion, Adagrad, SGD, Muon, SinkGD)"
         )
     if RULE_LAYOUTS[optimizer].not_of_matrices and config.moments == "int8":
         raise ConfigError(
@@ -146,7 +146,7 @@ def mode_of(config: Config, optimizer: str) -> Mode:
             f'"master" is {master}, a bf16 weight with 8 more bits, but the weights are {config.dtype}: {why}; set '
             '"bf16": {"enabled": true} (--dtype bf16), or leave "master" out'
         )
-    if State.PACKED in RULE_LAYOUTS[optimizer].moments and master != "fp32":
+    if optimizer == TORCH and master != "fp32":
         raise ConfigError(
             f'"master" is {master}, but this optimizer runs by torch\'s own code, whose steps are not '
             'rounded stochastically; leave "master" out, or use an optimizer with a kernel (AdamW, Adam, Lamb, Lion, '

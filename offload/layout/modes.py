@@ -183,7 +183,7 @@ def moments_name(dtype: torch.dtype) -> str:
 
 
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"
-ONE_BIT_ADAM, ZERO_ONE_ADAM = "onebitadam", "zerooneadam"
+ONE_BIT_ADAM, ZERO_ONE_ADAM, ONE_BIT_LAMB = "onebitadam", "zerooneadam", "onebitlamb"
 MUON, SINKGD = "muon", "sinkgd"
 # States that hold the weights, by precision, and the rules with their moments. A mode combines one of each.
 PRECISIONS: dict[str, dict[State, torch.dtype]] = {
@@ -221,6 +221,13 @@ RULE_LAYOUTS: dict[str, RuleLayout] = {
         elementwise=False,
         block=SIGN_BLOCK,
         of_one_rank=(State.MOMENTUM_BUFFER, *_ERRORS),
+    ),
+    # PACKED contains `LAMB_COEFFICIENTS` of each parameter.
+    ONE_BIT_LAMB: RuleLayout(
+        (*_ADAM, State.EXP_AVG_SQ_FRESH, State.PACKED, *_ERRORS),
+        elementwise=False,
+        block=SIGN_BLOCK,
+        of_one_rank=_ERRORS,
     ),
 }
 """Rules by name; `optimizers.registry` has their steps."""

@@ -34,7 +34,7 @@ from offload.layout.flat_layout import (
     segment_shards,
     with_kept,
 )
-from offload.layout.modes import ADAM, MOMENT_BLOCK, MUON, RULE_LAYOUTS, TORCH, Mode
+from offload.layout.modes import ADAM, MOMENT_BLOCK, MUON, ONE_BIT_LAMB, RULE_LAYOUTS, TORCH, Mode
 from offload.states import State
 
 # -- whole ---------------------------------------------------------------------------------------------
@@ -266,6 +266,13 @@ def checked_mark(mark: Any, name: str, shape: Sequence[int]) -> bool:
     return bool(mark)
 
 
+LAMB_COEFFICIENTS = tuple(
+    StateField(name, "float") for name in ("lamb_coeff_freeze", "last_factor", "momentum_scale", "scaling_coeff")
+)
+"""Numbers of 1-bit LAMB for a parameter, by DeepSpeed's names; `momentum_scale` is the root mean square of the momentum
+at the end of the warm-up."""
+
+
 def states_of(mode: Mode, layout: UnitLayout, segment: ParameterSegment) -> dict[str, State]:
     """Returns the moments that the library's kernel keeps for a parameter, by torch's names."""
     if not (mode.matrix_rule and layout.is_matrix(segment)):
@@ -277,7 +284,15 @@ def states_of(mode: Mode, layout: UnitLayout, segment: ParameterSegment) -> dict
 def for_rule(
     layouts: Sequence[UnitLayout], rule: str, matrices: Collection[str], world_size: int
 ) -> tuple[UnitLayout, ...]:
-    """Returns the layouts as a rule needs them: with the matrices last, if the rule steps matrices in its own way."""
+    """Returns the layouts as a rule needs them.
+
+    The matrices are last if the rule steps matrices in its own way. 1-bit LAMB packs coefficients of each parameter.
+    """
+    if rule == ONE_BIT_LAMB:
+        return tuple(
+            with_kept(layout, {s.name: LAMB_COEFFICIENTS for s in layout.segments if s.trainable}, world_size)
+            for layout in layouts
+        )
     if not RULE_LAYOUTS[rule].not_of_matrices:
         return tuple(layouts)
     return tuple(

@@ -563,6 +563,7 @@ _DOWN = (
     State.GRAD,
     State.SERVER_ERROR,
     State.WORKER_ERROR,
+    State.EXP_AVG_SQ_FRESH,
     State.EXP_AVG_SQ,
     State.EXP_AVG,
     State.SUM,

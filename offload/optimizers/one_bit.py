@@ -1,4 +1,4 @@
-"""Optimizers whose ranks send signs: 1-bit Adam (arXiv 2102.02888) and 0/1 Adam (arXiv 2202.06009).
+"""Optimizers whose ranks send signs: 1-bit Adam (arXiv 2102.02888), 0/1 Adam (2202.06009), 1-bit LAMB (2104.06069).
 
     1-bit Adam    warm-up      gradients ─► mean of all ranks ─► the kernel of Adam: momentum, variance, weights
                   afterwards   own gradient ─► own momentum ─► mean of signs (`SignMean`) ─► momentum ─► weights
@@ -8,7 +8,11 @@
                   after the freeze           own gradient ─► own momentum ─► own weights, for some steps, and then
                                              what each rank has moved ─► mean of signs ─► momentum, weights
 
-The kernel of Adam alone changes the variance. Each rank holds whole units. Exchanges run on the update worker, tile by
+    1-bit LAMB    warm-up      gradients ─► mean of all ranks ─► the kernel of LAMB, and the mean of its trust ratios
+                  afterwards   own gradient ─► own momentum ─► mean of signs ─► momentum ─► a fresh variance, whose
+                               distance from the variance scales that mean ─► weights
+
+These kernels alone change the variance. Each rank holds whole units. Exchanges run on the update worker, tile by
 tile, while `step()` waits on every rank. They are of host memory, by gloo. A rank that trains alone has nothing to
 send: its momentum is that of its gradient, and its variance stays in the same steps.
 """
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,8 +39,9 @@ from offload.engine.shards import LocalShards
 from offload.engine.update import UpdateWorker
 from offload.engine.update_strategy import ParameterStep, TileContent, UnitSteps, UnitUpdate, UpdateSetting
 from offload.errors import ConfigError
-from offload.layout.modes import ONE_BIT_ADAM, SIGN_BLOCK, ZERO_ONE_ADAM, Mode
-from offload.layout.optimizer_states import join, split
+from offload.layout.flat_layout import WORD, StateField, UnitLayout, pack, unpack
+from offload.layout.modes import ONE_BIT_ADAM, ONE_BIT_LAMB, SIGN_BLOCK, ZERO_ONE_ADAM, Mode
+from offload.layout.optimizer_states import LAMB_COEFFICIENTS, join, split
 from offload.optimizers.fused import betas, floats, segments_in
 from offload.optimizers.signs import BLOCKS_AT_ONCE, SignMean
 from offload.states import State
@@ -98,6 +104,8 @@ class SignStep(NamedTuple):
     """True if the weights' moves are added up until ranks exchange them."""
     begins: bool = False
     """True in the first step after 0/1 Adam has frozen its variance, where the errors begin at zero."""
+    lamb: LambNumbers | None = None
+    """Of 1-bit LAMB alone."""
 
 
 class SignRule(Rule):
@@ -173,6 +181,81 @@ class OneBitAdamRule(SignRule):
         return plain._replace(adam=plain.adam._replace(step=count), corrections=(first, second))
 
 
+class LambNumbers(NamedTuple):
+    """Numbers of a step of 1-bit LAMB beside those of Adam."""
+
+    warm: kernels.LambStep
+    """The step of the kernel in the warm-up."""
+    coeff_beta: float
+    factor_min: float
+    factor_max: float
+    factor_threshold: float
+    united: float = 0.0
+    """Mean of the momentum's root mean squares over all parameters; 0 but in the first step after the warm-up."""
+
+
+class OneBitLambRule(SignRule):
+    """1-bit LAMB. Its step has no correction of the bias, in the warm-up neither."""
+
+    def packed(self, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
+        return dict.fromkeys(names.values(), LAMB_COEFFICIENTS)
+
+    def phase(self, group: Mapping[str, Any], step: int) -> Phase:
+        return Phase.WHOLE if step <= int(group["freeze_step"]) else Phase.MOMENTA
+
+    def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> SignStep:
+        plain = super().step(parameter, group, count, grad_scale)
+        warm = kernels.LambStep(
+            *plain.adam[:7], min_ratio=float(group["min_coeff"]), max_ratio=float(group["max_coeff"])
+        )
+        return plain._replace(lamb=LambNumbers(warm, **floats(group, *_OF_FACTORS)))
+
+    def complete(
+        self,
+        updates: list[UnitUpdate],
+        step: int,
+        groups: Sequence[dict[str, Any]],
+        shards: LocalShards,
+        gradients: GradientAccumulator,
+        updater: UpdateWorker,
+        agreement: Agreement,
+    ) -> list[UnitUpdate]:
+        """Returns the updates with the phase of the step; of the first after the warm-up also with the united scale.
+
+        Blocks of signs contain several small parameters, whose momenta are scaled to one size before.
+        """
+        if step == int(groups[0]["freeze_step"]) + 1:
+            united = _united(shards, updater.idle_tiles()[0].buffer)
+            updates = [
+                dataclasses.replace(
+                    update,
+                    segments=tuple(
+                        part._replace(step=part.step._replace(lamb=part.step.lamb._replace(united=united)))
+                        for part in update.segments
+                    ),
+                )
+                for update in updates
+            ]
+        return super().complete(updates, step, groups, shards, gradients, updater, agreement)
+
+    def strategy(self, setting: UpdateSetting) -> LambSignUpdates:
+        return LambSignUpdates(setting)
+
+
+def _united(shards: LocalShards, buffer: memoryview) -> float:
+    """Returns the mean of the momentum's root mean squares over all parameters; `buffer` receives them unit by unit."""
+    scales: list[float] = []
+    for unit, layout in enumerate(shards.layouts):
+        memory = buffer[: layout.packed_numel() * WORD]
+        for future in shards.read(unit, State.PACKED, 0, memory) if memory else ():
+            future.wait()
+        for segment in layout.segments:
+            if segment.kept:
+                content = torch.frombuffer(memory[segment.packed.start * WORD :], dtype=torch.uint8)
+                scales.append(unpack(segment.kept, content).get("momentum_scale", 0.0))
+    return sum(scales) / max(len(scales), 1)
+
+
 class ZeroOneAdamRule(SignRule):
     """0/1 Adam."""
 
@@ -223,6 +306,7 @@ class ZeroOneAdamRule(SignRule):
 _RATES = "rates_since_exchange"
 """Key of a group: the sum of the learning rates of the steps since ranks last exchanged their moves."""
 _SCHEDULED = ("lr", "betas", "eps", "weight_decay")
+_OF_FACTORS = ("coeff_beta", "factor_min", "factor_max", "factor_threshold")
 ONE_BIT_RULES = (
     OneBitAdamRule(
         name=ONE_BIT_ADAM,
@@ -236,6 +320,12 @@ ONE_BIT_RULES = (
         known_as="ZeroOneAdam",
         scheduled=_SCHEDULED,
         fixed=("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
+    ),
+    OneBitLambRule(
+        name=ONE_BIT_LAMB,
+        known_as="OneBitLamb",
+        scheduled=(*_SCHEDULED, "min_coeff", "max_coeff", *_OF_FACTORS),
+        fixed=("freeze_step",),
     ),
 )
 
@@ -303,15 +393,16 @@ class _SignSteps:
                 tile.states[State.MOMENTUM_BUFFER][segment.start : segment.stop].copy_(gradient).mul_(scale)
             else:
                 _step_momentum(tile, segment, gradient, scale, trained)
+        everything = slice(0, tile.stop - tile.start)
         if self._phase is Phase.GRADIENTS:
             gradients = tile.states[State.MOMENTUM_BUFFER]
-            self._replace(tile, gradients, trained)
+            self._replace(tile, gradients, trained, everything)
             for segment in signed:
                 part = gradients[segment.start : segment.stop]
                 _step_momentum(tile, segment, part, 1.0, trained)
                 part.zero_()
         if self._phase is Phase.MOMENTA:
-            self._replace(tile, tile.states[State.EXP_AVG], trained)
+            self._replace(tile, tile.states[State.EXP_AVG], trained, everything)
         for chunk in _chunks(signed):
             self._move(tile, chunk, trained)
         if self._phase is Phase.MOVES:
@@ -335,19 +426,18 @@ class _SignSteps:
             part = moved[chunk.part].mul_(trained[chunk.part])
             self._add(tile, chunk, -part)
             part.mul_(_divisor(tile, chunk))
-        self._replace(tile, moved, trained)
+        self._replace(tile, moved, trained, slice(0, len(moved)))
         for chunk in _chunks(segments):
             part = moved[chunk.part]
             tile.states[State.EXP_AVG][chunk.part] = part / -chunk.step.rates
             self._add(tile, chunk, torch.where(trained[chunk.part], part / _divisor(tile, chunk), 0.0))
             part.zero_()
 
-    def _replace(self, tile: TileContent, values: torch.Tensor, trained: torch.Tensor) -> None:
-        """Replaces values of a tile by the mean of all ranks."""
-        shape = (-1, SIGN_BLOCK)
-        worker, server = tile.states[State.WORKER_ERROR], tile.states[State.SERVER_ERROR]
-        first = tile.start // SIGN_BLOCK
-        self._mean.replace(first, values.view(shape), trained.view(shape), worker.view(shape), server.view(shape))
+    def _replace(self, tile: TileContent, values: torch.Tensor, trained: torch.Tensor, part: slice) -> None:
+        """Replaces values of a part of a tile, whole blocks, by the mean of all ranks."""
+        errors = (tile.states[State.WORKER_ERROR], tile.states[State.SERVER_ERROR])
+        blocks = [tensor[part].view(-1, SIGN_BLOCK) for tensor in (values, trained, *errors)]
+        self._mean.replace((tile.start + part.start) // SIGN_BLOCK, *blocks)
 
     def _master(self, tile: TileContent, chunk: _Chunk) -> torch.Tensor:
         return join({state: tile.states[state][chunk.part] for state in self._mode.weights})
@@ -395,26 +485,183 @@ def _divisor(tile: TileContent, chunk: _Chunk) -> torch.Tensor:
     return variance.div(chunk.step.corrections[1]).sqrt_().add_(chunk.step.adam.eps)
 
 
-def _step_by_kernel(tile: TileContent, segments: Sequence[ParameterStep]) -> None:
+def _partition(tile: TileContent) -> kernels.Partition:
     assert tile.gradient is not None
     states = tile.states
-    partition = kernels.Partition(
+    return kernels.Partition(
         states[State.WEIGHT],
         tile.gradient,
         (states[State.EXP_AVG], states[State.EXP_AVG_SQ]),
         states.get(State.MASTER_LOW_BITS),
         states.get(State.MASTER),
     )
+
+
+def _step_by_kernel(tile: TileContent, segments: Sequence[ParameterStep]) -> None:
     steps = [
         kernels.Segment(part.start, part.stop, part.step.adam, part.noise, tile.kept.get(part.parameter))
         for part in segments
     ]
-    kernels.update(partition, steps)
+    kernels.update(_partition(tile), steps)
 
 
 def _step_momentum(
-    tile: TileContent, segment: ParameterStep, gradient: torch.Tensor, scale: float, trained: torch.Tensor
+    tile: TileContent,
+    segment: ParameterStep,
+    gradient: torch.Tensor,
+    scale: float,
+    trained: torch.Tensor,
+    part: slice | None = None,
 ) -> None:
-    """Adds `scale` times a gradient to the momentum of a segment, which stays 0 where there is no variance."""
-    part, beta = slice(segment.start, segment.stop), segment.step.adam.beta1
+    """Adds `scale` times a gradient to the momentum of a segment, or of a part of it; it stays 0 without a variance."""
+    beta, part = segment.step.adam.beta1, part or slice(segment.start, segment.stop)
     tile.states[State.EXP_AVG][part].mul_(beta).add_(gradient, alpha=(1 - beta) * scale).mul_(trained[part])
+
+
+# -- 1-bit LAMB ----------------------------------------------------------------------------------------
+
+
+_PIECE = 512 * SIGN_BLOCK
+"""Elements of a unit whose signs ranks exchange at once. A tile is a whole unit, as a step needs whole parameters."""
+
+
+class LambSignUpdates(SignUpdates):
+    """Strategy of 1-bit LAMB."""
+
+    def __init__(self, setting: UpdateSetting) -> None:
+        super().__init__(mode=setting.mode, ranks=setting.replicas)
+        self._layouts, self._scratch = setting.layouts, setting.scratch
+
+    def part(self, unit: int, state: State, start: int, stop: int) -> range:
+        return range(self._layouts[unit].packed_numel()) if state is State.PACKED else range(start, stop)
+
+    def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
+        mean, layout = SignMean(self._ranks), self._layouts[update.unit]
+        return _LambSignSteps(update, self._mode, mean, layout, self._scratch)
+
+
+class _LambSignSteps(_SignSteps):
+    """Steps of one unit by 1-bit LAMB."""
+
+    def __init__(
+        self, update: UnitUpdate, mode: Mode, mean: SignMean, layout: UnitLayout, scratch: torch.Tensor
+    ) -> None:
+        super().__init__(update, mode, mean, ())
+        self._layout, self._scratch = layout, scratch
+
+    def run(self, tile: TileContent, last: bool) -> None:
+        segments = [segment for _, segment in segments_in(self._update, tile)]
+        numbers = {segment.parameter: self._numbers(tile, segment) for segment in segments}
+        whole = [segment for segment in segments if segment.step.phase is Phase.WHOLE]
+        signed = [segment for segment in segments if segment.step.phase is not Phase.WHOLE]
+        if whole:
+            self._warm_up(tile, whole, numbers)
+        if signed:
+            trained = _trained(tile, signed)
+            for segment in signed:
+                if "scaling_coeff" not in numbers[segment.parameter]:
+                    self._freeze(tile, segment, numbers[segment.parameter])
+            for start in range(0, tile.stop - tile.start, _PIECE):
+                piece = slice(start, min(start + _PIECE, tile.stop - tile.start))
+                self._exchange(tile, signed, piece, trained, numbers)
+            for segment in signed:
+                self._step(tile, segment, trained, numbers[segment.parameter])
+        for segment in segments:
+            pack(self._layout.segments[segment.parameter].kept, numbers[segment.parameter], self._words(tile, segment))
+
+    def _words(self, tile: TileContent, segment: ParameterStep) -> torch.Tensor:
+        place = self._layout.segments[segment.parameter].packed
+        return tile.states[State.PACKED][place.start : place.stop].view(torch.uint8)
+
+    def _numbers(self, tile: TileContent, segment: ParameterStep) -> dict[str, float]:
+        """Returns the coefficients of a parameter by their names in `LAMB_COEFFICIENTS`."""
+        packed = unpack(self._layout.segments[segment.parameter].kept, self._words(tile, segment))
+        return {"lamb_coeff_freeze": 0.0, "last_factor": 1.0, **packed}
+
+    def _warm_up(
+        self, tile: TileContent, segments: Sequence[ParameterStep], numbers: Mapping[int, dict[str, float]]
+    ) -> None:
+        """Steps by the kernel of LAMB, and adds the trust ratios to their means."""
+        partition = _partition(tile)
+        steps = [
+            kernels.LambSegment(part.start, part.stop, part.step.lamb.warm, part.noise, tile.kept.get(part.parameter))
+            for part in segments
+        ]
+        sums = kernels.lamb_moments(partition, steps)
+        ratios = [kernels.lamb_ratio(step.step, [own]) for step, own in zip(steps, sums, strict=True)]
+        kernels.lamb_move(partition, steps, ratios)
+        for segment, ratio in zip(segments, ratios, strict=True):
+            of_parameter, beta = numbers[segment.parameter], segment.step.lamb.coeff_beta
+            # As in DeepSpeed: a ratio of 1 has a norm of 0.
+            if ratio != 1:
+                of_parameter["lamb_coeff_freeze"] = beta * of_parameter["lamb_coeff_freeze"] + (1 - beta) * ratio
+            momentum = tile.states[State.EXP_AVG][segment.start : segment.stop]
+            of_parameter["momentum_scale"] = math.sqrt(_squares(momentum) / len(momentum))
+
+    def _freeze(self, tile: TileContent, segment: ParameterStep, numbers: dict[str, float]) -> None:
+        """Begins the fresh variance at the frozen one, and sets the scale of the momentum for its compression."""
+        part, scale = slice(segment.start, segment.stop), numbers.get("momentum_scale", 0.0)
+        tile.states[State.EXP_AVG_SQ_FRESH][part] = tile.states[State.EXP_AVG_SQ][part]
+        united = segment.step.lamb.united
+        numbers["scaling_coeff"] = united / scale if scale and united else 1.0
+
+    def _exchange(
+        self,
+        tile: TileContent,
+        segments: Sequence[ParameterStep],
+        piece: slice,
+        trained: torch.Tensor,
+        numbers: Mapping[int, Mapping[str, float]],
+    ) -> None:
+        """Steps the momentum of a piece, replaces it by the mean of all ranks, and steps the fresh variance by it."""
+        momentum, fresh = tile.states[State.EXP_AVG], tile.states[State.EXP_AVG_SQ_FRESH]
+        before = momentum[piece].clone()
+        parts = []
+        for segment in segments:
+            start, stop = max(segment.start, piece.start), min(segment.stop, piece.stop)
+            if start < stop:
+                part, gradient = slice(start, stop), tile.gradient_of(segment)[start - segment.start :][: stop - start]
+                scaling = numbers[segment.parameter]["scaling_coeff"]
+                parts.append((part, segment.step.adam, scaling))
+                _step_momentum(tile, segment, gradient, segment.step.adam.grad_scale, trained, part)
+                momentum[part].mul_(scaling)
+        if self._phase is Phase.MOMENTA:
+            self._replace(tile, momentum, trained, piece)
+        for part, adam, scaling in parts:
+            old = before[part.start - piece.start : part.stop - piece.start]
+            # The gradient of which this momentum is made, as far as signs tell.
+            rebuilt = momentum[part].div_(scaling).sub(old, alpha=adam.beta1).div_(1 - adam.beta1)
+            fresh[part].mul_(adam.beta2).addcmul_(rebuilt, rebuilt, value=1 - adam.beta2)
+
+    def _step(
+        self, tile: TileContent, segment: ParameterStep, trained: torch.Tensor, numbers: dict[str, float]
+    ) -> None:
+        """Moves the weights of a parameter by its frozen trust ratio, times what the fresh variance says."""
+        adam, lamb, fresh = segment.step.adam, segment.step.lamb, tile.states[State.EXP_AVG_SQ_FRESH]
+        factor = momenta = updates = 0.0
+        chunks = [
+            (chunk, self._scratch[chunk.part.start - segment.start :][: chunk.part.stop - chunk.part.start])
+            for chunk in _chunks([segment])
+        ]
+        for chunk, update in chunks:
+            divisor, here = _divisor(tile, chunk), trained[chunk.part]
+            update.copy_(torch.where(here, tile.states[State.EXP_AVG][chunk.part] / divisor, 0.0))
+            momenta += _squares(update)
+            update.add_(self._master(tile, chunk), alpha=adam.weight_decay)
+            updates += _squares(update)
+            divisor.div_(fresh[chunk.part].sqrt().add_(adam.eps))
+            factor = max(factor, float(torch.where(here, divisor, 0.0).max()))
+        if updates:
+            share = min(1.0, math.sqrt(momenta) / math.sqrt(updates))
+            factor = factor * share + 1 - share
+        before = numbers["last_factor"]
+        factor = min(max(factor, lamb.factor_min), lamb.factor_max)
+        factor = min(max(factor, before * (1 - lamb.factor_threshold)), before * (1 + lamb.factor_threshold))
+        numbers["last_factor"] = factor
+        for chunk, update in chunks:
+            self._add(tile, chunk, update.mul_(-adam.lr * numbers["lamb_coeff_freeze"] * factor))
+
+
+def _squares(values: torch.Tensor) -> float:
+    """Returns the sum of the squares of values, (n,) fp32, added in a fixed order."""
+    return sum(kernels.squares_of_chunks(values, SIGN_BLOCK))

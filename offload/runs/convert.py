@@ -268,10 +268,8 @@ def plan(source: StoreSource, run: Path, forms: Mapping[str, str], name: str | N
 
 def _mode_after(old: Mode, run: Path, forms: Mapping[str, str]) -> Mode:
     """Returns the mode of the new run; arguments and errors are those of `plan`."""
-    if State.PACKED in old.moments:
-        raise StoreError(
-            f"{run} is a run in mode {old.name}, whose optimizer runs by torch's own code: its states have one form"
-        )
+    if State.PACKED in old.moments or old.rule.of_one_rank:
+        raise StoreError(f"{run} is a run in mode {old.name}, whose optimizer has states in one form alone")
     if "moments" in forms and not old.moments:
         raise StoreError(f"{run} is a run in mode {old.name}, which has no moments to convert")
     if forms.get("moments") == "int8" and old.matrix_rule:

@@ -193,8 +193,8 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
     "one of 8 bits": (
         optimizer("AdamW8bit"),
         "optimizer.type should be 'Adam', 'AdamW', 'Lamb', 'Adagrad', 'Lion', 'SGD', 'Muon', 'SinkGD', "
-        "'OneBitAdam' or 'ZeroOneAdam', or an optimizer of torch, as 'torch.optim.NAdam', got 'AdamW8bit'; set one of "
-        "these, or pass optimizer= to offload.initialize",
+        "'OneBitAdam', 'ZeroOneAdam' or 'OneBitLamb', or an optimizer of torch, as 'torch.optim.NAdam', got "
+        "'AdamW8bit'; set one of these, or pass optimizer= to offload.initialize",
     ),
     "an optimizer that is a word": (
         {"optimizer": "Lion"},

@@ -185,7 +185,7 @@ REFUSED: dict[str, Any] = {
     "optimizer.params.fp32_optimizer_states": False,
     "data_types.param_dtype": "bf16",
     "optimizer.params.max_grad_norm": 1.0,
-    "optimizer.type": "OneBitLamb",
+    "optimizer.type": "MuAdam",
 }
 _NEEDED: dict[str, dict[str, Any]] = {  # for the others of the block to mean anything
     "fp16": {"enabled": True},
@@ -263,8 +263,8 @@ def test_the_message_names_the_key_and_the_fix() -> None:
     given: dict[str, Any]
     for given, message in (
         (
-            {"optimizer": {"type": "OneBitLamb", "params": {"lr": 1e-3, "freeze_step": 100, "cuda_aware": False}}},
-            '"optimizer.type" OneBitLamb compresses what ranks send each other.*use OneBitAdam.*Lamb.*freeze_step',
+            {"optimizer": {"type": "OneBitLamb"}, "zero_optimization": {"stage": 3}},
+            'OneBitLamb keeps all states on each rank.*stage 3 divides them: set "stage" to 0 or 1',
         ),
         (
             {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 2}},
@@ -281,6 +281,10 @@ def test_the_message_names_the_key_and_the_fix() -> None:
         (
             {"optimizer": {"type": "ZeroOneAdam", "params": {"bias_correction": True}}},
             "bias_correction true, and ZeroOneAdam corrects no bias",
+        ),
+        (
+            {"optimizer": {"type": "OneBitLamb", "params": {"bias_correction": True}}},
+            "bias_correction true, and OneBitLamb corrects no bias",
         ),
         ({"data_parallel_size": 4}, "the number of processes, which the launcher sets"),
         ({"hybrid_engine": {"enabled": True}}, "model.generate works under the engine"),

@@ -170,6 +170,24 @@ def test_the_command_deepspeed_of_a_tutorial_is_the_launcher(tmp_path: Path) -> 
     assert "offload.launch.torchrun" in printed[0]
 
 
+def test_the_command_deepspeed_can_be_installed(tmp_path: Path) -> None:
+    """By a distribution of its own, which no extra names; built and installed without a network."""
+    source, bin_of_venv = Path(__file__).parents[2] / "packaging" / "deepspeed-command", Path(sys.executable).parent
+    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", tmp_path]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, source], check=True)
+    (tmp_path / "train.py").write_text("")
+    done = subprocess.run(
+        [tmp_path / "bin" / "deepspeed", "--num_gpus", "1", "--dry_run", "train.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{bin_of_venv}:/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "offload.launch.torchrun" in done.stdout
+
+
 def test_the_processes_of_a_command_find_the_package_and_so_do_spawned_workers(tmp_path: Path) -> None:
     module = tmp_path / "module.py"
     module.write_text(_CHILD)

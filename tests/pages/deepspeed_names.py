@@ -39,10 +39,6 @@ _WITHOUT = "none of it here"
 _MEGATRON = "there is no model parallelism"
 _INFERENCE = "`init_inference` takes the config as a dict"
 _PIPELINE = "`num_stages`; processes of a stage follow each other"
-_COMPRESSED = (
-    "`AdamW`; `zero_quantized_gradients` and `zero_quantized_weights` send [int8 "
-    "codes](../concepts/quantized-collectives.md)"
-)
 _SIGNS = (
     "`optimizer.type` in the JSON, as `OneBitAdam`: [signs of "
     "momenta](../concepts/quantized-collectives.md#signs-of-momenta)"
@@ -336,8 +332,13 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             "for `initialize`; `step()` alone is an error",
             "model_params lr eps weight_decay amsgrad fp32_optimizer_states",
         ),
-        *each(ABSENT, _SIGNS, "runtime.fp16.onebit.adam.OnebitAdam", "runtime.fp16.onebit.zoadam.ZeroOneAdam"),
-        Name("runtime.fp16.onebit.lamb.OnebitLamb", ABSENT, _COMPRESSED),
+        *each(
+            ABSENT,
+            _SIGNS,
+            "runtime.fp16.onebit.adam.OnebitAdam",
+            "runtime.fp16.onebit.zoadam.ZeroOneAdam",
+            "runtime.fp16.onebit.lamb.OnebitLamb",
+        ),
     ),
     "Learning rates": (
         Name("runtime.lr_schedules.LRRangeTest", RIGHT, _SCHEDULE),

@@ -60,7 +60,8 @@ ROWS = (
         "001.26",
         "1-bit Adam",
         WORKS,
-        "in stages 0 and 1, as 0/1 Adam; [stages 2 and 3](deepspeed-compatibility.md#1-bit-optimizers) are refused",
+        "in stages 0 and 1, as 0/1 Adam and 1-bit LAMB; [stages 2 and 3](deepspeed-compatibility.md#1-bit-optimizers) "
+        "are refused",
         ("tests/ranks/test_one_bit.py::test_a_run_sends_a_fifth", _REFUSED),
     ),
     Row("001.29", "sizes of buckets", WORKS, _BUCKETS, (_JOINED,)),
@@ -76,7 +77,7 @@ ROWS = (
         "001.36",
         "FP8",
         PARTLY,
-        "the block `fp8` takes torchao; it ran emulated alone",
+        "the block `fp8` takes torchao; it ran emulated alone, in CI by `make test-fp8`",
         ("tests/models/test_fp8.py::test_the_block_fp8_is_the_conversion_by_hand",),
     ),
     Row(
@@ -154,8 +155,12 @@ ROWS = (
         "004.5",
         "`pip install deepspeed`, then `deepspeed train.py`",
         PARTLY,
-        "installed from a checkout, nothing is on PyPI; the command is `offload run deepspeed train.py`",
-        ("tests/deepspeed/test_deepspeed_install.py::test_the_command_deepspeed_of_a_tutorial_is_the_launcher",),
+        "nothing is on PyPI: from a checkout `pip install . ./packaging/deepspeed-command`, or `offload run deepspeed "
+        "train.py`",
+        (
+            "tests/deepspeed/test_deepspeed_install.py::test_the_command_deepspeed_can_be_installed",
+            "tests/deepspeed/test_deepspeed_install.py::test_the_command_deepspeed_of_a_tutorial_is_the_launcher",
+        ),
     ),
     Row(
         "mission.4",

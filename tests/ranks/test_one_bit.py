@@ -1,4 +1,4 @@
-"""1-bit Adam: ranks send signs of their momenta, with the same bits in every placement and after a resume."""
+"""1-bit Adam, 0/1 Adam and 1-bit LAMB: ranks send signs, with the same bits in every placement and after a resume."""
 
 from __future__ import annotations
 
@@ -113,9 +113,27 @@ class Straight(torch.nn.Module):
         return (self.weight * gradient).sum()
 
 
+class Layers(torch.nn.Module):
+    """As `Straight`, in two parameters that share a block; the rest of the last block is padding."""
+
+    SIZES = (4608, 992)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = map(
+            torch.nn.Parameter, Straight().weight.detach()[: sum(self.SIZES)].split(self.SIZES)
+        )
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        # The momenta of the two have different sizes.
+        weight, bias = gradient[: sum(self.SIZES)].split(self.SIZES)
+        return (self.weight * weight).sum() + 100 * (self.bias * bias).sum()
+
+
 def slope(step: int, rank: int) -> torch.Tensor:
     """The gradient of a rank; some elements have none before the third step."""
-    gradient = torch.randn(BLOCKS * SIGN_BLOCK, generator=torch.Generator().manual_seed(10 * step + rank))
+    # With these seeds no value is so close to 0 that roundings decide its sign.
+    gradient = torch.randn(BLOCKS * SIGN_BLOCK, generator=torch.Generator().manual_seed(4000 + 10 * step + rank))
     if step < 2:
         gradient[100:300] = 0
     return gradient
@@ -126,6 +144,9 @@ class Paper:
 
     def __init__(self) -> None:
         self.weights = [Straight().weight.detach().clone() for _ in range(SIZE)]
+        self.beta = 0.999
+        self.nearest = 1.0
+        """The smallest value of which a sign was taken, over the size of its block."""
         zeros = torch.zeros(BLOCKS * SIGN_BLOCK)
         self.momenta, self.moved = [zeros] * SIZE, [zeros] * SIZE
         self.variance, self.worker, self.server, self.rates = zeros, [zeros] * SIZE, zeros, 0.0
@@ -133,7 +154,7 @@ class Paper:
     def whole(self, gradients: list[torch.Tensor]) -> None:
         mean = sum(gradients[1:], gradients[0]) / SIZE
         self.momenta = [0.9 * momentum + 0.1 * mean for momentum in self.momenta]
-        self.variance = 0.999 * self.variance + 0.001 * mean**2
+        self.variance = self.beta * self.variance + (1 - self.beta) * mean**2
 
     def signs(self, values: list[torch.Tensor]) -> torch.Tensor:
         trained = self.variance > 0
@@ -148,7 +169,9 @@ class Paper:
     def blockwise(self, values: torch.Tensor) -> torch.Tensor:
         trained = self.variance > 0
         pairs = zip(values.split(SIGN_BLOCK), trained.split(SIGN_BLOCK), strict=True)
-        return torch.cat([compressed(block, here) for block, here in pairs])
+        result = torch.cat([compressed(block, here) for block, here in pairs])
+        self.nearest = min(self.nearest, float((values / result).abs()[trained].min()))
+        return result
 
     def move(self) -> list[torch.Tensor]:
         trained = self.variance > 0
@@ -194,6 +217,56 @@ class Paper:
             self.momenta, self.moved, self.rates = [-mean / self.rates] * SIZE, [0 * mean] * SIZE, 0.0
 
 
+class PaperOfLamb(Paper):
+    """Algorithm 1 of arXiv 2104.06069, with DeepSpeed's share of the decay in the factor."""
+
+    FACTORS = (0.5, 1.2, 0.03)
+    """Least and largest factor, and by which share it changes in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [slice(0, Layers.SIZES[0]), slice(Layers.SIZES[0], sum(Layers.SIZES))]
+        self.padding = slice(sum(Layers.SIZES), None)
+        self.weight = self.weights[0]
+        self.weight[self.padding] = 0
+        self.ratios, self.factors, self.scaling = [0.0, 0.0], [1.0, 1.0], torch.ones(BLOCKS * SIGN_BLOCK)
+        self.beta, self.fresh = 0.9, self.variance
+
+    def lamb(self, step: int, gradients: list[torch.Tensor]) -> None:
+        for gradient in gradients:
+            gradient[self.layers[1]] *= 100
+            gradient[self.padding] = 0
+        old, (low, high, threshold) = self.momenta[0], self.FACTORS
+        if step <= 2:
+            self.whole(gradients)
+            self.fresh = self.variance
+        else:
+            if step == 3:
+                scales = [float(old[layer].square().mean().sqrt()) for layer in self.layers]
+                for layer, scale in zip(self.layers, scales, strict=True):
+                    self.scaling[layer] = sum(scales) / 2 / scale
+            sent = self.signs([self.scaling * (0.9 * old + 0.1 * gradient) for gradient in gradients])
+            self.momenta = [sent / self.scaling] * SIZE
+            self.fresh = self.beta * self.fresh + (1 - self.beta) * ((self.momenta[0] - 0.9 * old) / 0.1) ** 2
+        divisor = self.variance.sqrt() + 1e-8
+        for number, layer in enumerate(self.layers):
+            trained = self.variance[layer] > 0
+            direction = self.momenta[0][layer] / divisor[layer]
+            update = direction + DECAY * self.weight[layer]
+            if step <= 2:
+                ratio = min(max(float(self.weight[layer].norm() / update.norm()), 0.01), 10)
+                self.ratios[number] = 0.9 * self.ratios[number] + 0.1 * ratio
+            else:
+                real = self.fresh[layer].sqrt() + 1e-8
+                share = min(1.0, float(direction.norm() / update.norm()))
+                factor = float((divisor[layer] / real)[trained].max()) * share + 1 - share
+                last = self.factors[number]
+                factor = min(max(min(max(factor, low), high), last * (1 - threshold)), last * (1 + threshold))
+                self.factors[number], ratio = factor, self.ratios[number] * factor
+            self.weight[layer] -= LR * ratio * update
+        self.weights = [self.weight] * SIZE
+
+
 LR, DECAY = 1e-2, 0.1
 KINDS = {
     "OneBitAdam": (("freeze_step", 2),),
@@ -203,19 +276,25 @@ KINDS = {
         ("local_step_scaler", 2),
         ("local_step_clipper", 4),
     ),
+    "OneBitLamb": (
+        ("freeze_step", 2),
+        ("betas", (0.9, 0.9)),
+        *zip(("factor_min", "factor_max", "factor_threshold"), PaperOfLamb.FACTORS, strict=True),
+    ),
 }
 
 
 def straight_steps(kind: str, folder: Path) -> list[torch.Tensor]:
     """Returns the weights of this rank after each step."""
     rank, _ = rank_and_size()
-    job = JOB._replace(model=Straight, lr=LR, weight_decay=DECAY, clip=0.0, optimizer=kind, params=KINDS[kind])
+    model = Layers if kind == "OneBitLamb" else Straight
+    job = JOB._replace(model=model, lr=LR, weight_decay=DECAY, clip=0.0, optimizer=kind, params=KINDS[kind])
     engine, weights = start(job, HOST, folder), []
     for step in range(12):
         engine.backward(engine(slope(step, rank)))
         engine.step()
         with offload.gathered(engine.module):
-            weights.append(engine.module.weight.detach().clone())
+            weights.append(torch.cat([parameter.detach().clone() for parameter in engine.module.parameters()]))
     engine.destroy(remove=True)
     return weights
 
@@ -223,13 +302,17 @@ def straight_steps(kind: str, folder: Path) -> list[torch.Tensor]:
 @pytest.mark.numeric
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_those_of_the_paper(kind: str, ranks: RankPool, tmp_path: Path) -> None:
-    both, paper = ranks.run(straight_steps, kind, tmp_path), Paper()
+    both = ranks.run(straight_steps, kind, tmp_path)
+    paper = PaperOfLamb() if kind == "OneBitLamb" else Paper()
+    step_of = getattr(paper, {"OneBitAdam": "one_bit", "ZeroOneAdam": "zero_one", "OneBitLamb": "lamb"}[kind])
     for step in range(12):
         gradients = [slope(step, rank) for rank in range(SIZE)]
-        (paper.one_bit if kind == "OneBitAdam" else paper.zero_one)(step + 1, gradients)
+        step_of(step + 1, gradients)
         for rank in range(SIZE):
             # Roundings of a dozen steps of numbers of about 1; a wrong sign would be a move of 1e-2.
-            torch.testing.assert_close(both[rank][step], paper.weights[rank], rtol=0, atol=1e-5, msg=f"step {step}")
+            ours = both[rank][step]
+            torch.testing.assert_close(ours, paper.weights[rank][: len(ours)], rtol=0, atol=1e-5, msg=f"step {step}")
+    assert paper.nearest > 2.0**-16, "roundings are smaller, and must decide no sign: take other seeds"
 
 
 # -- bits ----------------------------------------------------------------------------------------------
@@ -243,13 +326,14 @@ def in_tiles_of_rank(job: Job, folder: Path) -> Any:
         return train_and_look(job, DISK, folder)
 
 
-@pytest.mark.works("Several ranks", "1-bit Adam and 0/1 Adam in stages 0 and 1, in any tier", "right")
+@pytest.mark.works("Several ranks", "1-bit Adam, 0/1 Adam and 1-bit LAMB in stages 0 and 1, in any tier", "right")
 @pytest.mark.parametrize(
     "options",
     [
         {"dtype": "bf16", "accumulation": 2},
         pytest.param({"dtype": "fp16", "stage": 0, "overlap": True}, marks=pytest.mark.slow),
         {"optimizer": "ZeroOneAdam", "params": KINDS["ZeroOneAdam"], "steps": 10},
+        {"optimizer": "OneBitLamb", "params": KINDS["OneBitLamb"], "dtype": "bf16", "accumulation": 2},
     ],
 )
 def test_placements_have_the_same_bits(options: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
@@ -261,7 +345,7 @@ def test_placements_have_the_same_bits(options: dict[str, Any], ranks: RankPool,
         for other in others:
             assert_same(one.result, other.result, "placements")
             assert one.checksums == other.checksums
-    if job.optimizer == "OneBitAdam":
+    if job.optimizer != "ZeroOneAdam":
         one, other = memory
         assert_same_tensors(one.result.weights, other.result.weights)
         differ = {name.split()[1] for name, checksum in one.checksums.items() if other.checksums[name] != checksum}
@@ -330,8 +414,8 @@ STEPS, WARM = 20, 3
 """The paper's share of the warm-up: 23,000 of 152,000 steps for BERT-Large."""
 
 
-def check_bytes(pool: RankPool, size: int, folder: Path) -> None:
-    job = JOB._replace(steps=STEPS, params=(("freeze_step", WARM),))
+def check_bytes(pool: RankPool, kind: str, size: int, folder: Path) -> None:
+    job = JOB._replace(steps=STEPS, optimizer=kind, params=(("freeze_step", WARM),))
     both = pool.run(sent_in, job, folder / "signs", WARM, STEPS - WARM)
     adam = pool.run(sent_in, job._replace(optimizer="AdamW", params=()), folder / "adam", STEPS)
     for rank, (found, plain) in enumerate(zip(both, adam, strict=True)):
@@ -346,13 +430,14 @@ def check_bytes(pool: RankPool, size: int, folder: Path) -> None:
         assert 5 * (warm.total.nbytes + signs.total.nbytes) < plain[0][0].total.nbytes
 
 
-def test_a_run_sends_a_fifth(ranks: RankPool, tmp_path: Path) -> None:
-    check_bytes(ranks, 2, tmp_path)
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb"])
+def test_a_run_sends_a_fifth(kind: str, ranks: RankPool, tmp_path: Path) -> None:
+    check_bytes(ranks, kind, 2, tmp_path)
 
 
 @pytest.mark.slow
 def test_a_run_of_four_ranks_sends_a_fifth(four: RankPool, tmp_path: Path) -> None:
-    check_bytes(four, 4, tmp_path)
+    check_bytes(four, "OneBitAdam", 4, tmp_path)
 
 
 # -- losses --------------------------------------------------------------------------------------------
@@ -389,7 +474,11 @@ def thousand_steps(job: Job, folder: Path) -> float:
 @pytest.mark.slow
 @pytest.mark.numeric
 def test_the_losses_of_a_thousand_steps_are_not_above_those_of_adamw(ranks: RankPool, tmp_path: Path) -> None:
-    """With `-s` it prints the losses. The entropy of the data is 1.06, and a loss begins at 4.1."""
+    """With `-s` it prints the losses. The entropy of the data is 1.06, and a loss begins at 4.1.
+
+    The steps of signs are 2.7 times longer, since nothing corrects the bias of the variance: with AdamW's length they
+    end above it, as docs/concepts/quantized-collectives.md says.
+    """
     signs = JOB._replace(loss=chain_loss, lr=1e-3, weight_decay=0.0, params=(("freeze_step", 150),))
     plain = signs._replace(optimizer="AdamW", params=())
     seeds = range(4)
@@ -404,6 +493,8 @@ def test_the_losses_of_a_thousand_steps_are_not_above_those_of_adamw(ranks: Rank
 
 
 ZERO_ONE = JOB._replace(optimizer="ZeroOneAdam", params=KINDS["ZeroOneAdam"], steps=9)
+
+LAMB = JOB._replace(optimizer="OneBitLamb", params=KINDS["OneBitLamb"])
 
 
 def in_two_parts(job: Job, stop: int, folder: Path) -> tuple[Any, ...]:
@@ -422,7 +513,9 @@ def in_two_parts(job: Job, stop: int, folder: Path) -> tuple[Any, ...]:
     return unbroken, (losses + more, weights)
 
 
-@pytest.mark.parametrize(("job", "stop"), [(JOB, 3), (ZERO_ONE, 7)], ids=["1-bit Adam", "0/1 Adam"])
+@pytest.mark.parametrize(
+    ("job", "stop"), [(JOB, 3), (ZERO_ONE, 7), (LAMB, 3)], ids=["1-bit Adam", "0/1 Adam", "1-bit LAMB"]
+)
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(job: Job, stop: int, ranks: RankPool, tmp_path: Path) -> None:
     """0/1 Adam resumes between two exchanges, where ranks have weights of their own."""
     for unbroken, resumed in ranks.run(in_two_parts, job, stop, tmp_path):
@@ -434,12 +527,13 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(job: Job, stop: int, rank
 
 
 @pytest.mark.works("Several ranks", "SIGKILL of one rank that trains by 1-bit Adam, resume of all", "right")
-def test_killed_between_the_commits_of_the_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", [JOB, pytest.param(LAMB, marks=pytest.mark.slow)], ids=["1-bit Adam", "1-bit LAMB"])
+def test_killed_between_the_commits_of_the_ranks(job: Job, tmp_path: Path) -> None:
     """Both errors are committed: a rank that was killed after the warm-up goes on with the bits of an unbroken run."""
-    unbroken = Run(tmp_path / "unbroken", job=JOB)
+    unbroken = Run(tmp_path / "unbroken", job=job)
     unbroken.end()
     for dies, begins in (((1, 4), 0), (None, 3)):
-        run = Run(tmp_path / "killed", dies, job=JOB)
+        run = Run(tmp_path / "killed", dies, job=job)
         run.end()
         assert run.resumed() == [begins, begins]
     assert {step: rest for step, *rest in run.steps()} == {step: rest for step, *rest in unbroken.steps()}
@@ -448,9 +542,9 @@ def test_killed_between_the_commits_of_the_ranks(tmp_path: Path) -> None:
         assert_same_tensors(one, other)
 
 
-def from_checkpoint(folder: Path) -> tuple[bool, bool]:
-    """Returns whether any error of this rank, and any momentum, is not zero after a load."""
-    engine = start(JOB, HOST, folder / "new")
+def from_checkpoint(job: Job, folder: Path) -> tuple[bool, bool]:
+    """Returns whether any error of this rank, and any other state of the optimizer, is not zero after a load."""
+    engine = start(job, HOST, folder / "new")
     engine.load_checkpoint(folder / "saved")
     assert engine.global_steps == 3
     inspected = testing.inspect(engine)
@@ -459,15 +553,16 @@ def from_checkpoint(folder: Path) -> tuple[bool, bool]:
         for state in row:
             if state.value in ("worker_error", "server_error"):
                 states["errors"] += bytes(inspected.read_state(unit, state))
-            elif state.value == "exp_avg":
+            elif state.value == ("packed" if job.optimizer == "OneBitLamb" else "exp_avg"):
                 states["moments"] += bytes(inspected.read_state(unit, state))
-    engine.backward(JOB.loss(engine, 3, 0))
+    engine.backward(job.loss(engine, 3, 0))
     engine.step()
     engine.destroy(remove=True)
     return any(states["errors"]), any(states["moments"])
 
 
-def test_a_checkpoint_begins_with_errors_of_zero(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(in_two_parts, JOB, 3, tmp_path)
-    for errors, moments in ranks.run(from_checkpoint, tmp_path):
+@pytest.mark.parametrize("job", [JOB, pytest.param(LAMB, marks=pytest.mark.slow)], ids=["1-bit Adam", "1-bit LAMB"])
+def test_a_checkpoint_begins_with_errors_of_zero(job: Job, ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(in_two_parts, job, 3, tmp_path)
+    for errors, moments in ranks.run(from_checkpoint, job, tmp_path):
         assert moments and not errors
