@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import offload
+from bench.memory_limit import MemoryLimit
 from offload import testing
 from offload.aio.memory import release_heap
 from offload.engine.setup import start
@@ -21,7 +22,7 @@ from offload.losses import chunk_loss_of
 from offload.planner.predict_run import step_of
 from offload.sizes import MIB
 from tests.support.oracle import processes
-from tests.support.processes.memory_limit import MemoryLimit, memory_limit
+from tests.support.processes.memory_limit import memory_limit
 from tests.support.processes.process_measures import resident
 from tests.swapper.test_memory import forked
 
