@@ -1,6 +1,6 @@
 """A model larger than the memory, from its first step to its scores: `python -m bench.larger FOLDER`. Needs root.
 
-All commands run in one cgroup (v1) of `--memory` bytes, one after the other, with everything on the drive of FOLDER.
+All commands run in one cgroup of `--memory` bytes, one after the other, with everything on the drive of FOLDER.
 Options that this program does not know are for `offload train`.
 
     train           killed with SIGKILL when it has logged `--steps` steps
@@ -12,8 +12,9 @@ With `--train-only` there is one life without commits, for the largest model tha
 gives such a life N cgroups in turn, with limits of 0.8 to 8 GiB that `--seed` draws: each must train, or end in an
 error of this library before its first step.
 
-Each says its seconds and the peak of its memory, as the kernel counts it: `peak` is memory of the processes' own,
-`charged` has what the kernel kept of files too, which gives way. The sum of the run's start stands beside its peak, and
+Each says its seconds and the peak of its memory, as the kernel counts it: `own` is memory of the processes' own,
+`kernel` and `files` what the kernel had for them and of files at that moment, and `charged` the most of all three.
+Pages of files give way to a limit. The sum of the run's start stands beside its peak, and
 the prediction by the last `offload probe` beside its seconds. Bars: no command is killed by the kernel, 10 % of the
 seconds of a step, 5 % of the peak, and the resumed run repeats the losses of the steps that it takes again.
 """
@@ -21,17 +22,14 @@ seconds of a step, 5 % of the peak, and the resumed run repeats the losses of th
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import random
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +37,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from bench.measure import report
+from bench.memory_limit import MemoryLimit, controller, memory_limit
 from offload.cli.console import BAD_INPUT
 from offload.sizes import GIB, parse_size
 
-_MEMORY = Path("/sys/fs/cgroup/memory")
-_LOOK_SECONDS = 0.02
 _UNCOUNTED = 2
 """Steps of each life that are not counted: the first records the order of uses, the second still warms up."""
 
@@ -60,6 +57,9 @@ def main() -> None:
     parser.add_argument("--random-limits", type=int, default=0, help="number of limits in place of --memory")
     parser.add_argument("--seed", type=int, default=0, help="of the random limits")
     options, more = parser.parse_known_args()
+    parent = controller()
+    if parent is None:
+        parser.error("needs a memory controller of cgroups, and root")
     log = options.folder / "larger.jsonl"
     log.unlink(missing_ok=True)
     train = ["train", "--model", options.model, "--run", "larger", "--log", str(log), "--seq-len", str(options.seq_len)]
@@ -69,22 +69,22 @@ def main() -> None:
     if options.random_limits:
         draws = random.Random(options.seed)
         for _ in range(options.random_limits):
-            _live_or_refuse(draws.randrange(8 * GIB // 10, 8 * GIB), one_life, log, about)
+            _live_or_refuse(draws.randrange(8 * GIB // 10, 8 * GIB), parent, one_life, log, about)
         return
-    with _limited(options.memory) as limit:
+    with memory_limit(options.memory, parent) as limit:
         if options.train_only:
-            only = limit.run(one_life)
-            report("larger", {**about, **figures(_lines(log), _lines(log), only["peak"])})
+            only = _run(limit, one_life)
+            report("larger", {**about, **figures(_lines(log), _lines(log), only["own"])})
             report("larger, trained", only)
             return
         _live_twice(limit, [*train, "--steps", str(2 * options.steps), "--keep"], options, log, about)
 
 
-def _live_or_refuse(nbytes: int, command: list[str], log: Path, about: dict[str, Any]) -> None:
+def _live_or_refuse(nbytes: int, parent: Path, command: list[str], log: Path, about: dict[str, Any]) -> None:
     """Trains in a cgroup of `nbytes`, where an error before the first step is a right end too."""
     log.unlink(missing_ok=True)
-    with _limited(nbytes) as limit:
-        life = limit.run(command, may_refuse=True)
+    with memory_limit(nbytes, parent) as limit:
+        life = _run(limit, command, may_refuse=True)
     lines = _lines(log)
     planned = next((line["about"]["planned_peak_bytes"] for line in lines if "about" in line), None)
     report("larger, limit", {**about, "memory": nbytes, **life, "predicted_peak": planned, "lines": len(lines)})
@@ -92,19 +92,21 @@ def _live_or_refuse(nbytes: int, command: list[str], log: Path, about: dict[str,
         raise SystemExit(f"a limit of {nbytes} bytes ended the run after {len(lines)} lines of its log")
 
 
-def _live_twice(limit: _Limit, train: list[str], options: argparse.Namespace, log: Path, about: dict[str, Any]) -> None:
+def _live_twice(
+    limit: MemoryLimit, train: list[str], options: argparse.Namespace, log: Path, about: dict[str, Any]
+) -> None:
     """Trains, kills, resumes, exports and scores, and reports each; then removes the files on the drive."""
     exported = options.folder / "larger-model"
     shutil.rmtree(exported, ignore_errors=True)
-    killed = limit.run([*train, "--resume", "restart"], until=lambda: len(_lines(log)) >= options.steps)
+    killed = _run(limit, [*train, "--resume", "restart"], until=lambda: len(_lines(log)) >= options.steps)
     before = _lines(log)
-    again = limit.run([*train, "--resume", "must"])
-    exports = limit.run(["export", str(options.folder / "larger"), str(exported)])
+    again = _run(limit, [*train, "--resume", "must"])
+    exports = _run(limit, ["export", str(options.folder / "larger"), str(exported)])
     _write_tokenizer(exported)
-    scores = limit.run(["score", str(exported), "--data", str(options.records), "--json"])
+    scores = _run(limit, ["score", str(exported), "--data", str(options.records), "--json"])
     model = sum(path.stat().st_size for path in exported.iterdir())
     shutil.rmtree(exported)
-    report("larger", {**about, "exported": model, **figures(before, _lines(log), killed["peak"])})
+    report("larger", {**about, "exported": model, **figures(before, _lines(log), killed["own"])})
     for name, came in (("killed", killed), ("resumed", again), ("export", exports), ("score", scores)):
         report(f"larger, {name}", came)
     subprocess.run([sys.executable, "-m", "offload", "rm", str(options.folder / "larger"), "--yes"], check=True)
@@ -153,49 +155,19 @@ def _lines(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-class _Limit:
-    """A cgroup with a limit."""
+def _run(
+    limit: MemoryLimit, command: Sequence[str], until: Callable[[], bool] = lambda: False, may_refuse: bool = False
+) -> dict[str, Any]:
+    """Runs a command of `offload` below the limit; kills it when `until()` is true. Returns its seconds and peaks.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def run(self, command: Sequence[str], until: Any = None, may_refuse: bool = False) -> dict[str, Any]:
-        """Runs a command of `offload` in the cgroup; kills it when `until()` is true. Returns its seconds and peaks.
-
-        With `may_refuse` the command may end in an error about what it was given, such as its memory.
-        """
-        began, peak = time.monotonic(), 0
-        (self._folder / "memory.max_usage_in_bytes").write_text("0")
-        process = subprocess.Popen([sys.executable, "-m", "offload", *command], preexec_fn=self._enter)
-        while process.poll() is None:
-            peak = max(peak, self._rss())
-            if until is not None and until():
-                process.send_signal(signal.SIGKILL)
-            time.sleep(_LOOK_SECONDS)
-        came = {"seconds": time.monotonic() - began, "peak": peak, "returned": process.returncode}
-        refused = may_refuse and process.returncode == BAD_INPUT
-        if process.returncode and not refused and not (until is not None and until()):
-            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}, after {came}")
-        return came | {"charged": int((self._folder / "memory.max_usage_in_bytes").read_text())}
-
-    def _enter(self) -> None:
-        (self._folder / "cgroup.procs").write_text(str(os.getpid()))
-
-    def _rss(self) -> int:
-        rows = (line.split() for line in (self._folder / "memory.stat").read_text().splitlines())
-        return next(int(value) for name, value in rows if name == "rss")
-
-
-@contextlib.contextmanager
-def _limited(nbytes: int) -> Iterator[_Limit]:
-    """Yields a cgroup whose processes have `nbytes` of memory together."""
-    folder = _MEMORY / f"offload-larger-{os.getpid()}"
-    folder.mkdir()
-    try:
-        (folder / "memory.limit_in_bytes").write_text(str(nbytes))
-        yield _Limit(folder)
-    finally:
-        folder.rmdir()
+    With `may_refuse` the command may end in an error about its input, such as its memory.
+    """
+    began = time.monotonic()
+    returned = limit.run([sys.executable, "-m", "offload", *command], until)
+    came = {"seconds": time.monotonic() - began, "returned": returned, **limit.peak._asdict(), "charged": limit.charged}
+    if returned and not (may_refuse and returned == BAD_INPUT) and not until():
+        raise SystemExit(f"{' '.join(command)} ended with {returned}, after {came}")
+    return came
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ _MPOL_PREFERRED = 1
 _NODES = 1024
 """Largest number of NUMA nodes that a Linux kernel supports: NODES_SHIFT is at most 10."""
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _OF_BLOCK = -1, -3, 128 << 10
+"""Settings of malloc and the value of both with which glibc begins, before frees raise it. See malloc.h."""
+
 
 def aligned_empty(nbytes: int) -> memoryview:
     """Returns zeroed writable memory that starts at a multiple of 2 MiB and is unmapped with its last view.
@@ -78,15 +81,23 @@ def release_pages_at(address: int, nbytes: int) -> None:
         raise OSError(ctypes.get_errno(), "madvise")
 
 
-def release_heap() -> None:
-    """Returns freed memory of malloc to the kernel, if the C library can do that. See malloc_trim(3).
+def release_heap(for_good: bool = False) -> None:
+    """Returns freed memory of malloc to the kernel, if the C library can do that. See malloc_trim(3) and mallopt(3).
 
     Once blocks of up to 32 MiB were freed, such as tensors of a few million elements, glibc takes blocks of this size
     from its heap. Memory that is freed below a block in use stays resident.
+
+    Args:
+        for_good: True if from now on every block of 128 KiB or more returns to the kernel when it is freed. The next
+            one of its size costs a fault for each page.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
-    if trim is not None:
-        trim(0)
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):  # only glibc has it
+        return
+    if for_good:
+        for setting in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
+            libc.mallopt(setting, _OF_BLOCK)
+    libc.malloc_trim(0)
 
 
 def prefer_node(buffer: memoryview, node: int) -> bool:

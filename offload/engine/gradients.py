@@ -365,6 +365,10 @@ class HostGradients:
         """Takes over the first gradient of a parameter in a step: its owner from now on, which never writes to it."""
         self._kept.setdefault(unit, {})[segment] = gradient
 
+    def keep_no_more(self, unit: int, segment: int) -> None:
+        """Ends `may_keep` for a parameter with several gradients in a step: its memory is touched beside a kept one."""
+        self._keepable.discard((unit, segment))
+
     def kept_of(self, unit: int) -> Mapping[int, torch.Tensor]:
         """Returns the kept gradients of a unit, (numel,) each, by segment; all others are in the host buffer."""
         return self._kept.get(unit, {})
@@ -773,6 +777,7 @@ class GradientAccumulator:
             if (kept := self._host.kept_of(unit).get(segment)) is not None:
                 if not new:
                     self._host.values(unit, start, start + numel).copy_(kept)
+                    self._host.keep_no_more(unit, segment)
                 # update thread: an update under the backward may still read the kept tensor, and refers to it itself.
                 self._host.drop_kept(unit, segment)
             # receiving thread: one call for all chunks, after which it asks for Python's lock once. A window may end

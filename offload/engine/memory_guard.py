@@ -3,7 +3,8 @@
 A start knows neither the length of a batch nor the loss of a loop (`layout/peak_memory.py`). So the first forward of a
 batch that is larger than all before it looks at the free memory:
 
-    before the model       ─► far more is free than any activations of this batch take: nothing more to look at
+    before the model       ─► far more is free than any activations of this batch take: nothing more to look at.
+                              Else malloc keeps no large block that is freed, from now on
     before a layer         ─► free memory must hold the layer's results, and all that the backward will take
     before a chunked loss  ─► the same for the logits of one chunk, and for the head's gradient in fp32
 
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from offload.aio import resident_bytes
+from offload.aio.memory import release_heap
 from offload.engine.callbacks import Extension
 from offload.engine.params import handle_of
 from offload.errors import BudgetError
@@ -107,6 +109,7 @@ class MemoryGuard(Extension):
         if tightest_limit(self._processes).free > self._reserve() + _CERTAIN * results:
             self._largest[gradients] = numel
             return
+        release_heap(for_good=True)  # what malloc would keep is in no sum
         self._numel = numel
         self._removers = [module.register_forward_pre_hook(self._hook).remove for module in self._layers]
 

@@ -24,6 +24,7 @@ from torch import nn
 from offload.activations.checkpoints import check_tier
 from offload.activations.tiles import choose as choose_mlps
 from offload.activations.tiles import notices as tile_notices
+from offload.aio.memory import release_heap
 from offload.config import Batch, Config
 from offload.distributed.process_group import Mesh, Ranks
 from offload.distributed.world import World
@@ -250,6 +251,7 @@ def decide(
         tied = any(table.tied for table in tables if table.parameter in units.tables)
         return _schedule(config, batch, model, blocks, placed, machine, everyone, tied)
 
+    release_heap()  # a freed forecast is no memory in use
     tables = cut_tables(model, "pieces", rule.name)
     experts, vocabulary = _experts(config, model, world, rule.name), _vocabulary(config, world, tables)
     tries = _together(everyone, place) if "auto" in (experts, vocabulary) else place

@@ -19,6 +19,9 @@ from offload.sizes import MIB, format_size
 LIBRARIES = 32 * MIB
 """Bytes of libraries that are loaded in the first step, and of threads' stacks."""
 
+_ENTRIES = 512
+"""Divisor: the kernel's tables have 8 bytes for each page of 4096, and the store's checksums 4."""
+
 CHUNK_TOKENS = 1024
 """Tokens of a chunk of the loss, as `offload.losses.chunked.CHUNK_TOKENS`."""
 
@@ -64,6 +67,15 @@ class PeakMemory(NamedTuple):
     activations: int
     libraries: int
 
+    @classmethod
+    def of(cls, host_budget: int, device_budget: int, beside: BesideBudgets, stored: int) -> PeakMemory:
+        """Returns the sum of a run whose swap files have `stored` bytes.
+
+        Its libraries include the checksums of these bytes, and the kernel's tables of pages.
+        """
+        pages = (host_budget + device_budget + sum(beside)) // _ENTRIES + stored // (2 * _ENTRIES)
+        return cls(host_budget, device_budget, *beside._replace(libraries=beside.libraries + pages))
+
     def __str__(self) -> str:
         """Returns the parts in words, without those that are 0."""
         names = (
@@ -73,7 +85,7 @@ class PeakMemory(NamedTuple):
             "for the sum of its gradients",
             "for a copy of its weights in a product",
             "for activations",
-            "for libraries",
+            "for libraries and records of pages",
         )
         return " + ".join(f"{format_size(nbytes)} {name}" for nbytes, name in zip(self, names, strict=True) if nbytes)
 

@@ -820,11 +820,11 @@ def place(
     # An explicit budget of the host includes inputs of blocks.
     in_host = sum(classes) + ((inputs or 0) if request.host_memory is not None else 0)
     available = machine.free_host + machine.weights_held
-    peak = _peak(in_host, device_nbytes, beside, machine)
+    peak = _peak(in_host, device_nbytes, beside, machine, parts)
     if request.device_memory is None and machine.host_addressable and sum(peak) > available:
         device_nbytes = max(device_need.least, (device_nbytes - sum(peak) + available) // PAGE * PAGE)
-        peak = _peak(in_host, device_nbytes, beside, machine)
-    least = _peak(sum(least_host(parts, mode, request, machine)), device_need.least, beside, machine)
+        peak = _peak(in_host, device_nbytes, beside, machine, parts)
+    least = _peak(sum(least_host(parts, mode, request, machine)), device_need.least, beside, machine, parts)
     check_peak(peak, available, machine.limit, sum(least))
     tile_numel, tile_buffers, scratch_nbytes = tiles(parts, mode, tiers, classes.tiles)
     most = max(parts.trainable_numel, default=0)
@@ -850,10 +850,14 @@ def place(
     )
 
 
-def _peak(host_nbytes: int, device_nbytes: int, beside: BesideBudgets, machine: MachineMemory) -> PeakMemory:
-    """Returns the host memory that a run needs, with budgets of these bytes."""
+def _peak(
+    host_nbytes: int, device_nbytes: int, beside: BesideBudgets, machine: MachineMemory, parts: Partitions
+) -> PeakMemory:
+    """Returns the host memory that a run needs, with budgets of these bytes. Its store has at most two slots."""
+    states = (nbytes for row in parts.nbytes for state, nbytes in row.items() if state is not State.GRAD)
+    stored = 2 * sum(states) if machine.drives else 0
     if machine.host_addressable:
-        return PeakMemory(host_nbytes, device_nbytes, *beside)
+        return PeakMemory.of(host_nbytes, device_nbytes, beside, stored)
     return PeakMemory(host_nbytes, device_nbytes if machine.unified else 0, *BesideBudgets(libraries=0))
 
 

@@ -339,7 +339,7 @@ def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> P
         # The arena is pinned at the start, which touches all of its pages.
         return PeakMemory(memory.host + inputs, 0, *BesideBudgets(libraries=0))
     touched = memory.host - (0 if memory.slots or memory.spilled else memory.placement.classes.tiles)
-    return PeakMemory(touched + inputs, memory.device, *beside(memory, shape, load))
+    return PeakMemory.of(touched + inputs, memory.device, beside(memory, shape, load), memory.stored)
 
 
 def beside(memory: Memory, shape: Shape, load: Load) -> BesideBudgets:

@@ -207,3 +207,10 @@ print((full - resident()) >> 20)
 def test_freed_memory_that_malloc_keeps_is_given_back() -> None:
     kept, given_back = map(int, warm_process.python(HEAP).stdout.split())
     assert kept < 8 and given_back > 120
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's malloc alone")
+def test_malloc_keeps_no_large_block_once_it_must_not() -> None:
+    program = HEAP.replace("libc = ", "release_heap(for_good=True)\nlibc = ", 1)
+    at_once, _ = map(int, warm_process.python(program).stdout.split())
+    assert at_once > 120

@@ -297,6 +297,26 @@ def test_an_optimizer_that_looks_at_whole_parameters_leaves_tables_whole(tmp_pat
     engine.destroy(remove=True)
 
 
+def test_the_head_s_gradients_of_a_tied_table_are_kept_in_the_first_step_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the lookup are added to them, in host memory that holds pages from then on."""
+    testing.replace(monkeypatch, "size.kept_gradient", 1)
+    job, counts = Job(partial(llama, tied=True), loss, steps=3), list[int]()
+    engine = start(job, CPU, tmp_path, vocabulary="pieces")
+    found = testing.inspect(engine)
+    pieces = [unit for unit, layout in enumerate(found.layouts) if layout.name.endswith("]")]
+
+    def watch(module: nn.Module, inputs: Any, hidden: torch.Tensor) -> None:
+        hidden.register_hook(lambda _: counts.append(sum(len(found.gradients_kept(unit)) for unit in pieces)))
+
+    engine.module.model.norm.register_forward_hook(watch)
+    for step in range(job.steps):
+        train_step(engine, job, step)
+    assert counts[0] > 1 and counts[1:] == [0, 0]
+    engine.destroy(remove=True)
+
+
 # -- files --------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offload
+from bench.memory_limit import MemoryLimit
 from offload.errors import BudgetError, ConfigError
 from offload.layout.peak_memory import beside_budgets
 from offload.layout.placement import MachineMemory, host_needs, least_host, place, usable_host
@@ -21,7 +22,7 @@ from offload.sizes import MIB
 from offload.states import Tier
 from tests.support.oracle import processes
 from tests.support.processes.device_process import engine_device
-from tests.support.processes.memory_limit import MemoryLimit, memory_limit
+from tests.support.processes.memory_limit import memory_limit
 from tests.swapper.test_policy import MODE, parts_of
 
 STEPS, WIDTH, LAYERS = 2, 1024, 4

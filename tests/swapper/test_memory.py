@@ -123,7 +123,7 @@ file.read_bytes()
 def test_files_that_were_read_do_not_count_against_a_limit(tmp_path: Path) -> None:
     """48 MiB of files in a limit of 112, by the kernel's own count."""
     with memory_limit(112 * MIB) as group:
-        group.run([sys.executable, "-c", PROGRAM, tmp_path])
+        assert not group.run([sys.executable, "-c", PROGRAM, tmp_path])
         assert group.charged > 48 * MIB
     assert 64 * MIB < int((tmp_path / "free").read_text()) < 112 * MIB
 

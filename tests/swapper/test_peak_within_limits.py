@@ -13,14 +13,16 @@ import torch
 import transformers
 
 import offload
+from bench.memory_limit import MemoryLimit
 from offload import testing
+from offload.aio.memory import release_heap
 from offload.engine.setup import start
 from offload.errors import BudgetError
 from offload.losses import chunk_loss_of
 from offload.planner.predict_run import step_of
 from offload.sizes import MIB
 from tests.support.oracle import processes
-from tests.support.processes.memory_limit import MemoryLimit, memory_limit
+from tests.support.processes.memory_limit import memory_limit
 from tests.support.processes.process_measures import resident
 from tests.swapper.test_memory import forked
 
@@ -69,6 +71,7 @@ def measured(folder: str, words: int, dtype: str, tied: bool, chunked: bool, sha
     step = step_of(model, content, TOKENS, {}, chunked_loss=chunked)
     if chunked:
         chunk_loss_of(model)
+    release_heap(for_good=True)  # as the guard does where a limit is near
     base = resident()
     engine = start(model=model, config=content, beside=step.beside).engine
     train(engine, words, TOKENS)
@@ -88,8 +91,7 @@ def test_the_sum_of_a_start_bounds_the_peak(
     """With whole tables, and with tables in pieces."""
     found, peak = forked(measured, str(tmp_path), words, dtype, tied, chunked, share)
     print(f"peak {(peak - found['base']) / MIB:.0f} MiB above the base, planned {found['planned'] / MIB:.0f} MiB")
-    # In a fresh environment Python compiles what the first step imports: the bar is 5 %.
-    assert peak <= 1.05 * (found["base"] + found["planned"])
+    assert peak <= found["base"] + found["planned"]
 
 
 def test_a_limit_below_the_sum_is_an_error_before_anything_is_touched(
