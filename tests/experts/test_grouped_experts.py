@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 import offload
 from offload import testing
 from offload.config import load_config
-from offload.errors import StoreError
+from offload.errors import BudgetError, StoreError
 from offload.layout.experts import groups_of, takes_groups
 from offload.layout.memory_plan import Division, division_of
 from offload.planner.activations import Load
@@ -263,8 +264,24 @@ def test_where_groups_have_no_room_each_expert_is_a_unit(tmp_path: Path) -> None
     losses = trained(engine, job).losses
     engine.destroy(remove=True)
     assert losses == run(job, MEMORY, tmp_path / "memory", experts="each").losses
-    with pytest.raises(offload.errors.BudgetError):
+    with pytest.raises(BudgetError):
         start(job, DISK, tmp_path / "asked", device_memory=largest * 3 // 4, experts="grouped")
+
+
+def least_named(refused: pytest.ExceptionInfo[BudgetError]) -> int:
+    """Returns the bytes of the least device memory that an error names."""
+    bytes_named = re.search(r"the least that works is .*?\((\d+) bytes\); it must hold", str(refused.value))
+    assert bytes_named is not None
+    return int(bytes_named[1])
+
+
+@pytest.mark.parametrize("experts", ["grouped", "each"])
+def test_the_least_device_memory_holds_experts_beside_the_rest_of_their_layer(experts: str, tmp_path: Path) -> None:
+    job = FEW._replace(steps=1)
+    with pytest.raises(BudgetError, match="for experts with the rest of their layer") as refused:
+        start(job, DISK, tmp_path / "none", device_memory=1, experts=experts)
+    least = run(job, DISK, tmp_path / "least", device_memory=least_named(refused), experts=experts)
+    assert_same(least, run(job, MEMORY, tmp_path / "memory", experts=experts))
 
 
 # -- runs and checkpoints --------------------------------------------------------------------------------------
@@ -382,6 +399,21 @@ def test_on_two_ranks_the_numbers_are_those_of_whole_stacks(ranks: RankPool, tmp
     (whole, one), (_, other) = ranks.run(grouped_ranks, tmp_path)
     assert_same(one, other, "ranks")
     assert_as_whole(one, whole)
+
+
+def with_the_least_memory(folder: Path) -> tuple[Result, Result]:
+    """Groups with the usual room on the device, and with the bytes that an error names."""
+    job = RANKS_JOB._replace(model=partial(grouped, RANKS_JOB.model), steps=1)
+    with pytest.raises(BudgetError) as refused:
+        train(job, DISK, folder / "none", device_memory=1)
+    usual = train(job, DISK, folder / "usual")
+    return usual, train(job, DISK, folder / "least", device_memory=least_named(refused))
+
+
+def test_ranks_that_visit_different_groups_train_with_the_least_device_memory(ranks: RankPool, tmp_path: Path) -> None:
+    """A group that waits for its use makes room for the group of the other rank."""
+    for usual, least in ranks.run(with_the_least_memory, tmp_path):
+        assert_same(least, usual)
 
 
 # -- plan ------------------------------------------------------------------------------------------------------
