@@ -192,6 +192,51 @@ def test_beside_adapters_frozen_groups_without_a_token_are_not_read(
     engine.destroy(remove=True)
 
 
+# -- adapters of stacks ----------------------------------------------------------------------------------------
+
+
+def with_adapters(make: Callable[[], Any]) -> nn.Module:
+    """Returns a model with adapters of both stacks, whose rank fills no 16 bytes."""
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapters = peft.LoraConfig(r=6, target_modules=["q_proj"], target_parameters=stacks, init_lora_weights=False)
+    return peft.get_peft_model(grouped(make), adapters)
+
+
+@pytest.mark.numeric
+@pytest.mark.works("Training", "LoRA on stacked experts in groups (peft's `target_parameters`)", "right")
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_stacks_train_without_a_merged_stack(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(partial(with_adapters, FAMILIES[family]), models.language_loss, steps=2)
+    plain = plain_loop(job)
+    monkeypatch.setattr(peft.tuners.lora.layer.ParamWrapper, "get_delta_factors", None)  # peft's way to merge
+    paged = run(job, DISK, tmp_path / "disk", device_memory="200KB")
+    rounding_bounds.same_training(paged, plain, job)
+    assert_same(run(job, MEMORY, tmp_path / "memory"), paged)
+    assert_same(run(job, DISK, tmp_path / "again", activations="cpu"), paged)
+
+
+def test_adapters_of_stacks_apply_as_peft_says(tmp_path: Path) -> None:
+    """Also after the engine's end. An adapter that is disabled adds nothing."""
+    job = FEW._replace(model=partial(with_adapters, FEW.model))
+    engine = start(job, DISK, tmp_path, experts="grouped")
+    model = engine.module
+    with torch.no_grad():
+        adapted_loss = few_tokens(engine, 0, 0)
+        model.base_model.disable_adapter_layers()
+        base_loss = few_tokens(engine, 0, 0)
+        model.base_model.enable_adapter_layers()
+        assert few_tokens(engine, 0, 0) == adapted_loss != base_loss
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    again = job.model()
+    again.load_state_dict(weights)
+    with torch.no_grad():
+        torch.testing.assert_close(few_tokens(again, 0, 0), adapted_loss)
+
+
 @pytest.mark.test_device
 def test_a_layer_takes_at_most_twenty_uses_of_units(tmp_path: Path) -> None:
     """With 128 experts, 8 of them for each token, as Qwen3-30B-A3B. Single experts take 256 of them alone."""
