@@ -20,6 +20,7 @@ from offload.config import load_config
 from offload.errors import BudgetError, StoreError
 from offload.layout.experts import groups_of, takes_groups
 from offload.layout.memory_plan import Division, division_of
+from offload.notices import Headline
 from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import settings
@@ -285,13 +286,25 @@ def test_the_choice_follows_the_models_own_products_unless_the_config_decides() 
 
 
 def test_a_line_says_what_the_units_are(tmp_path: Path) -> None:
-    for make, experts, words in (
-        (FEW.model, "auto", "32 experts are 16 units of their own, in groups, with grouped products"),
-        (partial(qwen, 16), "grouped", 'with grouped products, in place of "eager"'),
-        (partial(qwen, 16), "auto", "32 experts are units of their own"),
+    several = "experts in 8 groups a layer"
+    for make, experts, words, why in (
+        (
+            FEW.model,
+            "auto",
+            "32 experts are 16 units of their own, in groups, with grouped products",
+            f"{several}, since",
+        ),
+        (partial(qwen, 16), "grouped", 'with grouped products, in place of "eager"', f'{several}, as "experts" says'),
+        (
+            partial(qwen, 16),
+            "auto",
+            "32 experts are units of their own",
+            "one by one, since the model makes no grouped",
+        ),
     ):
         engine = start(FEW._replace(model=make), DISK, tmp_path, experts=experts)
         assert any(words in notice for notice in engine.notices)
+        assert any(why in notice for notice in engine.notices if isinstance(notice, Headline))
         configs = {stack.config._experts_implementation for stack in stacks_of(engine.module).values()}
         assert configs == {"offload_by_group" if experts == "grouped" or make is FEW.model else "eager"}
         engine.destroy(remove=True)
@@ -306,6 +319,7 @@ def test_where_groups_have_no_room_each_expert_is_a_unit(tmp_path: Path) -> None
     engine.destroy(remove=True)
     engine = start(job, DISK, tmp_path / "each", device_memory=largest * 3 // 4)
     assert not groups_in(engine) and engine.module.model.layers[0].mlp.experts.config._experts_implementation == "eager"
+    assert any("one by one, since a group has no room on the device" in notice for notice in engine.notices)
     losses = trained(engine, job).losses
     engine.destroy(remove=True)
     assert losses == run(job, MEMORY, tmp_path / "memory", experts="each").losses
@@ -350,6 +364,7 @@ def test_a_run_keeps_the_units_with_which_it_was_begun(begun: str, tmp_path: Pat
     engine = start(FEW, DISK, tmp_path, resume="must")
     names = [layout.name for layout in testing.inspect(engine).layouts if layout.name.endswith("]")]
     assert len(names) == {"each": 32, "whole": 0, "grouped": 16}[begun]
+    assert any("as the run was begun" in notice for notice in engine.notices) is bool(names)
     engine.destroy(remove=True)
 
 
