@@ -67,7 +67,8 @@ class DeviceNeed:
     least: int
     """Bytes of the smallest arena that works.
 
-    It holds the states whose tier is DEVICE, buffers for the reduction of gradients, and the largest paged unit.
+    It holds the states whose tier is DEVICE, buffers for the reduction of gradients, and the paged units that must be
+    there together.
     """
     most: int
     """Upper bound of the growth, once a step has shown how much memory activations leave free."""

@@ -504,7 +504,9 @@ def _around(layouts: Sequence[UnitLayout]) -> Iterable[tuple[int, int]]:
     """Yields each unit of experts with the unit of the innermost module around them, if there is one."""
     names = {layout.name: unit for unit, layout in enumerate(layouts)}
     for unit, layout in enumerate(layouts):
-        module = layout.name if layout.segments and layout.segments[0].stack else ""
+        stack = layout.segments[0].stack if layout.segments else ""
+        # The units of a table in pieces have the name of its parameter.
+        module = layout.name if stack and not layout.name.startswith(f"{stack}[") else ""
         while module := module.rpartition(".")[0]:
             if module in names:
                 yield unit, names[module]
