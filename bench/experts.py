@@ -106,7 +106,7 @@ def _thread_seconds(model: Any, backward: Callable[[torch.Tensor], Any], end: Ca
     return seconds
 
 
-def _drive(tokens: int, rounds: int, hidden: int, ways: Sequence[str], folder: Path) -> dict[str, Any]:
+def _drive(tokens: int, rounds: int, steps: int, hidden: int, ways: Sequence[str], folder: Path) -> dict[str, Any]:
     sizes: dict[str, Any] = {
         "hidden_size": hidden,
         "moe_intermediate_size": hidden // 2,
@@ -138,17 +138,17 @@ def _drive(tokens: int, rounds: int, hidden: int, ways: Sequence[str], folder: P
     seconds: dict[str, list[Seconds]] = {name: [] for name in ("plain", *engines)}
     try:
         for _ in range(rounds + 1):
-            seconds["plain"].append(_seconds(step_of_plain))
+            seconds["plain"].append(_seconds(steps, step_of_plain))
             for name, engine in engines.items():
-                seconds[name].append(_seconds(partial(step_of, engine), engine.synchronize))
+                seconds[name].append(_seconds(steps, partial(step_of, engine), engine.synchronize))
     finally:
         for engine in engines.values():
             engine.destroy(remove=True)
     figures = {"parameters": float(sum(parameter.numel() for parameter in plain.parameters()))}
     for kind in Seconds._fields:
-        turns = {name: [getattr(turn, kind) for turn in steps[1:]] for name, steps in seconds.items()}
-        figures |= {f"{name}_{kind}_seconds": statistics.median(steps) for name, steps in turns.items()}
-        for name in engines:
+        turns = {name: [getattr(turn, kind) for turn in of_name[1:]] for name, of_name in seconds.items()}
+        figures |= {f"{name}_{kind}_seconds": statistics.median(of_kind) for name, of_kind in turns.items()}
+        for name in engines if kind != "ending" else ():
             ratios = (paged / baseline for paged, baseline in zip(turns[name], turns["plain"], strict=True))
             figures[f"{name}_over_plain_{kind}"] = statistics.median(ratios)
     return figures
@@ -160,18 +160,19 @@ class Seconds(NamedTuple):
     wall: float
     processor: float
     """Of all threads of the process."""
+    ending: float
+    """Of the wait for the last update of a turn, which the next forward hides in a run; divided by the turn's steps."""
 
 
-_STEPS = 2
-"""Steps of a turn, the last of which ends with its update."""
-
-
-def _seconds(step: Callable[[], None], end: Callable[[], None] = lambda: None) -> Seconds:
+def _seconds(steps: int, step: Callable[[], None], end: Callable[[], None] = lambda: None) -> Seconds:
+    """Returns the seconds of a step in a turn of `steps`, the last of which ends with its update."""
     wall, processor = time.perf_counter(), time.process_time()
-    for _ in range(_STEPS):
+    for _ in range(steps):
         step()
+    ending = time.perf_counter()
     end()
-    return Seconds((time.perf_counter() - wall) / _STEPS, (time.process_time() - processor) / _STEPS)
+    after = time.perf_counter()
+    return Seconds((after - wall) / steps, (time.process_time() - processor) / steps, (after - ending) / steps)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -182,6 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, default=384, help="features of the drive part")
     parser.add_argument("--tokens", type=int, default=2048, help="of a step of the drive part")
     parser.add_argument("--experts", nargs="+", default=["grouped", "each"], help="of the drive part")
+    parser.add_argument("--steps", type=int, default=2, help="of a turn of the drive part")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
@@ -189,7 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
         if options.part == "host":
             report("experts_host", {"layers": options.layers, **_host(options.layers, options.rounds, folder)})
         else:
-            figures = _drive(options.tokens, options.rounds, options.hidden, options.experts, folder)
+            figures = _drive(options.tokens, options.rounds, options.steps, options.hidden, options.experts, folder)
             report("experts_drive", {"tokens": options.tokens, "hidden": options.hidden, **figures})
 
 

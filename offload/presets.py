@@ -134,6 +134,18 @@ PRESETS = {
             norm_topk_prob=True,
         ),
     ),
+    "qwen3-235b-a22b": Preset(
+        "Qwen3MoeConfig",
+        "235B",
+        _qwen3(
+            *(4096, 94, 64, 12288),
+            num_key_value_heads=4,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=1536,
+            norm_topk_prob=True,
+        ),
+    ),
     "gemma-3-12b": Preset("Gemma3TextConfig", "11.8B", _gemma3(3840, 48, 16, 8, 256, 15360)),
     "gemma-3-27b": Preset("Gemma3TextConfig", "27.0B", _gemma3(5376, 62, 32, 16, 128, 21504)),
     "mistral-7b": Preset(

@@ -436,6 +436,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
     def _reduce(self) -> None:
         """Reduces the unit under way, and starts the copies of small results that were set aside."""
         in_turn = not self._adds_up and self._schedule.interleaves
+        # The unit has its gradients. While it waits for the other ranks, its room is for a unit that these gather.
+        self._callbacks.leave_weights()
         self._rounds.reduce(self._unit, self._order.expected(self._unit, in_turn))
         super()._flush()
         aside, self._aside = self._aside, []

@@ -70,6 +70,9 @@ class EngineCallbacks(Protocol):
         Called on the other engine's thread.
         """
 
+    def leave_weights(self) -> None:
+        """Gives up the weights that a backward viewed last, unless a graph holds them. Called on an autograd thread."""
+
     def pending_unit(self) -> int:
         """Returns the unit whose gradients wait to be reduced, or -1."""
 

@@ -404,6 +404,9 @@ class EngineCore(EngineCallbacks):
         assert handle is not None, "the caller owns the parameter"
         return self.param_access.read_weight(handle)
 
+    def leave_weights(self) -> None:
+        self.components.unit_views.end_recent()
+
     def pending_unit(self) -> int:
         return self.components.gradients.pending_unit
 

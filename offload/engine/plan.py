@@ -134,6 +134,8 @@ class Plan:
     schedule: ScheduleChoice
     """The order in which a step's micro-batches pass through the model, if one call of the engine runs them all."""
     notices: tuple[str, ...]
+    of_experts: str
+    """Words on the units of experts, and why they are so; empty if no expert is a unit."""
     sites: tuple[Site, ...] = ()
     """The modules that compute with DTensors."""
     in_place_layouts: tuple[InPlaceLayout | None, ...] = ()
@@ -300,6 +302,7 @@ def decide(
         tiled_mlps=tiled_mlps,
         schedule=schedule,
         notices=(*notices, *frozen, *division_lines, *tiles, *schedule_notices),
+        of_experts=_on_experts(config, experts, units, resume, any(placed.parts.trainable_numel)),
         in_place_layouts=in_place_layouts,
     )
 
@@ -366,6 +369,26 @@ def _experts(config: Config, model: nn.Module, world: World, rule: str) -> str:
         return "auto"
     in_groups = {parts[name] for name in names if name in parts}
     return "whole" if not in_groups else "grouped" if True in in_groups else "each"
+
+
+def _on_experts(config: Config, experts: str, units: Units, resume: bool, trains: bool) -> str:
+    """Returns words on the units of experts, and why they are so; `experts` is the result of `_experts`."""
+    if not units.experts:
+        return ""
+    of_layer = next(iter(units.experts.values()))
+    in_groups = units.units[of_layer.start].rows is not None
+    why = "since the model makes no grouped products"
+    if config.offload.experts != "auto":
+        why = 'as "experts" says'
+    elif resume:
+        why = "as the run was begun"
+    elif in_groups:
+        why = "since the tokens of a step visit most of them"
+    elif experts == "auto":
+        why = "since a group has no room on the device"
+    elif not trains:
+        why = "since nothing trains"
+    return f"; experts {f'in {len(of_layer)} groups a layer' if in_groups else 'one by one'}, {why}"
 
 
 def _recorded_parts(config: Config, world: World) -> Mapping[str, bool] | None:
@@ -522,6 +545,7 @@ def summary(plan: Plan, store: StoreSpec) -> str:
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
         f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
         f"{format_size(store.nbytes)}{durable}; RAM at most {format_size(sum(placement.peak))} more{more}{clipped}"
+        f"{plan.of_experts}"
     )
 
 

@@ -163,6 +163,13 @@ class UnitViews:
             self._sweep()
 
     @uninterrupted
+    def end_recent(self) -> None:
+        """Releases the unit that a backward viewed last."""
+        with self.lock:
+            self._let_go_of_recent()
+            self._sweep()
+
+    @uninterrupted
     def view(self, saved: Handle) -> torch.Tensor:
         """Returns the view of a unit's weights that was saved, which pins the unit for as long as the view lives.
 

@@ -20,7 +20,7 @@ from offload.engine.gradients import GradientAccumulator
 from offload.engine.params import ParamHandle, handle_of
 from offload.engine.parts import PartsForm, composed_handle, parts_of
 from offload.interrupts import uninterrupted
-from offload.layout.experts import LOOP, is_parameter_adapter
+from offload.layout.experts import LOOP, is_parameter_adapter, parameter_adapters
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.pager import Pager
 from offload.torch_internals import outside_of_compiled_code, plain_tensors
@@ -33,13 +33,19 @@ class StackedRows(PartsForm):
 
     parts_words, key = "experts", "experts"
 
-    def __init__(self, parts: Sequence[ParamHandle], experts: Collection[int], size: int | None) -> None:
-        """Joins rows, or groups of `size` rows.
+    def __init__(
+        self,
+        parts: Sequence[ParamHandle],
+        experts: Collection[int],
+        size: int | None,
+        adapters: Sequence[SplitAdapter] = (),
+    ) -> None:
+        """Joins rows, or groups of `size` rows, to whose products `adapters` add theirs.
 
         `experts` are the units of all experts of the model. In a module the unit of one part makes room for the next.
         """
         super().__init__(parts)
-        self._experts, self._size = experts, size
+        self._experts, self._size, self.adapters = experts, size, adapters
 
     def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the parts as one tensor."""
@@ -97,7 +103,8 @@ def stack_handles(
             rows = layouts[first.unit].segments[first.position].rows
             size = None if rows is None else len(rows)
             shape = (len(parts), *first.shape) if size is None else (len(parts) * size, *first.shape[1:])
-            composed.append(composed_handle(model, name, StackedRows(parts, units, size), shape))
+            adapters = split_adapters(model, name)
+            composed.append(composed_handle(model, name, StackedRows(parts, units, size, adapters), shape))
     return composed
 
 
@@ -253,7 +260,12 @@ class _Projection(NamedTuple):
         from transformers.integrations.moe import _grouped_linear
 
         bias = None if self.bias is None else _values(self.bias, group)[experts]
-        product: torch.Tensor = _grouped_linear(inputs, _values(self.weight, group), ends, bias, self.is_transposed)
+        weight = _values(self.weight, group)
+        product: torch.Tensor = _grouped_linear(inputs, weight, ends, bias, self.is_transposed)
+        assert isinstance(self.weight.form, StackedRows)
+        for adapter in self.weight.form.adapters:
+            first = group * len(weight)
+            product = adapter.add(product, inputs.to(weight.dtype), range(first, first + len(weight)), ends)
         return product
 
 
@@ -297,6 +309,10 @@ class StackedExperts(Extension):
             module, rows = model.get_submodule(name), layouts[units[0]].segments[0].rows
             size = 1 if rows is None else len(rows)
             self._undo += [self._hook(module, units, size), use_implementation(module, rows is not None)]
+            for parameter in module.parameters(recurse=False):
+                stack = handle_of(parameter)
+                assert stack is not None and isinstance(stack.form, StackedRows)
+                self._undo += [remove for adapter in stack.form.adapters for remove in adapter.hook()]
 
     def add_gradients(self, present: Sequence[set[int]]) -> None:
         """Adds gradients of zeros for experts without a token, unless those are not updated."""
@@ -332,6 +348,68 @@ class StackedExperts(Extension):
 def _is_choice(value: Any) -> bool:
     """Returns True for the router's choice: the argument that contains whole numbers."""
     return isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
+
+
+# -- adapters of groups -----------------------------------------------------------------------------------
+#
+# In each forward peft adds the product of an adapter's factors to the whole stack that it targets
+# (`target_parameters`). Here a group adds the products of its tokens with the two factors instead, so no sum is made.
+
+
+class SplitAdapter:
+    """An adapter of peft for a stack whose groups are units."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self._active: list[tuple[bool, list[str]]] = []
+        """For each forward of the wrapper under way, whether it had been disabled, and the names that apply."""
+
+    def hook(self) -> list[Callable[[], None]]:
+        """Makes the wrapper call the module inside as it is, and `add` apply. The returned functions revert it."""
+        wrapper, active = self._wrapper, self._active
+
+        def before(called: Any, args: tuple[Any, ...]) -> None:
+            if called is not wrapper:
+                return
+            off = called.disable_adapters or called.merged
+            names = [] if off else [name for name in called.active_adapters if name in called.lora_A]
+            active.append((called.disable_adapters, names))
+            called._disable_adapters = called.disable_adapters or bool(names)
+
+        def after(called: Any, args: tuple[Any, ...], output: Any) -> None:
+            if called is wrapper and active:
+                called._disable_adapters, _ = active.pop()
+
+        return [
+            wrapper.register_forward_pre_hook(outside_of_compiled_code(before)).remove,
+            wrapper.register_forward_hook(outside_of_compiled_code(after), always_call=True).remove,
+        ]
+
+    def add(self, product: torch.Tensor, inputs: torch.Tensor, rows: range, ends: torch.Tensor) -> torch.Tensor:
+        """Returns a product plus those of the adapters that apply, as `_Projection.product` takes them.
+
+        `rows` are the experts of the group.
+        """
+        from transformers.integrations.moe import _grouped_linear
+
+        wrapper = self._wrapper
+        for name in self._active[-1][1] if self._active else ():
+            down, up, rank = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.r[name]
+            # peft's factors of all experts are (experts * rank, inputs) and (outputs, rank * experts).
+            down = down[rows.start * rank : rows.stop * rank].view(len(rows), rank, -1).to(inputs.dtype)
+            up = up.view(len(up), rank, -1)[:, :, rows.start : rows.stop].permute(2, 0, 1).to(inputs.dtype)
+            # Grouped products take rows of whole 16 bytes.
+            padding = -rank % (16 // inputs.element_size())
+            down, up = nn.functional.pad(down, (0, 0, 0, padding)), nn.functional.pad(up, (0, padding)).contiguous()
+            inner = _grouped_linear(inputs, down, ends)
+            product = torch.add(product, _grouped_linear(inner, up, ends), alpha=wrapper.scaling[name])
+        return product
+
+
+def split_adapters(model: nn.Module, parameter: str) -> list[SplitAdapter]:
+    """Returns the adapters that target a stack."""
+    module, _, name = parameter.rpartition(".")
+    return [SplitAdapter(one) for one in parameter_adapters(model, module) if one.parameter_name == name]
 
 
 # -- adapters of whole parameters ------------------------------------------------------------------------

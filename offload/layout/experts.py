@@ -16,7 +16,8 @@ compute something else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -73,6 +74,12 @@ def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> tuple[tuple[St
         else stack
         for stack in all_stacks
     )
+    # A loop over experts would read the whole parameter, to which peft adds the adapter's product.
+    all_stacks = tuple(
+        stack
+        for stack in all_stacks
+        if all(stack.groups and _is_split(adapter) for adapter in parameter_adapters(model, stack.module))
+    )
     for stack in all_stacks:
         reason = _why_not_replaced(model.get_submodule(stack.module), _implementation(model, stack), stack)
         if reason is not None:
@@ -99,7 +106,7 @@ def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
         for name, module in modules.items()
         if _stacks_experts(module)
         and all(owners[id(parameter)] == 1 for parameter in module.parameters())
-        and not _is_wrapped(name, modules)
+        and not any(is_compiled(modules[outer]) for outer in (name, *_around(name)))
     )
 
 
@@ -184,15 +191,21 @@ def _rows(module: nn.Module) -> int:
     return rows if isinstance(rows, int) else 0
 
 
-def _is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Returns True if a module is, or is inside of, a compiled module or an adapter of peft for whole parameters."""
-    around = [name]
-    while around[-1]:
-        around.append(around[-1].rpartition(".")[0])
-    if any(is_compiled(modules[outer]) for outer in around):
-        return True
-    # Such an adapter adds its product to the whole parameter in each forward.
-    return any(is_parameter_adapter(modules[outer]) for outer in around)
+def _around(name: str) -> Iterator[str]:
+    """Yields the names of the modules around a module, the innermost first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def parameter_adapters(model: nn.Module, name: str) -> list[Any]:
+    """Returns the adapters of peft for whole parameters of a module (`target_parameters`), the innermost first."""
+    return [outer for outer in map(model.get_submodule, _around(name)) if is_parameter_adapter(outer)]
+
+
+def _is_split(adapter: Any) -> bool:
+    """Returns True if an adapter is peft's own, of matrices of experts: then its products can be made by group."""
+    return is_of(method_of(adapter, "forward"), "peft") and adapter.num_experts > 1
 
 
 def is_parameter_adapter(module: nn.Module) -> bool:

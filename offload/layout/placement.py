@@ -67,7 +67,8 @@ class DeviceNeed:
     least: int
     """Bytes of the smallest arena that works.
 
-    It holds the states whose tier is DEVICE, buffers for the reduction of gradients, and the largest paged unit.
+    It holds the states whose tier is DEVICE, buffers for the reduction of gradients, and the paged units that must be
+    there together.
     """
     most: int
     """Upper bound of the growth, once a step has shown how much memory activations leave free."""
@@ -146,36 +147,36 @@ def device_fixed(parts: Partitions, tiers: TierMap) -> int:
 
 def least_holds(parts: Partitions) -> str:
     """Returns in words what the smallest device budget holds."""
+    largest = "the largest unit" + (", for experts with the rest of their layer," if parts.around else "")
     if parts.whole_gradients:
         return (
-            f"it must hold the states stored there, the largest unit and {format_size(parts.reduction_nbytes)} for the "
+            f"it must hold the states stored there, {largest} and {format_size(parts.reduction_nbytes)} for the "
             "gradients of all micro-batches, which ZeRO stages 0 and 1 add up on each rank: raise it, or set "
             '"stage": 2, which reduces each micro-batch'
         )
     reduction = parts.reduction
     if parts.node.nbytes:
         return (
-            "it must hold the states stored there, the largest unit, "
+            f"it must hold the states stored there, {largest.rstrip(',')}, "
             f"{format_size(parts.node.nbytes)} for the secondary partition of all weights, and "
             f"{format_size(parts.collectives_nbytes - parts.node.nbytes)} for what ranks send each "
             'other: raise it, or leave "zero_hpz_partition_size" out'
         )
     if parts.coded.largest or (reduction is not None and reduction.form is not None):
         return (
-            "it must hold the states stored there, the largest unit and "
+            f"it must hold the states stored there, {largest} and "
             f"{format_size(parts.collectives_nbytes)} for gradients and codes that ranks send each other"
         )
     if parts.joined_gathers or (reduction is not None and reduction.joined):
         return (
-            "it must hold the states stored there, the largest unit and "
+            f"it must hold the states stored there, {largest} and "
             f"{format_size(parts.collectives_nbytes)} for what ranks send each other, more by reduce_bucket_size and "
             "allgather_bucket_size"
         )
     times = 2 if reduction is None else reduction.exchanges + reduction.buckets
     less = "" if reduction is None or reduction.exchanges < 2 else ', fewer with "overlap_comm": false'
     return (
-        "it must hold the states stored there, the largest unit and, with several ranks, "
-        f"{_TIMES[times]} its gradients{less}"
+        f"it must hold the states stored there, {largest} and, with several ranks, {_TIMES[times]} its gradients{less}"
     )
 
 
@@ -196,6 +197,17 @@ def largest_moving(parts: Partitions, tiers: TierMap) -> int:
     fp32_sizes = [size for size, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if in_fp32]
     other_sizes = [size for size, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if not in_fp32]
     return max(other_sizes if parts.in_fp32 else nbytes, default=0) + max(fp32_sizes, default=0)
+
+
+def _least_moving(parts: Partitions, tiers: TierMap) -> int:
+    """Returns the bytes of the paged units that are on the device together; 0 if none is paged.
+
+    Experts need the rest of their layer beside them. On several ranks that is beside any unit that another rank uses.
+    """
+    nbytes, largest = moving(parts, tiers), largest_moving(parts, tiers)
+    if not parts.alone:
+        return largest + max((nbytes[outer] for _, outer in parts.around), default=0)
+    return max([largest, *(nbytes[unit] + nbytes[outer] for unit, outer in parts.around)])
 
 
 # -- machine -------------------------------------------------------------------------------------------
@@ -286,14 +298,15 @@ def divide_device(
     fixed, largest = device_fixed(parts, tiers), largest_moving(parts, tiers)
     # All paged units plus room for one more of any size, so that gaps between units force no eviction.
     whole = max(_DEVICE_UNITS * largest, sum(moving(parts, tiers)) + largest)
-    live = whole if request.live is None else max(largest, align_up(request.live * mode.weight_dtype.itemsize))
+    together = _least_moving(parts, tiers)
+    live = whole if request.live is None else max(together, align_up(request.live * mode.weight_dtype.itemsize))
     weights = min(whole, live)
     # If whole gradients add up before they are reduced, a step has one partition of each gradient and no other sum.
     adds_up = request.accumulation > 1 and not machine.host_addressable and not parts.whole_gradients
     totals = to_add_up(parts, tiers) if adds_up else ()
     # Gradients on the device are an optimization that the least budget need not hold.
     in_host = with_tier(tiers, ((unit, State.GRAD) for unit, row in enumerate(tiers) if State.GRAD in row), Tier.HOST)
-    least = device_fixed(parts, in_host) + largest
+    least = device_fixed(parts, in_host) + together
     if request.device_memory is not None:
         check_budget(
             '"device_memory"',
@@ -320,7 +333,7 @@ def divide_device(
         if machine.host_addressable:  # the host budget, activations and gradients share this memory
             share = int(_ARENA_SHARE * max(machine.free_host - sum(beside_budgets(parts)), 0)) // PAGE * PAGE
             gathered = request.keeps_weights and not parts.alone
-            room = most = max(largest, min(weights if gathered else room, share))
+            room = most = max(together, min(weights if gathered else room, share))
         else:
             most = weights + sum(nbytes for _, nbytes in totals)
     need = DeviceNeed(least=least, most=fixed + most, unit=largest, weights=fixed + weights, totals=totals)
@@ -790,7 +803,7 @@ def place(
         if request.weights_on_device is not None:
             spare = 0  # the percentage is of weights alone
         elif request.device_memory is not None:
-            spare = request.device_memory // PAGE * PAGE - fixed - largest
+            spare = request.device_memory // PAGE * PAGE - fixed - _least_moving(parts, configured_tiers)
         else:
             spare = int(_GRADIENT_SHARE * machine.free_device) - fixed - _DEVICE_UNITS * largest
         configured_tiers = gradients_on_device(parts, configured_tiers, spare)

@@ -321,6 +321,8 @@ class Partitions:
     """Most bytes of weights of units that are gathered by one collective; 0 for one unit at a time."""
     in_fp32: tuple[bool, ...] = ()
     """True for each unit whose weights stay in fp32."""
+    around: tuple[tuple[int, int], ...] = ()
+    """Pairs of a unit of experts and the unit that its layer has besides, which is on the device meanwhile."""
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -494,7 +496,21 @@ def partitions(
         if reduction is not None and reduction.whole
         else (),
         in_fp32=tuple(layout.in_fp32 for layout in layouts),
+        around=tuple(_around(layouts)),
     )
+
+
+def _around(layouts: Sequence[UnitLayout]) -> Iterable[tuple[int, int]]:
+    """Yields each unit of experts with the unit of the innermost module around them, if there is one."""
+    names = {layout.name: unit for unit, layout in enumerate(layouts)}
+    for unit, layout in enumerate(layouts):
+        stack = layout.segments[0].stack if layout.segments else ""
+        # The units of a table in pieces have the name of its parameter.
+        module = layout.name if stack and not layout.name.startswith(f"{stack}[") else ""
+        while module := module.rpartition(".")[0]:
+            if module in names:
+                yield unit, names[module]
+                break
 
 
 def configured(parts: Partitions, request: PlacementRequest, weight_itemsize: int) -> TierMap:

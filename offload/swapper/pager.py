@@ -37,7 +37,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from offload.errors import EngineFailed
+from offload.errors import BudgetError, EngineFailed
 from offload.interrupts import uninterrupted
 from offload.states import Tier
 from offload.swapper.caches import DeviceCache, Expand, Gathers, HostCache
@@ -171,6 +171,8 @@ class CommonUses(Fetcher):
         self._nbytes = sum(entry.size.nbytes for entry in table.entries)
         self._settled: Container[int] = ()
         """Units whose uses need no round until weights change. Other ranks rely on their presence on this device."""
+        self._asking: list[UnitEntry] = []
+        """Units whose uses wait for the answer of the other ranks."""
         self._may_begin = True
         """False after a series has ended, or was not agreed on, until weights change."""
 
@@ -188,8 +190,10 @@ class CommonUses(Fetcher):
     def fetch(self, entry: UnitEntry, ahead: bool = False) -> None:
         """Fetches `entry` together with the other ranks; with `ahead` also the next unit, if all ranks have room."""
         self._table.check()
-        if entry.index not in self._settled and not self._ask(entry, ahead):
-            return
+        while entry.index not in self._settled and not self._ask(entry, ahead):
+            # Another autograd thread may have asked since the answer, and dropped the unit in `serve`.
+            if entry.residency is Residency.DEVICE:
+                return
         if self._peers.behind:
             if ahead:
                 self._prefetcher.read()
@@ -200,7 +204,20 @@ class CommonUses(Fetcher):
     def serve(self, entry: UnitEntry) -> None:
         if entry.index not in self._settled:
             self._end_series()
-        self._gather(entry)
+        try:
+            self._gather(entry)
+        except BudgetError:
+            # The units of this rank's own next uses make room: each round announces anew whether they are there.
+            waiting = [asked for asked in self._asking if asked is not entry and asked.pins == 1]
+            if not waiting:
+                raise
+            for asked in waiting:
+                asked.pins -= 1
+            try:
+                self._gather(entry)
+            finally:
+                for asked in waiting:
+                    asked.pins += 1
 
     def _gather(self, entry: UnitEntry) -> None:
         """Gathers a unit, which this rank fetches if it lacks the unit."""
@@ -228,7 +245,11 @@ class CommonUses(Fetcher):
         if ahead and entry.residency is Residency.DEVICE:
             self._prefetcher.read()
         # `agree` waits for other ranks, and serves them, so this thread must not hold the lock.
-        agreed = self._table.changed.without_lock(lambda: self._peers.agree(entry.index, state))
+        self._asking.append(entry)
+        try:
+            agreed = self._table.changed.without_lock(lambda: self._peers.agree(entry.index, state))
+        finally:
+            self._asking.remove(entry)
         if agreed.series:
             return True
         self._device_cache.free_reserved()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,10 @@ from torch import nn
 import offload
 from offload import testing
 from offload.config import load_config
-from offload.errors import StoreError
+from offload.errors import BudgetError, StoreError
 from offload.layout.experts import groups_of, takes_groups
 from offload.layout.memory_plan import Division, division_of
+from offload.notices import Headline
 from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import settings
@@ -191,6 +193,51 @@ def test_beside_adapters_frozen_groups_without_a_token_are_not_read(
     engine.destroy(remove=True)
 
 
+# -- adapters of stacks ----------------------------------------------------------------------------------------
+
+
+def with_adapters(make: Callable[[], Any]) -> nn.Module:
+    """Returns a model with adapters of both stacks, whose rank fills no 16 bytes."""
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapters = peft.LoraConfig(r=6, target_modules=["q_proj"], target_parameters=stacks, init_lora_weights=False)
+    return peft.get_peft_model(grouped(make), adapters)
+
+
+@pytest.mark.numeric
+@pytest.mark.works("Training", "LoRA on stacked experts in groups (peft's `target_parameters`)", "right")
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_stacks_train_without_a_merged_stack(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(partial(with_adapters, FAMILIES[family]), models.language_loss, steps=2)
+    plain = plain_loop(job)
+    monkeypatch.setattr(peft.tuners.lora.layer.ParamWrapper, "get_delta_factors", None)  # peft's way to merge
+    paged = run(job, DISK, tmp_path / "disk", device_memory="200KB")
+    rounding_bounds.same_training(paged, plain, job)
+    assert_same(run(job, MEMORY, tmp_path / "memory"), paged)
+    assert_same(run(job, DISK, tmp_path / "again", activations="cpu"), paged)
+
+
+def test_adapters_of_stacks_apply_as_peft_says(tmp_path: Path) -> None:
+    """Also after the engine's end. An adapter that is disabled adds nothing."""
+    job = FEW._replace(model=partial(with_adapters, FEW.model))
+    engine = start(job, DISK, tmp_path, experts="grouped")
+    model = engine.module
+    with torch.no_grad():
+        adapted_loss = few_tokens(engine, 0, 0)
+        model.base_model.disable_adapter_layers()
+        base_loss = few_tokens(engine, 0, 0)
+        model.base_model.enable_adapter_layers()
+        assert few_tokens(engine, 0, 0) == adapted_loss != base_loss
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    again = job.model()
+    again.load_state_dict(weights)
+    with torch.no_grad():
+        torch.testing.assert_close(few_tokens(again, 0, 0), adapted_loss)
+
+
 @pytest.mark.test_device
 def test_a_layer_takes_at_most_twenty_uses_of_units(tmp_path: Path) -> None:
     """With 128 experts, 8 of them for each token, as Qwen3-30B-A3B. Single experts take 256 of them alone."""
@@ -239,13 +286,25 @@ def test_the_choice_follows_the_models_own_products_unless_the_config_decides() 
 
 
 def test_a_line_says_what_the_units_are(tmp_path: Path) -> None:
-    for make, experts, words in (
-        (FEW.model, "auto", "32 experts are 16 units of their own, in groups, with grouped products"),
-        (partial(qwen, 16), "grouped", 'with grouped products, in place of "eager"'),
-        (partial(qwen, 16), "auto", "32 experts are units of their own"),
+    several = "experts in 8 groups a layer"
+    for make, experts, words, why in (
+        (
+            FEW.model,
+            "auto",
+            "32 experts are 16 units of their own, in groups, with grouped products",
+            f"{several}, since",
+        ),
+        (partial(qwen, 16), "grouped", 'with grouped products, in place of "eager"', f'{several}, as "experts" says'),
+        (
+            partial(qwen, 16),
+            "auto",
+            "32 experts are units of their own",
+            "one by one, since the model makes no grouped",
+        ),
     ):
         engine = start(FEW._replace(model=make), DISK, tmp_path, experts=experts)
         assert any(words in notice for notice in engine.notices)
+        assert any(why in notice for notice in engine.notices if isinstance(notice, Headline))
         configs = {stack.config._experts_implementation for stack in stacks_of(engine.module).values()}
         assert configs == {"offload_by_group" if experts == "grouped" or make is FEW.model else "eager"}
         engine.destroy(remove=True)
@@ -260,11 +319,28 @@ def test_where_groups_have_no_room_each_expert_is_a_unit(tmp_path: Path) -> None
     engine.destroy(remove=True)
     engine = start(job, DISK, tmp_path / "each", device_memory=largest * 3 // 4)
     assert not groups_in(engine) and engine.module.model.layers[0].mlp.experts.config._experts_implementation == "eager"
+    assert any("one by one, since a group has no room on the device" in notice for notice in engine.notices)
     losses = trained(engine, job).losses
     engine.destroy(remove=True)
     assert losses == run(job, MEMORY, tmp_path / "memory", experts="each").losses
-    with pytest.raises(offload.errors.BudgetError):
+    with pytest.raises(BudgetError):
         start(job, DISK, tmp_path / "asked", device_memory=largest * 3 // 4, experts="grouped")
+
+
+def least_named(refused: pytest.ExceptionInfo[BudgetError]) -> int:
+    """Returns the bytes of the least device memory that an error names."""
+    bytes_named = re.search(r"the least that works is .*?\((\d+) bytes\); it must hold", str(refused.value))
+    assert bytes_named is not None
+    return int(bytes_named[1])
+
+
+@pytest.mark.parametrize("experts", ["grouped", "each"])
+def test_the_least_device_memory_holds_experts_beside_the_rest_of_their_layer(experts: str, tmp_path: Path) -> None:
+    job = FEW._replace(steps=1)
+    with pytest.raises(BudgetError, match="for experts with the rest of their layer") as refused:
+        start(job, DISK, tmp_path / "none", device_memory=1, experts=experts)
+    least = run(job, DISK, tmp_path / "least", device_memory=least_named(refused), experts=experts)
+    assert_same(least, run(job, MEMORY, tmp_path / "memory", experts=experts))
 
 
 # -- runs and checkpoints --------------------------------------------------------------------------------------
@@ -288,6 +364,7 @@ def test_a_run_keeps_the_units_with_which_it_was_begun(begun: str, tmp_path: Pat
     engine = start(FEW, DISK, tmp_path, resume="must")
     names = [layout.name for layout in testing.inspect(engine).layouts if layout.name.endswith("]")]
     assert len(names) == {"each": 32, "whole": 0, "grouped": 16}[begun]
+    assert any("as the run was begun" in notice for notice in engine.notices) is bool(names)
     engine.destroy(remove=True)
 
 
@@ -382,6 +459,21 @@ def test_on_two_ranks_the_numbers_are_those_of_whole_stacks(ranks: RankPool, tmp
     (whole, one), (_, other) = ranks.run(grouped_ranks, tmp_path)
     assert_same(one, other, "ranks")
     assert_as_whole(one, whole)
+
+
+def with_the_least_memory(folder: Path) -> tuple[Result, Result]:
+    """Groups with the usual room on the device, and with the bytes that an error names."""
+    job = RANKS_JOB._replace(model=partial(grouped, RANKS_JOB.model), steps=1)
+    with pytest.raises(BudgetError) as refused:
+        train(job, DISK, folder / "none", device_memory=1)
+    usual = train(job, DISK, folder / "usual")
+    return usual, train(job, DISK, folder / "least", device_memory=least_named(refused))
+
+
+def test_ranks_that_visit_different_groups_train_with_the_least_device_memory(ranks: RankPool, tmp_path: Path) -> None:
+    """A group that waits for its use makes room for the group of the other rank."""
+    for usual, least in ranks.run(with_the_least_memory, tmp_path):
+        assert_same(least, usual)
 
 
 # -- plan ------------------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ import offload
 from offload import testing
 from offload.config import load_config
 from offload.errors import StoreError, UsageError
-from offload.layout.experts import find_stacks
+from offload.layout.experts import cut_stacks
 from offload.layout.memory_plan import Division, division_of
+from offload.layout.modes import ADAM
 from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import settings
@@ -558,10 +559,11 @@ def test_a_run_resumes_with_the_experts_that_it_had(tmp_path: Path) -> None:
     start(SIXTEEN, DISK, tmp_path, resume="must", experts="visited").destroy(remove=True)
 
 
-def test_a_stack_with_an_adapter_of_its_own_stays_whole() -> None:
-    """peft adds the adapter's product to the whole parameter."""
-    assert len(find_stacks(adapted())) == 2
-    assert find_stacks(adapted(target_parameters=["mlp.experts.down_proj"])) == ()
+def test_a_stack_with_an_adapter_of_its_own_stays_whole_unless_it_comes_in_groups() -> None:
+    """For a loop over experts peft adds the adapter's product to the whole parameter."""
+    for experts, parts in (("each", {0: 2, 1: 0}), ("grouped", {0: 2, 1: 2})):
+        for number, model in enumerate((adapted(), adapted(target_parameters=["mlp.experts.down_proj"]))):
+            assert len(cut_stacks(model, experts, ADAM)[0]) == parts[number]
 
 
 def adapted_parameters() -> Any:

@@ -32,6 +32,7 @@ PUBLISHED = {
     "qwen3-14b": 14.768e9,
     "qwen3-32b": 32.762e9,
     "qwen3-30b-a3b": 30.532e9,
+    "qwen3-235b-a22b": 235.094e9,
     "gemma-3-12b": 11.771e9,  # the language model alone, by the report on Gemma 3
     "gemma-3-27b": 27.016e9,
     "mistral-7b": 7.248e9,

@@ -33,7 +33,11 @@ TAIL = """
   `"experts"` says. A notice says so: `experts stay in one unit with their layer`. The device must hold the largest
   such layer; otherwise `offload.initialize` raises a `BudgetError` with `the least that works is`.
 * **DeepSeek-V4**: layers that choose experts by a table of token ids (`hash_moe`) were not run. The table of a new
-  model is zeros, and real values come with published weights.
+  model is zeros, and real values come with published weights. No operation's order differs from PyTorch's: in memory,
+  with one thread, all gradients of the first step had the bits of PyTorch. The norm and the update round otherwise, so
+  weights then differ by at most 3.7e-9. Gradients of the hyper-connections (`attn_hc`, `ffn_hc`, `hc_head`) cancel:
+  PyTorch's own differ from those in fp64 by up to 3.5e-4 of their largest element. Adam divides by their size, so after
+  two steps these weights differ by up to 1.5e-6, beyond the bound.
 * **Gated delta rule, delta attention, Mamba-2**: the tests run the implementations in PyTorch that transformers has.
   The kernels of `flash-linear-attention`, `causal-conv1d` and `mamba-ssm` were not run.
 * Published weights, sizes of published models and GPUs were not run for this page. Text alone was run: of families
