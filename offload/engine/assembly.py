@@ -29,7 +29,13 @@ from offload.aio.memory import release_heap
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Aio, Config
 from offload.distributed.agreement import Agreement, AllOrNothing, Rounds
-from offload.distributed.gathers import CodedWeightGathers, JoinedWeightGathers, NodeGathers, WeightGathers
+from offload.distributed.gathers import (
+    CodedWeightGathers,
+    ExpertGathers,
+    JoinedWeightGathers,
+    NodeGathers,
+    WeightGathers,
+)
 from offload.distributed.process_group import Ranks
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.distributed.reshard import NewRanks, finish, reshard
@@ -636,7 +642,7 @@ def _extensions(
         zeros = None
         if plan.config.offload.experts != "visited":
             zeros = ZeroGradients(plan.layouts, plan.trainable, gradients, plan.device.torch, plan.units.experts)
-        yield StackedExperts(model, plan.layouts, plan.units.experts, pager, zeros)
+        yield StackedExperts(model, plan.layouts, plan.units.experts, pager, zeros, plan.world.experts)
     yield TargetedParameters(model, handles)
     if plan.world.divides_model or plan.sites:
         yield ShardedViews(plan.sites)
@@ -673,6 +679,9 @@ def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timel
         gathers = JoinedWeightGathers(plan.world.ranks, plan.device, sizes, arena.keep(plan.parts.joined_gathers))
     if node.nbytes:
         gathers = NodeGathers(gathers, node, plan.world.node, plan.device, arena.keep(node.nbytes))
+    owned = {unit for unit, layout in enumerate(plan.layouts) if layout.ep_size > 1}
+    if owned:
+        gathers = ExpertGathers(gathers, plan.world.expert_shards, owned)
     return Rounds(gathers, shown_names(plan), callbacks, timeline=timeline)
 
 
@@ -788,6 +797,7 @@ def _gradients(
                 device_arena=arena,
                 reduction=plan.parts.reduction,
                 rounds=agreement,
+                expert_shards=plan.world.expert_shards,
             )
         undo.pop_all()
     return accumulator

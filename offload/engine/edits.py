@@ -139,8 +139,9 @@ class WeightEdits:
             if values.dtype == self._dtypes[unit]:
                 return values.to(self._handles[unit][position].device, copy=True).view(segment.shape)
             self.flush()
-        if self._coded and segment.start in self._coded[unit]:
-            # The device holds values decoded from codes, which must neither be saved nor written back as an edit.
+        if self._layouts[unit].ep_size > 1 or (self._coded and segment.start in self._coded[unit]):
+            # The device may hold the experts of this rank alone. Or it holds values decoded from codes, which must
+            # neither be saved nor written back as an edit.
             return self._callbacks.read_stored(self._handles[unit][position].parameter)
         start = self._layouts[unit].device_starts[position]
         # Cloned inside of the callback: the pager's memory is valid only until the callback returns.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.distributed.process_group import Ranks
 from offload.engine.callbacks import Extension
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.params import ParamHandle, handle_of
@@ -22,6 +23,7 @@ from offload.engine.parts import PartsForm, composed_handle, parts_of
 from offload.interrupts import uninterrupted
 from offload.layout.experts import LOOP, is_parameter_adapter
 from offload.layout.flat_layout import UnitLayout
+from offload.parallel.experts import dispatch_own_tokens
 from offload.swapper.pager import Pager
 from offload.torch_internals import outside_of_compiled_code, plain_tensors
 
@@ -285,18 +287,22 @@ class StackedExperts(Extension):
         experts: Mapping[str, range],
         pager: Pager,
         zeros: ZeroGradients | None,
+        owners: Ranks,
     ) -> None:
         """Hooks the modules, which are sites of the engine already, and makes their forwards go from part to part.
 
         `experts` contains the units of each module whose experts, or groups of them, are units, in the experts' order.
-        `zeros` makes gradients of experts without a token; None if these are not updated.
+        `zeros` makes gradients of experts without a token; None if these are not updated. `owners` are the ranks that
+        own the experts of a layer together.
         """
         self._pager, self._zeros = pager, zeros
         self._undo: list[Callable[[], None]] = []
         for name, units in experts.items():
             module, rows = model.get_submodule(name), layouts[units[0]].segments[0].rows
             size = 1 if rows is None else len(rows)
-            self._undo += [self._hook(module, units, size), use_implementation(module, rows is not None)]
+            # All owned experts are one unit, which each forward uses.
+            hook = dispatch_own_tokens(module, owners) if owners.size > 1 else self._hook(module, units, size)
+            self._undo += [hook, use_implementation(module, rows is not None)]
 
     def add_gradients(self, present: Sequence[set[int]]) -> None:
         """Adds gradients of zeros for experts without a token, unless those are not updated."""

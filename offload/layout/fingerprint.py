@@ -46,6 +46,8 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replica
                 **({} if layout.matrices_start is None else {"matrices": layout.matrices_start}),
                 # Likewise: written only for units whose weights stay in fp32.
                 **({"in_fp32": True} if layout.in_fp32 else {}),
+                # Likewise: written only for units whose experts ranks own.
+                **({} if layout.ep_size == 1 else {"ep_size": layout.ep_size}),
                 "parameters": [_described(segment) for segment in layout.segments],
             }
             for layout in layouts
@@ -225,6 +227,7 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
         unit["trainable"],
         unit.get("matrices"),
         unit.get("in_fp32", False),
+        unit.get("ep_size", 1),
     )
 
 
