@@ -309,7 +309,7 @@ def _components(
             several_ranks=not world.ranks.alone,
             callbacks=callbacks,
             composed=[
-                *stack_handles(model, plan.layouts, handles, plan.units.experts),
+                *stack_handles(model, plan.layouts, handles, plan.units.experts, plan.world.experts),
                 *table_handles(model, plan.layouts, handles, plan.units.tables),
             ],
             coded=parts.coded.elements,
@@ -642,7 +642,7 @@ def _extensions(
         zeros = None
         if plan.config.offload.experts != "visited":
             zeros = ZeroGradients(plan.layouts, plan.trainable, gradients, plan.device.torch, plan.units.experts)
-        yield StackedExperts(model, plan.layouts, plan.units.experts, pager, zeros, plan.world.experts)
+        yield StackedExperts(model, plan.layouts, plan.units.experts, pager, zeros)
     yield TargetedParameters(model, handles)
     if plan.world.divides_model or plan.sites:
         yield ShardedViews(plan.sites)

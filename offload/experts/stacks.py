@@ -9,6 +9,7 @@ The modules of transformers go from part to part by another implementation: the 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,10 +21,11 @@ from offload.engine.callbacks import Extension
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.params import ParamHandle, handle_of
 from offload.engine.parts import PartsForm, composed_handle, parts_of
+from offload.errors import UsageError
 from offload.interrupts import uninterrupted
 from offload.layout.experts import LOOP, is_parameter_adapter
 from offload.layout.flat_layout import UnitLayout
-from offload.parallel.experts import dispatch_own_tokens
+from offload.parallel.experts import exchanged
 from offload.swapper.pager import Pager
 from offload.torch_internals import outside_of_compiled_code, plain_tensors
 
@@ -35,13 +37,32 @@ class StackedRows(PartsForm):
 
     parts_words, key = "experts", "experts"
 
-    def __init__(self, parts: Sequence[ParamHandle], experts: Collection[int], size: int | None) -> None:
+    def __init__(self, parts: Sequence[ParamHandle], experts: Collection[int], size: int | None, owners: Ranks) -> None:
         """Joins rows, or groups of `size` rows.
 
         `experts` are the units of all experts of the model. In a module the unit of one part makes room for the next.
+        `owners` are the ranks that own one group each; one rank if all ranks divide each part.
         """
         super().__init__(parts)
-        self._experts, self._size = experts, size
+        self._experts, self._size, self.owners = experts, size, owners
+
+    def here(self, handle: ParamHandle) -> torch.Tensor | None:
+        """Returns all parts as one tensor, as `PartsForm.here`; raises `UsageError` where other ranks own some."""
+        if self.owners.size > 1 and handle.engine.hooks.runs_now():
+            raise self._owned(handle)
+        return super().here(handle)
+
+    def leaves(self, handle: ParamHandle) -> list[torch.Tensor]:
+        """Returns copies of the parts; raises `UsageError` where other ranks own some."""
+        if self.owners.size > 1:
+            raise self._owned(handle)
+        return super().leaves(handle)
+
+    def _owned(self, handle: ParamHandle) -> UsageError:
+        return UsageError(
+            f"all experts of {handle.name} are used at once with their gradients, and each rank owns "
+            f"{self._size} of {handle.shape[0]}: leave expert_parallel out, or read them under torch.no_grad()"
+        )
 
     def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the parts as one tensor."""
@@ -87,10 +108,12 @@ def stack_handles(
     layouts: Sequence[UnitLayout],
     handles: Sequence[Sequence[ParamHandle]],
     experts: Mapping[str, range],
+    owners: Ranks,
 ) -> list[ParamHandle]:
     """Returns a handle for each parameter whose rows are units, and makes it a placeholder.
 
-    `experts` contains the units of each module whose experts, or groups of them, are units.
+    `experts` contains the units of each module whose experts, or groups of them, are units. `owners` as in
+    `StackedRows`.
     """
     units = frozenset(unit for of_module in experts.values() for unit in of_module)
     composed = []
@@ -99,7 +122,7 @@ def stack_handles(
             rows = layouts[first.unit].segments[first.position].rows
             size = None if rows is None else len(rows)
             shape = (len(parts), *first.shape) if size is None else (len(parts) * size, *first.shape[1:])
-            composed.append(composed_handle(model, name, StackedRows(parts, units, size), shape))
+            composed.append(composed_handle(model, name, StackedRows(parts, units, size, owners), shape))
     return composed
 
 
@@ -191,7 +214,8 @@ def by_group(
     """Returns what transformers' grouped products return, with one group of experts after the other on the device.
 
     Tokens are sorted by expert once, so that each group computes consecutive rows. All sums are those of
-    `grouped_mm_experts_forward`, in the same order. A group without a token is not used.
+    `grouped_mm_experts_forward`, in the same order. A group without a token is not used. If ranks own the groups,
+    tokens travel to the ranks of their experts, and each rank uses its group.
 
     Args:
         module: a module of stacked experts whose groups are units.
@@ -205,6 +229,26 @@ def by_group(
     if first is None or down is None:  # a copy of the model, which has weights of its own
         at_once: torch.Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
         return at_once
+    compute = functools.partial(_by_group, module, first, down)
+    assert isinstance(first.weight.form, StackedRows)
+    owners = first.weight.form.owners
+    if owners.size == 1:
+        return compute(hidden_states, top_k_index, top_k_weights)
+    size = module.num_experts // owners.size
+    own = range(owners.rank * size, (owners.rank + 1) * size)
+    output = exchanged(compute, hidden_states, top_k_index, top_k_weights, own, owners.size, owners.route)
+    return output.to(hidden_states.dtype)
+
+
+def _by_group(
+    module: Any,
+    first: _Projection,
+    down: _Projection,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Returns what `by_group` returns, on this rank; `first` and `down` are the projections of the module."""
     count = top_k_index.size(-1)
     experts, order = torch.sort(top_k_index.reshape(-1))
     tokens = torch.bincount(experts, minlength=module.num_experts)[: module.num_experts]
@@ -287,22 +331,20 @@ class StackedExperts(Extension):
         experts: Mapping[str, range],
         pager: Pager,
         zeros: ZeroGradients | None,
-        owners: Ranks,
     ) -> None:
         """Hooks the modules, which are sites of the engine already, and makes their forwards go from part to part.
 
         `experts` contains the units of each module whose experts, or groups of them, are units, in the experts' order.
-        `zeros` makes gradients of experts without a token; None if these are not updated. `owners` are the ranks that
-        own the experts of a layer together.
+        `zeros` makes gradients of experts without a token; None if these are not updated.
         """
         self._pager, self._zeros = pager, zeros
         self._undo: list[Callable[[], None]] = []
         for name, units in experts.items():
             module, rows = model.get_submodule(name), layouts[units[0]].segments[0].rows
             size = 1 if rows is None else len(rows)
-            # All owned experts are one unit, which each forward uses.
-            hook = dispatch_own_tokens(module, owners) if owners.size > 1 else self._hook(module, units, size)
-            self._undo += [hook, use_implementation(module, rows is not None)]
+            self._undo.append(use_implementation(module, rows is not None))
+            if layouts[units[0]].ep_size == 1:  # else each forward uses the only unit
+                self._undo.append(self._hook(module, units, size))
 
     def add_gradients(self, present: Sequence[set[int]]) -> None:
         """Adds gradients of zeros for experts without a token, unless those are not updated."""

@@ -32,7 +32,6 @@ import torch.distributed as dist
 from torch import nn
 
 from offload.config import Config
-from offload.distributed.process_group import Ranks
 from offload.distributed.world import World
 from offload.errors import ConfigError
 from offload.layout.experts import expert_stacks
@@ -92,46 +91,20 @@ def dispatch_tokens(module: Any, mesh: Any) -> Callable[[], None]:
     The module has the experts of this rank alone, and all ranks have the same batch. The returned function gives the
     module its forward back.
     """
-    count, send = module.num_experts, functools.partial(_sent, group=mesh.get_group())
+    own, count = module.__dict__.get("forward"), module.num_experts
+    send = functools.partial(_sent, group=mesh.get_group())
     module.num_experts = count // mesh.size()
     inner = module.forward
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         tokens, index, weights = (_slice(value, mesh) for value in (hidden_states, top_k_index, top_k_weights))
-        output = _exchanged(inner, tokens, index, weights, range(module.num_experts), mesh.size(), send)
+        output = exchanged(inner, tokens, index, weights, range(module.num_experts), mesh.size(), send)
         return _whole(output, mesh, hidden_states.shape).to(hidden_states.dtype)
 
-    undo = _replace_forward(module, forward)
-
-    def restore() -> None:
-        module.num_experts = count
-        undo()
-
-    return restore
-
-
-def dispatch_own_tokens(module: Any, ranks: Ranks) -> Callable[[], None]:
-    """Makes the forward of a module of stacked experts send this rank's tokens to `ranks`, in the order of experts.
-
-    The module has all experts, and its forward uses those of this rank alone. The returned function gives the module
-    its forward back.
-    """
-    size, inner = module.num_experts // ranks.size, module.forward
-    own = range(ranks.rank * size, (ranks.rank + 1) * size)
-
-    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        output = _exchanged(inner, hidden_states, top_k_index, top_k_weights, own, ranks.size, ranks.route)
-        return output.to(hidden_states.dtype)
-
-    return _replace_forward(module, forward)
-
-
-def _replace_forward(module: Any, forward: Callable[..., torch.Tensor]) -> Callable[[], None]:
-    """Makes `forward` the forward of a module. The returned function gives the module its own back."""
-    own = module.__dict__.get("forward")
     module.forward = forward
 
     def undo() -> None:
+        module.num_experts = count
         if own is None:
             del module.forward
         else:
@@ -140,7 +113,7 @@ def _replace_forward(module: Any, forward: Callable[..., torch.Tensor]) -> Calla
     return undo
 
 
-def _exchanged(
+def exchanged(
     forward: Callable[..., torch.Tensor],
     tokens: torch.Tensor,
     index: torch.Tensor,
@@ -154,7 +127,7 @@ def _exchanged(
     Args:
         forward: of the module, for tokens whose experts are this rank's.
         tokens: (n, width).
-        index: (n, k), the experts of each token among all.
+        index: (n, k), the experts of each token among all; the number of experts stands for none.
         weights: (n, k).
         own: the experts of this rank, by the numbers that `forward` knows.
         ranks: number of ranks.
@@ -163,9 +136,10 @@ def _exchanged(
     chosen, experts = index.reshape(-1), len(own)
     # Sorted, pairs are in the order of ranks, since each has consecutive experts; within an expert in that of tokens.
     order = torch.argsort(chosen, stable=True)
-    given = torch.bincount(chosen, minlength=experts * ranks)
+    given = torch.bincount(chosen, minlength=experts * ranks)[: experts * ranks]
     taken = send(given, [experts] * ranks, [experts] * ranks)
     gives, takes = torch.stack([given.view(ranks, experts).sum(1), taken.view(ranks, experts).sum(1)]).tolist()
+    order = order[: sum(gives)]  # choices of no expert come last
     rows = _Exchange.apply(tokens[order // index.shape[-1]], gives, takes, send)  # type: ignore[no-untyped-call]
     local = torch.arange(own.start, own.stop, device=chosen.device).repeat(ranks).repeat_interleave(taken)
     count = rows.shape[0]
@@ -174,7 +148,7 @@ def _exchanged(
         rows, local = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), local.new_full((1,), own.start)
     results = forward(rows, local.unsqueeze(-1), torch.ones_like(local, dtype=rows.dtype).unsqueeze(-1))[:count]
     back = _Exchange.apply(results, takes, gives, send)  # type: ignore[no-untyped-call]
-    of_pairs = torch.empty_like(back).index_copy(0, order, back).view(*index.shape, -1)
+    of_pairs = back.new_zeros(len(chosen), back.shape[1]).index_copy(0, order, back).view(*index.shape, -1)
     return (of_pairs * weights.unsqueeze(-1)).sum(1)
 
 
