@@ -149,7 +149,8 @@ def exchanged(
     results = forward(rows, local.unsqueeze(-1), torch.ones_like(local, dtype=rows.dtype).unsqueeze(-1))[:count]
     back = _Exchange.apply(results, takes, gives, send)  # type: ignore[no-untyped-call]
     of_pairs = back.new_zeros(len(chosen), back.shape[1]).index_copy(0, order, back).view(*index.shape, -1)
-    return (of_pairs * weights.unsqueeze(-1)).sum(1)
+    summed: torch.Tensor = (of_pairs * weights.unsqueeze(-1)).sum(1)
+    return summed
 
 
 class _Exchange(torch.autograd.Function):

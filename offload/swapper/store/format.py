@@ -570,7 +570,9 @@ def compare(own: StoreSpec, stored: StoreSpec, folder: Path) -> None:
                 for spec, verb, place in ((there, "was", "in the run"), (expected, "is", "here"))
             )
         if difference.startswith("layout/units/"):
-            advice = f'resume with the "units", "experts" and "vocabulary" that the run had, or {advice}'
+            advice = (
+                f'resume with the "units", "experts", "vocabulary" and expert_parallel that the run had, or {advice}'
+            )
         if difference.startswith("layout/in_fp32 "):
             advice = f'resume with the "keep_in_fp32" that the run had, or {advice}'
             counts = [count_of(spec.get("in_fp32", 0), "weight") for spec in (there, expected)]
