@@ -161,7 +161,7 @@ def train_uneven(job: Job, folder: Path) -> tuple[list[float], list[float], tupl
         for losses, trained, own in ((alone, plain, batches), (divided, engine, batches[rank : rank + 1])):
             loss = sum((models.token_loss(trained(ids).logits, ids) for ids in own), torch.zeros(())) / len(own)
             trained.backward(loss)
-            losses.append(float(loss.detach()) if trained is plain else engine.mean(loss.detach()))
+            losses.append(float(loss.detach()) if trained is plain else engine.mean(float(loss.detach())))
             trained.step()
     sent = engine.communication().experts
     engine.destroy(remove=True)
