@@ -22,10 +22,10 @@ from offload.engine.gradients import GradientAccumulator
 from offload.engine.params import ParamHandle, handle_of
 from offload.engine.parts import PartsForm, composed_handle, parts_of
 from offload.errors import UsageError
+from offload.experts.exchange import exchange_tokens
 from offload.interrupts import uninterrupted
 from offload.layout.experts import LOOP, is_parameter_adapter
 from offload.layout.flat_layout import UnitLayout
-from offload.parallel.experts import exchanged
 from offload.swapper.pager import Pager
 from offload.torch_internals import outside_of_compiled_code, plain_tensors
 
@@ -236,7 +236,7 @@ def by_group(
         return compute(hidden_states, top_k_index, top_k_weights)
     size = module.num_experts // owners.size
     own = range(owners.rank * size, (owners.rank + 1) * size)
-    output = exchanged(compute, hidden_states, top_k_index, top_k_weights, own, owners.size, owners.route)
+    output = exchange_tokens(compute, hidden_states, top_k_index, top_k_weights, own, owners.size, owners.route)
     return output.to(hidden_states.dtype)
 
 

@@ -105,7 +105,7 @@ def find_units(
     Args:
         named: names or class names of modules that are one unit each, including everything inside them.
         stacks: modules whose experts, or groups of them, are units. A stack stays whole if it is within a module of
-            `named`, or if its experts or groups are too small to be units.
+            `named`, or if its experts or groups are too small to be units; not if ranks own its groups.
         in_fp32: names of parameters that stay in fp32; see `parameters_in_fp32`.
         tables: parameters whose pieces of rows are units. A table stays whole if a candidate contains it, or if it
             stays in fp32.
@@ -150,9 +150,9 @@ def find_units(
 def _large_stacks(
     stacks: Sequence[Stack], named: Sequence[str], owners: Mapping[str, str | None], sizes: Mapping[str, int]
 ) -> list[Stack]:
-    """Returns the stacks outside of the modules `named` whose experts are large enough to be units."""
+    """Returns the stacks outside of the modules `named` whose experts are large enough, and those that ranks own."""
     inside = tuple(f"{name}." for name in named)
-    outside = [stack for stack in stacks if not f"{stack.module}.".startswith(inside)]
+    outside = [stack for stack in stacks if stack.ep_size > 1 or not f"{stack.module}.".startswith(inside)]
     stacked = {name for stack in outside for name in stack.parameters}
     candidate_sizes: dict[str | None, int] = {}
     for name, candidate in owners.items():

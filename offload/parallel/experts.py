@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,10 @@ from torch import nn
 from offload.config import Config
 from offload.distributed.world import World
 from offload.errors import ConfigError
+from offload.experts.exchange import exchange_tokens
 from offload.layout.experts import expert_stacks
 from offload.sizes import count_of
+from offload.torch_internals import inner_tensors
 
 
 def form_experts(world: World, config: Config, model: nn.Module) -> World:
@@ -50,7 +52,7 @@ def form_experts(world: World, config: Config, model: nn.Module) -> World:
     if size == 1 or config.tensor_parallel.autotp_size > 1:
         return world
     request, zero = f"expert_parallel.autoep_size is {size}", config.zero_optimization
-    expert_stacks(model, size)
+    stacks = [model.get_parameter(name) for stack in expert_stacks(model, size) for name in stack.parameters]
     if ranks % size:
         raise ConfigError(
             f"{request}, the number of ranks that own the experts of a layer together, and {count_of(ranks, 'rank')} "
@@ -63,7 +65,7 @@ def form_experts(world: World, config: Config, model: nn.Module) -> World:
         (zero.zero_hpz_partition_size > 1, "zero_hpz_partition_size", "leave one of them out"),
         (zero.sends_codes, "codes of weights and gradients", 'leave the keys "zero_quantized_..." out'),
         (config.offload.frozen is not None, "quantized frozen weights", 'leave "frozen" out'),
-        (bool(config.units), '"units"', "leave one of them out"),
+        (any(map(inner_tensors, stacks)), "experts that a library has quantized", "leave expert_parallel out"),
         (config.offload.experts not in ("auto", "grouped"), "experts of another kind", 'leave "experts" out'),
     )
     for holds, what, cure in refused:
@@ -81,10 +83,6 @@ def form_experts(world: World, config: Config, model: nn.Module) -> World:
 # -- tokens --------------------------------------------------------------------------------------------
 
 
-Send: TypeAlias = Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
-"""Sends rows to each rank, so many as the first list says, and returns those of each, so many as the second says."""
-
-
 def dispatch_tokens(module: Any, mesh: Any) -> Callable[[], None]:
     """Makes the forward of a module of stacked experts send tokens to the ranks of `mesh`, in the order of experts.
 
@@ -98,7 +96,7 @@ def dispatch_tokens(module: Any, mesh: Any) -> Callable[[], None]:
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         tokens, index, weights = (_slice(value, mesh) for value in (hidden_states, top_k_index, top_k_weights))
-        output = exchanged(inner, tokens, index, weights, range(module.num_experts), mesh.size(), send)
+        output = exchange_tokens(inner, tokens, index, weights, range(module.num_experts), mesh.size(), send)
         return _whole(output, mesh, hidden_states.shape).to(hidden_states.dtype)
 
     module.forward = forward
@@ -111,59 +109,6 @@ def dispatch_tokens(module: Any, mesh: Any) -> Callable[[], None]:
             module.forward = own
 
     return undo
-
-
-def exchanged(
-    forward: Callable[..., torch.Tensor],
-    tokens: torch.Tensor,
-    index: torch.Tensor,
-    weights: torch.Tensor,
-    own: range,
-    ranks: int,
-    send: Send,
-) -> torch.Tensor:
-    """Returns the weighted sum of experts for each token of this rank. Collective of the ranks.
-
-    Args:
-        forward: of the module, for tokens whose experts are this rank's.
-        tokens: (n, width).
-        index: (n, k), the experts of each token among all; the number of experts stands for none.
-        weights: (n, k).
-        own: the experts of this rank, by the numbers that `forward` knows.
-        ranks: number of ranks.
-        send: an all-to-all of these ranks.
-    """
-    chosen, experts = index.reshape(-1), len(own)
-    # Sorted, pairs are in the order of ranks, since each has consecutive experts; within an expert in that of tokens.
-    order = torch.argsort(chosen, stable=True)
-    given = torch.bincount(chosen, minlength=experts * ranks)[: experts * ranks]
-    taken = send(given, [experts] * ranks, [experts] * ranks)
-    gives, takes = torch.stack([given.view(ranks, experts).sum(1), taken.view(ranks, experts).sum(1)]).tolist()
-    order = order[: sum(gives)]  # choices of no expert come last
-    rows = _Exchange.apply(tokens[order // index.shape[-1]], gives, takes, send)  # type: ignore[no-untyped-call]
-    local = torch.arange(own.start, own.stop, device=chosen.device).repeat(ranks).repeat_interleave(taken)
-    count = rows.shape[0]
-    if not count:
-        # A row of zeros keeps the experts in the graph: each rank takes part in the exchanges of the backward.
-        rows, local = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), local.new_full((1,), own.start)
-    results = forward(rows, local.unsqueeze(-1), torch.ones_like(local, dtype=rows.dtype).unsqueeze(-1))[:count]
-    back = _Exchange.apply(results, takes, gives, send)  # type: ignore[no-untyped-call]
-    of_pairs = back.new_zeros(len(chosen), back.shape[1]).index_copy(0, order, back).view(*index.shape, -1)
-    summed: torch.Tensor = (of_pairs * weights.unsqueeze(-1)).sum(1)
-    return summed
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows: `gives` of them to each rank, `takes` from each; gradients go the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, gives: Sequence[int], takes: Sequence[int], send: Send) -> torch.Tensor:
-        ctx.gives, ctx.takes, ctx.send = gives, takes, send
-        return send(rows.contiguous(), gives, takes)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.send(gradient.contiguous(), ctx.takes, ctx.gives), None, None, None
 
 
 def _sent(rows: torch.Tensor, gives: Sequence[int], takes: Sequence[int], group: Any) -> torch.Tensor:
