@@ -101,9 +101,9 @@ def cut_stacks(
 
 def _owned(model: nn.Module, optimizer: str, ep_size: int) -> tuple[Stack, ...]:
     """Returns all stacks of a model, each cut into `ep_size` groups of one unit."""
-    stacks = expert_stacks(model, ep_size)
+    stacks = tuple(stack._replace(groups=ep_size, ep_size=ep_size) for stack in expert_stacks(model, ep_size))
     reason = None if RULE_LAYOUTS[optimizer].elementwise else "the optimizer's rule looks at whole parameters"
-    for stack in (stack._replace(groups=ep_size) for stack in stacks):
+    for stack in stacks:
         module = model.get_submodule(stack.module)
         reason = reason or _why_not_replaced(module, _implementation(model, stack), stack)
     if reason is not None:
@@ -111,7 +111,7 @@ def _owned(model: nn.Module, optimizer: str, ep_size: int) -> tuple[Stack, ...]:
             f"expert_parallel.autoep_size is {ep_size}, and {reason}: it is for elementwise optimizers, and for "
             "experts whose code is transformers' own; leave expert_parallel out"
         )
-    return tuple(stack._replace(groups=ep_size, ep_size=ep_size) for stack in stacks)
+    return stacks
 
 
 def expert_stacks(model: nn.Module, size: int) -> tuple[Stack, ...]:

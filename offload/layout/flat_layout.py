@@ -319,9 +319,9 @@ class UnitLayout(NamedTuple):
         """Returns the place of an element of the partitions on the device, of a rank that has the element there."""
         if self.ep_size == 1:
             return element
-        first = 0 if element < self.trainable_stop else self.trainable_stop
-        region = self.trainable_stop if element < self.trainable_stop else self.numel - self.trainable_stop
-        return first // self.ep_size + (element - first) % (region // self.ep_size)
+        if element < self.trainable_stop:
+            return element % self.gradient_numel
+        return self.gradient_numel + (element - self.trainable_stop) % (self.local_numel - self.gradient_numel)
 
     def computes(self, segment: ParameterSegment, part: range) -> bool:
         """Returns True if the rank whose trainable elements are `part` computes the gradient of a trainable segment."""
@@ -482,17 +482,16 @@ def _by_expert(
         groups.setdefault(segment.rows, []).append(segment)
     # All groups have the same shapes, so their layouts are alike.
     layouts = [arrange(name, group, max(1, world_size // ep_size), mode=mode) for group in groups.values()]
-    stop, numel = layouts[0].trainable_stop, layouts[0].numel
+    stop = layouts[0].trainable_stop
+    frozen = layouts[0].numel - stop
     placed = [
-        segment._replace(
-            start=segment.start + (group * stop if trains else (ep_size - 1) * stop + group * (numel - stop))
-        )
+        segment._replace(start=segment.start + (group * stop if trains else (ep_size - 1) * stop + group * frozen))
         for trains in (True, False)
         for group, layout in enumerate(layouts)
         for segment in layout.segments
         if segment.trainable is trains
     ]
-    return UnitLayout(name, tuple(placed), ep_size * numel, ep_size * stop, ep_size=ep_size)
+    return UnitLayout(name, tuple(placed), ep_size * (stop + frozen), ep_size * stop, ep_size=ep_size)
 
 
 def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]], world_size: int = 1) -> UnitLayout:

@@ -15,6 +15,10 @@ from torch import nn
 import offload
 from offload import testing
 from offload.errors import ConfigError, StoreError, UsageError
+from offload.layout.fingerprint import describe, described_layouts
+from offload.layout.flat_layout import layouts_of
+from offload.layout.memory_plan import Division, divide
+from offload.layout.modes import MODES
 from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, PlainEngine, Result, assert_same, assert_same_tensors, config
 from tests.support.ranks import tensor_parallel as tp
@@ -222,6 +226,16 @@ def use_whole_stacks(folder: Path) -> None:
 
 def test_stacks_are_whole_between_steps(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(use_whole_stacks, tmp_path)
+
+
+def test_a_description_of_owned_experts_is_read_and_checked() -> None:
+    model = tp.mixture()
+    layouts = layouts_of(model, divide(model, Division(ep_size=2)).units, 4)
+    description = describe(layouts, MODES["fp32"], 4)
+    assert described_layouts(description) == layouts
+    description["units"][-1]["ep_size"] = 3
+    with pytest.raises(StoreError, match="2 groups of experts for 3 owners"):
+        described_layouts(description)
 
 
 # -- refused -------------------------------------------------------------------------------------------

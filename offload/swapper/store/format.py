@@ -464,7 +464,7 @@ _PARAMETER = fields(
 )
 _UNIT = fields(
     {"name": text(), "numel": whole(), "trainable": whole(), "parameters": rows(_PARAMETER)},
-    {"matrices": maybe(whole()), "in_fp32": flag},
+    {"matrices": maybe(whole()), "in_fp32": flag, "ep_size": whole(1, MOST_RANKS)},
 )
 _UNIT_IN_WORDS = fields({"name": text(), "parameters": rows(_PARAMETER)})
 """A unit in the manifest of a checkpoint with parts. Only people read this description."""
