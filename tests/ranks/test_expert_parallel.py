@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from offload.layout.modes import MODES
 from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, PlainEngine, Result, assert_same, assert_same_tensors, config
 from tests.support.ranks import tensor_parallel as tp
-from tests.support.ranks.rank_pool import RankPool, rank_and_size, start, train
+from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, start, train
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
 
@@ -52,10 +54,10 @@ def train_in_memory_and_on_disk(job: Job, room: int, folder: Path) -> Result:
     return first
 
 
-def compare(job: Job, room: int, pool: RankPool, folder: Path) -> None:
+def compare(job: Job, room: int, ranks: RankPool, folder: Path) -> None:
     """Compares ranks that own experts with each other, and with one rank."""
     alone = train(job._replace(experts=1), DISK, folder / "one")
-    found = pool.run(train_in_memory_and_on_disk, job, room, folder / "ranks")
+    found = ranks.run(train_in_memory_and_on_disk, job, room, folder / "ranks")
     for result in found:
         assert_same(found[0], result, "the ranks")
     rounding_bounds.same_training(found[0], alone, job, reordered=True)
@@ -145,6 +147,40 @@ def test_a_run_resumes_on_another_number_of_ranks(ranks: RankPool, four: RankPoo
     assert_same_tensors(ranks.run(go_on, JOB, tmp_path)[0], begun[0])
 
 
+def die_in_the_third_step(job: Job, folder: Path) -> None:
+    """One rank is killed between two steps, the other while tokens of its third forward wait for the first."""
+    engine = start(job, DISK, folder)
+    tp.steps(engine, job, 1, 0, 2)
+    try:
+        if rank_and_size()[0] == 0:
+            tp.steps(engine, job, 1, 2, 3)
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume_the_killed(job: Job, folder: Path) -> None:
+    unbroken = train(job, DISK, folder / "unbroken")
+    engine = start(job, DISK, folder, resume="must")
+    first = engine.global_steps
+    assert first in (1, 2)
+    rest = tp.steps(engine, job, 1, first, job.steps)
+    engine.destroy(remove=True)
+    assert (rest.losses, rest.norms) == (unbroken.losses[first:], unbroken.norms[first:])
+    assert_same_tensors(rest.weights, unbroken.weights)
+
+
+@pytest.mark.works("Several ranks", "resume of ranks with expert parallelism that were killed in a step", "right")
+@pytest.mark.slow
+def test_killed_ranks_resume_with_the_bits_of_an_unbroken_run(tmp_path: Path) -> None:
+    job = JOB._replace(steps=3)
+    with pool(2) as two:
+        with pytest.raises((EOFError, OSError)):
+            two.run(die_in_the_third_step, job, tmp_path)
+        for process in two.processes:
+            process.join(60)
+        two.run(resume_the_killed, job, tmp_path)
+
+
 # -- tokens --------------------------------------------------------------------------------------------
 
 
@@ -167,7 +203,10 @@ def train_uneven(job: Job, folder: Path) -> tuple[list[float], list[float], tupl
             trained.backward(loss)
             losses.append(float(loss.detach()) if trained is plain else engine.mean(float(loss.detach())))
             trained.step()
-    sent = engine.communication().experts
+    sent, layouts = engine.communication().experts, testing.inspect(engine).layouts
+    # No gradient of an expert is sent, and half of all others by each of two ranks.
+    dense = sum(layout.trainable_stop for layout in layouts if layout.ep_size == 1)
+    assert engine.communication().gradients.nbytes == 3 * 4 * dense // 2
     engine.destroy(remove=True)
     return alone, divided, (sent.collectives - before.collectives, sent.nbytes - before.nbytes)
 
