@@ -264,8 +264,9 @@ class WeightEdits:
             self.flush()
         key = (unit, position, self.pager.updates(unit))
         copy = self._copies.get(key)
-        # A nonzero version means that the user has changed the copy in place: it no longer shows the weights.
-        if copy is None or copy._version:
+        # A nonzero version means that the user has changed the copy in place: it no longer shows the weights. Owned
+        # experts are read by all ranks together, of which others may hold no copy.
+        if copy is None or copy._version or self._layouts[unit].ep_size > 1:
             copy = self.read(unit, position).to("cpu")
             self._copies[key] = copy
         return copy
@@ -290,7 +291,7 @@ class WeightEdits:
         # No count ever falls, so their sum names the weights of all parts.
         key = (-1, id(handle), sum(self.pager.updates(part.unit) for part in handle.parts))
         copy = self._copies.get(key)
-        if copy is None or copy._version:
+        if copy is None or copy._version or self._layouts[handle.parts[0].unit].ep_size > 1:
             copy = handle.form.join([self.weight(part.unit, part.position) for part in handle.parts])
             self._copies[key] = copy
         return copy
