@@ -60,8 +60,9 @@ class StackedRows(PartsForm):
 
     def _owned(self, handle: ParamHandle) -> UsageError:
         return UsageError(
-            f"all experts of {handle.name} are used at once with their gradients, and each rank owns "
-            f"{self._size} of {handle.shape[0]}: leave expert_parallel out, or read them under torch.no_grad()"
+            f"experts of {handle.name} that other ranks own are used while the model runs, or with their gradients, "
+            f"and each rank owns {self._size} of {handle.shape[0]}: leave expert_parallel out, or read them between "
+            "steps under torch.no_grad()"
         )
 
     def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -90,6 +91,8 @@ class StackedRows(PartsForm):
 
     def part(self, handle: ParamHandle, number: int) -> torch.Tensor | None:
         """Returns a part, on the device until the next one is requested; None unless a module or a backward runs."""
+        if self.owners.size > 1 and number != self.owners.rank:
+            raise self._owned(handle)
         part = self.parts(handle)[number]
         if not handle.engine.hooks.turn_to(part.unit, self._experts):
             return None

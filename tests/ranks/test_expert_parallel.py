@@ -260,8 +260,11 @@ def use_whole_stacks(folder: Path) -> None:
     with torch.no_grad():
         assert torch.allclose(twin(ids).logits, engine(ids).logits, atol=1e-5)
         stack.square().sum()
-    with pytest.raises(UsageError, match="are used at once with their gradients, and each rank owns 2 of 4"):
+    with pytest.raises(UsageError, match="that other ranks own are used while the model runs, or with their gr"):
         stack.square().sum()
+    engine.module.model.layers[0].register_forward_hook(lambda *_: stack[3 - 3 * engine.global_rank].sum())
+    with pytest.raises(UsageError, match="and each rank owns 2 of 4"):
+        own_loss(engine, 0, 0)
     engine.destroy(remove=True)
 
 
