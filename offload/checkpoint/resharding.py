@@ -136,12 +136,12 @@ def _row_of(
 def all_places(
     segment: ParameterSegment, saved: Mapping[str, tuple[int, ParameterSegment]]
 ) -> list[tuple[int, ParameterSegment]]:
-    """Returns the places of a segment in a checkpoint: one, none, or one for each row or piece of several rows."""
+    """Returns the places of a segment in a checkpoint: one, none, or one for each row, group or piece of rows."""
     if segment.name in saved:
         return [saved[segment.name]]
     if segment.rows is not None:
         rows = [saved.get(f"{segment.stack}[{row}]") for row in segment.rows]
-        return [row for row in rows if row is not None] if None not in rows else []
+        return [row for row in rows if row is not None] if None not in rows else _across(segment, segment.rows, saved)
     if segment.stack or not segment.shape:
         return []
     pieces = {at.rows.start: (unit, at) for unit, at in saved.values() if at.stack == segment.name and at.rows}
@@ -149,6 +149,25 @@ def all_places(
         return [pieces[start] for start in sorted(pieces)]
     rows = [saved.get(f"{segment.name}[{row}]") for row in range(segment.shape[0])]
     return [row for row in rows if row is not None] if None not in rows else []
+
+
+def _across(
+    segment: ParameterSegment, rows: range, saved: Mapping[str, tuple[int, ParameterSegment]]
+) -> list[tuple[int, ParameterSegment]]:
+    """Returns the places of a group's `rows` in several groups of a checkpoint; none if the checkpoint lacks a row."""
+    groups = [(unit, at, at.rows) for unit, at in saved.values() if at.stack == segment.stack and at.rows is not None]
+    found: list[tuple[int, ParameterSegment]] = []
+    first = rows.start
+    while first < rows.stop:
+        group = next((group for group in groups if first in group[2]), None)
+        if group is None:
+            return []
+        unit, at, of_group = group
+        part = range(first, min(of_group.stop, rows.stop))
+        piece = segment._replace(shape=(len(part), *segment.shape[1:]), rows=part)
+        found.append(_row_of((unit, at), piece, part, of_group.start))
+        first = part.stop
+    return found
 
 
 def parameter_shapes(named: Iterable[tuple[str, ParameterSegment]]) -> dict[str, tuple[int, ...]]:

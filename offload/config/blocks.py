@@ -983,7 +983,7 @@ class TensorParallel(Block):
 
 
 class ExpertParallel(Block):
-    """Whole experts are divided over the ranks of tensor parallelism, and tokens travel to them (AutoEP)."""
+    """Each rank owns whole experts of a layer, and tokens travel to them (AutoEP)."""
 
     TUNING = split_names(
         """preset_model use_grouped_mm disable_triton_grouped_mm async_split_plan combine_impl row_weighting_impl
@@ -994,8 +994,8 @@ class ExpertParallel(Block):
     enabled: bool = Field(False, description="whether experts are divided")
     autoep_size: Count = Field(
         1,
-        description="ranks among which the experts of a layer are divided; the same number as "
-        "`tensor_parallel.autotp_size`, for stacked experts of transformers",
+        description="ranks among which the experts of a layer are divided, for stacked experts of transformers; beside "
+        "tensor parallelism the same number as `tensor_parallel.autotp_size`",
     )
 
     @property

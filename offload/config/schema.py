@@ -159,7 +159,7 @@ class Config(Block):
         TorchAutocast(), description="fp32 weights, and torch's autocast around each forward"
     )
     expert_parallel: ExpertParallel = Field(
-        ExpertParallel(), description="whole experts are divided over the ranks of tensor parallelism"
+        ExpertParallel(), description="each rank owns whole experts of a layer, to which tokens travel"
     )
     fp8: Fp8 = Field(Fp8(), description="linear layers of the blocks multiply in fp8, by torchao")
     tensor_parallel: TensorParallel = Field(

@@ -4,6 +4,7 @@
     JoinedWeightGathers   values of several units at a time, over the same ranks
     CodedWeightGathers    codes, over the same ranks (qwZ of ZeRO++, arXiv 2306.10209)
     NodeGathers           one of these for the first gather, then within a node (hpZ of ZeRO++)
+    ExpertGathers         experts among the ranks that own them, all other units by one of these
 
 One thread at a time may call a gather: the thread that makes all collectives.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -265,6 +266,23 @@ class NodeGathers(WeightGathers):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             return self._device.uploaded()
+
+
+class ExpertGathers(WeightGathers):
+    """Gathers of experts among the ranks that own the same ones, and of other units over all ranks.
+
+    All ranks take part in the gather of a unit of experts at the same time, each in that of its own experts.
+    """
+
+    def __init__(self, others: WeightGathers, owners: Ranks, units: Collection[int]) -> None:
+        """`owners` are the ranks that own the experts of this rank, in each of `units`."""
+        super().__init__(others.ranks)
+        self._others, self._owners, self._units = others, owners, units
+
+    def gather(self, unit: int, unsharded: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+        if unit in self._units:
+            return self._owners.gather(unsharded, shard_ranges, uploaded)
+        return self._others.gather(unit, unsharded, shard_ranges, uploaded)
 
 
 def form_node(ranks: Ranks, size: int) -> Ranks:

@@ -74,6 +74,7 @@ class Kind(enum.Enum):
     PARAMETERS = "parameters"
     SEQUENCE = "sequence"
     ACTIVATIONS = "activations"
+    EXPERTS = "experts"
     MESSAGES = "messages"
 
     @property
@@ -83,6 +84,7 @@ class Kind(enum.Enum):
             "gradients": "reduce gradients",
             "sequence": "exchange parts of sequences",
             "activations": "gather inputs of blocks",
+            "experts": "exchange tokens of experts",
         }
         return purposes.get(self.value, self.value)
 
@@ -118,6 +120,8 @@ class Communication(NamedTuple):
     """Parts of sequences, heads and losses that the ranks of sequence parallelism exchange, mostly around attention."""
     activations: Sent = Sent()
     """Parts of inputs of blocks that are computed again, of ranks of tensor parallelism (`partition_activations`)."""
+    experts: Sent = Sent()
+    """Tokens, results and their gradients that ranks with batches of their own exchange (`expert_parallel`)."""
     messages: Sent = Sent()
     """All other collectives: decisions on a step, norms of LAMB, edits and reads of states, checkpoints, the start."""
 
@@ -885,6 +889,18 @@ class Ranks:
             received.copy_(sent)
         return CollectiveWork(self)
 
+    def route(self, rows: torch.Tensor, gives: Sequence[int], takes: Sequence[int]) -> torch.Tensor:
+        """Sends consecutive rows to each rank of this replica, and returns the rows of all ranks, in their order.
+
+        Compute of the calling thread that begins later is ordered after the exchange.
+
+        Args:
+            rows: (sum of `gives`, ...) on the device, contiguous.
+            gives: the number of rows for each rank.
+            takes: the number of rows from each rank.
+        """
+        return rows
+
     def all_reduce(self, values: torch.Tensor) -> CollectiveWork:
         """Starts the sum of `values` over the ranks that hold the same shard.
 
@@ -1089,6 +1105,17 @@ class ProcessGroup(Ranks):
             kind,
             part * (shards - 1) if sends else 0,
         )
+
+    def route(self, rows: torch.Tensor, gives: Sequence[int], takes: Sequence[int]) -> torch.Tensor:
+        received = rows.new_empty(sum(takes), *rows.shape[1:])
+        nbytes = math.prod(rows.shape[1:]) * rows.element_size()
+        out, into = received.view(-1).view(torch.uint8), rows.view(-1).view(torch.uint8)
+        outs, ins = ([count * nbytes for count in counts] for counts in (takes, gives))
+        start = functools.partial(
+            dist.all_to_all_single, out, into, outs, ins, group=self._groups.replica, async_op=True
+        )
+        self._begin(start, Kind.EXPERTS.purpose, Kind.EXPERTS, sum(ins) - ins[self.rank]).order_compute()
+        return received
 
     def all_reduce(self, values: torch.Tensor) -> CollectiveWork:
         start = functools.partial(dist.all_reduce, values, group=self._groups.across, async_op=True)

@@ -309,10 +309,14 @@ class ReduceScatterAccumulator(GradientAccumulator):
         device_arena: DeviceArena,
         reduction: Reduction,
         rounds: Rounds,
+        expert_shards: Ranks,
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
-        """Allocates the buffers in the device arena. Arguments not listed are those of `GradientAccumulator`."""
+        """Allocates the buffers in the device arena. Arguments not listed are those of `GradientAccumulator`.
+
+        `expert_shards` are the ranks among which the gradients of experts are reduced that ranks own.
+        """
         super().__init__(
             *(layouts, parts, arena, dtypes, schedule, callbacks),
             spill=spill,
@@ -323,10 +327,13 @@ class ReduceScatterAccumulator(GradientAccumulator):
             compute=compute,
         )
         self._ranks, self._rounds, self._device = rounds.ranks, rounds, device
+        self._sharing = [rounds.ranks if layout.ep_size == 1 else expert_shards for layout in layouts]
+        """The ranks that divide the gradients of each unit."""
+        self._starts = [layout.device_starts for layout in layouts]
+        """Start of each segment among the gradients that this rank computes, by unit."""
         self._adds_up, self._exchanges, self._in_place = reduction.whole, reduction.exchanges, reduction.in_place
         self._adds_up_turns = not reduction.whole and reduction.dtype == dtypes.sums
         """True if buckets have the dtype of sums."""
-        # Trainable segments come first in a unit and end at `trainable_stop`.
         largest, keep = max(reduction.numels(layouts)), device_arena.keep
         self._sent = [reduction.dtype_of(layout) for layout in layouts]
         """Dtype that the gradients of each unit are sent in."""
@@ -335,7 +342,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         buckets = [keep(largest * reduction.dtype.itemsize) for _ in range(reduction.buckets)]
         self._room = [buckets] * len(layouts)
         if self._adds_up:
-            self._room = [[keep(layout.trainable_stop * dtypes.sums.itemsize)] for layout in layouts]
+            self._room = [[keep(layout.gradient_numel * dtypes.sums.itemsize)] for layout in layouts]
         rounded = buckets if self._adds_up else []
         self._numels, self._joined = reduction.numels(layouts), reduction.joined
         self._memory = ExchangeMemory(reduction, largest, rounded, keep)
@@ -362,7 +369,10 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._unit = -1
         self._filled: set[int] = set()
         """Segments of `_unit` that have a gradient of this backward."""
-        self._wanted = [{p for p, s in enumerate(layout.segments) if s.trainable and s.numel} for layout in layouts]
+        self._wanted = [
+            {p for p, s in enumerate(layout.segments) if s.trainable and s.numel and layout.computes(s, part)}
+            for layout, part in zip(layouts, parts, strict=True)
+        ]
         self._seen: list[set[int]] = [set() for _ in layouts]
         self._aside: list[tuple[int, int, torch.Tensor, Event]] = []
         """Gradients of fp32 weights that arrived between gradients of the other unit of the same module."""
@@ -391,7 +401,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
         while self._unit >= 0 and (self._unit != unit or (segment in self._filled and not adds_up)):
             self._reduce()
         unit_sum = self._held.get(unit) or self._hold(unit)
-        values = unit_sum.memory[place.start : place.stop]
+        first = self._starts[unit][segment]
+        values = unit_sum.memory[first : first + place.numel]
         if segment in unit_sum.segments:
             values.add_(flat(gradient))
         else:
@@ -479,7 +490,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
         This rank keeps its partition of the mean over all ranks: ranks outside `holders` contribute zeros. Every rank
         calls this at the same time. All reduce the units `following` next; a unit that is small enough waits for them.
         """
-        part, mesh = self._parts[unit], self._ranks.mesh
+        part, ranks = self._parts[unit], self._sharing[unit]
+        mesh = ranks.mesh
         units, numel = {unit: 0}, len(part)
         sends = self._ranks.rank in holders
         # compute stream: NCCL waits for the calling thread's stream, but another stream may have added up received
@@ -490,10 +502,10 @@ class ReduceScatterAccumulator(GradientAccumulator):
         if sends:
             # All ranks send in a series. A rank that has left the series sends zeros.
             unit_sum = self._held.get(unit) or self._hold(unit)
-            segments, sent = self._layouts[unit].segments, unit_sum.memory
+            layout, starts, sent = self._layouts[unit], self._starts[unit], unit_sum.memory
             # Parameters without a gradient here add nothing to the mean, and padding may share a block of codes.
-            present = ((segments[index].start, segments[index].stop) for index in unit_sum.segments)
-            zero_between(sent[: self._layouts[unit].trainable_stop], present)
+            present = ((starts[index], starts[index] + layout.segments[index].numel) for index in unit_sum.segments)
+            zero_between(sent[: layout.gradient_numel], present)
             if unit == self._unit:
                 self._unit, self._filled = -1, set()
             del self._held[unit]
@@ -511,14 +523,16 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 if self._memory.form is not None:
                     self._free(unit, sent)
                     sent = None
-        senders, alone = mesh.shards_among(holders, self._ranks.rank), self._callbacks.keeps_gradients()
+        members = [self._ranks.members[rank] for rank in holders]
+        among = [ranks.members.index(member) for member in members if member in ranks.members]
+        senders, alone = mesh.shards_among(among, ranks.rank), self._callbacks.keeps_gradients()
         if self._in_place:
             if rows is None:
                 self._add_received()  # ends a sum of zeros that this rank may have begun from the same memory
             received, work = self._over_replicas.begin_in_place(rows, len(part), alone)
         else:
             received = self._memory.receive(len(senders), numel, self._sent[unit])
-            work = self._ranks.exchange(received, rows, senders)
+            work = ranks.exchange(received, rows, senders)
             if mesh.replicas > 1:
                 work.order_compute()
                 received, work = self._over_replicas.begin(received, len(part), alone)

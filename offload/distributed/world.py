@@ -61,6 +61,13 @@ class World:
     """The ranks that share each sequence, in the order of its parts; without sequence parallelism this rank alone."""
     inputs: Ranks = field(default_factory=Ranks)
     """The ranks that divide the inputs of recomputed blocks: with `partition_activations` those of a row."""
+    experts: Ranks = field(default_factory=Ranks)
+    """The ranks that own the experts of a layer together, in the experts' order, and send each other tokens.
+
+    Without expert parallelism over ranks with batches of their own, this rank alone.
+    """
+    expert_shards: Ranks = field(default_factory=Ranks)
+    """The ranks that own the same experts, whose states ZeRO divides among them; usually this rank alone."""
     node: Ranks = field(default_factory=Ranks)
     """The ranks that keep a secondary partition of the weights together; without such a partition this rank alone."""
 
@@ -76,8 +83,8 @@ class World:
 
     @property
     def shares_batches(self) -> bool:
-        """True if processes compute one batch together. Each process then waits for the others within the batch."""
-        return self.divides_model or self.sequence.size > 1
+        """True if processes compute batches together. Each process then waits for the others within the batch."""
+        return self.divides_model or self.sequence.size > 1 or self.experts.size > 1
 
     @property
     def divides_model(self) -> bool:
@@ -141,7 +148,9 @@ class World:
     @property
     def sent(self) -> Communication:
         """The collectives and bytes that this process has sent, without the user's own collectives."""
-        sent = self.everyone.sent.plus(self.sequence.sent).plus(self.inputs.sent)
+        sent = self.everyone.sent
+        for group in (self.sequence, self.inputs, self.experts, self.expert_shards):
+            sent = sent.plus(group.sent)
         if self.row:
             sent = sent.plus(self.ranks.sent)
         # The ranks of a node send each other only weights.

@@ -29,7 +29,13 @@ from offload.aio.memory import release_heap
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Aio, Config
 from offload.distributed.agreement import Agreement, AllOrNothing, Rounds
-from offload.distributed.gathers import CodedWeightGathers, JoinedWeightGathers, NodeGathers, WeightGathers
+from offload.distributed.gathers import (
+    CodedWeightGathers,
+    ExpertGathers,
+    JoinedWeightGathers,
+    NodeGathers,
+    WeightGathers,
+)
 from offload.distributed.process_group import Ranks
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.distributed.reshard import NewRanks, finish, reshard
@@ -304,7 +310,7 @@ def _components(
             several_ranks=not world.ranks.alone,
             callbacks=callbacks,
             composed=[
-                *stack_handles(model, plan.layouts, handles, plan.units.experts),
+                *stack_handles(model, plan.layouts, handles, plan.units.experts, plan.world.experts),
                 *table_handles(model, plan.layouts, handles, plan.units.tables),
             ],
             coded=parts.coded.elements,
@@ -677,6 +683,9 @@ def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timel
         gathers = JoinedWeightGathers(plan.world.ranks, plan.device, sizes, arena.keep(plan.parts.joined_gathers))
     if node.nbytes:
         gathers = NodeGathers(gathers, node, plan.world.node, plan.device, arena.keep(node.nbytes))
+    owned = {unit for unit, layout in enumerate(plan.layouts) if layout.ep_size > 1}
+    if owned:
+        gathers = ExpertGathers(gathers, plan.world.expert_shards, owned)
     return Rounds(gathers, shown_names(plan), callbacks, timeline=timeline)
 
 
@@ -792,6 +801,7 @@ def _gradients(
                 device_arena=arena,
                 reduction=plan.parts.reduction,
                 rounds=agreement,
+                expert_shards=plan.world.expert_shards,
             )
         undo.pop_all()
     return accumulator

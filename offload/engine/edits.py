@@ -139,8 +139,9 @@ class WeightEdits:
             if values.dtype == self._dtypes[unit]:
                 return values.to(self._handles[unit][position].device, copy=True).view(segment.shape)
             self.flush()
-        if self._coded and segment.start in self._coded[unit]:
-            # The device holds values decoded from codes, which must neither be saved nor written back as an edit.
+        if self._layouts[unit].ep_size > 1 or (self._coded and segment.start in self._coded[unit]):
+            # The device may hold the experts of this rank alone. Or it holds values decoded from codes, which must
+            # neither be saved nor written back as an edit.
             return self._callbacks.read_stored(self._handles[unit][position].parameter)
         start = self._layouts[unit].device_starts[position]
         # Cloned inside of the callback: the pager's memory is valid only until the callback returns.
@@ -263,8 +264,9 @@ class WeightEdits:
             self.flush()
         key = (unit, position, self.pager.updates(unit))
         copy = self._copies.get(key)
-        # A nonzero version means that the user has changed the copy in place: it no longer shows the weights.
-        if copy is None or copy._version:
+        # A nonzero version means that the user has changed the copy in place: it no longer shows the weights. Owned
+        # experts are read by all ranks together, of which others may hold no copy.
+        if copy is None or copy._version or self._layouts[unit].ep_size > 1:
             copy = self.read(unit, position).to("cpu")
             self._copies[key] = copy
         return copy
@@ -289,7 +291,7 @@ class WeightEdits:
         # No count ever falls, so their sum names the weights of all parts.
         key = (-1, id(handle), sum(self.pager.updates(part.unit) for part in handle.parts))
         copy = self._copies.get(key)
-        if copy is None or copy._version:
+        if copy is None or copy._version or self._layouts[handle.parts[0].unit].ep_size > 1:
             copy = handle.form.join([self.weight(part.unit, part.position) for part in handle.parts])
             self._copies[key] = copy
         return copy

@@ -170,6 +170,10 @@ class StorageForm:
         """
         return None
 
+    def leaves(self, handle: ParamHandle) -> list[torch.Tensor]:
+        """Returns copies of the newest weights of each part, as autograd leaves whose gradients become the parts'."""
+        return [part._leaf() for part in self.parts(handle)]
+
     def read(self, handle: ParamHandle) -> torch.Tensor:
         """Returns a copy of the newest weights, on the compute device."""
         return handle.engine.read(handle.unit, handle.position)
@@ -413,7 +417,7 @@ class ParamHandle:
 
     def read_with_gradient(self) -> torch.Tensor:
         """Returns a copy of the newest weights, whose gradient becomes the parameter's."""
-        return self.form.join([part._leaf() for part in self.parts])
+        return self.form.join(self.form.leaves(self))
 
     def _leaf(self) -> torch.Tensor:
         """Returns a copy of the newest weights of one segment as an autograd leaf."""

@@ -201,6 +201,7 @@ def decide(
     division = division_of(config, rule.name)
     if world.divides_model:  # `_check_config` has refused configs that name weights
         division = dataclasses.replace(division, keep_in_fp32=())
+    division = dataclasses.replace(division, ep_size=world.experts.size)
     device_kernels, why_not = _device_kernels(device)
     blocks, held = blocks_of(model, config.units), _weights_held(model)
 
@@ -355,6 +356,8 @@ def _experts(config: Config, model: nn.Module, world: World, rule: str) -> str:
     The result is "auto" only if experts are then in groups, unless the budgets are too small.
     """
     asked = config.offload.experts
+    if world.experts.size > 1:
+        return "grouped"
     if asked != "auto":
         return asked
     # Ranks that divide a layer divide its experts, or have them all; ranks that share sequences use the same units.

@@ -51,6 +51,7 @@ from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.layout.peak_memory import BesideBudgets
 from offload.model_io.saved_names import saved_names
 from offload.notices import announce
+from offload.parallel.experts import form_experts
 from offload.parallel.sequence import check_model as check_sequences
 from offload.parallel.sequence import check_units, form_groups
 from offload.parallel.sharded_params import FoundShards, Site, find_shards, taken_over
@@ -245,6 +246,7 @@ def join(config: Config, model: nn.Module, device: Device, ranks: Ranks, shards:
     check_groups(world, shards, device.torch)
     check_nodes(config, world)
     world = dataclasses.replace(world, sequence=form_groups(world, config.sequence_parallel_size))
+    world = form_experts(world, config, model)
     if config.activation_checkpointing.partition_activations and world.tensor_size > 1:
         return dataclasses.replace(world, inputs=form_row(world))
     return world
@@ -308,7 +310,8 @@ def _of_a_column(loaded: Config, world: World, one_at_a_time: bool) -> Config:
     if block.schedule == LAYER_MAJOR:
         raise ConfigError(
             '"schedule": "layer_major" runs several micro-batches at once, which a model that is divided among '
-            "processes cannot: leave it out with tensor parallelism, pipelines and sequence_parallel_size"
+            "processes cannot: leave it out with tensor parallelism, pipelines, sequence_parallel_size and "
+            "expert_parallel"
         )
     changes = {"schedule": MICRO_BATCH_MAJOR, "run": f"{block.run}{suffix}"}
     return loaded.model_copy(update={"offload": block.model_copy(update=changes)})

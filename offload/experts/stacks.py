@@ -9,16 +9,20 @@ The modules of transformers go from part to part by another implementation: the 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from offload.distributed.process_group import Ranks
 from offload.engine.callbacks import Extension
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.params import ParamHandle, handle_of
 from offload.engine.parts import PartsForm, composed_handle, parts_of
+from offload.errors import UsageError
+from offload.experts.exchange import exchange_tokens
 from offload.interrupts import uninterrupted
 from offload.layout.experts import LOOP, is_parameter_adapter, parameter_adapters
 from offload.layout.flat_layout import UnitLayout
@@ -38,14 +42,35 @@ class StackedRows(PartsForm):
         parts: Sequence[ParamHandle],
         experts: Collection[int],
         size: int | None,
+        owners: Ranks,
         adapters: Sequence[SplitAdapter] = (),
     ) -> None:
         """Joins rows, or groups of `size` rows, to whose products `adapters` add theirs.
 
         `experts` are the units of all experts of the model. In a module the unit of one part makes room for the next.
+        `owners` are the ranks that own one group each; one rank if all ranks divide each part.
         """
         super().__init__(parts)
-        self._experts, self._size, self.adapters = experts, size, adapters
+        self._experts, self._size, self.owners, self.adapters = experts, size, owners, adapters
+
+    def here(self, handle: ParamHandle) -> torch.Tensor | None:
+        """Returns all parts as one tensor, as `PartsForm.here`; raises `UsageError` where other ranks own some."""
+        if self.owners.size > 1 and handle.engine.hooks.runs_now():
+            raise self._owned(handle)
+        return super().here(handle)
+
+    def leaves(self, handle: ParamHandle) -> list[torch.Tensor]:
+        """Returns copies of the parts; raises `UsageError` where other ranks own some."""
+        if self.owners.size > 1:
+            raise self._owned(handle)
+        return super().leaves(handle)
+
+    def _owned(self, handle: ParamHandle) -> UsageError:
+        return UsageError(
+            f"experts of {handle.name} that other ranks own are used while the model runs, or with their gradients, "
+            f"and each rank owns {self._size} of {handle.shape[0]}: leave expert_parallel out, or read them between "
+            "steps under torch.no_grad()"
+        )
 
     def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the parts as one tensor."""
@@ -73,6 +98,8 @@ class StackedRows(PartsForm):
 
     def part(self, handle: ParamHandle, number: int) -> torch.Tensor | None:
         """Returns a part, on the device until the next one is requested; None unless a module or a backward runs."""
+        if self.owners.size > 1 and number != self.owners.rank:
+            raise self._owned(handle)
         part = self.parts(handle)[number]
         if not handle.engine.hooks.turn_to(part.unit, self._experts):
             return None
@@ -91,10 +118,12 @@ def stack_handles(
     layouts: Sequence[UnitLayout],
     handles: Sequence[Sequence[ParamHandle]],
     experts: Mapping[str, range],
+    owners: Ranks,
 ) -> list[ParamHandle]:
     """Returns a handle for each parameter whose rows are units, and makes it a placeholder.
 
-    `experts` contains the units of each module whose experts, or groups of them, are units.
+    `experts` contains the units of each module whose experts, or groups of them, are units. `owners` as in
+    `StackedRows`.
     """
     units = frozenset(unit for of_module in experts.values() for unit in of_module)
     composed = []
@@ -104,7 +133,7 @@ def stack_handles(
             size = None if rows is None else len(rows)
             shape = (len(parts), *first.shape) if size is None else (len(parts) * size, *first.shape[1:])
             adapters = split_adapters(model, name)
-            composed.append(composed_handle(model, name, StackedRows(parts, units, size, adapters), shape))
+            composed.append(composed_handle(model, name, StackedRows(parts, units, size, owners, adapters), shape))
     return composed
 
 
@@ -196,7 +225,8 @@ def by_group(
     """Returns what transformers' grouped products return, with one group of experts after the other on the device.
 
     Tokens are sorted by expert once, so that each group computes consecutive rows. All sums are those of
-    `grouped_mm_experts_forward`, in the same order. A group without a token is not used.
+    `grouped_mm_experts_forward`, in the same order. A group without a token is not used. If ranks own the groups,
+    tokens travel to the ranks of their experts, and each rank uses its group.
 
     Args:
         module: a module of stacked experts whose groups are units.
@@ -210,6 +240,26 @@ def by_group(
     if first is None or down is None:  # a copy of the model, which has weights of its own
         at_once: torch.Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
         return at_once
+    compute = functools.partial(_by_group, module, first, down)
+    assert isinstance(first.weight.form, StackedRows)
+    owners = first.weight.form.owners
+    if owners.size == 1:
+        return compute(hidden_states, top_k_index, top_k_weights)
+    size = module.num_experts // owners.size
+    own = range(owners.rank * size, (owners.rank + 1) * size)
+    output = exchange_tokens(compute, hidden_states, top_k_index, top_k_weights, own, owners.size, owners.route)
+    return output.to(hidden_states.dtype)
+
+
+def _by_group(
+    module: Any,
+    first: _Projection,
+    down: _Projection,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Returns what `by_group` returns, on this rank; `first` and `down` are the projections of the module."""
     count = top_k_index.size(-1)
     experts, order = torch.sort(top_k_index.reshape(-1))
     tokens = torch.bincount(experts, minlength=module.num_experts)[: module.num_experts]
@@ -308,7 +358,9 @@ class StackedExperts(Extension):
         for name, units in experts.items():
             module, rows = model.get_submodule(name), layouts[units[0]].segments[0].rows
             size = 1 if rows is None else len(rows)
-            self._undo += [self._hook(module, units, size), use_implementation(module, rows is not None)]
+            self._undo.append(use_implementation(module, rows is not None))
+            if layouts[units[0]].ep_size == 1:  # else each forward uses the only unit
+                self._undo.append(self._hook(module, units, size))
             for parameter in module.parameters(recurse=False):
                 stack = handle_of(parameter)
                 assert stack is not None and isinstance(stack.form, StackedRows)

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from offload.errors import ConfigError
 from offload.layout.modes import RULE_LAYOUTS
 from offload.layout.units import Stack, is_compiled
 from offload.notices import Remark
@@ -58,8 +59,18 @@ def takes_groups(experts: str, implementation: str | None, trains: bool) -> bool
     return experts == "grouped" or (experts == "auto" and trains and implementation == GROUPED)
 
 
-def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> tuple[tuple[Stack, ...], tuple[str, ...]]:
-    """Returns the stacks of a model that are cut by expert or by group, and lines for the user on other stacks."""
+def cut_stacks(
+    model: nn.Module, experts: str, optimizer: str, ep_size: int = 1
+) -> tuple[tuple[Stack, ...], tuple[str, ...]]:
+    """Returns the stacks of a model that are cut by expert or by group, and lines for the user on other stacks.
+
+    With expert parallelism `ep_size` ranks own the experts of a layer, and all stacks are cut into one group for each.
+
+    Raises:
+        ConfigError: if ranks cannot own the experts.
+    """
+    if ep_size > 1:
+        return _owned(model, optimizer, ep_size), ()
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if experts == "whole":
         return (), ()
@@ -93,6 +104,42 @@ def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> tuple[tuple[St
         if len(frozen_stacks) < len(all_stacks):
             return frozen_stacks, (*lines, _whole("the optimizer's rule looks at whole parameters"))
     return all_stacks, lines
+
+
+def _owned(model: nn.Module, optimizer: str, ep_size: int) -> tuple[Stack, ...]:
+    """Returns all stacks of a model, each cut into `ep_size` groups of one unit."""
+    stacks = tuple(stack._replace(groups=ep_size, ep_size=ep_size) for stack in expert_stacks(model, ep_size))
+    reason = None if RULE_LAYOUTS[optimizer].elementwise else "the optimizer's rule looks at whole parameters"
+    for stack in stacks:
+        module = model.get_submodule(stack.module)
+        reason = reason or _why_not_replaced(module, _implementation(model, stack), stack)
+    if reason is not None:
+        raise ConfigError(
+            f"expert_parallel.autoep_size is {ep_size}, and {reason}: it is for elementwise optimizers, and for "
+            "experts whose code is transformers' own; leave expert_parallel out"
+        )
+    return stacks
+
+
+def expert_stacks(model: nn.Module, size: int) -> tuple[Stack, ...]:
+    """Returns the stacks of experts of a model, which `size` ranks can divide.
+
+    Raises:
+        ConfigError: if there are none, or they cannot be divided so.
+    """
+    stacks = find_stacks(model)
+    if not stacks:
+        raise ConfigError(
+            f"expert_parallel.autoep_size is {size}, and {type(model).__name__} has no module that transformers marks "
+            "as stacked experts: leave expert_parallel out"
+        )
+    for stack in stacks:
+        if stack.rows % size:
+            raise ConfigError(
+                f"expert_parallel.autoep_size is {size}, which does not divide the {stack.rows} experts of "
+                f"{stack.module}"
+            )
+    return stacks
 
 
 def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
@@ -139,7 +186,16 @@ def _why_not_replaced(module: nn.Module, implementation: str | None, stack: Stac
 def described(model: nn.Module, stacks: Sequence[Stack], experts: str) -> tuple[str, ...]:
     """Returns lines for the user: on the experts or groups that are units, and on the implementation that changes."""
     lines = []
-    grouped = [stack for stack in stacks if stack.groups is not None]
+    owned = [stack for stack in stacks if stack.ep_size > 1]
+    if owned:
+        first = owned[0]
+        lines.append(
+            Remark(
+                f"each rank owns {first.rows // first.ep_size} of {first.rows} experts of a layer, with grouped "
+                "products, and tokens travel to the ranks of their experts (expert_parallel)"
+            )
+        )
+    grouped = [stack for stack in stacks if stack.groups is not None and stack.ep_size == 1]
     if grouped:
         number = sum(stack.rows for stack in grouped)
         other = {_implementation(model, stack) or LOOP for stack in grouped} - {GROUPED}

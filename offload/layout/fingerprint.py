@@ -46,6 +46,8 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replica
                 **({} if layout.matrices_start is None else {"matrices": layout.matrices_start}),
                 # Likewise: written only for units whose weights stay in fp32.
                 **({"in_fp32": True} if layout.in_fp32 else {}),
+                # Likewise: written only for units whose experts ranks own.
+                **({} if layout.ep_size == 1 else {"ep_size": layout.ep_size}),
                 "parameters": [_described(segment) for segment in layout.segments],
             }
             for layout in layouts
@@ -156,6 +158,9 @@ def _check_geometry(layouts: Sequence[UnitLayout], mode: Mode, ranks: int) -> No
             raise _no_layout(layout.name, f"{layout.trainable_stop} of {layout.numel} elements train, of {ranks} ranks")
         if not 0 <= layout.rest_stop <= layout.trainable_stop:
             raise _no_layout(layout.name, f"its matrices begin at {layout.rest_stop}")
+        groups = {segment.rows for segment in layout.segments}
+        if layout.ep_size != 1 and (len(groups) != layout.ep_size or None in groups or layout.numel % len(groups)):
+            raise _no_layout(layout.name, f"{len(groups)} groups of experts for {layout.ep_size} owners")
         end = 0
         for segment in layout.segments:
             first, last = (0, layout.trainable_stop) if segment.trainable else (layout.trainable_stop, layout.numel)
@@ -225,6 +230,7 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
         unit["trainable"],
         unit.get("matrices"),
         unit.get("in_fp32", False),
+        unit.get("ep_size", 1),
     )
 
 

@@ -13,6 +13,9 @@ computes the values once the partitions are there.
 
     device:  [ trainable region | frozen region: weights, bytes, blocks of codes | values of the blocks, padding ]
 
+With expert parallelism a unit has all experts of a layer. Each region is then divided by expert: the partitions of the
+ranks that own some experts contain these experts alone, and on the device such a rank has nothing else of the unit.
+
 For an optimizer with a rule for matrices, the matrices come last in the trainable region. Each matrix begins at a
 page's border, so that tiles can be cut there. States that a matrix lacks then belong only to the elements before the
 matrices.
@@ -275,6 +278,8 @@ class UnitLayout(NamedTuple):
     """Start of the matrices, which end the trainable region; None if the optimizer has no rule for them."""
     in_fp32: bool = False
     """True if the weights stay in fp32, whatever the mode of the run is."""
+    ep_size: int = 1
+    """Number of equal groups of consecutive partitions that have whole experts; 1 if ranks divide each parameter."""
 
     def mode_in(self, run: Mode) -> Mode:
         """Returns the mode of the unit in a run: the run's mode, or the same mode with weights in fp32."""
@@ -303,23 +308,45 @@ class UnitLayout(NamedTuple):
     def device_starts(self) -> tuple[int, ...]:
         """First element of each parameter's values on the device, in the order of the segments."""
         starts: list[int] = []
-        end = self.numel
+        end = self.local_numel
         for segment in self.segments:
-            starts.append(end if segment.form else segment.start)
+            starts.append(end if segment.form else self.device_start(segment.start))
             if segment.form:
                 end = align_up(end + segment.value_numel, ALIGNMENT)
         return tuple(starts)
 
+    def device_start(self, element: int) -> int:
+        """Returns the place of an element of the partitions on the device, of a rank that has the element there."""
+        if self.ep_size == 1:
+            return element
+        if element < self.trainable_stop:
+            return element % self.gradient_numel
+        return self.gradient_numel + (element - self.trainable_stop) % (self.local_numel - self.gradient_numel)
+
+    def computes(self, segment: ParameterSegment, part: range) -> bool:
+        """Returns True if the rank whose trainable elements are `part` computes the gradient of a trainable segment."""
+        return segment.start // self.gradient_numel == part.start // self.gradient_numel
+
+    @property
+    def local_numel(self) -> int:
+        """Elements of the partitions that a rank has on the device: all of them, or those of its experts."""
+        return self.numel // self.ep_size
+
+    @property
+    def gradient_numel(self) -> int:
+        """Elements of the gradients that a rank computes: all that train, or those of its experts."""
+        return self.trainable_stop // self.ep_size
+
     @property
     def device_numel(self) -> int:
-        """Elements of the unit on the device: the elements of the partitions, and the values of blocks."""
+        """Elements of the unit on the device: those of the partitions that are there, and the values of blocks."""
         values = sum(align_up(segment.value_numel, ALIGNMENT) for segment in self.segments if segment.form)
-        return self.numel + align_up(values, _PARTITION_ALIGNMENT)
+        return self.local_numel + align_up(values, _PARTITION_ALIGNMENT)
 
     @property
     def used_numel(self) -> int:
         """Elements that a use of the unit reads: the elements of its weights, without the elements of blocks."""
-        return self.blocks_start + self.device_numel - self.numel
+        return self.device_numel - (self.numel - self.blocks_start)
 
     def packed_numel(self, rank: int = 0) -> int:
         """Returns the words of a rank's PACKED partition, padded to full pages."""
@@ -355,6 +382,7 @@ def lay_out(
     row: int | None = None,
     in_fp32: bool = False,
     rows: range | None = None,
+    ep_size: int = 1,
 ) -> UnitLayout:
     """Places parameters one after the other, each at a multiple of 32 elements, and returns the layout.
 
@@ -363,7 +391,14 @@ def lay_out(
         matrices: names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
         row: the expert whose rows of the parameters are laid out; None for whole parameters.
         rows: the rows of the parameters that are laid out; None for whole parameters.
+        ep_size: equal parts of `rows`, each with segments of its own, which other ranks have.
     """
+    if rows is not None and ep_size > 1:
+        named, size = list(parameters), len(rows) // ep_size
+        parts = [range(first, first + size) for first in range(rows.start, rows.stop, size)]
+        laid_out = [lay_out(name, named, world_size, stored, matrices, rows=part) for part in parts]
+        of_all = [segment for layout in laid_out for segment in layout.segments]
+        return arrange(name, of_all, world_size, matrices, in_fp32=in_fp32, ep_size=ep_size)
     segments = []
     for parameter_name, parameter in parameters:
         shape = tuple(parameter.shape if row is None else parameter.shape[1:])
@@ -399,6 +434,7 @@ def arrange(
     matrices: Collection[str] | None = None,
     mode: Mode | None = None,
     in_fp32: bool = False,
+    ep_size: int = 1,
 ) -> UnitLayout:
     """Returns the layout of `segments`, whose positions are not known yet.
 
@@ -406,6 +442,8 @@ def arrange(
     fills pages too. None for `mode` stands for a mode without 8-bit moments and such states. For the other arguments
     see `lay_out`.
     """
+    if ep_size > 1:
+        return _by_expert(name, segments, world_size, mode, ep_size)
     in_blocks = mode is not None and mode.in_blocks
     page_step = _PARTITION_ALIGNMENT if mode is None else mode.page_step
     step = world_size * page_step
@@ -433,6 +471,27 @@ def arrange(
     placed += place(sorted(frozen, key=lambda segment: 2 if segment.form else 1 if segment.inner else 0))
     # A unit whose parameters are all empty still gets one step of padding, so that no rank's partition is empty.
     return UnitLayout(name, tuple(placed), max(align_up(end, step), step), trainable_stop, matrices_start, in_fp32)
+
+
+def _by_expert(
+    name: str, segments: Sequence[ParameterSegment], world_size: int, mode: Mode | None, ep_size: int
+) -> UnitLayout:
+    """Returns the layout of `ep_size` groups of experts, each with partitions of its own; see `arrange`."""
+    groups: dict[range | None, list[ParameterSegment]] = {}
+    for segment in segments:
+        groups.setdefault(segment.rows, []).append(segment)
+    # All groups have the same shapes, so their layouts are alike.
+    layouts = [arrange(name, group, max(1, world_size // ep_size), mode=mode) for group in groups.values()]
+    stop = layouts[0].trainable_stop
+    frozen = layouts[0].numel - stop
+    placed = [
+        segment._replace(start=segment.start + (group * stop if trains else (ep_size - 1) * stop + group * frozen))
+        for trains in (True, False)
+        for group, layout in enumerate(layouts)
+        for segment in layout.segments
+        if segment.trainable is trains
+    ]
+    return UnitLayout(name, tuple(placed), ep_size * (stop + frozen), ep_size * stop, ep_size=ep_size)
 
 
 def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]], world_size: int = 1) -> UnitLayout:
@@ -466,7 +525,8 @@ def layouts_of(
         name = f"{unit.name or 'the root'} in fp32" if unit.in_fp32 else unit.name
         # A piece of a table is stored as values.
         of_unit = {} if units.tables.keys() & set(unit.parameters) and unit.rows is not None else stored
-        laid_out = lay_out(name, parameters, world_size, of_unit, matrices, unit.row, unit.in_fp32, unit.rows)
+        rows = unit.row, unit.in_fp32, unit.rows, unit.ep_size
+        laid_out = lay_out(name, parameters, world_size, of_unit, matrices, *rows)
         return with_kept(laid_out, kept, world_size)
 
     return tuple(layout(unit) for unit in units.units)
@@ -547,6 +607,6 @@ def placed_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tu
         matrices = None
         if layout.matrices_start is not None:
             matrices = {segment.name for segment in layout.segments if layout.is_matrix(segment)}
-        return arrange(layout.name, layout.segments, world_size, matrices, mode, layout.in_fp32)
+        return arrange(layout.name, layout.segments, world_size, matrices, mode, layout.in_fp32, layout.ep_size)
 
     return tuple(placed(layout) for layout in layouts)

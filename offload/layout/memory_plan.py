@@ -225,7 +225,7 @@ def reduction_of(
     form = CODES if zero.zero_quantized_gradients and world_size > 1 else None
     coded_sums = zero.zero_quantized_gradients and 1 < replicas <= MOST_CODED_REPLICAS
     joined = 0
-    if replicas == 1 and form is None and not turns:
+    if replicas == 1 and form is None and not turns and not _owns_experts(layouts):
         joined = _joined(zero.reduce_bucket_size, [layout.trainable_stop for layout in layouts])
     if whole:  # a bucket receives the rounded values of a sum of another dtype
         buckets = 0 if dtype == sums else exchanges
@@ -260,10 +260,15 @@ def _joined_gathers(config: Config, layouts: Sequence[UnitLayout], mode: Mode) -
     """Returns the most bytes of units that ranks gather by one collective; 0 for one unit at a time."""
     zero, itemsize = config.zero_optimization, mode.weight_dtype.itemsize
     coded = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
-    if not zero.allgather_bucket_size or coded or zero.zero_hpz_partition_size > 1:
+    if not zero.allgather_bucket_size or coded or zero.zero_hpz_partition_size > 1 or _owns_experts(layouts):
         return 0
     sizes = [layout.numel * layout.mode_in(mode).weight_dtype.itemsize for layout in layouts]
     return _joined(zero.allgather_bucket_size * itemsize, sizes)
+
+
+def _owns_experts(layouts: Sequence[UnitLayout]) -> bool:
+    """Returns True if ranks own whole experts, whose collectives join fewer ranks than those of other units."""
+    return any(layout.ep_size > 1 for layout in layouts)
 
 
 def _alone(config: Config, world_size: int, replicas: int) -> bool:
@@ -486,11 +491,12 @@ def unit_sizes(
         layouts, placement.tiers, shares, in_place_layouts or [None] * len(layouts), strict=True
     ):
         itemsize = layout.mode_in(mode).weight_dtype.itemsize
-        share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
+        starts = [(layout.device_start(part.start) * itemsize, len(part) * itemsize) for part in parts if part]
+        share = tuple(range(start, start + nbytes) for start, nbytes in starts)
         shard_nbytes, pieces = sum(map(len, share)), pieces_of(share)
         if in_place_layout is not None:
             shard_nbytes, pieces = in_place_layout.nbytes, in_place_layout.pieces
-        expanded = (layout.device_numel - layout.numel) * itemsize
+        expanded = (layout.device_numel - layout.local_numel) * itemsize
         nbytes = layout.device_numel * itemsize
         sizes.append(UnitSize(layout.name, nbytes, tiers[State.WEIGHT], shard_nbytes, pieces, expanded, gathered))
     return sizes
@@ -520,6 +526,8 @@ class Division:
     """Name of the optimizer's rule."""
     keep_in_fp32: Literal["auto"] | Sequence[str] = ()
     """As in the config, if other weights are in 16 bits."""
+    ep_size: int = 1
+    """Number of ranks among which the experts of a layer are divided; 1 without expert parallelism."""
     vocabulary: str = "whole"
     """"whole" or "pieces"; `whole_or_pieces` decides if the config says "auto"."""
 
@@ -545,7 +553,7 @@ def division_of(config: Config | None, rule: str | None = None) -> Division:
         rule = ADAM if config.optimizer is None else rule_name(config.optimizer)
     keep = () if config.dtype == "fp32" else config.offload.keep_in_fp32
     vocabulary = "pieces" if config.offload.vocabulary == "pieces" else "whole"
-    return Division(config.units, config.offload.experts, rule, keep, vocabulary)
+    return Division(config.units, config.offload.experts, rule, keep, vocabulary=vocabulary)
 
 
 def first_that_fits(experts: str, vocabulary: str, place: Callable[[str, str], _T]) -> _T:
@@ -595,7 +603,7 @@ def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:
     keeps a parameter that stacks experts in fp32.
     """
     division = by if isinstance(by, Division) else Division(by)
-    all_stacks, notices = cut_stacks(model, division.experts, division.rule)
+    all_stacks, notices = cut_stacks(model, division.experts, division.rule, division.ep_size)
     in_fp32 = parameters_in_fp32(model, division.keep_in_fp32)
     if division.keep_in_fp32 == "auto":
         in_fp32 -= parts_of(all_stacks).keys()

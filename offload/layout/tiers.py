@@ -69,8 +69,8 @@ class Reduction:
         return torch.float32 if self.wide and layout.in_fp32 else self.dtype
 
     def numels(self, layouts: Iterable[UnitLayout]) -> list[int]:
-        """Returns the elements of each unit's gradients over all ranks, counted in `dtype`."""
-        sizes = ((layout.trainable_stop, self.dtype_of(layout).itemsize) for layout in layouts)
+        """Returns the elements of each unit's gradients that a rank computes, counted in `dtype`."""
+        sizes = ((layout.gradient_numel, self.dtype_of(layout).itemsize) for layout in layouts)
         return [numel * itemsize // self.dtype.itemsize for numel, itemsize in sizes]
 
     @property
@@ -465,7 +465,7 @@ def partitions(
         row if nbytes is None else {State.WEIGHT: nbytes}
         for row, nbytes in zip(rows, in_place_nbytes or [None] * len(rows), strict=True)
     ]
-    wholes = [layout.trainable_stop for layout in layouts]
+    wholes = [layout.gradient_numel for layout in layouts]
     reduction = reduction if any(trainable) else None
     return Partitions(
         nbytes=tuple(rows),

@@ -34,6 +34,8 @@ class Unit:
     """True if the weights stay in fp32, whatever the dtype of other weights is."""
     rows: range | None = None
     """The group of experts, or the rows of the table, that are the unit; None for whole parameters and for a `row`."""
+    ep_size: int = 1
+    """Number of equal parts of the experts, each of which other ranks own; 1 if all ranks divide each expert."""
 
 
 class Stack(NamedTuple):
@@ -45,10 +47,12 @@ class Stack(NamedTuple):
     """Number of experts, the first size of each parameter."""
     groups: int | None = None
     """Number of groups, which are units of equally many experts; None if each expert is a unit."""
+    ep_size: int = 1
+    """Number of groups of one unit, each of which other ranks own; 1 if groups or experts are units."""
 
     @property
     def parts(self) -> int:
-        """Number of units."""
+        """Number of parts of each parameter."""
         return self.groups or self.rows
 
 
@@ -101,7 +105,7 @@ def find_units(
     Args:
         named: names or class names of modules that are one unit each, including everything inside them.
         stacks: modules whose experts, or groups of them, are units. A stack stays whole if it is within a module of
-            `named`, or if its experts or groups are too small to be units.
+            `named`, or if its experts or groups are too small to be units; not if ranks own its groups.
         in_fp32: names of parameters that stay in fp32; see `parameters_in_fp32`.
         tables: parameters whose pieces of rows are units. A table stays whole if a candidate contains it, or if it
             stays in fp32.
@@ -125,7 +129,10 @@ def find_units(
     # Experts and pieces come last, so that all other units are numbered as if there were none.
     experts: dict[str, range] = {}
     for stack in stacks:
-        experts[stack.module] = range(len(units), len(units) + stack.parts)
+        experts[stack.module] = range(len(units), len(units) + stack.parts // stack.ep_size)
+        if stack.ep_size > 1:
+            units.append(Unit(stack.module, stack.parameters, rows=range(stack.rows), ep_size=stack.ep_size))
+            continue
         if stack.groups is None:
             units += [Unit(f"{stack.module}[{row}]", stack.parameters, row) for row in range(stack.rows)]
             continue
@@ -143,9 +150,9 @@ def find_units(
 def _large_stacks(
     stacks: Sequence[Stack], named: Sequence[str], owners: Mapping[str, str | None], sizes: Mapping[str, int]
 ) -> list[Stack]:
-    """Returns the stacks outside of the modules `named` whose experts are large enough to be units."""
+    """Returns the stacks outside of the modules `named` whose experts are large enough, and those that ranks own."""
     inside = tuple(f"{name}." for name in named)
-    outside = [stack for stack in stacks if not f"{stack.module}.".startswith(inside)]
+    outside = [stack for stack in stacks if stack.ep_size > 1 or not f"{stack.module}.".startswith(inside)]
     stacked = {name for stack in outside for name in stack.parameters}
     candidate_sizes: dict[str | None, int] = {}
     for name, candidate in owners.items():
@@ -153,7 +160,7 @@ def _large_stacks(
             candidate_sizes[candidate] = candidate_sizes.get(candidate, 0) + sizes[name]
     numel = {stack: _row_numel(stack, sizes) * stack.rows // stack.parts for stack in outside}
     least = max([*candidate_sizes.values(), *numel.values()], default=0) / _SMALLEST_SHARE
-    return [stack for stack in outside if numel[stack] >= least]
+    return [stack for stack in outside if numel[stack] >= least or stack.ep_size > 1]
 
 
 def _row_numel(stack: Stack, sizes: Mapping[str, int]) -> int:

@@ -18,7 +18,7 @@ from torch import nn
 
 from offload.config import Config
 from offload.errors import ConfigError
-from offload.layout.experts import find_stacks
+from offload.layout.experts import expert_stacks
 from offload.layout.units import Stack
 from offload.parallel.sharded_params import DTensorForm, FoundShards, LayerLayouts
 from offload.sizes import count_of
@@ -69,13 +69,13 @@ def planned_shards(
         ConfigError: If the ranks cannot be divided into such rows, or the model cannot be divided by its plan.
     """
     size, experts = config.tensor_parallel.autotp_size, config.expert_parallel.size
+    if size == 1:
+        return found
     if experts not in (1, size):
         raise ConfigError(
             f"expert_parallel.autoep_size is {experts}, and tensor_parallel.autotp_size is {size}; expected one "
             "number: experts are divided among the ranks of tensor parallelism, which share a batch"
         )
-    if size == 1:
-        return found
     if found.row or found.dtensors:
         if len(found.row) == size and experts == 1:
             return found
@@ -91,27 +91,6 @@ def planned_shards(
         )
     stacks = expert_stacks(model, size) if experts > 1 else ()
     return _shards(model, styles, stacks, _row(device.type, size))
-
-
-def expert_stacks(model: nn.Module, size: int) -> tuple[Stack, ...]:
-    """Returns the stacks of experts of a model, which `size` ranks can divide. Pure.
-
-    Raises:
-        ConfigError: If there are none, or they cannot be divided so.
-    """
-    stacks = find_stacks(model)
-    if not stacks:
-        raise ConfigError(
-            f"expert_parallel.autoep_size is {size}, and {type(model).__name__} has no module that transformers marks "
-            "as stacked experts: leave expert_parallel out"
-        )
-    for stack in stacks:
-        if stack.rows % size:
-            raise ConfigError(
-                f"expert_parallel.autoep_size is {size}, which does not divide the {stack.rows} experts of "
-                f"{stack.module}"
-            )
-    return stacks
 
 
 def layer_styles(model: Any, size: int) -> dict[str, Style]:

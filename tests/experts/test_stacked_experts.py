@@ -554,7 +554,7 @@ def test_a_module_that_is_one_unit_by_name_contains_its_experts(tmp_path: Path) 
 def test_a_run_resumes_with_the_experts_that_it_had(tmp_path: Path) -> None:
     """Experts that are skipped, and that are not, have the same swap files."""
     start(SIXTEEN, DISK, tmp_path).destroy()
-    with pytest.raises(StoreError, match='resume with the "units", "experts" and "vocabulary"'):
+    with pytest.raises(StoreError, match='resume with the "units", "experts", "vocabulary" and expert_parallel'):
         start(SIXTEEN, DISK, tmp_path, resume="must", experts="whole")
     start(SIXTEEN, DISK, tmp_path, resume="must", experts="visited").destroy(remove=True)
 

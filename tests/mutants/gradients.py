@@ -174,6 +174,20 @@ MUTANTS = (
         "tests/ranks/test_ranks.py",
     ),
     Mutant(
+        "divide gradients of owned experts by the number of their owners",
+        "offload.distributed.reduce_scatter",
+        "ranks = 1 if self._callbacks.keeps_gradients() else self._ranks.size",
+        "ranks = 1 if self._callbacks.keeps_gradients() else self._sharing[unit].size",
+        "tests/ranks/test_expert_parallel.py",
+    ),
+    Mutant(
+        "save the owned experts of this rank in place of those of others",
+        "offload.engine.edits",
+        "self._layouts[unit].ep_size > 1 or",
+        "",
+        "tests/ranks/test_expert_parallel.py",
+    ),
+    Mutant(
         "use a window of a gradient again while it is written",
         "offload.engine.gradient_transfer",
         "            future.wait()  # a write's buffer may not change before its end\n",

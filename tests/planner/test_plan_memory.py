@@ -151,7 +151,7 @@ def test_a_drive_without_room_for_two_slots_takes_one() -> None:
 def test_what_a_run_refuses_is_refused_by_the_plan() -> None:
     """In the same words: durable steps need a drive, and a drive that has not the room is no drive."""
     layouts, count = blocks(8, 1 << 20), 8 << 20
-    content = planning.settings("cpu", "cpu", durability={"every": 2})
+    content = {**planning.settings("cpu", "cpu"), "offload": {"durability": {"every": 2}}}
     with pytest.raises(ConfigError, match='needs a store, but no "nvme_path" is given') as planned:
         settle(layouts, content, Room(GIB, GIB, None))
     with pytest.raises(ConfigError) as ran:

@@ -464,7 +464,7 @@ _PARAMETER = fields(
 )
 _UNIT = fields(
     {"name": text(), "numel": whole(), "trainable": whole(), "parameters": rows(_PARAMETER)},
-    {"matrices": maybe(whole()), "in_fp32": flag},
+    {"matrices": maybe(whole()), "in_fp32": flag, "ep_size": whole(1, MOST_RANKS)},
 )
 _UNIT_IN_WORDS = fields({"name": text(), "parameters": rows(_PARAMETER)})
 """A unit in the manifest of a checkpoint with parts. Only people read this description."""
@@ -571,7 +571,9 @@ def compare(own: StoreSpec, stored: StoreSpec, folder: Path) -> None:
                 for spec, verb, place in ((there, "was", "in the run"), (expected, "is", "here"))
             )
         if difference.startswith("layout/units/"):
-            advice = f'resume with the "units", "experts" and "vocabulary" that the run had, or {advice}'
+            advice = (
+                f'resume with the "units", "experts", "vocabulary" and expert_parallel that the run had, or {advice}'
+            )
         if difference.startswith("layout/in_fp32 "):
             advice = f'resume with the "keep_in_fp32" that the run had, or {advice}'
             counts = [count_of(spec.get("in_fp32", 0), "weight") for spec in (there, expected)]

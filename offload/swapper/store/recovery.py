@@ -150,8 +150,8 @@ def find_newest(
         if len(record.slots) != units:
             raise StoreError(
                 f"{folder} belongs to another model: the run contains {count_of(len(record.slots), 'unit')}, this "
-                f'model {units}; resume with the "units", "experts" and "vocabulary" that the run had, choose another '
-                f"run name, or remove the run with `{shell_command('rm', folder.parent)}`"
+                f'model {units}; resume with the "units", "experts", "vocabulary" and expert_parallel that the run '
+                f"had, choose another run name, or remove the run with `{shell_command('rm', folder.parent)}`"
             )
         blob = _read_blob(folder, record)
         if blob is None:

@@ -56,6 +56,8 @@ class Job(NamedTuple):
     """Words after `zero_quantized_` of the keys of ZeRO that are on."""
     sequence: int = 1
     """`sequence_parallel_size`: ranks that share each sequence."""
+    experts: int = 1
+    """`autoep_size`: ranks that own the experts of a layer together."""
     keep_in_fp32: tuple[str, ...] = ()
     """Parts of names of parameters."""
     fp8: str = ""
@@ -80,6 +82,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
         "gradient_clipping": job.clip,
         "communication_data_type": job.sent,
         **({"sequence_parallel_size": job.sequence} if job.sequence > 1 else {}),
+        **({"expert_parallel": {"enabled": True, "autoep_size": job.experts}} if job.experts > 1 else {}),
         "bf16": {"enabled": job.dtype == "bf16"},
         "fp16": {"enabled": job.dtype == "fp16", "loss_scale": job.loss_scale},
         **({"fp8": {"enabled": True, "recipe": job.fp8, "emulate": True}} if job.fp8 else {}),
