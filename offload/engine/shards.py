@@ -16,6 +16,7 @@ from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.pager import Pager
 from offload.swapper.store import Store
+from offload.swapper.store.model_files import ModelFiles
 from offload.swapper.table import UnitSize
 
 
@@ -77,9 +78,13 @@ class LocalShards(StoredShards):
     """Partitions above DISK, except for weights. The update worker removes those with a `spare` buffer."""
     pager: Pager
     device: Device
+    model_files: ModelFiles | None = None
+    """The model's own files, if weights are read there."""
 
     def states(self, unit: int) -> dict[State, int]:
         """Returns the bytes of each partition of `unit` that outlives a step."""
+        if self.layouts[unit].in_files:
+            return {State.WEIGHT: self.layouts[unit].numel * self.mode_of(unit).weight_dtype.itemsize}
         return {state: nbytes for state, nbytes in self.nbytes[unit].items() if state is not State.GRAD}
 
     def resident_of(self, unit: int, state: State) -> ResidentShard | None:
@@ -102,6 +107,8 @@ class LocalShards(StoredShards):
         # A promoted partition is also read from the store, because the store compares the bytes with checksums.
         if self.stored(unit, state):
             return [self.store.read(unit, state, self.store.newest[unit], start, buffer, compare=compare)]
+        if self.model_files is not None and unit in self.model_files:
+            return self.model_files.read(unit, start, buffer)
         resident = self.resident_of(unit, state)
         assert resident is not None, "a state that is not on disk has a tier above"
         part = resident.tensor.view(torch.uint8)[start : start + len(buffer)]

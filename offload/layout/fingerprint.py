@@ -46,6 +46,8 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replica
                 **({} if layout.matrices_start is None else {"matrices": layout.matrices_start}),
                 # Likewise: written only for units whose weights stay in fp32.
                 **({"in_fp32": True} if layout.in_fp32 else {}),
+                # Likewise: written only for units that stay in the model's own files.
+                **({"in_files": True} if layout.in_files else {}),
                 "parameters": [_described(segment) for segment in layout.segments],
             }
             for layout in layouts
@@ -66,7 +68,8 @@ def store_specs(
     for rank in range(world_size):
         parts = partitions(layouts, mode, _ANY_GRADIENTS, rank, world_size, alone=world_size == 1)
         rows: list[Mapping[State, int]] = [
-            {state: nbytes for state, nbytes in row.items() if state is not State.GRAD} for row in parts.nbytes
+            {} if layout.in_files else {state: nbytes for state, nbytes in row.items() if state is not State.GRAD}
+            for layout, row in zip(layouts, parts.nbytes, strict=True)
         ]
         specs.append(StoreSpec(tuple(rows), 2, fingerprint, about, parts.frozen))
     return specs
@@ -225,6 +228,7 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
         unit["trainable"],
         unit.get("matrices"),
         unit.get("in_fp32", False),
+        unit.get("in_files", False),
     )
 
 

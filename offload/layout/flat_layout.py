@@ -275,6 +275,8 @@ class UnitLayout(NamedTuple):
     """Start of the matrices, which end the trainable region; None if the optimizer has no rule for them."""
     in_fp32: bool = False
     """True if the weights stay in fp32, whatever the mode of the run is."""
+    in_files: bool = False
+    """True if all weights are frozen and stay in the model's own files, so that no store contains them."""
 
     def mode_in(self, run: Mode) -> Mode:
         """Returns the mode of the unit in a run: the run's mode, or the same mode with weights in fp32."""
@@ -547,6 +549,7 @@ def placed_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tu
         matrices = None
         if layout.matrices_start is not None:
             matrices = {segment.name for segment in layout.segments if layout.is_matrix(segment)}
-        return arrange(layout.name, layout.segments, world_size, matrices, mode, layout.in_fp32)
+        arranged = arrange(layout.name, layout.segments, world_size, matrices, mode, layout.in_fp32)
+        return arranged._replace(in_files=layout.in_files)
 
     return tuple(placed(layout) for layout in layouts)

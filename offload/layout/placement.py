@@ -670,6 +670,12 @@ class Placement:
         in_tier = (tier is Tier.DISK for row in self.tiers for state, tier in row.items() if state is not State.GRAD)
         return bool(self.promoted) or any(in_tier)
 
+    def keeps_on_disk(self, parts: Partitions) -> bool:
+        """Returns `on_disk` without the weights that are in the model's own files."""
+        rows = (row for unit, row in enumerate(self.tiers) if not parts.in_place(unit))
+        tiers = (tier for row in rows for state, tier in row.items() if state is not State.GRAD)
+        return bool(self.promoted) or any(tier is Tier.DISK for tier in tiers)
+
     def overlaps_updates(self, wanted: bool, *, on_cpu: bool, alone: bool, slots: int) -> bool:
         """Returns True if a step's updates run during the next forward. `slots` is 0 without a store."""
         # With everything in memory, an update waits only for the cores on which the forward computes. Run side by side,
@@ -719,9 +725,9 @@ class Placement:
             {
                 state: nbytes
                 for state, nbytes in row.items()
-                if state is not State.GRAD and (slots == 2 or tiers[state] is Tier.DISK)
+                if state is not State.GRAD and (slots == 2 or tiers[state] is Tier.DISK) and not parts.in_place(unit)
             }
-            for row, tiers in zip(parts.nbytes, self.tiers, strict=True)
+            for unit, (row, tiers) in enumerate(zip(parts.nbytes, self.tiers, strict=True))
         )
 
     def store(

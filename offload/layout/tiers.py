@@ -302,10 +302,10 @@ class Partitions:
     whole: WholeSizes = NO_WHOLE_SIZES
     """Sizes of the parameters that a step needs as a whole, for optimizers that need it."""
     frozen: tuple[int, ...] = ()
-    """Bytes at the end of each WEIGHT partition that no update writes; may be empty if they are 0 for all units."""
+    """Bytes at the end of each WEIGHT partition of the store that no update writes; may be empty if all are 0."""
     in_place_nbytes: tuple[int | None, ...] = ()
-    """Bytes of each unit as it lies in the model's own files, None for units that cannot be read there. Empty if the
-    weights have the tier of the config."""
+    """Bytes of each unit as it lies in the model's own files, None for units that are not read there. Empty if no unit
+    is read there."""
     reduction: Reduction | None = None
     """None if there is one rank, or nothing trains."""
     unit_gradients: tuple[int, ...] = ()
@@ -326,6 +326,10 @@ class Partitions:
     def gradient_dtype(self) -> torch.dtype:
         """Dtype of the memory where gradients wait for their update."""
         return self.gradients.stored
+
+    def in_place(self, unit: int) -> bool:
+        """Returns True if the weights of a unit are read from the model's own files."""
+        return bool(self.in_place_nbytes) and self.in_place_nbytes[unit] is not None
 
     def sum_nbytes(self, unit: int) -> int:
         """Bytes of the sum of a unit's gradients on the device, before it is stored."""
@@ -482,7 +486,8 @@ def partitions(
         alone=alone,
         whole=whole_sizes(layouts, mode, rank, world_size),
         frozen=tuple(
-            len(layout.frozen(rank, world_size)) * itemsize for layout, itemsize in zip(layouts, itemsizes, strict=True)
+            0 if layout.in_files else len(layout.frozen(rank, world_size)) * itemsize
+            for layout, itemsize in zip(layouts, itemsizes, strict=True)
         ),
         in_place_nbytes=tuple(in_place_nbytes),
         reduction=reduction,
@@ -510,10 +515,9 @@ def configured(parts: Partitions, request: PlacementRequest, weight_itemsize: in
         states = Tier.DEVICE if passed + numel / 2 <= on_device else request.states
         passed += numel
         tiers = dict.fromkeys(row, states)
-        weights = request.weights
-        if parts.in_place_nbytes:  # weights that are not read from the model's files stay in host memory
-            weights = Tier.HOST if parts.in_place_nbytes[unit] is None else Tier.DISK
-        tiers[State.WEIGHT] = Tier.DEVICE if small else weights
+        tiers[State.WEIGHT] = Tier.DEVICE if small else request.weights
+        if parts.in_place(unit):
+            tiers[State.WEIGHT] = Tier.DISK
         # Later decisions may move gradients from HOST to the device or to disk.
         if State.GRAD in row:
             tiers[State.GRAD] = Tier.HOST

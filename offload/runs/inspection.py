@@ -88,6 +88,7 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
         "slots": None,
         "made_by": None,
         "drives": [],
+        "model_files": [],
         "allocated_bytes": sum(rank["allocated_bytes"] for rank in ranks),
         "finished": run_status([path], ".").finished,
         "leftovers": leftovers(path, files),
@@ -105,6 +106,7 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
             "slots": known.spec.slots,
             "made_by": about.get("offload"),
             "drives": list(known.drives),
+            "model_files": [file["path"] for file in known.spec.files.get("files", ())],
         }
         # If a single rank was requested, the ranks left out are not missing.
         if len(folders) == len(rank_folders(path)):

@@ -89,6 +89,8 @@ def _run_table(run: Mapping[str, Any]) -> Table:
             ("drives", ", ".join(run["drives"])),
             ("made by", f"offload {run['made_by']}"),
         ]
+    if run["model_files"]:
+        rows.append(("frozen weights", f"read from {', '.join(run['model_files'])}"))
     rows.append(("on disk", format_size(run["allocated_bytes"])))
     if run["finished"] is not None:
         note = run["finished"]

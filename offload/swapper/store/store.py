@@ -179,7 +179,7 @@ class SwapFiles:
         """
         compare(self._spec, copy.spec, self.folders[0])
         # The files keep the third slots that they began with, whatever this start would plan.
-        self._spec = self._spec._replace(shadowed=copy.spec.shadowed)
+        self._spec = self._spec._replace(shadowed=copy.spec.shadowed, files=copy.spec.files)
         # Partitions of all ranks look alike, and those of another one would be taken for this one's.
         check_rank(copy, self._rank, self.folders[0])
         lost, there = check_drives(self.folders, copy, step)
@@ -191,6 +191,13 @@ class SwapFiles:
         if lost or any(places != here for places in there):
             self._write_manifests()
         return lost
+
+    def name_files(self, files: Mapping[str, Any]) -> None:
+        """Records the model's own files; see `StoreSpec.files`. Rewrites the manifests if they name others."""
+        self._spec = self._spec._replace(files=files)
+        if self._manifest is not None and self._manifest.spec.files != files:
+            self._manifest = dataclasses.replace(self._manifest, spec=self._manifest.spec._replace(files=files))
+            self._write_manifests()
 
     def _open_states(self, create: bool = False) -> StripedFile:
         return StripedFile(
@@ -430,6 +437,11 @@ class Store:
                 f"{self._commit_path} names slots that its files do not have, at step {record.step}: the folder has "
                 "files of two runs; go back to a checkpoint"
             )
+
+    def name_files(self, files: Mapping[str, Any]) -> None:
+        """Records the model's own files, from which weights are read, before `create` or after `open`."""
+        self._files.name_files(files)
+        self.spec = self.spec._replace(files=files)
 
     # -- data ---------------------------------------------------------------------------------------
 
