@@ -19,13 +19,13 @@ from offload.swapper.store import Compared, bytes_of, rank_folders
 from offload.swapper.store.folder import FINISHED, RESHARDED, Lock, Use
 from offload.swapper.store.format import Extents, Passages, StoreManifest, check_rank, check_whole, last_of_all
 from offload.swapper.store.inspection import Commit, RankFiles, is_rank, look
-from offload.swapper.store.model_files import ModelFiles
 from offload.swapper.store.recovery import Undo, check_one_run
 
 if TYPE_CHECKING:
     import torch
 
     from offload.layout.flat_layout import UnitLayout
+    from offload.swapper.store.model_files import ModelFiles
 
 
 # -- weight source -------------------------------------------------------------------------------------
@@ -127,6 +127,9 @@ class StoreSource:
     @functools.cached_property
     def _model_files(self) -> ModelFiles:
         """The model's own files, opened at the first read: an export of adapters needs none."""
+        # Imported late: the module imports torch, which `offload verify` does not need.
+        from offload.swapper.store.model_files import ModelFiles
+
         files = self._open.enter_context(contextlib.closing(ModelFiles.of_run(self.files, self._queue)))
         files.expect(self.files, self.folders[0][0].parent)
         return files

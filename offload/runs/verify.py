@@ -22,7 +22,6 @@ from offload.sizes import count_of, format_size
 from offload.swapper.store.folder import RunNotes
 from offload.swapper.store.format import last_of_all
 from offload.swapper.store.inspection import Commit, RankFiles, Wrong
-from offload.swapper.store.model_files import ModelFiles
 from offload.swapper.store.recovery import Damage, Undo, damages_of_commit
 
 
@@ -308,6 +307,9 @@ def _wrong_model_files(files: RankFiles, queue: Queue) -> Iterator[Wrong]:
     recorded = files.manifest.spec.files
     if not recorded:
         return
+    # Imported late: the module imports torch, which the verification of a run without model files does not need.
+    from offload.swapper.store.model_files import ModelFiles
+
     try:
         with contextlib.closing(ModelFiles.of_run(recorded, queue)) as model:
             crcs = model.scan()

@@ -400,7 +400,7 @@ class StoreManifest:
         if content.get("format") not in FORMATS:
             raise StoreError(
                 f"{where} has store format {content.get('format')}; this version of offload reads format "
-                f"{' and '.join(map(str, FORMATS))}: resume with the version that made the run "
+                f"{FORMATS[0]} to {FORMATS[-1]}: resume with the version that made the run "
                 f"({made_by(content)}), or choose another run name"
             )
         try:
