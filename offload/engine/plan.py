@@ -39,7 +39,7 @@ from offload.hardware import probe
 from offload.hardware.system import check_folders, folder_notices
 from offload.kernels import cuda
 from offload.layout.experts import cut_stacks, parts_of
-from offload.layout.flat_layout import StateField, UnitLayout, laid_out_for, layouts_of
+from offload.layout.flat_layout import IN_FILES, StateField, UnitLayout, laid_out_for, layouts_of
 from offload.layout.frozen import frozen_notices, is_of_bitsandbytes, is_packed, stored_weights, waits_for_quantization
 from offload.layout.memory_plan import (
     MemoryPlan,
@@ -336,7 +336,7 @@ def _place_notices(plan: Plan, places: TensorPlaces) -> tuple[str, ...]:
 
 def _in_files(layout: UnitLayout, trains: bool) -> UnitLayout:
     """Returns the layout of a unit in files, with a name that differs from that of the same module's other unit."""
-    return layout._replace(in_files=True, name=f"{layout.name or 'the root'} in files" if trains else layout.name)
+    return layout._replace(in_files=True, name=f"{layout.name} {IN_FILES}".strip() if trains else layout.name)
 
 
 def frozen_places(config: Config, model: nn.Module, world: World) -> TensorPlaces | None:

@@ -259,6 +259,10 @@ class ParameterSegment(NamedTuple):
         return self.start + self.numel
 
 
+IN_FILES = "in files"
+"""End of the name of a unit that stays in the model's own files, beside another unit of the same module."""
+
+
 class UnitLayout(NamedTuple):
     """Flat layout of a unit: trainable segments first, then frozen ones.
 
@@ -277,6 +281,11 @@ class UnitLayout(NamedTuple):
     """True if the weights stay in fp32, whatever the mode of the run is."""
     in_files: bool = False
     """True if all weights are frozen and stay in the model's own files, so that no store contains them."""
+
+    @property
+    def module(self) -> str:
+        """The unit's name, which a unit in files shares with that of its module's other weights."""
+        return self.name.removesuffix(IN_FILES).rstrip() if self.in_files else self.name
 
     def mode_in(self, run: Mode) -> Mode:
         """Returns the mode of the unit in a run: the run's mode, or the same mode with weights in fp32."""

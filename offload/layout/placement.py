@@ -5,6 +5,7 @@ Pure functions; `initialize` carries out their decisions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -191,11 +192,12 @@ def moving(parts: Partitions, tiers: TierMap) -> list[int]:
 
 def largest_moving(parts: Partitions, tiers: TierMap) -> int:
     """Returns the bytes of the largest unit that is paged; 0 if none is."""
-    nbytes = moving(parts, tiers)
-    # A module needs its weights in fp32 together with its other weights.
-    fp32_sizes = [size for size, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if in_fp32]
-    other_sizes = [size for size, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if not in_fp32]
-    return max(other_sizes if parts.in_fp32 else nbytes, default=0) + max(fp32_sizes, default=0)
+    # A module needs its weights in files together with its other weights, and those in fp32 together with all others.
+    sizes: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    for unit, size in enumerate(moving(parts, tiers)):
+        in_fp32 = bool(parts.in_fp32) and parts.in_fp32[unit]
+        sizes[in_fp32][parts.modules[unit] if parts.modules else str(unit)] += size
+    return sum(max(of_kind.values(), default=0) for of_kind in sizes)
 
 
 # -- machine -------------------------------------------------------------------------------------------

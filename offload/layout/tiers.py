@@ -321,6 +321,8 @@ class Partitions:
     """Most bytes of weights of units that are gathered by one collective; 0 for one unit at a time."""
     in_fp32: tuple[bool, ...] = ()
     """True for each unit whose weights stay in fp32."""
+    modules: tuple[str, ...] = ()
+    """`UnitLayout.module` of each unit."""
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -499,6 +501,7 @@ def partitions(
         if reduction is not None and reduction.whole
         else (),
         in_fp32=tuple(layout.in_fp32 for layout in layouts),
+        modules=tuple(layout.module for layout in layouts),
     )
 
 

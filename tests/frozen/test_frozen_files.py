@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,11 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli.main import app
-from offload.errors import EngineFailed, IoError, OffloadError, StoreError
+from offload.errors import BudgetError, EngineFailed, IoError, OffloadError, StoreError
 from offload.swapper.store.inspection import look
 from tests.support.drives.fault_injection import flip_bit
 from tests.support.model_folders import llama_config
+from tests.support.oracle import small_pieces
 
 STEPS = 3
 
@@ -41,11 +43,19 @@ def folder(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "model"))
 
 
-def start(folder: Path, swap: Path, *, dtype: str = "bf16", tier: str = "nvme", **block: Any) -> offload.Engine:
+def start(
+    folder: Path,
+    swap: Path,
+    *,
+    dtype: str = "bf16",
+    tier: str = "nvme",
+    targets: str | list[str] = "all-linear",
+    **block: Any,
+) -> offload.Engine:
     """Returns an engine that trains adapters over the model of a folder."""
     model: Any = offload.load_pretrained(transformers.AutoModelForCausalLM, folder, dtype=dtype_of(dtype))
     torch.manual_seed(1)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets))
     disk = {"device": tier, **({"nvme_path": str(swap)} if tier == "nvme" else {})}
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -106,6 +116,49 @@ def test_frozen_weights_in_files_give_the_bits_of_swap_files_and_of_memory(folde
         assert_equal(found, result(engine))
         engine.destroy()
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def test_units_in_files_come_in_chunks(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk begins and ends within a page of a file, and is compared too."""
+    engine = start(folder, tmp_path / "whole")
+    found = result(engine)
+    engine.destroy()
+    small_pieces(monkeypatch)
+    with pytest.raises(BudgetError, match="the least that works") as caught:
+        start(folder, tmp_path / "least", host_memory=1)
+    least = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(caught.value))
+    assert least is not None
+    engine = start(folder, tmp_path / "least", host_memory=int(least[1]))
+    assert_equal(found, result(engine))
+    engine.destroy()
+
+
+def test_groups_of_experts_stay_in_files(tmp_path: Path) -> None:
+    """The tensors of an expert are apart in the files, and the router's loss is that of the model."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    results = []
+    for block in ({"run": "files"}, {"run": "copied", "frozen_files": False}, {"tier": "cpu"}):
+        engine = start(tmp_path / "model", tmp_path / "swap", dtype="fp32", targets=["q_proj", "v_proj"], **block)
+        results.append(result(engine))
+        engine.destroy()
+    assert_equal(results[0], results[1])
+    assert_equal(results[0], results[2])
+    units = [unit["name"] for unit in in_files(tmp_path / "swap" / "files")]
+    assert len([name for name in units if "experts[" in name]) == 16
 
 
 def test_weights_of_another_dtype_are_copied_and_the_first_line_says_so(folder: Path, tmp_path: Path) -> None:
