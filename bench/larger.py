@@ -6,8 +6,7 @@ Options that this program does not know are for `offload train`.
     train           killed with SIGKILL when it has logged `--steps` steps
     train --resume  as many steps more
     export          the weights of the last commit, for transformers
-    merge           with --lora: adapter and model in one folder
-    score           records by what was exported, or merged
+    score           records by what was exported
 
 With `--train-only` there is one life without commits, for the largest model that the drive holds. `--random-limits N`
 gives such a life N cgroups in turn, with limits of 0.8 to 8 GiB that `--seed` draws: each must train, or end in an
@@ -95,26 +94,18 @@ def _live_or_refuse(nbytes: int, command: list[str], log: Path, about: dict[str,
 
 def _live_twice(limit: _Limit, train: list[str], options: argparse.Namespace, log: Path, about: dict[str, Any]) -> None:
     """Trains, kills, resumes, exports and scores, and reports each; then removes the files on the drive."""
-    exported, merged = (options.folder / name for name in ("larger-model", "larger-merged"))
-    for folder in (exported, merged):
-        shutil.rmtree(folder, ignore_errors=True)
+    exported = options.folder / "larger-model"
+    shutil.rmtree(exported, ignore_errors=True)
     killed = limit.run([*train, "--resume", "restart"], until=lambda: len(_lines(log)) >= options.steps)
     before = _lines(log)
     again = limit.run([*train, "--resume", "must"])
     exports = limit.run(["export", str(options.folder / "larger"), str(exported)])
-    model = sum(path.stat().st_size for path in exported.iterdir())
-    states = options.folder / "larger" / "rank0" / "states"
-    about |= {"exported": model, "states": states.stat().st_size}
-    lives = {"killed": killed, "resumed": again, "export": exports}
-    if "--lora" in train:
-        lives["merge"] = limit.run(["merge", str(exported), str(merged)])
-        shutil.rmtree(exported)
-        exported = merged
     _write_tokenizer(exported)
-    lives["score"] = limit.run(["score", str(exported), "--data", str(options.records), "--json"])
+    scores = limit.run(["score", str(exported), "--data", str(options.records), "--json"])
+    model = sum(path.stat().st_size for path in exported.iterdir())
     shutil.rmtree(exported)
-    report("larger", {**about, **figures(before, _lines(log), killed["peak"])})
-    for name, came in lives.items():
+    report("larger", {**about, "exported": model, **figures(before, _lines(log), killed["peak"])})
+    for name, came in (("killed", killed), ("resumed", again), ("export", exports), ("score", scores)):
         report(f"larger, {name}", came)
     subprocess.run([sys.executable, "-m", "offload", "rm", str(options.folder / "larger"), "--yes"], check=True)
 
