@@ -8,11 +8,10 @@ Nothing is written, unless the config asks for swap files. A process may be kill
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -20,35 +19,27 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from offload.aio.protocols import Queue
 from offload.config import Batch, Config, load_config, read_json
 from offload.distributed.world import World
 from offload.engine import build_optimizer
 from offload.engine.assembly import STARTING, assemble
 from offload.engine.engine import EngineCore, ModelEngine
-from offload.engine.plan import Plan, check_model, decide
+from offload.engine.plan import check_model, decide
 from offload.errors import ConfigError, UsageError
-from offload.fileio.cache_file import Stamp
-from offload.layout.flat_layout import ParameterSegment, UnitLayout
-from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, quantized_by_other_library
-from offload.layout.modes import DTYPES, Mode, dtype_name
+from offload.layout.modes import DTYPES
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.layout.peak_memory import BesideBudgets
 from offload.layout.units import blocks_of
 from offload.metrics.meter import cause_of
-from offload.model_io.deferred import is_deferred, origin_of
-from offload.model_io.folder import CONFIG, FileBytes, Stored, StoredRun, stored_tensors
-from offload.model_io.load import ConvertedParameter, load_pretrained
-from offload.notices import Remark, announce
+from offload.model_io.deferred import origin_of
+from offload.model_io.folder import CONFIG, Stored, stored_tensors
+from offload.model_io.load import load_pretrained
+from offload.model_io.places import TensorPlaces
+from offload.notices import announce
 from offload.presets import read_config
-from offload.quantized.paged_tensor import PagedTensor
 from offload.quantized.tensors import with_adopted_buffers
-from offload.sizes import count_of, format_size
-from offload.states import State, Tier
+from offload.sizes import count_of
 from offload.swapper.memory.device import compute_device, let_segments_grow, open_device
-from offload.swapper.store.model_files import FileRange, InPlaceLayout, ModelFiles, arrange_in_place
-from offload.swapper.store.requests import DriveSpans
-from offload.swapper.table import WeightSource
 from offload.timeline import Phase, Row, now
 
 # -- pass meter ----------------------------------------------------------------------------------------
@@ -228,103 +219,6 @@ class InferenceEngine(ModelEngine):
         self.destroy()
 
 
-# -- tensor places -------------------------------------------------------------------------------------
-#
-# Tensors of a model that can be read in place: the model computes with the same bytes that its files contain.
-
-
-_MOST_RUNS = 64
-"""Largest number of runs in the files for a parameter that is read in place. Each run costs a copy to the device."""
-
-
-class TensorPlaces:
-    """Places of a model's tensors in its files. Made before an engine takes the model over."""
-
-    def __init__(self, model: nn.Module, small_numel: int) -> None:
-        """Collects the files. Units of at most `small_numel` elements stay on the device, and are read once."""
-        self._model, self._small_numel = model, small_numel
-        self.stamps: dict[str, Stamp] = {}
-        """Stamp of each file as its header was read, by path without links."""
-        all_stored = [stored for parameter in model.parameters() for stored in _tensors_of(origin_of(parameter))]
-        for name in quantized_by_other_library(model):
-            all_stored += _inner_tensors(model, name).values()
-        for stored in all_stored:
-            self.stamps[os.path.realpath(stored.path)] = stored.stamp
-
-    def in_place_layouts(self, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[InPlaceLayout | None, ...]:
-        """Returns each unit's place in the files; None for a unit that is not read from them."""
-        sizes = {path: stamp.nbytes for path, stamp in self.stamps.items()}
-        in_place_layouts: list[InPlaceLayout | None] = []
-        for layout in layouts:
-            dtype, segments = layout.mode_in(mode).weight_dtype, layout.segments
-            in_place_layout = None
-            small = layout.device_numel <= self._small_numel
-            if not small and all(self.why_not(segment, dtype) is None for segment in segments):
-                tensors = [place for segment in segments for place in self._ranges(segment, dtype.itemsize)]
-                in_place_layout = arrange_in_place(tensors, sizes)
-            # Empty parameters need no file.
-            in_place_layouts.append(in_place_layout if in_place_layout and in_place_layout.nbytes else None)
-        return tuple(in_place_layouts)
-
-    def _ranges(self, segment: ParameterSegment, itemsize: int) -> Iterator[tuple[FileRange, int]]:
-        """Yields the ranges of bytes in the files that make up a parameter, each with its first byte in the unit."""
-        target = segment.start * itemsize
-        if segment.inner:
-            starts = inner_starts(segment.inner)
-            for name, stored in _inner_tensors(self._model, segment.name).items():
-                if name in starts:  # another name of the same tensor has no bytes of its own
-                    place = FileRange(os.path.realpath(stored.path), stored.place.offset, stored.place.tensor.nbytes)
-                    yield place, target + starts[name]
-            return
-        for stored, start, numel in self._runs(segment):
-            nbytes = numel * itemsize
-            yield FileRange(os.path.realpath(stored.path), stored.place.offset + start * itemsize, nbytes), target
-            target += nbytes
-
-    def _runs(self, segment: ParameterSegment) -> list[StoredRun]:
-        """Returns the runs of elements in the files that make up a parameter, or an expert's row of a parameter."""
-        origin = origin_of(self._model.get_parameter(segment.parameter))
-        assert isinstance(origin, Stored | ConvertedParameter)
-        return origin.runs(range(segment.first, segment.first + segment.numel))
-
-    def why_not(self, segment: ParameterSegment, dtype: torch.dtype) -> str | None:
-        """Returns why a parameter cannot be read in place, as a clause after its name; None if it can."""
-        if segment.form:
-            return "is quantized"
-        if segment.inner:
-            return None if OWN in _inner_tensors(self._model, segment.name) else "is quantized, and in memory already"
-        parameter = self._model.get_parameter(segment.parameter)
-        origin = origin_of(parameter)
-        if origin is None:
-            return "is made by its module" if is_deferred(parameter) else "is in memory already"
-        if not isinstance(origin, Stored | ConvertedParameter):
-            return "is merged with an adapter"
-        stored_dtype = next((stored.dtype for stored in _tensors_of(origin) if stored.dtype != dtype), None)
-        if stored_dtype is not None:
-            return f"is stored as {str(stored_dtype).removeprefix('torch.')}, not as {dtype_name(dtype)}"
-        if segment.numel and not 0 < len(self._runs(segment)) <= _MOST_RUNS:
-            return "is made of other tensors of the files"
-        return None
-
-
-def _inner_tensors(model: nn.Module, name: str) -> dict[str, Stored]:
-    """Returns the inner tensors of a quantized parameter, such as codes and scales, that are in a file."""
-    owner = model.get_submodule(name.rpartition(".")[0])
-    sources = {
-        inner: tensor.source
-        for inner, tensor in inner_tensors_of(model.get_parameter(name), owner).items()
-        if isinstance(tensor, PagedTensor)
-    }
-    return {inner: source.stored for inner, source in sources.items() if isinstance(source, FileBytes)}
-
-
-def _tensors_of(origin: Any) -> Sequence[Stored]:
-    """Returns the tensors of the files that are read for an origin."""
-    if isinstance(origin, ConvertedParameter):
-        return [stored for stored, _ in origin.conversion.parts]
-    return [origin] if isinstance(origin, Stored) else []
-
-
 # -- inference -----------------------------------------------------------------------------------------
 
 
@@ -394,25 +288,17 @@ def start(
             optimizer = build_optimizer.choose(None, model, None, None)
             check_model(model)
             places = TensorPlaces(model, loaded.zero_optimization.stage3_param_persistence_threshold)
-            find_in_place_layouts = places.in_place_layouts if in_place else None
-            check_model(model)
             plan = decide(
-                loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule, {}, None, find_in_place_layouts, beside
+                *(loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule, {}, None),
+                places if in_place else None,
+                beside,
             )
-            # Computed before the parameters lose their origins.
-            lines = _lines(plan, places) if in_place else ()
             meter = PassMeter()
 
             def make(core: EngineCore, notices: tuple[str, ...]) -> InferenceEngine:
-                return InferenceEngine(core, (*notices, *lines), meter)
+                return InferenceEngine(core, notices, meter)
 
-            def open_source(queue: Queue, spans: DriveSpans, files: contextlib.ExitStack) -> WeightSource:
-                return files.enter_context(
-                    contextlib.closing(ModelFiles(plan.in_place_layouts, places.stamps, queue, spans))
-                )
-
-            source = open_source if plan.in_place else None
-            engine = assemble(plan, model, optimizer, make, open_source=source, listener=meter)
+            engine = assemble(plan, model, optimizer, make, listener=meter)
     except BaseException:
         # The caller's model is as it was, if an error came before the engine took it over.
         for parameter in trained:
@@ -490,6 +376,12 @@ def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]
     if isinstance(block, Mapping):
         # Another run name, since the swap files of a training with this JSON may be the only copy of its weights.
         content["offload"] = {**block, **_OF_RUNS, "run": f"{block.get('run', 'default')}-inference"}
+        if in_place:  # weights that are not read from the files stay in host memory
+            content["offload"]["nvme_path"] = []
+            content["zero_optimization"] = {
+                **content.get("zero_optimization", {}),
+                "offload_param": {"device": "cpu"},
+            }
     loaded = load_config(content)
     if in_place and loaded.offload.frozen is not None:
         raise ConfigError(
@@ -512,24 +404,3 @@ def _most_bytes(tensors: Iterable[tuple[torch.dtype, int]]) -> str:
         if dtype in names:
             counted[names[dtype]] += nbytes
     return counted.most_common(1)[0][0] if counted else "fp32"
-
-
-def _lines(plan: Plan, places: TensorPlaces) -> Sequence[str]:
-    """Returns notices about the units that are read in place, and about the other units, with the reason."""
-    units = [in_place_layout for in_place_layout in plan.in_place_layouts if in_place_layout is not None]
-    lines = []
-    if units:
-        read = f"{count_of(len(units), 'unit')} of {len(plan.layouts)} ({format_size(sum(u.nbytes for u in units))})"
-        files = len({extent.path for layout in units for extent in layout.extents})
-        lines.append(f"{read} are read from {count_of(files, 'file')} of the model at each use; nothing is written")
-    host_units = [unit for unit, tiers in enumerate(plan.placement.tiers) if tiers[State.WEIGHT] is Tier.HOST]
-    segments = (
-        (segment, plan.modes[unit].weight_dtype) for unit in host_units for segment in plan.layouts[unit].segments
-    )
-    reasons = ((segment.name, places.why_not(segment, dtype)) for segment, dtype in segments)
-    first = next((f"{name} {reason}" for name, reason in reasons if reason is not None), "")
-    if host_units:
-        size = format_size(sum(plan.parts.nbytes[unit][State.WEIGHT] for unit in host_units))
-        units_are = count_of(len(host_units), f"unit ({size}) is", f"units ({size}) are")
-        lines.append(f"{units_are} kept in host memory: {first}")
-    return tuple(map(Remark, lines))

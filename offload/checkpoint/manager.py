@@ -256,6 +256,9 @@ class Checkpoints:
                 ranks.settle(lambda: inspected.append(self._inspect(Path(folder), options)))
                 own = components.world.ranks
                 ranks.settle(lambda: inspected[0].check_bytes(options, queue, own.rank, own.size))
+                if any(layout.in_files for layout in components.layouts):
+                    restorer = CheckpointRestorer(inspected[0], components.shards, options, queue, own.shard)
+                    ranks.settle(restorer.check_model_files)
                 try:
                     # The engine changes only now, after the ranks have found all data of the load intact.
                     ranks.settle(lambda: notices.extend(self._take_over(inspected[0], options, queue)))
@@ -282,7 +285,9 @@ class Checkpoints:
         plain = to_plain(dict(client_state or {}), "client_state", advice, tensors=True)
         mesh = self._components.world.ranks.mesh
         contents = {**self._state.take().pack(), CLIENT_STATE: as_bytes(json.dumps(plain, allow_nan=False).encode())}
-        layout = describe(self._components.layouts, self._components.shards.mode, mesh.shards, mesh.replicas)
+        # A checkpoint has all weights itself.
+        layouts = [layout._replace(in_files=False) for layout in self._components.layouts]
+        layout = describe(layouts, self._components.shards.mode, mesh.shards, mesh.replicas)
         said = about_saved(self._module, self._components.divides_parameters)
         return TrainingPosition(self._state.global_steps, contents, layout, said)
 

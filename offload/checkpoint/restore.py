@@ -17,6 +17,7 @@ from offload.aio.protocols import Future, Pending, Queue
 from offload.checkpoint.load import FoundStates, LoadOptions, SavedMoments, convert
 from offload.checkpoint.resharding import Run, overlaps, packed_runs, runs, scale_runs
 from offload.engine.shards import StoredShards
+from offload.errors import StoreError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout import optimizer_states
 from offload.layout.flat_layout import WORD
@@ -339,16 +340,36 @@ class CheckpointRestorer:
                             values = moments.values(state)
                             optimizer_states.write(self._shards.mode, converted, state, part.start, values)
 
+    def check_model_files(self) -> None:
+        """Raises `StoreError` if frozen weights differ that are in the model's own files, which are only read."""
+        layouts = self._shards.layouts
+        try:
+            units = [unit for unit, layout in enumerate(layouts) if layout.in_files and self._frozen_work(unit)]
+            differ = self._differing(units)
+        finally:
+            self._saved.close()
+        if differ:
+            raise StoreError(
+                f"the checkpoint has other frozen weights than the model's own files, the first of "
+                f"{layouts[min(differ)].name}, and these files are only read: load the checkpoint into a run that "
+                'begins with "frozen_files": false, or over the model with which the checkpoint was saved'
+            )
+
     def _frozen_to_write(self) -> set[int]:
         """Returns the units whose frozen weights must be written: units that differ, or all units without a commit.
 
-        Nothing is written yet. One half of each buffer receives the checkpoint's weights, the other half the engine's
-        own.
+        Nothing is written yet.
+        """
+        layouts = self._shards.layouts
+        units = [unit for unit, layout in enumerate(layouts) if not layout.in_files and self._frozen_work(unit)]
+        return self._differing(units) if self._keeps_commit else set(units)
+
+    def _differing(self, units: Sequence[int]) -> set[int]:
+        """Returns those of `units` whose frozen weights differ from the checkpoint's.
+
+        One half of each buffer receives the checkpoint's weights, the other half the engine's own.
         """
         half = BUFFER_NBYTES // 2
-        units = [unit for unit in range(len(self._shards.layouts)) if self._frozen_work(unit)]
-        if not self._keeps_commit:
-            return set(units)
         differ: set[int] = set()
 
         def begin(chunk: _RestoreChunk, buffer: memoryview) -> Sequence[Pending]:

@@ -1251,6 +1251,12 @@ class OffloadBlock(Block):
         "(4 bits): a half or about a quarter of the bytes on disk, in RAM and on the bus; the device makes weights of "
         "them for each use. Default: in the dtype of the model; see guides/frozen-weights.md",
     )
+    frozen_files: bool = Field(
+        True,
+        description="read frozen weights of the tier nvme from the model's own safetensors files, where these contain "
+        "the bytes that the run needs, in a run of one process; false: copy them to the swap files. A run that resumes "
+        "keeps its own place. See guides/frozen-weights.md",
+    )
     activations: Literal["device", "cpu", "nvme", "auto"] | None = Field(
         None,
         description="blocks of the model are computed again in backward, and their inputs wait on the device, in host "

@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -100,6 +100,7 @@ from offload.swapper.pager import Pager
 from offload.swapper.store import DriveByteCounter, NoStore, Rating, Store
 from offload.swapper.store.format import last_of_all, was_committed
 from offload.swapper.store.inspection import look
+from offload.swapper.store.model_files import ModelFiles
 from offload.swapper.store.recovery import check_one_run
 from offload.swapper.store.requests import DriveSpans
 from offload.swapper.store.spill_file import SpillFile
@@ -110,9 +111,6 @@ from offload.vocabulary.pieces import table_handles
 logger = logging.getLogger("offload")
 
 _T = TypeVar("_T")
-
-OpenSource: TypeAlias = Callable[[SharedQueue, DriveSpans, contextlib.ExitStack], WeightSource]
-"""A function that opens read-only files of weights. The stack closes them."""
 
 STARTING = threading.RLock()
 """Serializes the starts of engines in a process: memory that a plan counts on must still be free when taken."""
@@ -130,14 +128,12 @@ def assemble(
     lr_scheduler: Any = None,
     loader: Loader | None = None,
     *,
-    open_source: OpenSource | None = None,
     listener: Listener | None = None,
 ) -> _T:
     """Returns an engine. Creates files, memory, threads and hooks, in this order; an error closes what was made before.
 
-    The model loses its weights. `make` receives the core and the notices for the user. `open_source` opens the files
-    that weights are read from, if these are not the swap files. `listener` receives the spans of the engine; without
-    it the config's own listener does, if any.
+    The model loses its weights. `make` receives the core and the notices for the user. `listener` receives the
+    spans of the engine; without it the config's own listener does, if any.
     """
     config, world = plan.config, plan.world
     if not plan.device.host_addressable:
@@ -146,7 +142,7 @@ def assemble(
     if world.everyone.rank == 0:
         check_monitor(config)
     memory = memory_of(model)
-    files = RunFiles(plan, lr_scheduler, open_source, timeline)
+    files = RunFiles(plan, lr_scheduler, timeline)
     try:
         meter = _meter(plan, model, files)
         if listener is None and config.wall_clock_breakdown and isinstance(meter, StepMeter):
@@ -257,6 +253,7 @@ def _components(
             device=device,
             store=files.store,
             deferred=set(placement.deferred(parts, plan.slots, plan.commit_every)),
+            model_files=files.model_files,
         )
         forms = _forms(plan)
         files.make()
@@ -269,8 +266,9 @@ def _components(
         else:
             shards.read_back()
             # The model's own values are dropped, unread.
-            for form in (form for unit_forms in forms for form in unit_forms):
-                form.empty(model)
+            for unit, unit_forms in enumerate(forms):
+                for form in unit_forms:
+                    form.empty(model, in_place=unit in plan.in_place)
         _move_buffers(model, plan)
         release_heap()  # the first weights were made and freed unit by unit
 
@@ -391,20 +389,22 @@ class RunFiles:
     was, on every rank.
     """
 
-    def __init__(self, plan: Plan, lr_scheduler: object, open_source: OpenSource | None, timeline: Timeline) -> None:
-        self._plan, self._lr_scheduler, self._open_source = plan, lr_scheduler, open_source
+    def __init__(self, plan: Plan, lr_scheduler: object, timeline: Timeline) -> None:
+        self._plan, self._lr_scheduler = plan, lr_scheduler
         self.written = _written(plan)
         self.spans = DriveSpans(timeline, shown_names(plan))
         self.read_only = contextlib.ExitStack()
         """Closes files of weights that are only read."""
         self.store: Store = NoStore(len(plan.layouts))
         """The swap files, locked."""
+        self.model_files: ModelFiles | None = None
+        """The model's own files, if weights are read there."""
         self.resumed = False
         """True if the files are open at a commit."""
         self._made = False
         inputs_on_disk = plan.config.drives and plan.config.activation_tier in ("cpu", "nvme", "auto")
         # Without a file to read or write no I/O thread is started. Last, since nothing would close the queue.
-        on_files = plan.slots or plan.placement.spilled or inputs_on_disk or open_source
+        on_files = plan.slots or plan.placement.spilled or inputs_on_disk or plan.in_place
         self.queue = _queue(plan.config) if on_files else None
 
     def open(self, model: nn.Module, optimizer: Optimizer) -> Snapshot | None:
@@ -459,10 +459,26 @@ class RunFiles:
         return progress
 
     def source(self) -> WeightSource:
-        """Returns the files that weights are read from, opened."""
-        if self._open_source is None or self.queue is None:
+        """Returns the files that weights are read from, opened.
+
+        A run that trains compares the model's own files with those that it began with, and later every read of them.
+
+        Raises:
+            StoreError: If they are not the files of the run.
+        """
+        plan = self._plan
+        if not plan.in_place or self.queue is None:
             return self.store
-        return self._open_source(self.queue, self.spans, self.read_only)
+        files = ModelFiles(plan.in_place_layouts, plan.stamps, self.queue, self.spans, self.store)
+        self.model_files = self.read_only.enter_context(contextlib.closing(files))
+        if any(plan.parts.trainable_numel):
+            if self.resumed:
+                files.expect(self.store.spec.files, self.store.folders[0].parent)
+            else:
+                files.scan()
+            if plan.slots:
+                self.store.name_files(files.described())
+        return files
 
     def make(self) -> None:
         """Makes the swap files of a new run once every rank has made this call. Collective.

@@ -35,11 +35,12 @@ from offload.engine.shared_memory import check_shared_memory
 from offload.engine.snapshot import Snapshot, persistent_buffers
 from offload.engine.state import Differences
 from offload.errors import BudgetError, ConfigError, StoreError, UsageError
+from offload.fileio.cache_file import Stamp
 from offload.hardware import probe
 from offload.hardware.system import check_folders, folder_notices
 from offload.kernels import cuda
 from offload.layout.experts import cut_stacks, parts_of
-from offload.layout.flat_layout import StateField, UnitLayout, laid_out_for, layouts_of
+from offload.layout.flat_layout import IN_FILES, StateField, UnitLayout, laid_out_for, layouts_of
 from offload.layout.frozen import frozen_notices, is_of_bitsandbytes, is_packed, stored_weights, waits_for_quantization
 from offload.layout.memory_plan import (
     MemoryPlan,
@@ -72,6 +73,7 @@ from offload.layout.tiers import Partitions, check_node
 from offload.layout.units import Table, Units, blocks_of, tied_numel
 from offload.layout.vocabulary import cut_tables
 from offload.model_io.deferred import is_deferred, origin_of
+from offload.model_io.places import TensorPlaces
 from offload.notices import Headline, Remark, shell_command
 from offload.parallel.sharded_params import FoundShards, Site, is_dtensor
 from offload.quantized.tensors import is_under_engine
@@ -143,6 +145,8 @@ class Plan:
 
     The tuple is empty if no unit is read from the model's own files.
     """
+    stamps: Mapping[str, Stamp] = dataclasses.field(default_factory=dict)
+    """Stamps of these files, by path."""
 
     @property
     def in_place(self) -> frozenset[int]:
@@ -175,7 +179,7 @@ def decide(
     rule: Rule,
     kept_states: Mapping[str, tuple[StateField, ...]],
     matrices: Collection[str] | None,
-    find_in_place_layouts: Callable[[Sequence[UnitLayout], Mode], tuple[InPlaceLayout | None, ...]] | None = None,
+    places: TensorPlaces | None = None,
     beside: Mapping[str, BesideBudgets] = MappingProxyType({}),
     whole_steps: bool = False,
 ) -> Plan:
@@ -183,10 +187,10 @@ def decide(
 
     The model has all its parameters, real or deferred, and has passed `check_model`. `kept_states` contains the states
     of each parameter that a torch optimizer keeps. `matrices` names the parameters that the optimizer steps as
-    matrices; None if the optimizer has no rule for matrices. `find_in_place_layouts` returns `Plan.in_place_layouts`;
-    None if all weights are in the config's tier. `beside` is what a step takes beside both budgets with tables that are
-    "whole" or in "pieces", if the batch is known. `whole_steps` is True if the caller runs all micro-batches of every
-    step by one call of `accumulate`, and the model keeps no value between two blocks.
+    matrices; None if the optimizer has no rule for matrices. `places` has the weights that may be read from the model's
+    own files; None if all weights are in the config's tier. `beside` is what a step takes beside both budgets with
+    tables that are "whole" or in "pieces", if the batch is known. `whole_steps` is True if the caller runs all
+    micro-batches of every step by one call of `accumulate`, and the model keeps no value between two blocks.
 
     Raises:
         ConfigError: If model and config do not fit each other.
@@ -204,25 +208,31 @@ def decide(
     division = dataclasses.replace(division, ep_size=world.experts.size)
     device_kernels, why_not = _device_kernels(device)
     blocks, held = blocks_of(model, config.units), _weights_held(model)
+    trains = any(parameter.requires_grad for parameter in model.parameters())
 
     def place(experts: str, vocabulary: str) -> _Placed:
         by = dataclasses.replace(division, experts=experts, vocabulary=vocabulary)
         units, stacks, lines = divide(model, by)
         stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, parts_of(stacks), units.in_fp32)
+        in_files = frozenset[str]() if places is None else places.frozen(mode.weight_dtype, units.in_fp32, stored)
+        if in_files and trains:
+            units, stacks, lines = divide(model, dataclasses.replace(by, in_files=in_files))
         layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept_states, stored, matrices), mode, mesh.shards)
         _check_batch_norm(model, mode, device.torch, buffers, units.in_fp32)
         # This check comes before the disks are inspected, because ranks with different configs would look for different
         # runs.
         _check_same(world, config, batch, mode, layouts, model, rule.facts(device))
         # The free memory decides the tiers of the states. The ranks of one machine divide its memory evenly.
-        in_place_layouts = () if find_in_place_layouts is None else find_in_place_layouts(layouts, mode)
+        in_place_layouts = () if places is None else places.in_place_layouts(layouts, mode)
+        if in_place_layouts:
+            pairs = zip(layouts, in_place_layouts, strict=True)
+            layouts = tuple(layout if in_place is None else _in_files(layout, trains) for layout, in_place in pairs)
         limit = tightest_limit(everyone.here)
         machine = MachineMemory(
             free_host=limit.free,
             free_device=device.free_bytes(),
             host_addressable=device.host_addressable,
-            # An engine that reads the model's own files has no swap files. All other units then stay in host memory.
-            drives=bool(config.drives) and not in_place_layouts,
+            drives=bool(config.drives),
             other_engines=process_memory().needed_bytes,
             device_kernels=device_kernels,
             unified=device.unified,
@@ -264,7 +274,7 @@ def decide(
     # The run on the drives. Ranks with different free memory may have different tiers, but either all ranks have a
     # store or none has. A kill during the first start may leave one rank's drive empty. `assemble` then decides by the
     # commits.
-    on_disk = any(everyone.share(placed.placement.on_disk and not in_place_layouts))
+    on_disk = any(everyone.share(placed.placement.keeps_on_disk(placed.parts)))
     resumes_here, replaced = _resume(config, on_disk)
     resume = any(everyone.share(resumes_here))
     # The room on the drives is measured only if it can change the number of slots.
@@ -282,7 +292,7 @@ def decide(
         notices = (*config.notices, *_mesh_notices(mesh), *replaced, *memory.notices, *why_not, *folders)
     frozen = frozen_notices(config.offload.frozen, layouts, mode.weight_dtype.itemsize)
     tiles = tile_notices(model, tiled_mlps, config.offload.tile_mlp)
-    return Plan(
+    plan = Plan(
         config=config,
         batch=batch,
         device=device,
@@ -305,7 +315,63 @@ def decide(
         notices=(*notices, *frozen, *division_lines, *tiles, *schedule_notices),
         of_experts=_on_experts(config, experts, units, resume, any(placed.parts.trainable_numel)),
         in_place_layouts=in_place_layouts,
+        stamps={} if places is None else places.stamps,
     )
+    if places is None or everyone.rank:
+        return plan
+    return dataclasses.replace(plan, notices=(*plan.notices, *_place_notices(plan, places)))
+
+
+def _place_notices(plan: Plan, places: TensorPlaces) -> tuple[str, ...]:
+    """Returns notices on the weights that are read from the model's own files, and on the first that is not."""
+    read = [layout for layout in plan.in_place_layouts if layout is not None]
+    trains, lines = any(plan.parts.trainable_numel), list[str]()
+    if read:
+        units = f"{count_of(len(read), 'unit')} of {len(plan.layouts)} ({format_size(sum(u.nbytes for u in read))})"
+        files = len({extent.path for layout in read for extent in layout.extents})
+        nothing = "nothing of them is written" if trains else "nothing is written"
+        lines.append(f"{units} are read from {count_of(files, 'file')} of the model at each use; {nothing}")
+    others, nbytes, first = 0, 0, ""
+    for unit, (layout, mode) in enumerate(zip(plan.layouts, plan.modes, strict=True)):
+        resident = plan.placement.tiers[unit][State.WEIGHT] is Tier.DEVICE
+        segments = [segment for segment in layout.segments if not segment.trainable]
+        if layout.in_files or not segments or (resident and not trains):
+            continue
+        others += 1
+        nbytes += sum(segment.numel for segment in segments) * mode.weight_dtype.itemsize
+        reasons = ((segment.name, places.why_not(segment, mode.weight_dtype)) for segment in segments)
+        first = first or next((f"{name} {reason}" for name, reason in reasons if reason is not None), "")
+    if others and trains:
+        lines.append(f"{format_size(nbytes)} of frozen weights are copied to the swap files: {first}")
+    elif others:
+        units_are = count_of(others, f"unit ({format_size(nbytes)}) is", f"units ({format_size(nbytes)}) are")
+        lines.append(f"{units_are} kept in host memory: {first}")
+    return tuple(map(Remark, lines))
+
+
+def _in_files(layout: UnitLayout, trains: bool) -> UnitLayout:
+    """Returns the layout of a unit in files, with a name that differs from that of the same module's other unit."""
+    return layout._replace(in_files=True, name=f"{layout.name} {IN_FILES}".strip() if trains else layout.name)
+
+
+def frozen_places(config: Config, model: nn.Module, world: World) -> TensorPlaces | None:
+    """Returns the places of frozen weights in the model's own files; None if swap files shall contain them. Collective.
+
+    Raises `StoreError` if the run that this start resumes reads them from the model's files, and this start cannot.
+    """
+    # Several ranks would gather units that each of them reads whole.
+    unfit = "several ranks" if not world.everyone.alone or config.offload.debug.collectives else ""
+    unfit = unfit or ("weights outside of nvme" if config.weight_tier != "nvme" else "")
+    unfit = unfit or ('"frozen_files": false' if not config.offload.frozen_files else "")
+    units = _recorded_units(config, world)
+    in_files = any(unit.get("in_files") for unit in units or ())
+    if in_files and unfit:
+        raise StoreError(
+            f"the run {config.offload.run} reads frozen weights from the model's own files, and this start has "
+            f"{unfit}: resume with one process, offload_param on nvme and without frozen_files, or choose another run "
+            "name"
+        )
+    return None if unfit or (units is not None and not in_files) else TensorPlaces(model, quantized=False)
 
 
 def _weights_held(model: nn.Module) -> int:
@@ -399,19 +465,26 @@ def _recorded_parts(config: Config, world: World) -> Mapping[str, bool] | None:
 
     The value is True for a parameter in pieces or groups of several rows, and False for one whose experts are units.
     """
+    units = _recorded_units(config, world)
+    if units is None:
+        return None
+    entries = (entry for unit in units for entry in unit["parameters"])
+    return {entry["stack"]: "rows" in entry for entry in entries if "stack" in entry}
 
-    def of_this_rank() -> dict[str, bool] | None:
+
+def _recorded_units(config: Config, world: World) -> Sequence[Mapping[str, Any]] | None:
+    """Returns the units of the run that this start resumes, as `describe` does; None without such a run. Collective."""
+
+    def of_this_rank() -> Sequence[Mapping[str, Any]] | None:
         if config.offload.resume not in ("auto", "must") or not config.drives:
             return None
         for folder in rank_folders(Path(config.drives[0]) / config.offload.run):
             manifest = look(folder).manifest
             if manifest is not None:
-                units = manifest.spec.fingerprint.get("units", ())
-                entries = (entry for unit in units for entry in unit["parameters"])
-                return {entry["stack"]: "rows" in entry for entry in entries if "stack" in entry}
+                return tuple(manifest.spec.fingerprint.get("units", ()))
         return None
 
-    return next((parts for parts in world.everyone.share(of_this_rank()) if parts is not None), None)
+    return next((units for units in world.everyone.share(of_this_rank()) if units is not None), None)
 
 
 def _together(ranks: Ranks, place: Callable[[str, str], _Placed]) -> Callable[[str, str], _Placed]:

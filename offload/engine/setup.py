@@ -43,6 +43,7 @@ from offload.engine.plan import (
     check_nodes,
     check_tensor_parallel,
     decide,
+    frozen_places,
 )
 from offload.engine.saved_state import ModuleEntries
 from offload.engine.snapshot import keep_generators
@@ -277,7 +278,8 @@ def make_plan(
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
         states = build_optimizer.kept_by(optimizer, model)
     matrices = build_optimizer.matrices_by(optimizer, model)
-    plan = decide(config, batch, model, device, world, optimizer.rule, states, matrices, None, beside, whole_steps)
+    places = frozen_places(config, model, world)
+    plan = decide(config, batch, model, device, world, optimizer.rule, states, matrices, places, beside, whole_steps)
     codes, experts = config.zero_optimization.sends_codes, bool(plan.units.experts)
     check_tensor_parallel(world, plan.mode, plan.layouts, experts, bool(plan.tiled_mlps), codes)
     check_units(world.sequence.size, experts)

@@ -17,6 +17,7 @@ from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.pager import Pager
 from offload.swapper.store import Store
+from offload.swapper.store.model_files import ModelFiles
 from offload.swapper.table import UnitSize
 
 
@@ -82,9 +83,13 @@ class LocalShards(StoredShards):
     """Units that are written to the store at commits alone. A unit leaves when a `spare` buffer of it does."""
     stale: set[int] = field(default_factory=set)
     """Deferred units whose slots in the store are older than memory. The update worker adds, `commit` removes."""
+    model_files: ModelFiles | None = None
+    """The model's own files, if weights are read there."""
 
     def states(self, unit: int) -> dict[State, int]:
         """Returns the bytes of each partition of `unit` that outlives a step."""
+        if self.layouts[unit].in_files:
+            return {State.WEIGHT: self.layouts[unit].numel * self.mode_of(unit).weight_dtype.itemsize}
         return {state: nbytes for state, nbytes in self.nbytes[unit].items() if state is not State.GRAD}
 
     def stored(self, unit: int, state: State) -> bool:
@@ -111,6 +116,8 @@ class LocalShards(StoredShards):
         # A promoted partition is also read from the store, because the store compares the bytes with checksums.
         if self.stored(unit, state):
             return [self.store.read(unit, state, self.store.newest[unit], start, buffer, compare=compare)]
+        if self.model_files is not None and unit in self.model_files:
+            return self.model_files.read(unit, start, buffer)
         resident = self.resident_of(unit, state)
         assert resident is not None, "a state that is not on disk has a tier above"
         part = resident.tensor.view(torch.uint8)[start : start + len(buffer)]

@@ -48,6 +48,8 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replica
                 **({"in_fp32": True} if layout.in_fp32 else {}),
                 # Likewise: written only for units whose experts ranks own.
                 **({} if layout.ep_size == 1 else {"ep_size": layout.ep_size}),
+                # Likewise: written only for units that stay in the model's own files.
+                **({"in_files": True} if layout.in_files else {}),
                 "parameters": [_described(segment) for segment in layout.segments],
             }
             for layout in layouts
@@ -68,7 +70,8 @@ def store_specs(
     for rank in range(world_size):
         parts = partitions(layouts, mode, _ANY_GRADIENTS, rank, world_size, alone=world_size == 1)
         rows: list[Mapping[State, int]] = [
-            {state: nbytes for state, nbytes in row.items() if state is not State.GRAD} for row in parts.nbytes
+            {} if layout.in_files else {state: nbytes for state, nbytes in row.items() if state is not State.GRAD}
+            for layout, row in zip(layouts, parts.nbytes, strict=True)
         ]
         specs.append(StoreSpec(tuple(rows), 2, fingerprint, about, parts.frozen))
     return specs
@@ -231,6 +234,7 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
         unit.get("matrices"),
         unit.get("in_fp32", False),
         unit.get("ep_size", 1),
+        unit.get("in_files", False),
     )
 
 

@@ -262,6 +262,10 @@ class ParameterSegment(NamedTuple):
         return self.start + self.numel
 
 
+IN_FILES = "in files"
+"""End of the name of a unit that stays in the model's own files, beside another unit of the same module."""
+
+
 class UnitLayout(NamedTuple):
     """Flat layout of a unit: trainable segments first, then frozen ones.
 
@@ -280,6 +284,13 @@ class UnitLayout(NamedTuple):
     """True if the weights stay in fp32, whatever the mode of the run is."""
     ep_size: int = 1
     """Number of equal groups of consecutive partitions that have whole experts; 1 if ranks divide each parameter."""
+    in_files: bool = False
+    """True if all weights are frozen and stay in the model's own files, so that no store contains them."""
+
+    @property
+    def module(self) -> str:
+        """The unit's name, which a unit in files shares with that of its module's other weights."""
+        return self.name.removesuffix(IN_FILES).rstrip() if self.in_files else self.name
 
     def mode_in(self, run: Mode) -> Mode:
         """Returns the mode of the unit in a run: the run's mode, or the same mode with weights in fp32."""
@@ -607,6 +618,7 @@ def placed_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tu
         matrices = None
         if layout.matrices_start is not None:
             matrices = {segment.name for segment in layout.segments if layout.is_matrix(segment)}
-        return arrange(layout.name, layout.segments, world_size, matrices, mode, layout.in_fp32, layout.ep_size)
+        arranged = arrange(layout.name, layout.segments, world_size, matrices, mode, layout.in_fp32, layout.ep_size)
+        return arranged._replace(in_files=layout.in_files)
 
     return tuple(placed(layout) for layout in layouts)

@@ -11,7 +11,7 @@ communicates with other ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -415,8 +415,6 @@ def wanted_slots(placed: MemoryPlan, *, on_disk: bool, resume: bool = False) -> 
     `on_disk` is True if any rank has states whose tier is DISK. A run that resumes has a durable store already. Raises
     `ConfigError` if the config asks for a store but names no drive for it.
     """
-    if placed.request.in_place_layouts:
-        return 0, False
     config, trains = placed.request.config, any(placed.parts.trainable_numel)
     # Without durability, or if nothing trains, a store exists only for partitions whose tier is DISK.
     if config.offload.durability == "none" or not trains:
@@ -441,7 +439,7 @@ def plan_memory(placed: MemoryPlan, slots: int, no_room: str | None = None) -> M
     # Without two slots, promoted partitions have no copy on disk, so their memory cannot be given to another engine.
     if slots < 2:
         placement = placement.settled(placed.parts)
-        slots = slots if placement.on_disk else 0
+        slots = slots if placement.keeps_on_disk(placed.parts) else 0
     # Only two slots leave the last commit intact while the next one is written.
     return replace(
         placed,
@@ -530,6 +528,8 @@ class Division:
     """Number of ranks among which the experts of a layer are divided; 1 without expert parallelism."""
     vocabulary: str = "whole"
     """"whole" or "pieces"; `whole_or_pieces` decides if the config says "auto"."""
+    in_files: Collection[str] = ()
+    """As in `find_units`."""
 
 
 class DividedModel(NamedTuple):
@@ -608,7 +608,7 @@ def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:
     if division.keep_in_fp32 == "auto":
         in_fp32 -= parts_of(all_stacks).keys()
     tables = cut_tables(model, division.vocabulary, division.rule)
-    units = find_units(model, division.named, all_stacks, in_fp32, tables)
+    units = find_units(model, division.named, all_stacks, in_fp32, tables, division.in_files)
     # A stack may be inside of a unit that the user has named, or its experts may be too small.
     stacks = tuple(stack for stack in all_stacks if stack.module in units.experts)
     if stacked := sorted(in_fp32 & parts_of(stacks).keys()):

@@ -5,6 +5,7 @@ Pure functions; `initialize` carries out their decisions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -192,11 +193,12 @@ def moving(parts: Partitions, tiers: TierMap) -> list[int]:
 
 def largest_moving(parts: Partitions, tiers: TierMap) -> int:
     """Returns the bytes of the largest unit that is paged; 0 if none is."""
-    nbytes = moving(parts, tiers)
-    # A module needs its weights in fp32 together with its other weights.
-    fp32_sizes = [size for size, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if in_fp32]
-    other_sizes = [size for size, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if not in_fp32]
-    return max(other_sizes if parts.in_fp32 else nbytes, default=0) + max(fp32_sizes, default=0)
+    # A module needs its weights in files together with its other weights, and those in fp32 together with all others.
+    sizes: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    for unit, size in enumerate(moving(parts, tiers)):
+        in_fp32 = bool(parts.in_fp32) and parts.in_fp32[unit]
+        sizes[in_fp32][parts.modules[unit] if parts.modules else str(unit)] += size
+    return sum(max(of_kind.values(), default=0) for of_kind in sizes)
 
 
 def _least_moving(parts: Partitions, tiers: TierMap) -> int:
@@ -205,9 +207,12 @@ def _least_moving(parts: Partitions, tiers: TierMap) -> int:
     Experts need the rest of their layer beside them. On several ranks that is beside any unit that another rank uses.
     """
     nbytes, largest = moving(parts, tiers), largest_moving(parts, tiers)
+    layers = dict[int, int]()  # the rest of the layer of each unit of experts
+    for unit, outer in parts.around:
+        layers[unit] = layers.get(unit, 0) + nbytes[outer]
     if not parts.alone:
-        return largest + max((nbytes[outer] for _, outer in parts.around), default=0)
-    return max([largest, *(nbytes[unit] + nbytes[outer] for unit, outer in parts.around)])
+        return largest + max(layers.values(), default=0)
+    return max([largest, *(nbytes[unit] + rest for unit, rest in layers.items())])
 
 
 # -- machine -------------------------------------------------------------------------------------------
@@ -683,6 +688,12 @@ class Placement:
         in_tier = (tier is Tier.DISK for row in self.tiers for state, tier in row.items() if state is not State.GRAD)
         return bool(self.promoted) or any(in_tier)
 
+    def keeps_on_disk(self, parts: Partitions) -> bool:
+        """Returns `on_disk` without the weights that are in the model's own files."""
+        rows = (row for unit, row in enumerate(self.tiers) if not parts.in_place(unit))
+        tiers = (tier for row in rows for state, tier in row.items() if state is not State.GRAD)
+        return bool(self.promoted) or any(tier is Tier.DISK for tier in tiers)
+
     def overlaps_updates(self, wanted: bool, *, on_cpu: bool, alone: bool, slots: int) -> bool:
         """Returns True if a step's updates run during the next forward. `slots` is 0 without a store."""
         # With everything in memory, an update waits only for the cores on which the forward computes. Run side by side,
@@ -732,9 +743,9 @@ class Placement:
             {
                 state: nbytes
                 for state, nbytes in row.items()
-                if state is not State.GRAD and (slots == 2 or tiers[state] is Tier.DISK)
+                if state is not State.GRAD and (slots == 2 or tiers[state] is Tier.DISK) and not parts.in_place(unit)
             }
-            for row, tiers in zip(parts.nbytes, self.tiers, strict=True)
+            for unit, (row, tiers) in enumerate(zip(parts.nbytes, self.tiers, strict=True))
         )
 
     def deferred(self, parts: Partitions, slots: int, commit_every: int) -> frozenset[int]:

@@ -302,10 +302,10 @@ class Partitions:
     whole: WholeSizes = NO_WHOLE_SIZES
     """Sizes of the parameters that a step needs as a whole, for optimizers that need it."""
     frozen: tuple[int, ...] = ()
-    """Bytes at the end of each WEIGHT partition that no update writes; may be empty if they are 0 for all units."""
+    """Bytes at the end of each WEIGHT partition of the store that no update writes; may be empty if all are 0."""
     in_place_nbytes: tuple[int | None, ...] = ()
-    """Bytes of each unit as it lies in the model's own files, None for units that cannot be read there. Empty if the
-    weights have the tier of the config."""
+    """Bytes of each unit as it lies in the model's own files, None for units that are not read there. Empty if no unit
+    is read there."""
     reduction: Reduction | None = None
     """None if there is one rank, or nothing trains."""
     unit_gradients: tuple[int, ...] = ()
@@ -323,11 +323,17 @@ class Partitions:
     """True for each unit whose weights stay in fp32."""
     around: tuple[tuple[int, int], ...] = ()
     """Pairs of a unit of experts and the unit that its layer has besides, which is on the device meanwhile."""
+    modules: tuple[str, ...] = ()
+    """`UnitLayout.module` of each unit."""
 
     @property
     def gradient_dtype(self) -> torch.dtype:
         """Dtype of the memory where gradients wait for their update."""
         return self.gradients.stored
+
+    def in_place(self, unit: int) -> bool:
+        """Returns True if the weights of a unit are read from the model's own files."""
+        return bool(self.in_place_nbytes) and self.in_place_nbytes[unit] is not None
 
     def sum_nbytes(self, unit: int) -> int:
         """Bytes of the sum of a unit's gradients on the device, before it is stored."""
@@ -484,7 +490,8 @@ def partitions(
         alone=alone,
         whole=whole_sizes(layouts, mode, rank, world_size),
         frozen=tuple(
-            len(layout.frozen(rank, world_size)) * itemsize for layout, itemsize in zip(layouts, itemsizes, strict=True)
+            0 if layout.in_files else len(layout.frozen(rank, world_size)) * itemsize
+            for layout, itemsize in zip(layouts, itemsizes, strict=True)
         ),
         in_place_nbytes=tuple(in_place_nbytes),
         reduction=reduction,
@@ -497,19 +504,22 @@ def partitions(
         else (),
         in_fp32=tuple(layout.in_fp32 for layout in layouts),
         around=tuple(_around(layouts)),
+        modules=tuple(layout.module for layout in layouts),
     )
 
 
 def _around(layouts: Sequence[UnitLayout]) -> Iterable[tuple[int, int]]:
-    """Yields each unit of experts with the unit of the innermost module around them, if there is one."""
-    names = {layout.name: unit for unit, layout in enumerate(layouts)}
+    """Yields each unit of experts with each unit of the innermost module around them, if there is one."""
+    units: dict[str, list[int]] = {}
+    for unit, layout in enumerate(layouts):
+        units.setdefault(layout.module, []).append(unit)
     for unit, layout in enumerate(layouts):
         stack = layout.segments[0].stack if layout.segments else ""
         # The units of a table in pieces have the name of its parameter.
-        module = layout.name if stack and not layout.name.startswith(f"{stack}[") else ""
+        module = layout.module if stack and not layout.module.startswith(f"{stack}[") else ""
         while module := module.rpartition(".")[0]:
-            if module in names:
-                yield unit, names[module]
+            if module in units:
+                yield from ((unit, outer) for outer in units[module])
                 break
 
 
@@ -526,10 +536,9 @@ def configured(parts: Partitions, request: PlacementRequest, weight_itemsize: in
         states = Tier.DEVICE if passed + numel / 2 <= on_device else request.states
         passed += numel
         tiers = dict.fromkeys(row, states)
-        weights = request.weights
-        if parts.in_place_nbytes:  # weights that are not read from the model's files stay in host memory
-            weights = Tier.HOST if parts.in_place_nbytes[unit] is None else Tier.DISK
-        tiers[State.WEIGHT] = Tier.DEVICE if small else weights
+        tiers[State.WEIGHT] = Tier.DEVICE if small else request.weights
+        if parts.in_place(unit):
+            tiers[State.WEIGHT] = Tier.DISK
         # Later decisions may move gradients from HOST to the device or to disk.
         if State.GRAD in row:
             tiers[State.GRAD] = Tier.HOST

@@ -93,13 +93,15 @@ def find_units(
     stacks: Sequence[Stack] = (),
     in_fp32: Collection[str] = (),
     tables: Sequence[Table] = (),
+    in_files: Collection[str] = (),
 ) -> Units:
     """Divides the parameters of `model` into units.
 
     Each child of a `ModuleList` is a candidate, or of a `Sequential` if the model has no `ModuleList`. A parameter
     belongs to the deepest candidate above it. Parameters without a candidate form one unit for each module that owns
-    them. A tied parameter belongs to the first module that owns it. A unit has one dtype, so its parameters that stay
-    in fp32 form a unit of their own, which the same module needs. Raises `ConfigError` if a name in `named` matches no
+    them. A tied parameter belongs to the first module that owns it. A unit has one dtype and one place, so its
+    parameters that stay in fp32, and those that stay in files, form units of their own, which the same module needs.
+    Raises `ConfigError` if a name in `named` matches no
     module and no class of a module.
 
     Args:
@@ -109,6 +111,7 @@ def find_units(
         in_fp32: names of parameters that stay in fp32; see `parameters_in_fp32`.
         tables: parameters whose pieces of rows are units. A table stays whole if a candidate contains it, or if it
             stays in fp32.
+        in_files: names of frozen parameters whose bytes may stay in the model's own files.
     """
     modules = dict(model.named_modules())
     candidates = _candidates(modules, named)
@@ -120,12 +123,12 @@ def find_units(
     in_parts = stack_of.keys() | {table.parameter for table in tables}
     owners = {name: candidate for name, candidate in owners.items() if name not in in_parts}
     owners = _join_small(owners, sizes, max((_row_numel(stack, sizes) for stack in stacks), default=0))
-    groups: dict[tuple[str, bool], list[str]] = {}
+    groups: dict[tuple[str, bool, bool], list[str]] = {}
     for name, candidate in owners.items():
         module = _direct_owner(name, modules) if candidate is None else candidate
-        groups.setdefault((module, name in in_fp32), []).append(name)
+        groups.setdefault((module, name in in_fp32, name in in_files), []).append(name)
     # A module that is a candidate and owns parameters directly yields the same key twice, hence one group.
-    units = [Unit(name, tuple(parameters), in_fp32=wide) for (name, wide), parameters in groups.items()]
+    units = [Unit(name, tuple(parameters), in_fp32=wide) for (name, wide, _), parameters in groups.items()]
     # Experts and pieces come last, so that all other units are numbered as if there were none.
     experts: dict[str, range] = {}
     for stack in stacks:

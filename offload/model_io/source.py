@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from offload.aio.protocols import Pending, Queue
 from offload.checkpoint.files import refuse_rank
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from offload.layout.flat_layout import UnitLayout
+    from offload.swapper.store.model_files import ModelFiles
 
 
 # -- weight source -------------------------------------------------------------------------------------
@@ -96,6 +98,8 @@ class StoreSource:
             # Pending comparisons of each rank's file.
             self._passages = [Passages() for _ in all_ranks]
             first = _manifest(all_ranks[0])
+            self.files: Mapping[str, Any] = first.spec.files
+            """The model's own files that have frozen weights of the run; see `StoreSpec.files`."""
             self.description, self.about = first.spec.fingerprint, first.spec.about
             self.step, self.frozen = self.commits[0].record.step, True
             self.progress = Snapshot.unpack(self.commits[0].contents)
@@ -106,6 +110,8 @@ class StoreSource:
             raise
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
+        if unit in self._units_in_files:
+            return _Reads(self._model_files.read(unit, start, buffer))
         slot = self.commits[rank].record.slots[unit]
         place = self._places[rank][unit][state][slot]
         assert start + len(buffer) <= place.nbytes
@@ -113,6 +119,20 @@ class StoreSource:
         file, offset = bytes_of(self._files[rank], place, start, len(buffer), copied)
         future = self._queue.read(file, offset, buffer, checksum=True)
         return Compared(future, partial(self._compare, rank, unit, state, start, place))
+
+    @functools.cached_property
+    def _units_in_files(self) -> frozenset[int]:
+        return frozenset(unit["unit"] for unit in self.files.get("units", ()))
+
+    @functools.cached_property
+    def _model_files(self) -> ModelFiles:
+        """The model's own files, opened at the first read: an export of adapters needs none."""
+        # Imported late: the module imports torch, which `offload verify` does not need.
+        from offload.swapper.store.model_files import ModelFiles
+
+        files = self._open.enter_context(contextlib.closing(ModelFiles.of_run(self.files, self._queue)))
+        files.expect(self.files, self.folders[0][0].parent)
+        return files
 
     def _compare(self, rank: int, unit: int, state: State, start: int, place: Extents, nbytes: int, crc: int) -> None:
         """Compares bytes that were read with their checksums, and raises `IoError` if they differ.
@@ -127,6 +147,18 @@ class StoreSource:
 
     def close(self) -> None:
         self._open.close()
+
+
+class _Reads(NamedTuple):
+    """Reads that together fill a buffer."""
+
+    futures: Sequence[Pending]
+
+    def done(self) -> bool:
+        return all(future.done() for future in self.futures)
+
+    def wait(self) -> int:
+        return sum(future.wait() for future in self.futures)
 
 
 def lock_and_look(run: Path, stack: contextlib.ExitStack, use: Use = "read") -> list[RankFiles]:

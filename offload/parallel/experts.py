@@ -66,7 +66,11 @@ def form_experts(world: World, config: Config, model: nn.Module) -> World:
         (zero.zero_hpz_partition_size > 1, "zero_hpz_partition_size", "leave one of them out"),
         (zero.sends_codes, "codes of weights and gradients", 'leave the keys "zero_quantized_..." out'),
         (config.offload.frozen is not None, "quantized frozen weights", 'leave "frozen" out'),
-        (any(parameter_adapters(model, stack.module) for stack in all_stacks), "adapters of stacked experts", "leave one out"),
+        (
+            any(parameter_adapters(model, stack.module) for stack in all_stacks),
+            "adapters of stacked experts",
+            "leave one out",
+        ),
         (any(map(inner_tensors, stacks)), "experts that a library has quantized", "leave expert_parallel out"),
         (config.offload.experts not in ("auto", "grouped"), "experts of another kind", 'leave "experts" out'),
     )

@@ -110,7 +110,8 @@ class StateConverter:
                     yield from self._cut(unit, (state,), (), 0, trainable)
             else:
                 yield from self._cut(unit, tuple(mode.weights), tuple(before.weights), 0, trainable)
-            yield from self._cut(unit, (State.WEIGHT,), (), len(trainable), frozen)
+            if not layout.in_files:
+                yield from self._cut(unit, (State.WEIGHT,), (), len(trainable), frozen)
             # Matrices, which come last, may lack some moments.
             rest = len(layout.rest(self._rank, size))
             of_matrices = tuple(state for state in mode.optimizer_states if state not in mode.partial)
@@ -240,10 +241,12 @@ class Conversion(NamedTuple):
     before: Side
     after: Side
     about: Mapping[str, Any]
+    files: Mapping[str, Any]
+    """The model's own files; see `StoreSpec.files`."""
 
     @property
     def specs(self) -> list[StoreSpec]:
-        return store_specs(*self.after, self.about)
+        return [spec._replace(files=self.files) for spec in store_specs(*self.after, self.about)]
 
     @property
     def nbytes(self) -> int:
@@ -263,7 +266,8 @@ def plan(source: StoreSource, run: Path, forms: Mapping[str, str], name: str | N
     name = "-".join((real_path(run).name, *dict.fromkeys(forms.values()))) if name is None else name
     if name == real_path(run).name or "/" in name or not name.strip(". "):
         raise StoreError(f"the new run needs a name of its own, without a slash, got {name!r}; give --run")
-    return Conversion(name, Side(layouts, old, size), Side(placed_for(layouts, new, size), new, size), source.about)
+    after = Side(placed_for(layouts, new, size), new, size)
+    return Conversion(name, Side(layouts, old, size), after, source.about, source.files)
 
 
 def _mode_after(old: Mode, run: Path, forms: Mapping[str, str]) -> Mode:

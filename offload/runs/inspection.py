@@ -89,6 +89,7 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
         "made_by": None,
         "forked_from": None,
         "drives": [],
+        "model_files": [],
         "allocated_bytes": sum(rank["allocated_bytes"] for rank in ranks),
         "finished": run_status([path], ".").finished,
         "leftovers": leftovers(path, files),
@@ -107,6 +108,7 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
             "made_by": about.get("offload"),
             "forked_from": about.get("forked_from"),
             "drives": list(known.drives),
+            "model_files": [file["path"] for file in known.spec.files.get("files", ())],
         }
         # If a single rank was requested, the ranks left out are not missing.
         if len(folders) == len(rank_folders(path)):

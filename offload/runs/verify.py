@@ -6,7 +6,7 @@ A run is verified without importing torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -273,6 +273,7 @@ def _check(files: RankFiles, serial: int, queue: Queue, progress: Callable[[int]
                 at = file.layout.places(damage.offset, damage.nbytes)
                 places.append(tuple((file.parts()[drive].path, offset, nbytes) for drive, offset, nbytes in at))
             compared = True
+            wrong += _wrong_model_files(files, queue)
             # The line about the commit before is only a hint for the user: damage to that commit does not count.
             other = next((c for c in files.commits if c.record.serial < record.serial), None)
             if other is not None:
@@ -298,6 +299,27 @@ def _check(files: RankFiles, serial: int, queue: Queue, progress: Callable[[int]
         before=before,
         compared=compared,
     )
+
+
+def _wrong_model_files(files: RankFiles, queue: Queue) -> Iterator[Wrong]:
+    """Compares the frozen weights that a run reads from the model's own files with their checksums."""
+    assert files.manifest is not None
+    recorded = files.manifest.spec.files
+    if not recorded:
+        return
+    # Imported late: the module imports torch, which the verification of a run without model files does not need.
+    from offload.swapper.store.model_files import ModelFiles
+
+    try:
+        with contextlib.closing(ModelFiles.of_run(recorded, queue)) as model:
+            crcs = model.scan()
+    except (StoreError, IoError) as error:
+        yield Wrong(recorded["files"][0]["path"], str(error))
+        return
+    for unit in recorded["units"]:
+        if crcs[unit["unit"]] != unit["crc"]:
+            path = recorded["files"][unit["tensors"][0][0]]["path"]
+            yield Wrong(path, f"frozen weights of {files.manifest.spec.title(unit['unit'])} are not those of the run")
 
 
 def _damages(

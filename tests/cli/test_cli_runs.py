@@ -123,7 +123,7 @@ def test_an_old_format_is_reported(run: Path) -> None:
     path.write_text(json.dumps({**content, "format": 1, "about": {"offload": "0.0.9"}}))
     (run / "rank0" / "commit").write_bytes(b"OFFLDREC" + (1).to_bytes(4, "little") + bytes(8180))
     found = inspect(run)["ranks"][0]
-    assert found["other_format"] == "format 1, made by offload 0.0.9; this version reads format 3 and 4"
+    assert found["other_format"] == "format 1, made by offload 0.0.9; this version reads format 3 to 5"
     assert found["damaged"] == [] and "format 1" in shown(run) and "format 1" in shown(run.parent)
     for command in ("verify", "export"):
         arguments = [command, str(run)] + ([str(run.parent / "out")] if command == "export" else [])

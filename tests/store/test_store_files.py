@@ -432,10 +432,10 @@ def test_a_run_of_another_format_is_refused_and_left_as_it_is(commits: int, tmp_
     path = rank / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2, "about": {"offload": "0.0.9"}}))
     assert run_status([tmp_path], "run").exists
-    with pytest.raises(StoreError, match=r"has store format 2; this version of offload reads format 3 and 4"):
+    with pytest.raises(StoreError, match=r"has store format 2; this version of offload reads format 3 to 5"):
         read_manifest(path)
     store = Store([tmp_path], "run", 0, SPEC, queue)
-    message = r"this version of offload reads format 3 and 4: resume with the version that made the run \(0.0.9\)"
+    message = r"this version of offload reads format 3 to 5: resume with the version that made the run \(0.0.9\)"
     for refused in (store.newest_serial, store.open):
         with pytest.raises(StoreError, match=message):
             refused()

@@ -91,6 +91,8 @@ def _run_table(run: Mapping[str, Any]) -> Table:
         ]
         if run["forked_from"] is not None:
             rows.append(("forked from", f"{run['forked_from']['run']}, step {run['forked_from']['step']}"))
+    if run["model_files"]:
+        rows.append(("frozen weights", f"read from {', '.join(run['model_files'])}"))
     rows.append(("on disk", format_size(run["allocated_bytes"])))
     if run["finished"] is not None:
         note = run["finished"]

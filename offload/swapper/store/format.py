@@ -44,15 +44,18 @@ if TYPE_CHECKING:
 # newest. An incomplete record counts as never written.
 
 
-FORMATS = (3, 4)
+FORMATS = (3, 4, 5)
 """Version numbers that this version reads, of record, manifest and blob; see docs/reference/store-format.md."""
 
 
 def format_of(layout: Mapping[str, Any]) -> int:
     """Returns the version number of a store with this layout, the lowest that describes it.
 
-    Versions that read only 3 would take a piece of a table for the row of an expert.
+    Versions that read only 3 would take a piece of a table for the row of an expert, and those that read only 4 would
+    miss the weights that are in the model's own files.
     """
+    if any(unit.get("in_files") for unit in layout.get("units", ())):
+        return 5
     parameters = (parameter for unit in layout.get("units", ()) for parameter in unit["parameters"])
     return 4 if any("rows" in parameter for parameter in parameters) else 3
 
@@ -251,7 +254,7 @@ def own_nbytes(slots: Sequence[Extents]) -> int:
 
 
 class StoreSpec(NamedTuple):
-    """Planned contents of a store. Two specs fit one run if all fields but `about` and `shadowed` are equal.
+    """Planned contents of a store. Two specs fit one run if their first three fields, and `frozen`, are equal.
 
     Attributes:
         partitions: for each unit, the number of bytes of each state on disk. All are multiples of 4096.
@@ -261,6 +264,8 @@ class StoreSpec(NamedTuple):
         frozen: for each unit, the number of bytes at the end of its WEIGHT that no update writes. All are multiples of
             4096. The tuple is empty if no unit has frozen bytes.
         shadowed: units with one slot more, so that an update under the backward keeps the newest states until `step()`.
+        files: JSON that names the model's own files and the units in them; see `ModelFiles.described`. Empty if all
+            weights are in the store.
     """
 
     partitions: tuple[Mapping[State, int], ...]
@@ -269,6 +274,7 @@ class StoreSpec(NamedTuple):
     about: Mapping[str, Any] = {}
     frozen: tuple[int, ...] = ()
     shadowed: frozenset[int] = frozenset()
+    files: Mapping[str, Any] = {}
 
     def slots_of(self, unit: int) -> int:
         """Returns the number of slots of a unit."""
@@ -370,6 +376,7 @@ class StoreManifest:
             "layout": self.spec.fingerprint,
             "about": self.spec.about,
             "extents": _plain_places(self.spec),
+            **({"model_files": self.spec.files} if self.spec.files else {}),
         }
         # Each key gets a line. `json.dumps` with `indent` would run in Python code, slowly for thousands of parameters.
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
@@ -393,7 +400,7 @@ class StoreManifest:
         if content.get("format") not in FORMATS:
             raise StoreError(
                 f"{where} has store format {content.get('format')}; this version of offload reads format "
-                f"{' and '.join(map(str, FORMATS))}: resume with the version that made the run "
+                f"{FORMATS[0]} to {FORMATS[-1]}: resume with the version that made the run "
                 f"({made_by(content)}), or choose another run name"
             )
         try:
@@ -416,7 +423,9 @@ class StoreManifest:
                 for unit, row in enumerate(content["extents"])
                 if any(len(slots) > content["slots"] for slots in row.values())
             )
-            spec = StoreSpec(partitions, content["slots"], content["layout"], content["about"], frozen, shadowed)
+            files = content.get("model_files", {})
+            _check_files(files, content["layout"])
+            spec = StoreSpec(partitions, content["slots"], content["layout"], content["about"], frozen, shadowed, files)
             stripes = content["stripes"]
             manifest = cls(
                 id=content["id"],
@@ -464,7 +473,7 @@ _PARAMETER = fields(
 )
 _UNIT = fields(
     {"name": text(), "numel": whole(), "trainable": whole(), "parameters": rows(_PARAMETER)},
-    {"matrices": maybe(whole()), "in_fp32": flag, "ep_size": whole(1, MOST_RANKS)},
+    {"matrices": maybe(whole()), "in_fp32": flag, "ep_size": whole(1, MOST_RANKS), "in_files": flag},
 )
 _UNIT_IN_WORDS = fields({"name": text(), "parameters": rows(_PARAMETER)})
 """A unit in the manifest of a checkpoint with parts. Only people read this description."""
@@ -521,8 +530,31 @@ _MANIFEST = fields(
         # These limits keep the size of each state, and of all states together, below the largest file size.
         "extents": rows(table(rows(rows(rows(whole(0, 1 << 56), 2, 2), 0, 2), 1, 3)), 0, 1 << 16),
     },
-    {"run_id": text("[^\0]*", "the id of a run"), "drive": whole(0, 1023)},
+    {
+        "run_id": text("[^\0]*", "the id of a run"),
+        "drive": whole(0, 1023),
+        "model_files": fields(
+            {
+                "files": rows(fields({"path": text("/[^\0]*", "the path of a file"), "nbytes": whole(0, 1 << 56)})),
+                "units": rows(
+                    fields({"unit": whole(), "crc": whole(0, (1 << 32) - 1), "tensors": rows(rows(whole(), 4, 4), 1)})
+                ),
+            }
+        ),
+    },
 )
+
+
+def _check_files(files: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
+    """Raises `ValueError` unless the units in files are those of the layout, and their tensors are within the files."""
+    sizes = [file["nbytes"] for file in files.get("files", ())]
+    flagged = [number for number, unit in enumerate(layout.get("units", ())) if unit.get("in_files")]
+    if [unit["unit"] for unit in files.get("units", ())] != flagged:
+        raise ValueError("expected the places of all units that are in the model's own files")
+    for unit in files.get("units", ()):
+        for file, start, nbytes, _ in unit["tensors"]:
+            if file >= len(sizes) or not 0 < nbytes <= sizes[file] - start:
+                raise ValueError(f"expected the tensors of unit {unit['unit']} within the model's own files")
 
 
 def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:

@@ -182,7 +182,7 @@ def _look(folder: Path) -> RankFiles:
     notes = _notes(folder / "manifest.json")
     version = _other_format(folder, notes)
     if version is not None:
-        known = " and ".join(map(str, FORMATS))
+        known = f"{FORMATS[0]} to {FORMATS[-1]}"
         words = f"format {version}, made by offload {made_by(notes)}; this version reads format {known}"
         return RankFiles(folder, rank, (), None, 0, words, ())
     # Only the first drive contains a commit file. On another drive the manifest names the drive.

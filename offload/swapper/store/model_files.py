@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from offload.aio import DirectFile, Priority
+from offload.aio import DirectFile, Priority, aligned_empty, crc32c_joined
 from offload.aio.protocols import Future, Queue
-from offload.errors import IoError
+from offload.errors import IoError, StoreError
+from offload.fileio.buffered_copy import BUFFER_NBYTES, flow
 from offload.fileio.cache_file import Stamp
 from offload.sizes import PAGE, align_up
 from offload.states import State
-from offload.swapper.store.format import Extent
-from offload.swapper.store.requests import NO_SPANS, DriveSpans, Joined, VerifiedRead
-from offload.swapper.table import UploadPiece
+from offload.swapper.store.format import ChecksumRange, Extent, PageSums
+from offload.swapper.store.requests import NO_SPANS, CheckedRead, DriveSpans, Joined, VerifiedRead
+from offload.swapper.table import UploadPiece, WeightSource
 from offload.timeline import Row, now
 
 # -- in-place layout -----------------------------------------------------------------------------------
@@ -57,6 +61,24 @@ class InPlaceLayout(NamedTuple):
         """Bytes of the pages."""
         return sum(extent.nbytes for extent in self.extents)
 
+    @property
+    def aligned(self) -> bool:
+        """True if each byte has the same place in a page of the layout and of its file, by which checksums count."""
+        begins = itertools.accumulate((extent.nbytes for extent in self.extents), initial=0)
+        return all((begin - extent.start) % PAGE == 0 for begin, extent in zip(begins, self.extents, strict=False))
+
+    @property
+    def tensors(self) -> list[tuple[FileRange, int]]:
+        """The arguments of `arrange_in_place`, in the order of the layout."""
+        begins = itertools.accumulate((extent.nbytes for extent in self.extents), initial=0)
+        found: list[tuple[FileRange, int]] = []
+        for begin, extent in zip(begins, self.extents, strict=False):
+            for start, target in self.pieces:
+                if begin <= start < begin + extent.nbytes:
+                    at = extent.start + start - begin
+                    found.append((FileRange(extent.path, at, len(target)), target.start))
+        return found
+
 
 def arrange_in_place(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str, int]) -> InPlaceLayout:
     """Returns the in-place layout of a unit.
@@ -76,20 +98,27 @@ def arrange_in_place(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapp
     # A range that ends with its file may not fill its last page. It comes last: ranges behind it would
     # start unaligned in the buffer, and so would be read through the page cache.
     extents.sort(key=lambda extent: extent.nbytes % PAGE != 0)
-    begins, total = dict[FileRange, int](), 0
+    begins, total, filled = dict[FileRange, int](), 0, list[FileRange]()
     for extent in extents:
         begins[extent] = total
-        total += extent.nbytes
+        # Where several ranges end with their files, bytes of the file's first page fill the rest of the last page.
+        rest = extent.nbytes % PAGE if extent != extents[-1] and file_nbytes[extent.path] >= PAGE else 0
+        filled += [extent, FileRange(extent.path, rest, PAGE - rest)] if rest else [extent]
+        total += extent.nbytes + (PAGE - rest if rest else 0)
     pieces = []
     for (path, start, nbytes), target in ordered:
         extent = next(
             candidate for candidate in extents if candidate.path == path and candidate.start <= start < candidate.stop
         )
         pieces.append(UploadPiece(begins[extent] + start - extent.start, range(target, target + nbytes)))
-    return InPlaceLayout(tuple(extents), tuple(sorted(pieces, key=lambda piece: piece.start)))
+    return InPlaceLayout(tuple(filled), tuple(sorted(pieces, key=lambda piece: piece.start)))
 
 
 # -- model files ---------------------------------------------------------------------------------------
+
+
+_SCANS = 4
+"""Buffers of a scan, which a start makes in little memory."""
 
 
 class ModelFiles:
@@ -98,29 +127,26 @@ class ModelFiles:
     The caller must wait for every future before `close`.
     """
 
-    committed = False
-
     def __init__(
         self,
         in_place_layouts: Sequence[InPlaceLayout | None],
         stamps: Mapping[str, Stamp],
         queue: Queue,
         spans: DriveSpans = NO_SPANS,
+        others: WeightSource | None = None,
     ) -> None:
         """Opens the files.
 
-        The layout is None for a unit that is not read from here. The queue belongs to the caller. Raises `IoError` if a
-        file cannot be opened, or has changed since its header was read.
+        The layout is None for a unit that is not read from here, but from `others`. The queue belongs to the caller.
+        Raises `IoError` if a file cannot be opened, or has changed since its header was read.
         """
-        self._queue, self._spans, self._stamps = queue, spans, stamps
+        self._queue, self._spans, self._stamps, self._others = queue, spans, stamps, others
+        self._layouts = {unit: layout for unit, layout in enumerate(in_place_layouts) if layout is not None}
         self._files: dict[str, DirectFile] = {}
+        self._sums: dict[int, PageSums] = {}
+        self._crcs: dict[int, int] = {}
         try:
-            for path in dict.fromkeys(
-                extent.path
-                for in_place_layout in in_place_layouts
-                if in_place_layout
-                for extent in in_place_layout.extents
-            ):
+            for path in self._paths():
                 # Opened for reads only: a model's folder may belong to another user, and this library writes no files
                 # there.
                 self._files[path] = DirectFile(path, writable=False)
@@ -129,25 +155,155 @@ class ModelFiles:
             self.close()
             raise
         # One request moves all extents of a unit, so that the drive sees them at once.
-        self._units = [
-            Joined([(self._files[path], Extent(start, nbytes)) for path, start, nbytes in layout.extents])
-            for layout in (layout or InPlaceLayout((), ()) for layout in in_place_layouts)
-        ]
+        self._units = {
+            unit: Joined([(self._files[path], Extent(start, nbytes)) for path, start, nbytes in layout.extents])
+            for unit, layout in self._layouts.items()
+        }
+
+    @classmethod
+    def of_run(cls, recorded: Mapping[str, Any], queue: Queue) -> ModelFiles:
+        """Opens the files that a run has recorded (`described`), which reads do not compare with their checksums yet.
+
+        Raises `StoreError` if a file is missing or has another size.
+        """
+        stamps: dict[str, Stamp] = {}
+        for file in recorded["files"]:
+            path = file["path"]
+            try:
+                stamps[path] = Stamp.of(os.stat(path))
+            except OSError as error:
+                raise _moved(path, error.strerror or str(error)) from error
+            if stamps[path].nbytes != file["nbytes"]:
+                raise _moved(path, f"it has {stamps[path].nbytes} bytes, expected {file['nbytes']}")
+        paths, sizes = list(stamps), {path: stamp.nbytes for path, stamp in stamps.items()}
+        layouts: list[InPlaceLayout | None] = [None] * (max((u["unit"] for u in recorded["units"]), default=-1) + 1)
+        for unit in recorded["units"]:
+            tensors = [(FileRange(paths[file], start, nbytes), to) for file, start, nbytes, to in unit["tensors"]]
+            layouts[unit["unit"]] = arrange_in_place(tensors, sizes)
+        return cls(layouts, stamps, queue)
+
+    def __contains__(self, unit: int) -> bool:
+        """True if a unit is read from here."""
+        return unit in self._layouts
+
+    @property
+    def committed(self) -> bool:
+        """True if a later process can resume from `others`."""
+        return self._others is not None and self._others.committed
 
     def start_read(self, unit: int, start: int, buffer: memoryview, priority: Priority) -> Future:
         """Submits a read that fills `buffer` from the pages of a unit; see `WeightSource`.
 
-        The `wait` of the request raises `IoError` (ESTALE) if a file has changed.
+        The `wait` of the request raises `IoError`: ESTALE if a file has changed, EBADMSG if its bytes have.
         """
-        began, file = now(), self._units[unit]
-        future = self._queue.read(file, start, buffer, priority=priority)
-        checked = Unchanged(future, partial(self._check, [part.path for part in file.parts()]))
-        return self._spans.show(Row.READS, unit, State.WEIGHT, began, len(buffer), checked)
+        if unit not in self._layouts:
+            assert self._others is not None, "a unit that is not read from here has another source"
+            return self._others.start_read(unit, start, buffer, priority)
+        began = now()
+        future = self._read(unit, start, buffer, priority)
+        return self._spans.show(Row.READS, unit, State.WEIGHT, began, len(buffer), future)
+
+    def read(self, unit: int, start: int, buffer: memoryview) -> list[Future]:
+        """Submits reads that fill `buffer` with a unit's weights as laid out, from byte `start` on. Padding is zero."""
+        buffer[:] = bytes(len(buffer))
+        futures: list[Future] = []
+        for at, target in self._layouts[unit].pieces:
+            first, stop = max(start, target.start), min(start + len(buffer), target.stop)
+            if first < stop:
+                futures.append(self._read(unit, at + first - target.start, buffer[first - start : stop - start]))
+        return futures
+
+    def _read(self, unit: int, start: int, buffer: memoryview, priority: Priority = Priority.NORMAL) -> Future:
+        file, sums = self._units[unit], self._sums.get(unit)
+
+        def submit(at: int, memory: memoryview) -> Future:
+            return self._queue.read(file, at, memory, priority=priority, checksum=sums is not None)
+
+        future = submit(start, buffer)
+        if sums is not None:
+            future = CheckedRead(sums, start, buffer, submit, partial(self._damaged, unit))
+        return Unchanged(future, partial(self._check, [part.path for part in file.parts()]))
+
+    def _damaged(self, unit: int, damage: range) -> IoError:
+        piece = self._units[unit].pieces(damage.start, len(damage))[0]
+        return IoError(piece.owner.path, piece.offset, piece.nbytes, errno.EBADMSG, "use frozen weights of")
+
+    # -- identity -------------------------------------------------------------------------------------
+
+    def scan(self) -> Mapping[int, int]:
+        """Reads all units once, and returns the CRC-32C of each. Every later read is compared with these bytes."""
+        sums = {unit: PageSums(layout.nbytes) for unit, layout in self._layouts.items()}
+        crcs = dict.fromkeys(sums, 0)
+
+        def begin(chunk: tuple[int, range], buffer: memoryview) -> list[Future]:
+            unit, part = chunk
+            reads.append(self._queue.read(self._units[unit], part.start, buffer[: len(part)], checksum=True))
+            return [reads[-1]]
+
+        def end(chunk: tuple[int, range], _: memoryview) -> tuple[()]:
+            (unit, part), read = chunk, reads.popleft()
+            sums[unit].record(part.start, len(part), read.page_crcs())
+            crcs[unit] = crc32c_joined(crcs[unit], read.crc32c(), len(part))
+            return ()
+
+        reads: deque[Future] = deque()
+        chunks = (
+            (unit, range(start, min(start + BUFFER_NBYTES, layout.nbytes)))
+            for unit, layout in self._layouts.items()
+            for start in range(0, layout.nbytes, BUFFER_NBYTES)
+        )
+        flow([aligned_empty(BUFFER_NBYTES) for _ in range(_SCANS)], chunks, begin, end)
+        self._check(list(self._files))
+        self._sums, self._crcs = sums, crcs
+        return crcs
+
+    def expect(self, recorded: Mapping[str, Any], folder: Path) -> None:
+        """Compares the files with those that a run in `folder` has recorded, and later every read with its checksum.
+
+        Raises `StoreError` if they differ in number, size or the places of tensors.
+        """
+        self._crcs = {unit["unit"]: unit["crc"] for unit in recorded.get("units", ())}
+        here = self.described() if self._crcs.keys() == self._layouts.keys() else {"files": [], "units": []}
+        for now_there, before in itertools.zip_longest(here["files"], recorded.get("files", ())):
+            if now_there is None or before is None or _size(now_there) != _size(before):
+                was = "no file" if before is None else f"{before['path']} of {before['nbytes']} bytes"
+                found = "no such file" if now_there is None else f"{now_there['path']} of {now_there['nbytes']} bytes"
+                raise StoreError(
+                    f"the run in {folder} reads frozen weights from {was}, and the model is read from {found}: give "
+                    "the files with which the run began, in any folder, or choose another run name"
+                )
+        if here["units"] != list(recorded["units"]):
+            raise StoreError(
+                f"the run in {folder} reads frozen weights from {recorded['files'][0]['path']}, whose tensors are in "
+                "other places now: give the files with which the run began, or choose another run name"
+            )
+        self._sums = {
+            unit: PageSums(layout.nbytes, [ChecksumRange(0, layout.nbytes, self._crcs[unit])])
+            for unit, layout in self._layouts.items()
+        }
+
+    def described(self) -> dict[str, Any]:
+        """Returns, as JSON, the files and the place and checksum of each unit in them."""
+        paths = list(self._files)
+        return {
+            "files": [{"path": path, "nbytes": self._stamps[path].nbytes} for path in paths],
+            "units": [
+                {
+                    "unit": unit,
+                    "crc": self._crcs[unit],
+                    "tensors": [[paths.index(path), start, nbytes, to] for (path, start, nbytes), to in layout.tensors],
+                }
+                for unit, layout in self._layouts.items()
+            ],
+        }
 
     def close(self) -> None:
         """Closes the files; idempotent."""
         for file in self._files.values():
             file.close()
+
+    def _paths(self) -> list[str]:
+        return list(dict.fromkeys(extent.path for layout in self._layouts.values() for extent in layout.extents))
 
     def _check(self, paths: Sequence[str]) -> None:
         """Raises `IoError` (ESTALE) if one of the files has changed since its header was read."""
@@ -156,6 +312,18 @@ class ModelFiles:
             stamp = Stamp.of(os.fstat(self._files[path].descriptors.buffered))
             if stamp != self._stamps[path]:
                 raise IoError(path, 0, 0, errno.ESTALE, "read weights from")
+
+
+def _moved(path: str, reason: str) -> StoreError:
+    return StoreError(
+        f"cannot read frozen weights of the run from {path}: {reason}; put the model's files back, or resume the run "
+        "once with the model in its new folder, which the run then records"
+    )
+
+
+def _size(file: Mapping[str, Any]) -> tuple[str, int]:
+    """Returns the name and the size of a recorded file: the folder of a model may move."""
+    return Path(file["path"]).name, file["nbytes"]
 
 
 class Unchanged(VerifiedRead):

@@ -191,7 +191,7 @@ class SwapFiles:
         """
         compare(self._spec, copy.spec, self.folders[0])
         # The files keep the third slots that they began with, whatever this start would plan.
-        self._spec = self._spec._replace(shadowed=copy.spec.shadowed)
+        self._spec = self._spec._replace(shadowed=copy.spec.shadowed, files=copy.spec.files)
         # Partitions of all ranks look alike, and those of another one would be taken for this one's.
         check_rank(copy, self._rank, self.folders[0])
         lost, there = check_drives(self.folders, copy, step)
@@ -203,6 +203,13 @@ class SwapFiles:
         if lost or any(places != here for places in there):
             self._write_manifests()
         return lost
+
+    def name_files(self, files: Mapping[str, Any]) -> None:
+        """Records the model's own files; see `StoreSpec.files`. Rewrites the manifests if they name others."""
+        self._spec = self._spec._replace(files=files)
+        if self._manifest is not None and self._manifest.spec.files != files:
+            self._manifest = dataclasses.replace(self._manifest, spec=self._manifest.spec._replace(files=files))
+            self._write_manifests()
 
     def _open_states(self, create: bool = False) -> StripedFile:
         return StripedFile(
@@ -500,6 +507,11 @@ class Store:
                 "files of two runs; go back to a checkpoint"
             )
 
+    def name_files(self, files: Mapping[str, Any]) -> None:
+        """Records the model's own files, from which weights are read, before `create` or after `open`."""
+        self._files.name_files(files)
+        self.spec = self.spec._replace(files=files)
+
     # -- data ---------------------------------------------------------------------------------------
 
     @property
@@ -516,7 +528,7 @@ class Store:
         return state in self._places[unit]
 
     def own_nbytes(self, unit: int) -> dict[State, int]:
-        """Returns for each state of a unit the bytes that a slot shares with no other: all but those of frozen weights."""
+        """Returns for each state of a unit the bytes of a slot that no other slot shares: all but frozen ones."""
         return {state: own_nbytes(slots) for state, slots in self._places[unit].items()}
 
     def target(self, unit: int) -> int:

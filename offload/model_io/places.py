@@ -1,0 +1,142 @@
+"""Tensors of a model that can be read in place: the model computes with the same bytes that its files contain."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.fileio.cache_file import Stamp
+from offload.layout.flat_layout import ParameterSegment, UnitLayout
+from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, quantized_by_other_library
+from offload.layout.modes import Mode, dtype_name
+from offload.model_io.deferred import is_deferred, origin_of
+from offload.model_io.folder import FileBytes, Stored, StoredRun
+from offload.model_io.load import ConvertedParameter
+from offload.quantized.paged_tensor import PagedTensor
+from offload.sizes import MIB
+from offload.swapper.store.model_files import FileRange, InPlaceLayout, arrange_in_place
+
+_MOST_RUNS, _LEAST_RUN = 64, MIB // 4
+"""A parameter that is read in place is at most so many runs in the files, or runs of so many elements on average: each
+costs a copy to the device."""
+
+
+class TensorPlaces:
+    """Places of a model's tensors in its files. Made before an engine takes the model over."""
+
+    def __init__(self, model: nn.Module, small_numel: int = 0, *, quantized: bool = True) -> None:
+        """Collects the files.
+
+        Units of at most `small_numel` elements stay on the device, and are read once. Without `quantized`, weights that
+        another library has quantized are not read in place.
+        """
+        self._model, self._small_numel, self._quantized = model, small_numel, quantized
+        self.stamps: dict[str, Stamp] = {}
+        """Stamp of each file as its header was read, by path without links."""
+        all_stored = [stored for parameter in model.parameters() for stored in _tensors_of(origin_of(parameter))]
+        for name in quantized_by_other_library(model):
+            all_stored += _inner_tensors(model, name).values()
+        for stored in all_stored:
+            self.stamps[os.path.realpath(stored.path)] = stored.stamp
+
+    def frozen(self, dtype: torch.dtype, in_fp32: Collection[str], other: Collection[str]) -> frozenset[str]:
+        """Returns the frozen parameters that can be read in place, by first name, if others of their unit are trained.
+
+        `dtype` is that of the run's weights. Parameters `in_fp32` stay in fp32, and those of `other` are codes.
+        """
+        return frozenset(
+            name
+            for name, parameter in self._model.named_parameters()
+            if not parameter.requires_grad
+            and name not in other
+            and self._why_not(name, torch.float32 if name in in_fp32 else dtype) is None
+        )
+
+    def in_place_layouts(self, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[InPlaceLayout | None, ...]:
+        """Returns each unit's place in the files; None for a unit that is not read from them. Empty if none is."""
+        sizes = {path: stamp.nbytes for path, stamp in self.stamps.items()}
+        in_place_layouts: list[InPlaceLayout | None] = []
+        for layout in layouts:
+            dtype, segments = layout.mode_in(mode).weight_dtype, layout.segments
+            in_place_layout = None
+            small = layout.device_numel <= self._small_numel
+            if not small and all(self.why_not(segment, dtype) is None for segment in segments):
+                tensors = [place for segment in segments for place in self._ranges(segment, dtype.itemsize)]
+                in_place_layout = arrange_in_place(tensors, sizes)
+            # Empty parameters need no file.
+            whole = in_place_layout is not None and in_place_layout.nbytes and in_place_layout.aligned
+            in_place_layouts.append(in_place_layout if whole else None)
+        return tuple(in_place_layouts) if any(in_place_layouts) else ()
+
+    def _ranges(self, segment: ParameterSegment, itemsize: int) -> Iterator[tuple[FileRange, int]]:
+        """Yields the ranges of bytes in the files that make up a parameter, each with its first byte in the unit."""
+        target = segment.start * itemsize
+        if segment.inner:
+            starts = inner_starts(segment.inner)
+            for name, stored in _inner_tensors(self._model, segment.name).items():
+                if name in starts:  # another name of the same tensor has no bytes of its own
+                    place = FileRange(os.path.realpath(stored.path), stored.place.offset, stored.place.tensor.nbytes)
+                    yield place, target + starts[name]
+            return
+        for stored, start, numel in self._runs(segment):
+            nbytes = numel * itemsize
+            yield FileRange(os.path.realpath(stored.path), stored.place.offset + start * itemsize, nbytes), target
+            target += nbytes
+
+    def _runs(self, segment: ParameterSegment) -> list[StoredRun]:
+        """Returns the runs of elements in the files that make up a parameter, or an expert's row of a parameter."""
+        origin = origin_of(self._model.get_parameter(segment.parameter))
+        assert isinstance(origin, Stored | ConvertedParameter)
+        return origin.runs(range(segment.first, segment.first + segment.numel))
+
+    def why_not(self, segment: ParameterSegment, dtype: torch.dtype) -> str | None:
+        """Returns why a parameter cannot be read in place, as a clause after its name; None if it can."""
+        if segment.trainable:
+            return "is trained"
+        if segment.form:
+            return "is quantized"
+        if segment.inner:
+            if not self._quantized:
+                return "is quantized by another library"
+            return None if OWN in _inner_tensors(self._model, segment.name) else "is quantized, and in memory already"
+        if (reason := self._why_not(segment.parameter, dtype)) is not None:
+            return reason
+        runs = self._runs(segment)
+        if segment.numel and not (runs and (len(runs) <= _MOST_RUNS or segment.numel >= len(runs) * _LEAST_RUN)):
+            return "is made of other tensors of the files"
+        return None
+
+    def _why_not(self, name: str, dtype: torch.dtype) -> str | None:
+        """Returns `why_not` of a parameter in values, whatever its part."""
+        parameter = self._model.get_parameter(name)
+        origin = origin_of(parameter)
+        if origin is None:
+            return "is made by its module" if is_deferred(parameter) else "is in memory already"
+        if not isinstance(origin, Stored | ConvertedParameter):
+            return "is merged with an adapter"
+        stored_dtype = next((stored.dtype for stored in _tensors_of(origin) if stored.dtype != dtype), None)
+        if stored_dtype is not None:
+            return f"is stored as {str(stored_dtype).removeprefix('torch.')}, not as {dtype_name(dtype)}"
+        return None
+
+
+def _inner_tensors(model: nn.Module, name: str) -> dict[str, Stored]:
+    """Returns the inner tensors of a quantized parameter, such as codes and scales, that are in a file."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    sources = {
+        inner: tensor.source
+        for inner, tensor in inner_tensors_of(model.get_parameter(name), owner).items()
+        if isinstance(tensor, PagedTensor)
+    }
+    return {inner: source.stored for inner, source in sources.items() if isinstance(source, FileBytes)}
+
+
+def _tensors_of(origin: Any) -> Sequence[Stored]:
+    """Returns the tensors of the files that are read for an origin."""
+    if isinstance(origin, ConvertedParameter):
+        return [stored for stored, _ in origin.conversion.parts]
+    return [origin] if isinstance(origin, Stored) else []

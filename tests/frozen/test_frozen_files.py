@@ -1,0 +1,307 @@
+"""Frozen weights of a run that trains stay in the model's own files: none is written, every read is compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import offload
+from offload.cli.main import app
+from offload.errors import BudgetError, EngineFailed, IoError, OffloadError, StoreError
+from offload.swapper.store.inspection import look
+from tests.support.drives.fault_injection import flip_bit
+from tests.support.model_folders import llama_config
+from tests.support.oracle import small_pieces
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of several files, of which some units need two or more, in bf16."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    model = transformers.LlamaForCausalLM(llama_config(tie_word_embeddings=False)).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="16KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "model"))
+
+
+def start(
+    folder: Path,
+    swap: Path,
+    *,
+    dtype: str = "bf16",
+    tier: str = "nvme",
+    targets: str | list[str] = "all-linear",
+    **block: Any,
+) -> offload.Engine:
+    """Returns an engine that trains adapters over the model of a folder."""
+    model: Any = offload.load_pretrained(transformers.AutoModelForCausalLM, folder, dtype=dtype_of(dtype))
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets))
+    disk = {"device": tier, **({"nvme_path": str(swap)} if tier == "nvme" else {})}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        **({} if dtype == "fp32" else {dtype: {"enabled": True}}),
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_param": disk, "offload_optimizer": disk},
+        "offload": {"device": "cpu", **block},
+    }
+    return offload.initialize(model=model, config=config)[0]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return torch.bfloat16 if name == "bf16" else torch.float32
+
+
+def step(engine: offload.Engine, number: int) -> torch.Tensor:
+    ids = torch.randint(64, (1, 8), generator=torch.Generator().manual_seed(number))
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
+def weights(engine: offload.Engine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def result(engine: offload.Engine, first: int = 0) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    losses = [step(engine, number) for number in range(first, STEPS)]
+    return losses, weights(engine)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def in_files(run: Path) -> list[dict[str, Any]]:
+    """Returns the units of a run that are in the model's own files, as its manifest describes them."""
+    manifest = look(run / "rank0").manifest
+    assert manifest is not None
+    return [unit for unit in manifest.spec.fingerprint["units"] if unit.get("in_files")]
+
+
+def test_frozen_weights_in_files_give_the_bits_of_swap_files_and_of_memory(folder: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    engine = start(folder, tmp_path / "swap")
+    assert any("nothing of them is written" in line for line in engine.notices)
+    found = result(engine)
+    frozen = [name for name, each in engine.module.named_parameters() if not each.requires_grad]
+    manifest = look(tmp_path / "swap" / "default" / "rank0").manifest
+    assert manifest is not None and sum(manifest.spec.frozen) == 0
+    named = [entry["name"] for unit in in_files(tmp_path / "swap" / "default") for entry in unit["parameters"]]
+    assert sorted(named) == sorted(frozen)
+    engine.destroy()
+    for block in ({"frozen_files": False, "run": "copied"}, {"tier": "cpu"}):
+        engine = start(folder, tmp_path / "swap", **block)
+        assert not any("nothing of them is written" in line for line in engine.notices)
+        assert_equal(found, result(engine))
+        engine.destroy()
+    assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def test_units_in_files_come_in_chunks(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk begins and ends within a page of a file, and is compared too."""
+    engine = start(folder, tmp_path / "whole")
+    found = result(engine)
+    engine.destroy()
+    small_pieces(monkeypatch)
+    with pytest.raises(BudgetError, match="the least that works") as caught:
+        start(folder, tmp_path / "least", host_memory=1)
+    least = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(caught.value))
+    assert least is not None
+    engine = start(folder, tmp_path / "least", host_memory=int(least[1]))
+    assert_equal(found, result(engine))
+    engine.destroy()
+
+
+def test_groups_of_experts_stay_in_files(tmp_path: Path) -> None:
+    """The tensors of an expert are apart in the files, and the router's loss is that of the model."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    results = []
+    for block in ({"run": "files"}, {"run": "copied", "frozen_files": False}, {"tier": "cpu"}):
+        engine = start(tmp_path / "model", tmp_path / "swap", dtype="fp32", targets=["q_proj", "v_proj"], **block)
+        results.append(result(engine))
+        engine.destroy()
+    assert_equal(results[0], results[1])
+    assert_equal(results[0], results[2])
+    units = [unit["name"] for unit in in_files(tmp_path / "swap" / "files")]
+    assert len([name for name in units if "experts[" in name]) == 16
+
+
+def test_weights_of_another_dtype_are_copied_and_the_first_line_says_so(folder: Path, tmp_path: Path) -> None:
+    engine = start(folder, tmp_path / "swap", dtype="fp32")
+    assert any("are copied to the swap files: " in line and "is stored as bfloat16" in line for line in engine.notices)
+    assert not in_files(tmp_path / "swap" / "default")
+    engine.destroy(remove=True)
+
+
+def test_a_resumed_run_goes_on_as_an_unbroken_one_from_a_folder_that_has_moved(folder: Path, tmp_path: Path) -> None:
+    engine = start(folder, tmp_path / "whole")
+    unbroken = result(engine)
+    engine.destroy(remove=True)
+    engine = start(folder, tmp_path / "swap", durability="step")
+    step(engine, 0)
+    engine.destroy()
+    moved = folder.rename(tmp_path / "elsewhere")
+    engine = start(moved, tmp_path / "swap", durability="step", resume="must")
+    losses, found = result(engine, 1)
+    assert_equal((unbroken[0][1:], unbroken[1]), (losses, found))
+    engine.destroy()
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "swap" / "default"), "--json"])
+    files = json.loads(shown.output)["model_files"]
+    assert files and all(Path(path).parent == moved for path in files)
+
+
+def test_a_run_keeps_the_place_of_its_frozen_weights(folder: Path, tmp_path: Path) -> None:
+    """A run of an earlier version, whose frozen weights are in its swap files, resumes there."""
+    engine = start(folder, tmp_path, frozen_files=False, durability="step")
+    step(engine, 0)
+    engine.destroy()
+    start(folder, tmp_path, resume="must").destroy()
+    assert not in_files(tmp_path / "default")
+    engine = start(folder, tmp_path, run="files", durability="step")
+    step(engine, 0)
+    engine.destroy()
+    for block in ({"frozen_files": False}, {"tier": "cpu", "nvme_path": str(tmp_path)}):
+        with pytest.raises(StoreError, match="reads frozen weights from the model's own files"):
+            start(folder, tmp_path, run="files", resume="must", durability="step", **block)
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def same_size(path: Path) -> None:
+    flip_bit(path, path.stat().st_size - 100)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (cut_short, "safetensors"),
+        (lambda path: path.unlink(), "is missing"),
+        (same_size, "Bad message|changed|use frozen weights"),
+    ],
+)
+def test_changed_files_stop_a_resume_or_its_first_read(
+    change: Callable[[Path], None], reason: str, folder: Path, tmp_path: Path
+) -> None:
+    engine = start(folder, tmp_path, durability="step")
+    step(engine, 0)
+    engine.destroy()
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    change(last)
+    with pytest.raises((OffloadError, IoError), match=reason):
+        engine = start(folder, tmp_path, durability="step", resume="must")
+        step(engine, 1)
+    if change is same_size:
+        with pytest.raises(EngineFailed):
+            engine.step()
+        engine.destroy()
+    verified = CliRunner().invoke(app, ["verify", str(tmp_path / "default"), "--json"])
+    assert verified.exit_code == 1 and str(last.name) in verified.output
+    assert CliRunner().invoke(app, ["rm", str(tmp_path / "default"), "--yes"]).exit_code == 0
+    assert list(folder.iterdir())
+
+
+def test_a_file_with_other_places_of_tensors_is_refused(folder: Path, tmp_path: Path) -> None:
+    engine = start(folder, tmp_path, durability="step")
+    step(engine, 0)
+    engine.destroy()
+    other = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    shutil.rmtree(folder)
+    other.save_pretrained(folder)
+    with pytest.raises(StoreError, match="give the files with which the run began"):
+        start(folder, tmp_path, durability="step", resume="must")
+
+
+def test_a_checkpoint_has_the_frozen_weights_and_loads_only_over_the_same(folder: Path, tmp_path: Path) -> None:
+    engine = start(folder, tmp_path / "swap")
+    step(engine, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = weights(engine)
+    step(engine, 1)
+    engine.load_checkpoint(tmp_path / "saved")
+    assert_equal(expected, weights(engine))
+    engine.destroy()
+    engine = start(folder, tmp_path / "swap", run="copied", frozen_files=False)
+    engine.load_checkpoint(tmp_path / "saved")
+    assert_equal(expected, weights(engine))
+    engine.destroy()
+    torch.manual_seed(5)
+    other = tmp_path / "other"
+    transformers.LlamaForCausalLM(llama_config(tie_word_embeddings=False)).to(torch.bfloat16).save_pretrained(other)
+    engine = start(other, tmp_path / "swap", run="other")
+    before = weights(engine)
+    with pytest.raises(StoreError, match="other frozen weights than the model's own files"):
+        engine.load_checkpoint(tmp_path / "saved")
+    assert_equal(before, weights(engine))
+    engine.destroy()
+
+
+def test_a_run_in_part_frozen_is_exported_converted_and_verified(folder: Path, tmp_path: Path) -> None:
+    model: Any = offload.load_pretrained(transformers.AutoModelForCausalLM, folder, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0" in name)
+    disk = {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
+    config = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_param": disk, "offload_optimizer": disk},
+        "offload": {"device": "cpu", "durability": "step"},
+    }
+    engine = offload.initialize(model=model, config=config)[0]
+    step(engine, 0)
+    engine.save_pretrained(tmp_path / "direct")
+    engine.destroy()
+    run = tmp_path / "swap" / "default"
+    commands = (
+        ["verify", str(run)],
+        ["export", str(run), str(tmp_path / "exported")],
+        ["convert", str(run), "--moments", "int8"],
+        ["verify", f"{run}-int8"],
+        ["export", f"{run}-int8", str(tmp_path / "converted")],
+    )
+    for command in commands:
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, (command, done.output)
+    assert len(in_files(Path(f"{run}-int8"))) == len(in_files(run)) > 0
+    for out in ("exported", "converted"):
+        direct, exported = (
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / each, dtype=torch.bfloat16).state_dict()
+            for each in ("direct", out)
+        )
+        assert_equal(direct, exported)
