@@ -324,7 +324,7 @@ class Partitions:
     around: tuple[tuple[int, int], ...] = ()
     """Pairs of a unit of experts and the unit that its layer has besides, which is on the device meanwhile."""
     modules: tuple[str, ...] = ()
-    """`UnitLayout.module` of each unit."""
+    """`UnitLayout.module` of each unit; empty if no unit is in the model's own files."""
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -504,7 +504,7 @@ def partitions(
         else (),
         in_fp32=tuple(layout.in_fp32 for layout in layouts),
         around=tuple(_around(layouts)),
-        modules=tuple(layout.module for layout in layouts),
+        modules=tuple(layout.module for layout in layouts) if any(layout.in_files for layout in layouts) else (),
     )
 
 

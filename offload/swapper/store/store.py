@@ -21,7 +21,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -362,14 +362,7 @@ class Store:
         With `over`, commits of this run may be deleted. Raises `StoreError` if there are files of another run, or there
         is no room.
         """
-        try:
-            recovery.check_startable(self.folders, over)
-            if was_committed(self.folders[0]):  # before the run is lost
-                self._files.check_room()
-        except BaseException:
-            self.close()  # the files of the other run stay
-            raise
-        try:
+        with self._making(over, room=True):
             self._files.create(run_id)
             self._sums.fill_zeros(self._places)
             if self.spec.slots == 1:
@@ -377,6 +370,19 @@ class Store:
                 # A run with one slot cannot be resumed: its room is freed however this process ends.
                 for folder in self.folders:
                     unlink(folder / "states")
+
+    @contextlib.contextmanager
+    def _making(self, over: bool, room: bool) -> Iterator[None]:
+        """Refuses to make files over those of another run, and deletes the files after an error of the body."""
+        try:
+            recovery.check_startable(self.folders, over)
+            if room and was_committed(self.folders[0]):  # before the run is lost
+                self._files.check_room()
+        except BaseException:
+            self.close()  # the files of the other run stay
+            raise
+        try:
+            yield
         except BaseException:
             # The store contains nothing yet, so a start that fails deletes its files.
             self._files.unlink()  # before `close` releases the locks, while no other process can open the files
@@ -444,12 +450,7 @@ class Store:
         these slots meanwhile. Returns True if all bytes are shared. Raises `StoreError` if there are files of another
         run, or there is no room, and `IoError` if a copy fails. The store is then closed, and its files are deleted.
         """
-        try:
-            recovery.check_startable(self.folders, over)
-        except BaseException:
-            self.close()  # the files of the other run stay
-            raise
-        try:
+        with self._making(over, room=reserve):
             self._files.create(run_id, manifest.weights, reserve)
             extents = [
                 extent
@@ -470,11 +471,8 @@ class Store:
                         copy_range(*ends, Path(copy.path))
                         self.written.add(drive, count)
             self._sums.load(sums, self._places)
-            self.newest = list(record.slots)
+            self.newest[:] = record.slots
             return shared
-        except BaseException:
-            self.remove()
-            raise
 
     def _newest(self, records: Records) -> CommitRecord:
         """Returns the newest record that can be opened. After any sign of damage, compares all data of its commit."""
