@@ -43,11 +43,12 @@ def find_commit(path: Path) -> Path:
     base, at, step = path.name.rpartition("@")
     if path.is_dir() or not at:
         return path
-    known = [row for row in history(path.with_name(base)) if row["kept"] or row["run"] == base]
-    if any(row["run"] == base and str(row["step"]) == step for row in known):
+    rows = history(path.with_name(base))
+    if any(row["run"] == base and str(row["step"]) == step for row in rows):
         return path.with_name(base)
-    steps = ", ".join(str(row["step"]) for row in known)
-    raise StoreError(f"{path.with_name(base)} has no step {step}: expected one of {steps or 'none'}")
+    known = sorted({row["step"] for row in rows if row["run"].rpartition("@")[0] == base or row["run"] == base})
+    steps = ", ".join(map(str, known))
+    raise StoreError(f"{path.with_name(base)} has no step {step or '(none is given)'}: expected one of {steps}")
 
 
 def fork(path: Path, name: str, queue: Queue) -> Forked:
@@ -111,11 +112,16 @@ def history(path: Path) -> list[dict[str, Any]]:
         StoreError: There is no such run.
     """
     path = real_path(path)
-    runs = [run for run in inspect(path.parent).get("runs", ()) if any(rank["commits"] for rank in run["ranks"])]
+    found = inspect(path.parent) if path.parent.is_dir() else {}
+    runs = [run for run in found.get("runs", ()) if any(rank["commits"] for rank in run["ranks"])]
     by_id = {run["ranks"][0]["run_id"]: run for run in runs}
+    # Kept steps outlive their run, whose name still leads to them.
     start = next((run for run in runs if run["run"] == path.name), None)
+    start = start or next((run for run in runs if run["run"].rpartition("@")[0] == path.name), None)
     if start is None:
-        raise StoreError(f"{path} is not the folder of a run with a commit: give NVME_PATH/RUN")
+        raise StoreError(
+            f"{path} is not the folder of a run with a commit: give NVME_PATH/RUN, on the run's first drive"
+        )
 
     def root(run: Mapping[str, Any]) -> str:
         """Returns the id of the first known run of a line of forks. A manifest made up in a circle ends it too."""

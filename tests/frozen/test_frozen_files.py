@@ -213,7 +213,7 @@ def same_size(path: Path) -> None:
     [
         (cut_short, "safetensors"),
         (lambda path: path.unlink(), "is missing"),
-        (same_size, "Bad message|changed|use frozen weights"),
+        (same_size, "Bad message|changed|use as frozen weights"),
     ],
 )
 def test_changed_files_stop_a_resume_or_its_first_read(

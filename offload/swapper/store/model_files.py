@@ -226,7 +226,10 @@ class ModelFiles:
 
     def _damaged(self, unit: int, damage: range) -> IoError:
         piece = self._units[unit].pieces(damage.start, len(damage))[0]
-        return IoError(piece.owner.path, piece.offset, piece.nbytes, errno.EBADMSG, "use frozen weights of")
+        operation = (
+            "use as frozen weights (give the model with which the run began; this file is another's)"
+        )
+        return IoError(piece.owner.path, piece.offset, piece.nbytes, errno.EBADMSG, operation)
 
     # -- identity -------------------------------------------------------------------------------------
 
@@ -265,7 +268,8 @@ class ModelFiles:
         self._crcs = {unit["unit"]: unit["crc"] for unit in recorded.get("units", ())}
         here = self.described() if self._crcs.keys() == self._layouts.keys() else {"files": [], "units": []}
         for now_there, before in itertools.zip_longest(here["files"], recorded.get("files", ())):
-            if now_there is None or before is None or _size(now_there) != _size(before):
+            # Not their names: a folder may move, and a link of a hub's cache may be copied as a file.
+            if now_there is None or before is None or now_there["nbytes"] != before["nbytes"]:
                 was = "no file" if before is None else f"{before['path']} of {before['nbytes']} bytes"
                 found = "no such file" if now_there is None else f"{now_there['path']} of {now_there['nbytes']} bytes"
                 raise StoreError(
@@ -319,11 +323,6 @@ def _moved(path: str, reason: str) -> StoreError:
         f"cannot read frozen weights of the run from {path}: {reason}; put the model's files back, or resume the run "
         "once with the model in its new folder, which the run then records"
     )
-
-
-def _size(file: Mapping[str, Any]) -> tuple[str, int]:
-    """Returns the name and the size of a recorded file: the folder of a model may move."""
-    return Path(file["path"]).name, file["nbytes"]
 
 
 class Unchanged(VerifiedRead):

@@ -32,7 +32,7 @@ from offload.aio.protocols import Future, Queue
 from offload.aio.unanswered import aloud
 from offload.errors import IoError, StoreError
 from offload.fileio import inner_opener, sync_folder
-from offload.notices import announce, shell_command
+from offload.notices import Headline, announce, shell_command
 from offload.sizes import MIB, PAGE
 from offload.states import State
 from offload.swapper.store import format, recovery
@@ -775,7 +775,7 @@ class Store:
                 raise
             fork.close()
         except (IoError, StoreError, OSError) as error:
-            announce(f"step {record.step} is not kept: {error}")
+            announce(Headline(f"step {record.step} is not kept: {error}"))
 
     # -- closing ------------------------------------------------------------------------------------
 
