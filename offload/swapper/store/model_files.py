@@ -226,9 +226,7 @@ class ModelFiles:
 
     def _damaged(self, unit: int, damage: range) -> IoError:
         piece = self._units[unit].pieces(damage.start, len(damage))[0]
-        operation = (
-            "use as frozen weights (give the model with which the run began; this file is another's)"
-        )
+        operation = "use as frozen weights (give the model with which the run began; this file is another's)"
         return IoError(piece.owner.path, piece.offset, piece.nbytes, errno.EBADMSG, operation)
 
     # -- identity -------------------------------------------------------------------------------------
