@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -111,9 +110,9 @@ class SignStep(NamedTuple):
 class SignRule(Rule):
     """A rule whose ranks send signs in most steps."""
 
-    @abstractmethod
     def phase(self, group: Mapping[str, Any], step: int) -> Phase:
         """Returns the phase of a step, from 1, on several ranks."""
+        return Phase.WHOLE if step <= int(group["freeze_step"]) else Phase.MOMENTA
 
     def configured(self, groups: Sequence[Mapping[str, Any]], block: OptimizerBlock, model: nn.Module) -> Optimizer:
         optimizer = super().configured(groups, block, model)
@@ -170,9 +169,6 @@ class SignRule(Rule):
 class OneBitAdamRule(SignRule):
     """1-bit Adam."""
 
-    def phase(self, group: Mapping[str, Any], step: int) -> Phase:
-        return Phase.WHOLE if step <= int(group["freeze_step"]) else Phase.MOMENTA
-
     def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> SignStep:
         plain = super().step(parameter, group, count, grad_scale)
         if not group["bias_correction"]:
@@ -199,9 +195,6 @@ class OneBitLambRule(SignRule):
 
     def packed(self, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
         return dict.fromkeys(names.values(), LAMB_COEFFICIENTS)
-
-    def phase(self, group: Mapping[str, Any], step: int) -> Phase:
-        return Phase.WHOLE if step <= int(group["freeze_step"]) else Phase.MOMENTA
 
     def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> SignStep:
         plain = super().step(parameter, group, count, grad_scale)

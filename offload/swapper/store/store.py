@@ -774,7 +774,7 @@ class Store:
                 fork.remove()
                 raise
             fork.close()
-        except (IoError, StoreError, OSError) as error:
+        except (StoreError, OSError) as error:
             announce(Headline(f"step {record.step} is not kept: {error}"))
 
     # -- closing ------------------------------------------------------------------------------------
