@@ -58,6 +58,10 @@ class _Order:
         """True if the first use follows the last one with the same weights (no update in between)."""
         self.cursor = 0
         self._recording: list[int] = []
+        self._recorded_repeats: list[int] = []
+        self._repeats: tuple[int, ...] = ()
+        """For each of `uses`, how often the unit is used once more before any other unit: by the next micro-batch."""
+        self._repeats_left = 0
         # Every decision asks for distances, so they are kept up to date by position instead of searched.
         self._first: dict[int, int] = {}
         """Position of each unit's first use."""
@@ -101,12 +105,16 @@ class _Order:
 
     def use(self, unit: int) -> bool:
         """Records a use. Returns False if the order predicted another unit."""
-        # Consecutive uses of one unit count once: no other unit is needed between them.
+        # Consecutive uses of one unit are one position: no other unit is needed between them.
         if self._recording and self._recording[-1] == unit:
             self._use_expected(unit)  # the last of a forward is the first of its backward
+            self._recorded_repeats[-1] += 1
+            self._repeats_left = max(0, self._repeats_left - 1)
             return True
         if len(self._recording) < _LONGEST:
             self._recording.append(unit)
+            self._recorded_repeats.append(0)
+        self._repeats_left = 0
         expected = self._use_expected(unit)
         if expected is not None:
             return expected
@@ -119,12 +127,18 @@ class _Order:
             for passed in range(self.cursor, position + 1):
                 self._next[self.uses[passed]] = self._following[passed]
             self.cursor = position + 1
+            self._repeats_left = self._repeats[position]
         return foreseen or not self.uses
+
+    @property
+    def repeated(self) -> int | None:
+        """The unit of the last use, if the order predicts that it is used again before any other unit."""
+        return self._recording[-1] if self._repeats_left else None
 
     def finish(self) -> None:
         """Ends the run: the recording replaces the order. An empty recording leaves the order unchanged."""
         if self._recording:
-            self.uses = tuple(self._recording)
+            self.uses, self._repeats = tuple(self._recording), tuple(self._recorded_repeats)
             self._first = {unit: position for position, unit in reversed(list(enumerate(self.uses)))}
             following = {unit: len(self.uses) + position for unit, position in self._first.items()}
             self._following = [0] * len(self.uses)
@@ -135,8 +149,8 @@ class _Order:
 
     def restart(self) -> None:
         """Restarts the run and discards its recording: an interrupted run predicts nothing."""
-        self._recording, self._expected, self._backwards = [], [], {}
-        self.cursor = 0
+        self._recording, self._recorded_repeats, self._expected, self._backwards = [], [], [], {}
+        self.cursor = self._repeats_left = 0
         self._next = dict(self._first)
 
     def distance(self, unit: int) -> int:
@@ -224,8 +238,16 @@ class AccessOrder:
         """Ends the current run; its order predicts the next run of this kind."""
         self._now.finish()
 
+    @property
+    def repeated(self) -> int | None:
+        """The unit of the last use, if it is predicted to be used again before any other unit; else None."""
+        return self._now.repeated
+
     def distance(self, unit: int) -> int:
-        """Returns the number of uses before the next use of `unit`, assuming that the run repeats; NEVER if unknown."""
+        """Returns the number of uses before the next use of `unit`, assuming that the run repeats; NEVER if unknown.
+
+        Consecutive uses count once, so the distance of the `repeated` unit is that of its use after another unit.
+        """
         return self._now.distance(unit)
 
     def distances(self, units: Iterable[int]) -> tuple[int, ...]:
@@ -357,10 +379,13 @@ def find_room(
     3. The evicted units are used late.
     4. Few bytes are evicted.
 
+    The unit that the next micro-batch uses again (`AccessOrder.repeated`) stays, though it is released meanwhile.
     With `space.scatter`, the result is drawn at random among the offsets that are best in the first two respects and
     evict the fewest units. Only units whose next use is more than `beyond` uses away may be evicted; -1 for a use on
     demand.
     """
+    if (repeated := access_order.repeated) is not None:
+        evictable = [block for block in evictable if block.unit != repeated]
     distances = access_order.distances([block.unit for block in evictable])
     if beyond >= 0 and max(distances, default=-1) <= beyond and not space.could_take(nbytes, ()):
         return None  # every second prefetch: nothing may go, and nothing is free
@@ -499,7 +524,7 @@ def leaves_room_ahead(capacity: int, buffer_sizes: Sequence[int], ahead: Iterabl
 
 def keeps(access_order: AccessOrder, unit: int, nbytes: Callable[[int], int], limits: Limits) -> bool:
     """Returns True if a unit that is released now stays on the device until its room is needed."""
-    if limits.reuse is None:
+    if limits.reuse is None or unit == access_order.repeated:
         return True
     if access_order.distance(unit) >= NEVER:
         return False

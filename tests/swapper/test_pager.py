@@ -389,13 +389,15 @@ class PendingStore:
         return self.reads[-1]
 
 
-def pager_of_place(units: int, room: int, order: list[int], host_pages: int = 2) -> tuple[Pager, PendingStore]:
+def pager_of_place(
+    units: int, room: int, order: list[int], host_pages: int = 2, limits: Limits | None = None
+) -> tuple[Pager, PendingStore]:
     """Returns a pager with room for `room` units on the device, whose next step is foreseen to use them in `order`."""
     cpu, store = Device(torch.device("cpu")), PendingStore(units)
     nbytes = PAGES * PAGE
     sizes = [UnitSize(str(unit), nbytes, Tier.DISK, nbytes, pieces_of([range(nbytes)])) for unit in range(units)]
     host = HostArena(HostBudget(0, host_pages * PAGE, 0, 0), cpu)
-    pager = Pager(sizes, host, DeviceArena(room * nbytes, cpu), cpu, store, Limits())
+    pager = Pager(sizes, host, DeviceArena(room * nbytes, cpu), cpu, store, limits or Limits())
     pager.table.access_order = access_order(order, PassKind.TRAIN)
     return pager, store
 
@@ -406,6 +408,24 @@ def use(pager: Pager, store: PendingStore, unit: int) -> None:
     assert bool((pager.acquire(unit) == store.values[unit]).all())
     pager.release(unit)
     store.at_once = False
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(reuse=0)], ids=["no limits", "no reuse"])
+def test_a_unit_stays_until_the_last_micro_batch_has_used_it(limits: Limits) -> None:
+    """Three micro-batches use each unit in turn; the unit after the next would fit only in the place of this one."""
+    pager, store = pager_of_place(3, room=2, order=[0, 0, 0, 1, 1, 1, 2, 2, 2], limits=limits)
+    use(pager, store, 0)
+    for _ in range(2):
+        store.at_once = True
+        pager.prefetch()
+        assert [read.unit for read in store.reads] == [0, 1]
+        store.at_once = False
+        assert pager.acquire(0, ahead=False) is not None
+        pager.release(0)
+    use(pager, store, 1)
+    store.at_once = True
+    pager.prefetch()
+    assert [read.unit for read in store.reads] == [0, 1, 2]
 
 
 def test_the_next_units_are_read_while_one_is_used() -> None:
