@@ -28,7 +28,6 @@ rehearsal that measures nothing of interest.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -40,7 +39,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from offload.bench.child_process import run_child, terminable, write_json
+from offload.bench.child_process import growing_segments, run_child, terminable, write_json
 from offload.bench.gpu.parts import (
     PARTS,
     PLANNED,
@@ -72,7 +71,6 @@ from offload.bench.gpu.training import (
     room_of,
 )
 from offload.errors import ConfigError
-from offload.launch.commands import module_command
 from offload.presets import check_name, require_transformers
 from offload.sizes import parse_size
 
@@ -80,7 +78,6 @@ FORMAT = 1
 """Version of the JSON file's keys."""
 BOTH = "both"
 """Value of `loop` for all loops."""
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 class GpuSettings(NamedTuple):
@@ -240,12 +237,11 @@ def run_part(part: Part, settings: GpuSettings, folder: Path, soft: float, hard:
     files, figures = folder / "swap", folder / "figures.json"
     files.mkdir()
     job = {"part": part.name, "folder": str(files), "seconds": soft, "settings": settings._asdict()}
-    command = [*module_command(sys.executable, "offload.bench.gpu"), json.dumps(job), str(figures)]
-    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part.name == "bits" else {}  # slower, so for this part only
-    if _ALLOCATOR not in os.environ:
-        environment[_ALLOCATOR] = "expandable_segments:True"  # an engine's own setting, but a part uses CUDA before it
+    environment = growing_segments()
+    if part.name == "bits":
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # slower, so for this part only
     try:
-        return run_child(command, figures, hard, HF_HUB_OFFLINE="1", **environment)
+        return run_child("offload.bench.gpu", job, figures, hard, **environment)
     finally:
         figures.unlink(missing_ok=True)
         shutil.rmtree(files)
