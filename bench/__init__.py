@@ -2,5 +2,5 @@
 
 Each states its bound, and compares what is measured in turns in the same run, as the median of the ratios: memory and
 drives of shared machines vary twofold within minutes. `offload.bench` has the measurements, these scripts the
-questions. `bench.gpu` is `offload bench gpu`, which writes a file and prints a table.
+questions.
 """

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import offload
-from bench.measure import report, settings_for
+from bench.measure import in_process, report, settings_for
 from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.aio.measure import move, remove
-from offload.bench.child_process import in_process
 from offload.bench.measure import drive_rates, random_ids, resident, seconds_of
 from offload.hardware.noise import fill_with_noise
 from offload.model_io.source import StoreSource

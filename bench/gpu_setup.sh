@@ -54,7 +54,7 @@ install_missing() {
   # An environment that a distribution manages refuses otherwise; where none does, this says nothing.
   export PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_INDEX=1
   "$python" -m pip install -q --find-links "$folder" "${needed[@]}"
-  # Editable: who runs `python -m bench.gpu` or the tests in this tree imports offload from the tree, and there its
+  # Editable: who runs the tests in this tree imports offload from the tree, and there its
   # native modules are found only by an editable installation.
   "$python" -m pip install -q --no-build-isolation --no-deps -e "$root"
   cd "$root"

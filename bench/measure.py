@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +62,19 @@ def report(name: str, figures: dict[str, Any]) -> None:
     }
     rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
     print(json.dumps({"benchmark": name, **rounded, "machine": machine}))
+
+
+def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns the result of a call in a new process, so that nothing else is in the process's memory."""
+    context = multiprocessing.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(send, function, arguments))
+    process.start()
+    send.close()
+    result = receive.recv()
+    process.join()
+    return result
+
+
+def _send(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    pipe.send(function(*arguments))

@@ -15,8 +15,7 @@ from typing import Any
 import transformers
 
 import offload
-from bench.measure import report, settings_for
-from offload.bench.child_process import in_process
+from bench.measure import in_process, report, settings_for
 from offload.bench.measure import kernel_bytes, random_ids, resident
 from offload.sizes import GIB, MIB
 

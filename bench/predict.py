@@ -19,9 +19,8 @@ import statistics
 from typing import Any
 
 import offload
-from bench.measure import options, report
+from bench.measure import in_process, options, report
 from bench.throttle import throttled
-from offload.bench.child_process import in_process
 from offload.bench.measure import median_ratio, random_ids, resident, seconds_of
 from offload.hardware.probe import DTYPES, probe
 from offload.planner import memory, recommend

@@ -19,9 +19,8 @@ import torch
 import transformers
 
 import offload
-from bench.measure import options, report
+from bench.measure import in_process, options, report
 from offload.aio import DirectFile, IoQueue, aligned_empty
-from offload.bench.child_process import in_process
 from offload.bench.measure import median_ratio, random_ids, resident, seconds_of
 from offload.losses import chunk_loss_of
 from offload.presets import build

@@ -34,9 +34,8 @@ import psutil
 import torch
 
 import offload
-from bench.measure import engine_of, report, settings_for
+from bench.measure import engine_of, in_process, report, settings_for
 from bench.throttle import throttled
-from offload.bench.child_process import in_process
 from offload.bench.measure import resident
 from offload.errors import OffloadError
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
+from offload.bench.measure import DriveSpeeds
 from offload.bench.train import figures
 from offload.bench.train.loops import measure
-from offload.bench.train.plan import make_plan
+from offload.bench.train.plan import TrainPlan, make_plan
 from offload.errors import UsageError
 from offload.hardware.info import machine
 from offload.sizes import format_size
@@ -47,9 +49,18 @@ def main() -> None:
     hardware = f"{facts['processor']}, {facts['cores']} cores, {format_size(facts['memory_bytes'])} of RAM"
     software = ", ".join(f"{name} {version}" for name, version in versions.items())
     on = f"{hardware}, Linux {facts['kernel']}; {software}."
-    content = f"{day}. {on}\n\n{figures.markdown(plan, result.rates, rows)}\n\n{link}"
+    content = f"{day}. {on}\n\n{markdown(plan, result.rates, rows)}\n\n{link}"
     PAGE.write_text(between(PAGE.read_text(), plan.dtype, content))
     print(content)
+
+
+def markdown(plan: TrainPlan, rates: DriveSpeeds, rows: Sequence[figures.TrainRow]) -> str:
+    """Returns heading, table and remarks as Markdown."""
+    table = [figures.TITLES, ["---"] * len(figures.TITLES), *(figures.cells(row) for row in rows if row.turns)]
+    lines = [*(f"{line}.  " for line in figures.heading(plan, rates)), ""]
+    lines += ["| " + " | ".join(each) + " |" for each in table]
+    said = figures.remarks(rows, plan.dtype)
+    return "\n".join([*lines, *([""] if said else []), *(f"* {line}" for line in said)])
 
 
 def between(page: str, dtype: str, content: str) -> str:

@@ -33,7 +33,7 @@ import torch
 import offload
 from offload import precision
 from offload.aio.file import rate_of_both
-from offload.bench.child_process import run_child, write_json
+from offload.bench.child_process import growing_segments, run_child, write_json
 from offload.bench.configs import placed
 from offload.bench.gpu.report import machine
 from offload.bench.gpu.training import Profile, Save, Work, measure_steps
@@ -45,7 +45,6 @@ from offload.errors import BudgetError, ConfigError, OffloadError
 from offload.finetune.corpus.token_stream import find_files, read_bytes, standard_library
 from offload.finetune.model import allows_chunks
 from offload.hardware.probe import Probed, as_json, from_json, probe
-from offload.launch.commands import module_command
 from offload.layout.modes import DTYPES
 from offload.layout.pass_order import LAYER_MAJOR, makes_early_updates
 from offload.planner import recommend
@@ -129,7 +128,6 @@ _TIMED = 3
 _STARTS = 15.0
 """Seconds from the start of a process to its first work."""
 _PROBE_SECONDS = 20.0
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _LEAVING = 5.0
 """Seconds that a process needs to end after its last step."""
 
@@ -480,16 +478,8 @@ class _Card:
         """Runs a job in a process of its own, and returns its state and figures; its swap files stay."""
         written = self._folder / "figures.json"
         written.unlink(missing_ok=True)
-        command = [
-            *module_command(sys.executable, "offload.bench.card"),
-            json.dumps({"part": part, **job}),
-            str(written),
-        ]
-        if _ALLOCATOR not in os.environ:
-            environment[_ALLOCATOR] = (
-                "expandable_segments:True"  # an engine's own setting, but a part uses CUDA before it
-            )
-        return run_child(command, written, self._left, HF_HUB_OFFLINE="1", **environment)
+        environment |= growing_segments()
+        return run_child("offload.bench.card", {"part": part, **job}, written, self._left, **environment)
 
     def _fails(self, name: str, result: Mapping[str, Any]) -> bool:
         """Returns True if a process has not ended well; the report then says how."""

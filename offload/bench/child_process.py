@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from offload.launch.commands import module_command
 
 _LAST_LINES = 15
 
 
-def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the result of a call in a new process, so that nothing else is in the process's memory."""
-    context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(send, function, arguments))
-    process.start()
-    send.close()
-    result = receive.recv()
-    process.join()
-    return result
+def run_child(module: str, job: Mapping[str, Any], figures: Path, seconds: float, **environment: str) -> dict[str, Any]:
+    """Runs `python -m MODULE JOB FIGURES` for at most `seconds`, and returns its "state", "seconds" and "figures".
 
-
-def _send(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    pipe.send(function(*arguments))
-
-
-def run_child(command: Sequence[str], figures: Path, seconds: float, **environment: str) -> dict[str, Any]:
-    """Runs a part's process for at most `seconds`, and returns its "state", "seconds" and "figures".
-
-    After a failure the result contains the exit code and the last lines of the output too.
+    The job is passed as JSON. After a failure the result contains the exit code and the last lines of the output too.
     """
+    command = [*module_command(sys.executable, module), json.dumps(job), str(figures)]
     log, start = figures.with_suffix(".log"), time.monotonic()
     # A file instead of a pipe: the output is not read while the process runs, and a full pipe would block it.
     with log.open("w") as words:
@@ -47,7 +34,7 @@ def run_child(command: Sequence[str], figures: Path, seconds: float, **environme
                 stdout=words,
                 stderr=subprocess.STDOUT,
                 timeout=max(seconds, 0.0),
-                env=os.environ | environment,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
                 check=False,
             )
             state = "failed" if done.returncode else "done"
@@ -60,6 +47,14 @@ def run_child(command: Sequence[str], figures: Path, seconds: float, **environme
         result["exit_code"] = done.returncode
         result["last_lines"] = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
     return result
+
+
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def growing_segments() -> dict[str, str]:
+    """Returns the environment in which torch's GPU memory grows as in an engine, for a part that uses CUDA before."""
+    return {} if _ALLOCATOR in os.environ else {_ALLOCATOR: "expandable_segments:True"}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from offload.aio import Bandwidth
 from offload.aio.measure import TimedTransfer
-from offload.bench.io import Case, IoPlan, make_plan, passes_of
+from offload.bench.io import Case, make_plan, passes_of
 from offload.config import load_config, read_json
 from offload.config.edit import set_in_block
 from offload.errors import ConfigError
@@ -64,17 +64,11 @@ def tune(
     # A queue for more bytes than the file's would never be full, so such shapes are left out.
     cases = [case for case in plan.cases if case.block_bytes * case.depth <= min(_MOST_IN_FLIGHT, plan.nbytes)]
     # A short first round of all shapes, then a fair comparison of the few that are left.
-    first = trials_of(_measured(plan, cases or plan.cases[:1], 1, tell))
+    first = trials_of(passes_of(replace(plan, cases=tuple(cases or plan.cases[:1])), tell))
     # One round is noisy, as the drive of a shared machine varies twofold: its best shapes are only candidates.
-    finalists = [Case(backend, trial.block_bytes, trial.depth) for trial in first[:_FINALISTS]]
-    last = trials_of(_measured(plan, finalists, rounds, tell))
+    finalists = tuple(Case(backend, trial.block_bytes, trial.depth) for trial in first[:_FINALISTS])
+    last = trials_of(passes_of(replace(plan, cases=finalists, rounds=rounds), tell))
     return Found(backend, choose(last), tuple(last))
-
-
-def _measured(
-    plan: IoPlan, cases: Sequence[Case], rounds: int, tell: Callable[[str], None]
-) -> Mapping[tuple[Case, str], list[TimedTransfer]]:
-    return passes_of(replace(plan, cases=tuple(cases), rounds=rounds), tell)
 
 
 def trials_of(passes: Mapping[tuple[Case, str], list[TimedTransfer]]) -> list[Trial]:

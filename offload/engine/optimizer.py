@@ -9,7 +9,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, overload
 
 import torch
 from torch import nn
@@ -35,6 +35,20 @@ if TYPE_CHECKING:
     from offload.engine.update_strategy import UnitUpdate, UpdateSetting, UpdateStrategy
 
 # -- rules ---------------------------------------------------------------------------------------------
+
+
+class SharedStep(NamedTuple):
+    """An optimizer step of several ranks: what a rule may read to complete its updates."""
+
+    number: int
+    """Number of the step, from 1, without skipped ones."""
+    groups: Sequence[dict[str, Any]]
+    shards: LocalShards
+    """Only read."""
+    gradients: GradientAccumulator
+    updater: UpdateWorker
+    """Its tiles may serve as buffers."""
+    agreement: Agreement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,21 +170,10 @@ class Rule(ABC):
         """
         return False
 
-    def complete(
-        self,
-        updates: list[UnitUpdate],
-        step: int,
-        groups: Sequence[dict[str, Any]],
-        shards: LocalShards,
-        gradients: GradientAccumulator,
-        updater: UpdateWorker,
-        agreement: Agreement,
-    ) -> list[UnitUpdate]:
+    def complete(self, updates: list[UnitUpdate], step: SharedStep) -> list[UnitUpdate]:
         """Returns the updates, completed with data of other ranks. Collective: every rank updates the same units.
 
-        `step` is the number of the step, from 1, without skipped ones; `groups` are those of the optimizer. Updates of
-        this rank may lack segments that are on other ranks. `shards` are only read. No update is in flight, so the
-        tiles of the update worker may serve as buffers. `agreement` adds numbers over all ranks.
+        Updates of this rank may lack segments that are on other ranks. No update is in flight.
         """
         return updates
 

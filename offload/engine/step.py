@@ -21,7 +21,7 @@ from offload.engine.callbacks import GradientStats
 from offload.engine.components import EngineComponents
 from offload.engine.early_updates import EarlyUpdates, NoEarlyUpdates, reason_to_clip
 from offload.engine.gradients import NoCompletion
-from offload.engine.optimizer import Optimizer
+from offload.engine.optimizer import Optimizer, SharedStep
 from offload.engine.state import TrainingState
 from offload.engine.update import UpdateWorker
 from offload.engine.update_strategy import UnitUpdate, UpdateBuilder, grad_scale
@@ -395,9 +395,15 @@ class OptimizerStep:
                 if not update.segments:
                     components.gradients.drop(update.unit)
             if several:
-                shards, gradients, agreement = components.shards, components.gradients, components.agreement
-                number, groups = state.global_steps - state.skipped_steps, self._optimizer.param_groups
-                updates = self._optimizer.rule.complete(updates, number, groups, shards, gradients, updater, agreement)
+                step = SharedStep(
+                    state.global_steps - state.skipped_steps,
+                    self._optimizer.param_groups,
+                    components.shards,
+                    components.gradients,
+                    updater,
+                    components.agreement,
+                )
+                updates = self._optimizer.rule.complete(updates, step)
         else:
             self._components.gradients.clear()
             now = state.loss_scale

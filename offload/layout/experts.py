@@ -16,14 +16,14 @@ compute something else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from offload.errors import ConfigError
 from offload.layout.modes import RULE_LAYOUTS
-from offload.layout.units import Stack, is_compiled
+from offload.layout.units import Stack, is_compiled, modules_around
 from offload.notices import Remark
 from offload.provenance import described as described_code
 from offload.provenance import is_of, method_of, mixture_of_tokens
@@ -153,7 +153,7 @@ def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
         for name, module in modules.items()
         if _stacks_experts(module)
         and all(owners[id(parameter)] == 1 for parameter in module.parameters())
-        and not any(is_compiled(modules[outer]) for outer in (name, *_around(name)))
+        and not any(is_compiled(modules[outer]) for outer in (name, *modules_around(name)))
     )
 
 
@@ -247,16 +247,9 @@ def _rows(module: nn.Module) -> int:
     return rows if isinstance(rows, int) else 0
 
 
-def _around(name: str) -> Iterator[str]:
-    """Yields the names of the modules around a module, the innermost first."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
 def parameter_adapters(model: nn.Module, name: str) -> list[Any]:
     """Returns the adapters of peft for whole parameters of a module (`target_parameters`), the innermost first."""
-    return [outer for outer in map(model.get_submodule, _around(name)) if is_parameter_adapter(outer)]
+    return [outer for outer in map(model.get_submodule, modules_around(name)) if is_parameter_adapter(outer)]
 
 
 def _is_split(adapter: Any) -> bool:

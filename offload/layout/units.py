@@ -357,7 +357,7 @@ def layers_inside(model: nn.Module, sites: Mapping[str, tuple[int, ...]]) -> dic
     layers: dict[str, list[str]] = {}
     for name, needed in sites.items():
         if is_class_of(type(modules[name]), "torch.nn.modules") and "forward" not in vars(modules[name]):
-            for outer in _outside_of(name):
+            for outer in modules_around(name):
                 if outer in sites and set(needed) <= set(sites[outer]):
                     layers.setdefault(outer, []).append(name)
     return layers
@@ -373,11 +373,12 @@ def _is_compiled_into(
     # The outer module's hooks fetch a superset of the units, so they suffice.
     return any(
         is_compiled(modules[outer]) and outer in sites and set(needed) <= set(sites[outer])
-        for outer in _outside_of(name)
+        for outer in modules_around(name)
     )
 
 
-def _outside_of(name: str) -> Iterator[str]:
+def modules_around(name: str) -> Iterator[str]:
+    """Yields the names of the modules around a module, the innermost first; the model's is empty."""
     while name:
         name = name.rpartition(".")[0]
         yield name

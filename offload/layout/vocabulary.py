@@ -7,12 +7,11 @@ the size of the table alone. So the bits of a run are the same in every tier and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from torch import nn
 
 from offload.layout.modes import MOMENT_BLOCK, RULE_LAYOUTS
-from offload.layout.units import Table, Units, is_compiled
+from offload.layout.units import Table, Units, is_compiled, modules_around
 from offload.notices import Remark
 from offload.sizes import align_up, count_of
 from offload.torch_internals import inner_tensors
@@ -71,17 +70,9 @@ def _reads_rows(name: str, modules: dict[str, nn.Module]) -> bool:
     """Returns True if the parameter `name` is the weight of an embedding or of a linear layer that runs uncompiled."""
     path, _, own = name.rpartition(".")
     module = modules[path]
-    if own != "weight" or any(is_compiled(modules[outer]) for outer in _around(path)):
+    if own != "weight" or any(is_compiled(modules[outer]) for outer in (path, *modules_around(path))):
         return False  # compiled code cannot be told one piece after the other
     return isinstance(module, nn.Linear) or (isinstance(module, nn.Embedding) and not module.sparse)
-
-
-def _around(path: str) -> Iterator[str]:
-    """Yields the names of a module and of all modules around it."""
-    yield path
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 def cut_tables(model: nn.Module, vocabulary: str, optimizer: str) -> tuple[Table, ...]:

@@ -6,7 +6,7 @@ A unit whose gradient waits on the device is updated by the device's own kernel;
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -159,6 +159,11 @@ def segments_in(update: UnitUpdate, tile: TileContent) -> list[tuple[int, Parame
     ]
 
 
+def with_steps(update: UnitUpdate, step: Callable[[ParameterStep], Any]) -> UnitUpdate:
+    """Returns the update with other arguments of the step of each segment."""
+    return replace(update, segments=tuple(segment._replace(step=step(segment)) for segment in update.segments))
+
+
 def kernel_segments(update: UnitUpdate, tile: TileContent) -> list[kernels.Segment]:
     """Returns the segments of the update that overlap the tile and that a kernel steps, in its form."""
     return [
@@ -166,6 +171,22 @@ def kernel_segments(update: UnitUpdate, tile: TileContent) -> list[kernels.Segme
         for _, segment in segments_in(update, tile)
         if type(segment.step) in KERNELS
     ]
+
+
+class InOnePass:
+    """Steps of one unit in one pass, over copies of the states in tiles that the update worker chooses."""
+
+    passes = 1
+    in_place = False
+    cuts: Sequence[range] = ()
+    drafts: Sequence[State] = ()
+
+
+class Undivided:
+    """A strategy whose updates write weights and moments at once."""
+
+    def begin_part(self, update: UnitUpdate, writes: kernels.Writes) -> UnitSteps | None:
+        return None
 
 
 class FusedUpdates:
@@ -185,12 +206,8 @@ class FusedUpdates:
         return _FusedSteps(update, self._mode, None, writes) if divides else None
 
 
-class _FusedSteps:
+class _FusedSteps(InOnePass):
     """Steps of one unit by a kernel: on the host, or with a `device` there, in the memory of the unit's states."""
-
-    passes = 1
-    cuts: Sequence[range] = ()
-    drafts: Sequence[State] = ()
 
     def __init__(
         self, update: UnitUpdate, mode: Mode, device: Device | None, writes: kernels.Writes = kernels.Writes.ALL

@@ -12,7 +12,7 @@ therefore do not depend on the division into tiles.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,18 +20,16 @@ from torch import nn
 
 from offload import kernels
 from offload.aio.protocols import Future
-from offload.distributed.agreement import Agreement
 from offload.engine.gradients import GradientAccumulator
-from offload.engine.optimizer import Rule
+from offload.engine.optimizer import Rule, SharedStep
 from offload.engine.shards import LocalShards
-from offload.engine.update import UpdateWorker
 from offload.engine.update_strategy import ParameterStep, TileContent, UnitSteps, UnitUpdate, UpdateSetting
 from offload.fileio.buffered_copy import flow
 from offload.kernels import LambSegment, LambStep, Partition
 from offload.kernels.lamb import BLOCK
 from offload.layout.modes import LAMB, Mode
 from offload.layout.placement import CHUNK
-from offload.optimizers.fused import betas, floats, partition_of, segments_in
+from offload.optimizers.fused import InOnePass, Undivided, betas, floats, partition_of, segments_in, with_steps
 from offload.sizes import align_up
 from offload.states import State
 
@@ -61,16 +59,7 @@ class LambRule(Rule):
             )
         )
 
-    def complete(
-        self,
-        updates: list[UnitUpdate],
-        step: int,
-        groups: Sequence[dict[str, Any]],
-        shards: LocalShards,
-        gradients: GradientAccumulator,
-        updater: UpdateWorker,
-        agreement: Agreement,
-    ) -> list[UnitUpdate]:
+    def complete(self, updates: list[UnitUpdate], step: SharedStep) -> list[UnitUpdate]:
         """Returns the updates with the trust ratio of each segment, since a rank holds only a part of a parameter.
 
         The update worker takes part in no collective, so the ratios must be known before an update is scheduled. The
@@ -79,10 +68,11 @@ class LambRule(Rule):
         """
         # Two sums for each parameter of each unit, weight and direction, at the same index on every rank. So a rank
         # without a shard of a parameter adds zeros.
+        shards = step.shards
         counts = [len(layout.segments) for layout in shards.layouts]
         before = [2 * sum(counts[:unit]) for unit in range(len(counts))]
         sums = [0.0] * (2 * sum(counts))
-        buffers = [buffer.buffer for buffer in updater.idle_tiles()]
+        buffers = [buffer.buffer for buffer in step.updater.idle_tiles()]
 
         def begin(chunk: _LambChunk, buffer: memoryview) -> list[Future]:
             return [
@@ -93,26 +83,25 @@ class LambRule(Rule):
 
         def end(chunk: _LambChunk, buffer: memoryview) -> tuple[Future, ...]:
             row = before[chunk.unit] + 2 * chunk.parameter
-            for weight, direction in _sums(shards, gradients, chunk, _cut(shards, chunk, buffer)):
+            for weight, direction in _sums(shards, step.gradients, chunk, _cut(shards, chunk, buffer)):
                 sums[row] += weight  # one block after another: no bit depends on the size of the chunks
                 sums[row + 1] += direction
             return ()
 
         # A generator: the chunks of a large model are many.
-        chunks = (chunk for update in updates for chunk in _chunks(update, updater.tile_numel))
+        chunks = (chunk for update in updates for chunk in _chunks(update, step.updater.tile_numel))
         flow(buffers, chunks, begin, end, lambda *_: None)
         # float64, as the kernel's own sums are.
-        total = torch.tensor(agreement.add_up(sums), dtype=torch.float64, device="cpu").view(-1, 1, 2)
+        total = torch.tensor(step.agreement.add_up(sums), dtype=torch.float64, device="cpu").view(-1, 1, 2)
 
-        def rated(unit: int, segment: ParameterStep) -> ParameterStep:
-            step = segment.step.step
-            ratio = kernels.lamb_ratio(step, [total[before[unit] // 2 + segment.parameter]])
-            return segment._replace(step=RatedStep(step, ratio))
+        def rated(unit: int) -> Callable[[ParameterStep], RatedStep]:
+            def step(segment: ParameterStep) -> RatedStep:
+                own: LambStep = segment.step.step
+                return RatedStep(own, kernels.lamb_ratio(own, [total[before[unit] // 2 + segment.parameter]]))
 
-        return [
-            dataclasses.replace(update, segments=tuple(rated(update.unit, segment) for segment in update.segments))
-            for update in updates
-        ]
+            return step
+
+        return [with_steps(update, rated(update.unit)) for update in updates]
 
     def strategy(self, setting: UpdateSetting) -> LambUpdates:
         return LambUpdates(mode=setting.mode)
@@ -123,7 +112,7 @@ LAMB_RULE = LambRule(name=LAMB, scheduled=("lr", "betas", "eps", "weight_decay")
 # -- updates -------------------------------------------------------------------------------------------
 
 
-class LambUpdates:
+class LambUpdates(Undivided):
     """Strategy of LAMB."""
 
     def __init__(self, *, mode: Mode) -> None:
@@ -137,20 +126,13 @@ class LambUpdates:
         rated = any(segment.step.ratio is not None for segment in update.segments)
         return _LambSteps(update, self._mode, 1 if rated or update.numel <= tile_numel else 2)
 
-    def begin_part(self, update: UnitUpdate, writes: kernels.Writes) -> UnitSteps | None:
-        return None
 
-
-class _LambSteps:
+class _LambSteps(InOnePass):
     """Steps of one unit. The first of two passes only computes norms, on copies of the moments."""
-
-    in_place = False
-    cuts: Sequence[range] = ()
 
     def __init__(self, update: UnitUpdate, mode: Mode, passes: int) -> None:
         self._update, self._mode = update, mode
-        self.passes = passes
-        self.drafts: Sequence[State] = mode.optimizer_states
+        self.passes, self.drafts = passes, mode.optimizer_states
         self._sums: dict[int, list[torch.Tensor]] = {}
         """Sums of squares of each segment, by its number in the update, as far as they are known."""
 

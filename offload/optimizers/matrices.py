@@ -37,7 +37,7 @@ from offload.layout.optimizer_states import (
     matrices_of,
     split,
 )
-from offload.optimizers.fused import betas, floats, kernel_segments, partition_of
+from offload.optimizers.fused import InOnePass, Undivided, betas, floats, kernel_segments, partition_of
 from offload.precision import products_in_bf16
 from offload.sizes import align_up
 from offload.states import State
@@ -377,7 +377,7 @@ _ALIGNMENT = 64
 """Alignment of matrices in the scratch memory, in bytes."""
 
 
-class MatrixUpdates:
+class MatrixUpdates(Undivided):
     """Strategy of Muon and SinkGD. Belongs to the update worker, on whose thread alone it runs."""
 
     def __init__(self, setting: UpdateSetting) -> None:
@@ -401,9 +401,6 @@ class MatrixUpdates:
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
         layout, part = self.layouts[update.unit], self.parts[update.unit]
         return _UnitSteps(self, layout, update, cuts(layout, self.mode, part, self._whole_units, tile_numel))
-
-    def begin_part(self, update: UnitUpdate, writes: kernels.Writes) -> UnitSteps | None:
-        return None
 
     @property
     def traded_dtype(self) -> torch.dtype:
@@ -539,13 +536,7 @@ class MatrixUpdates:
             split(master, states, segment.noise)
 
 
-class _UnitSteps:
-    """Steps of one unit."""
-
-    passes = 1
-    in_place = False
-    drafts: Sequence[State] = ()
-
+class _UnitSteps(InOnePass):
     def __init__(self, updates: MatrixUpdates, layout: UnitLayout, update: UnitUpdate, cuts: Sequence[range]) -> None:
         self._updates, self._layout, self._update = updates, layout, update
         self.cuts = cuts

@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload import kernels
 from offload.engine.optimizer import Rule, is_finite, numbers_of
 from offload.engine.update_strategy import ParameterStep, TileContent, UnitSteps, UnitUpdate, UpdateSetting
 from offload.errors import ConfigError, UsageError
 from offload.layout.flat_layout import ParameterSegment, StateField, describe_state, pack, unpack
 from offload.layout.modes import TORCH
 from offload.layout.optimizer_states import join, split
+from offload.optimizers.fused import InOnePass, Undivided
 from offload.optimizers.matrices import ParameterExchange, carve
 from offload.states import State
 
@@ -132,7 +132,7 @@ def _is_float(value: Any) -> bool:
 # -- updates -------------------------------------------------------------------------------------------
 
 
-class TorchUpdates:
+class TorchUpdates(Undivided):
     """Strategy of torch's optimizers. Belongs to the update worker, on whose thread alone it runs."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, setting: UpdateSetting) -> None:
@@ -152,9 +152,6 @@ class TorchUpdates:
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
         return _TorchSteps(self, update)
-
-    def begin_part(self, update: UnitUpdate, writes: kernels.Writes) -> UnitSteps | None:
-        return None
 
     def step(
         self,
@@ -192,14 +189,7 @@ class TorchUpdates:
         return parameter.detach().reshape(-1)
 
 
-class _TorchSteps:
-    """Steps of one unit by an optimizer of torch."""
-
-    passes = 1
-    in_place = False
-    cuts: Sequence[range] = ()
-    drafts: Sequence[State] = ()
-
+class _TorchSteps(InOnePass):
     def __init__(self, updates: TorchUpdates, update: UnitUpdate) -> None:
         self._updates, self._update = updates, update
         self._segments = updates.layouts[update.unit].segments

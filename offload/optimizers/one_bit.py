@@ -30,18 +30,15 @@ from torch import nn
 
 from offload import kernels
 from offload.config import OptimizerBlock
-from offload.distributed.agreement import Agreement
 from offload.distributed.process_group import Ranks
-from offload.engine.gradients import GradientAccumulator
-from offload.engine.optimizer import Optimizer, Rule
+from offload.engine.optimizer import Optimizer, Rule, SharedStep
 from offload.engine.shards import LocalShards
-from offload.engine.update import UpdateWorker
 from offload.engine.update_strategy import ParameterStep, TileContent, UnitSteps, UnitUpdate, UpdateSetting
 from offload.errors import ConfigError
 from offload.layout.flat_layout import WORD, StateField, UnitLayout, pack, unpack
 from offload.layout.modes import ONE_BIT_ADAM, ONE_BIT_LAMB, SIGN_BLOCK, ZERO_ONE_ADAM, Mode
 from offload.layout.optimizer_states import LAMB_COEFFICIENTS, join, split
-from offload.optimizers.fused import betas, floats, segments_in
+from offload.optimizers.fused import InOnePass, Undivided, betas, floats, segments_in, with_steps
 from offload.optimizers.signs import BLOCKS_AT_ONCE, SignMean
 from offload.states import State
 
@@ -139,28 +136,18 @@ class SignRule(Rule):
         # The phase of a rank that trains alone; `complete` sets that of several.
         return SignStep(adam, Phase.WHOLE if self.phase(group, count) is Phase.WHOLE else Phase.ALONE)
 
-    def complete(
-        self,
-        updates: list[UnitUpdate],
-        step: int,
-        groups: Sequence[dict[str, Any]],
-        shards: LocalShards,
-        gradients: GradientAccumulator,
-        updater: UpdateWorker,
-        agreement: Agreement,
-    ) -> list[UnitUpdate]:
+    def complete(self, updates: list[UnitUpdate], step: SharedStep) -> list[UnitUpdate]:
         """Returns the updates with the phase of the step, which is the same for all parameters of all ranks."""
-        phase = self.phase(groups[0], step)
-        completed = [
-            dataclasses.replace(
-                update,
-                segments=tuple(part._replace(step=part.step._replace(phase=phase)) for part in update.segments),
-                shared=tuple(part.parameter for part in update.segments) if phase.exchanges else (),
-            )
-            for update in updates
+        phase = self.phase(step.groups[0], step.number)
+        completed = [with_steps(update, lambda part: part.step._replace(phase=phase)) for update in updates]
+        if not phase.exchanges:
+            return completed
+        shared = [
+            dataclasses.replace(update, shared=tuple(part.parameter for part in update.segments))
+            for update in completed
         ]
         # Ranks exchange signs in the order of the units; predictions of uses may differ between ranks.
-        return sorted(completed, key=lambda update: update.unit) if phase.exchanges else completed
+        return sorted(shared, key=lambda update: update.unit)
 
     def strategy(self, setting: UpdateSetting) -> SignUpdates:
         return SignUpdates(mode=setting.mode, ranks=setting.replicas)
@@ -203,33 +190,18 @@ class OneBitLambRule(SignRule):
         )
         return plain._replace(lamb=LambNumbers(warm, **floats(group, *_OF_FACTORS)))
 
-    def complete(
-        self,
-        updates: list[UnitUpdate],
-        step: int,
-        groups: Sequence[dict[str, Any]],
-        shards: LocalShards,
-        gradients: GradientAccumulator,
-        updater: UpdateWorker,
-        agreement: Agreement,
-    ) -> list[UnitUpdate]:
+    def complete(self, updates: list[UnitUpdate], step: SharedStep) -> list[UnitUpdate]:
         """Returns the updates with the phase of the step; of the first after the warm-up also with the united scale.
 
         Blocks of signs contain several small parameters, whose momenta are scaled to one size before.
         """
-        if step == int(groups[0]["freeze_step"]) + 1:
-            united = _united(shards, updater.idle_tiles()[0].buffer)
+        if step.number == int(step.groups[0]["freeze_step"]) + 1:
+            united = _united(step.shards, step.updater.idle_tiles()[0].buffer)
             updates = [
-                dataclasses.replace(
-                    update,
-                    segments=tuple(
-                        part._replace(step=part.step._replace(lamb=part.step.lamb._replace(united=united)))
-                        for part in update.segments
-                    ),
-                )
+                with_steps(update, lambda part: part.step._replace(lamb=part.step.lamb._replace(united=united)))
                 for update in updates
             ]
-        return super().complete(updates, step, groups, shards, gradients, updater, agreement)
+        return super().complete(updates, step)
 
     def strategy(self, setting: UpdateSetting) -> LambSignUpdates:
         return LambSignUpdates(setting)
@@ -269,30 +241,16 @@ class ZeroOneAdamRule(SignRule):
         plain = super().step(parameter, group, count, grad_scale)
         return plain._replace(rates=float(group[_RATES]) + plain.adam.lr)
 
-    def complete(
-        self,
-        updates: list[UnitUpdate],
-        step: int,
-        groups: Sequence[dict[str, Any]],
-        shards: LocalShards,
-        gradients: GradientAccumulator,
-        updater: UpdateWorker,
-        agreement: Agreement,
-    ) -> list[UnitUpdate]:
+    def complete(self, updates: list[UnitUpdate], step: SharedStep) -> list[UnitUpdate]:
         """Returns the updates with the phase of the step, and adds up the learning rates between two exchanges."""
-        after, phase = step - int(groups[0]["var_freeze_step"]), self.phase(groups[0], step)
-        for group in groups:
+        first = step.groups[0]
+        after, phase = step.number - int(first["var_freeze_step"]), self.phase(first, step.number)
+        for group in step.groups:
             # In the group, which a commit contains.
             group[_RATES] = group[_RATES] + float(group["lr"]) if phase is Phase.ALONE else 0.0
         return [
-            dataclasses.replace(
-                update,
-                segments=tuple(
-                    part._replace(step=part.step._replace(counts=after > 0, begins=after == 1))
-                    for part in update.segments
-                ),
-            )
-            for update in super().complete(updates, step, groups, shards, gradients, updater, agreement)
+            with_steps(update, lambda part: part.step._replace(counts=after > 0, begins=after == 1))
+            for update in super().complete(updates, step)
         ]
 
 
@@ -329,7 +287,7 @@ _CHUNK = BLOCKS_AT_ONCE * SIGN_BLOCK
 """Elements of a chunk whose weights move at once."""
 
 
-class SignUpdates:
+class SignUpdates(Undivided):
     """Strategy of the rules whose ranks send signs."""
 
     def __init__(self, *, mode: Mode, ranks: Ranks) -> None:
@@ -352,17 +310,8 @@ class SignUpdates:
         cuts = [range(start, min(start + numel, update.numel)) for start in range(0, update.numel, numel)]
         return _SignSteps(update, self._mode, SignMean(self._ranks), cuts)
 
-    def begin_part(self, update: UnitUpdate, writes: kernels.Writes) -> UnitSteps | None:
-        return None
 
-
-class _SignSteps:
-    """Steps of one unit."""
-
-    passes = 1
-    in_place = False
-    drafts: Sequence[State] = ()
-
+class _SignSteps(InOnePass):
     def __init__(self, update: UnitUpdate, mode: Mode, mean: SignMean, cuts: Sequence[range]) -> None:
         self._update, self._mode, self._mean, self.cuts = update, mode, mean, cuts
         # Ranks meet in each tile of an exchange, also in one of padding alone.

@@ -148,6 +148,11 @@ class Hardware:
         """Returns the bytes per second that all drives together move while they read and write at once."""
         return sum(drive.mixed for drive in self.drives)
 
+    @property
+    def disk(self) -> int | None:
+        """Returns the free bytes of all drives together, over which files are spread; None if unknown for one."""
+        return None if any(drive.free is None for drive in self.drives) else sum(d.free or 0 for d in self.drives)
+
 
 def parse_drive(text: str) -> Drive:
     """Returns the drive that "READ", "READ,WRITE" or "READ,WRITE,FREE" describes, such as "7GB/s,4GB/s,2TB".

@@ -215,7 +215,7 @@ class Shape(NamedTuple):
         for unit, layout in enumerate(self.layouts):
             if not inside.get(unit, 0):
                 places[unit] = len(layouts)
-                layouts.append(_several(layout, size) if unit in inside else layout)
+                layouts.append(_of_experts(layout, size, 1) if unit in inside else layout)
         experts = tuple(
             Experts(range(places[layer.units[0]], places[layer.units[-size]] + 1), layer.per_token, size)
             for layer in self.experts
@@ -230,7 +230,7 @@ class Shape(NamedTuple):
         for unit, layout in enumerate(self.layouts):
             places.append(len(layouts))
             count = of_unit.get(unit, 1)
-            layouts += [layout if count == 1 else _one_of(layout, count)] * count
+            layouts += [layout if count == 1 else _of_experts(layout, 1, count)] * count
         experts = tuple(
             Experts(range(places[layer.units[0]], places[layer.units[-1]] + layer.of_unit), layer.per_token)
             for layer in self.experts
@@ -265,19 +265,10 @@ class Shape(NamedTuple):
         return self._replace(layouts=tuple(layouts), uses=uses, experts=experts, tables=(), uncut=self)
 
 
-def _several(layout: UnitLayout, count: int) -> UnitLayout:
-    """Returns the layout of `count` equal experts in one unit: each parameter has as many times the rows."""
+def _of_experts(layout: UnitLayout, count: int, of: int) -> UnitLayout:
+    """Returns the layout of `count` equal experts from that of `of`: each parameter has as many times the rows."""
     segments = [
-        segment._replace(shape=(count * segment.shape[0], *segment.shape[1:]), numel=count * segment.numel)
-        for segment in layout.segments
-    ]
-    return arrange(layout.name, segments, 1, in_fp32=layout.in_fp32)
-
-
-def _one_of(layout: UnitLayout, count: int) -> UnitLayout:
-    """Returns the layout of one of `count` equal experts of a unit."""
-    segments = [
-        segment._replace(shape=(segment.shape[0] // count, *segment.shape[1:]), numel=segment.numel // count)
+        segment._replace(shape=(segment.shape[0] * count // of, *segment.shape[1:]), numel=segment.numel * count // of)
         for segment in layout.segments
     ]
     return arrange(layout.name, segments, 1, in_fp32=layout.in_fp32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from offload.hardware.gpus import ORIGINS, sentences
@@ -53,6 +53,10 @@ class Asked(NamedTuple):
     """Tokens to train on."""
     endurance: int | None = None
     """Rated bytes written (TBW) of all drives together."""
+
+    def rated(self, drives: int) -> float:
+        """Returns the rated bytes written of so many drives together; those of usual drives if unknown."""
+        return _TYPICAL_TBW * drives if self.endurance is None else self.endurance
 
 
 def in_short(planned: Planned) -> str:
@@ -175,7 +179,7 @@ def _of_wear(planned: Planned, asked: Asked) -> list[tuple[str, str]]:
     if not written:
         return []
     drives = max(len(planned.hardware.drives), 1)
-    rated = _TYPICAL_TBW * drives if asked.endurance is None else asked.endurance
+    rated = asked.rated(drives)
     which = f"rated for {rated / drives / 1e12:.0f} TB" + (" (assumed)" if asked.endurance is None else "")
     one = f"a drive {which} lasts" if drives == 1 else f"{drives} drives {which} last"
     rows = [("wear", f"{format_decimal(_DAY * written)} a day; {one} {format_time(rated / written)}")]
@@ -196,12 +200,9 @@ def _bars(planned: Planned) -> list[tuple[str, str]]:
         tiers.append(("GPU", on_device, hardware.gpu_memory))
     if not hardware.unified:
         tiers.append(("RAM", planned.host_peak, hardware.ram))
-    free = [drive.free for drive in hardware.drives]
-    room = None if None in free else sum(nbytes or 0 for nbytes in free)
-    if hardware.drives:
-        tiers.append(
-            ("drive" if len(free) == 1 else "drives", memory.stored + memory.spilled + planned.needed.disk, room)
-        )
+    if drives := len(hardware.drives):
+        used = memory.stored + memory.spilled + planned.needed.disk
+        tiers.append(("drive" if drives == 1 else "drives", used, hardware.disk))
     return [(name, _bar(used, total)) for name, used, total in tiers]
 
 
@@ -219,8 +220,7 @@ def cautions(planned: Planned, asked: Asked) -> list[str]:
     if planned.memory.slots == 1:
         warnings.append("no resume after a kill (durability none)")
     written = planned.timing.moved.written / planned.timing.seconds
-    drives = max(len(planned.hardware.drives), 1)
-    rated = _TYPICAL_TBW * drives if asked.endurance is None else asked.endurance
+    rated = asked.rated(max(len(planned.hardware.drives), 1))
     of_run = 0.0 if asked.tokens is None else run_seconds(planned, asked.tokens) * written
     short = asked.tokens is not None and of_run <= _SHARE_OF_LIFE * rated
     if written * _WORN_IN > rated and not short:
@@ -331,10 +331,9 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
         f"disk {format_size(memory.stored + memory.spilled)} ({_describe_slots(memory)}); "
         f"{saved} {format_size(planned.export)} more",
     ]
-    free = [drive.free for drive in planned.hardware.drives]
-    if free and all(nbytes is not None for nbytes in free) and memory.stored:
-        # Free space is shown only if known for all drives, since files are spread over them.
-        rows[-1] += f", {format_size(sum(nbytes or 0 for nbytes in free))} are free"
+    free = planned.hardware.disk
+    if planned.hardware.drives and free is not None and memory.stored:
+        rows[-1] += f", {format_size(free)} are free"
     return rows
 
 
@@ -390,8 +389,7 @@ def _describe_inputs(planned: Planned) -> str:
 
 def _of_time(planned: Planned) -> list[str]:
     timing = planned.timing
-    busy = ", ".join(f"{name} {seconds_text(value)}" for name, value in timing.busy.items() if value)
-    waited = ", ".join(f"{name} {seconds_text(value)}" for name, value in timing.waited._asdict().items() if value)
+    busy, waited = _seconds_of(timing.busy), _seconds_of(timing.waited._asdict())
     rows = [
         f"a step takes {seconds_text(timing.seconds)}, {timing.tokens_per_second:,.0f} tokens a second; "
         f"{_describe_limit(timing)}",
@@ -491,6 +489,10 @@ def _count(number: int) -> str:
     return next((f"{number / size:.3g} {name}" for name, size in named if number >= size), f"{number:,}")
 
 
+def _seconds_of(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {seconds_text(value)}" for name, value in parts.items() if value)
+
+
 def seconds_text(value: float) -> str:
     """Returns seconds with a unit that suits them."""
     return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.1f} ms"
@@ -512,7 +514,7 @@ def ranks_summary(
         for kind, size in (("tensor", cluster.tensor), ("pipeline", cluster.pipeline))
         if size > 1
     )
-    load = best.load
+    load, busy = best.load, _seconds_of(best.busy)
     return wrapped(
         [
             (
@@ -530,7 +532,7 @@ def ranks_summary(
                 f"{load.accumulation} x {load.batch} sequences on each GPU"
                 f"{', activations recomputed' if load.recompute else ''}, in {seconds_text(best.seconds)}",
             ),
-            ("limit", f"{best.limit}; " + _busy_words(best)),
+            ("limit", f"{best.limit}; {busy}"),
             *(
                 (f"stage {stage}", _stage_words(plans[stage]) if stage in plans else "does not fit")
                 for stage in range(4)
@@ -542,10 +544,6 @@ def ranks_summary(
             *([("drives", _bar(best.disk, None))] if best.disk else []),
         ]
     )
-
-
-def _busy_words(plan: RanksPlan) -> str:
-    return ", ".join(f"{name} {seconds_text(value)}" for name, value in plan.busy.items() if value)
 
 
 def _stage_words(plan: RanksPlan) -> str:

@@ -26,15 +26,13 @@ from offload.planner.activations import Load, gradients_in_flight, input_nbytes,
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import Shape, Use
-from offload.planner.recommend import PLACEMENTS, loads
+from offload.planner.recommend import PLACEMENTS, WORTH, loads
 from offload.planner.step_time import work_of
 from offload.sizes import count_of
 from offload.states import State, Tier
 from offload.swapper.memory.device import DeviceRoom
 
 STAGES = (0, 1, 2, 3)
-_WORTH = 1.03
-"""Speed-up that a plan with a higher stage, or a smaller micro-batch, must bring."""
 
 
 class Cluster(NamedTuple):
@@ -292,7 +290,7 @@ def plan_stages(
                     refusal = error
         if plans:
             best = max(plan.tokens_per_second for plan in plans)
-            near = (plan for plan in plans if plan.tokens_per_second * _WORTH >= best)
+            near = (plan for plan in plans if plan.tokens_per_second * WORTH >= best)
             # States on the GPU come first. What is sent beside compute takes its time too, in a run.
             found[stage] = min(
                 near,
@@ -312,7 +310,7 @@ def fastest(plans: dict[int, RanksPlan]) -> RanksPlan:
     """Returns the plan with the most tokens a second; a higher stage must be faster by some per cent."""
     best, *others = (plans[stage] for stage in sorted(plans))
     for plan in others:
-        if plan.tokens_per_second > _WORTH * best.tokens_per_second:
+        if plan.tokens_per_second > WORTH * best.tokens_per_second:
             best = plan
     return best
 
@@ -340,7 +338,7 @@ def _fitting(
     parts, gpus, ranks = cluster.parts, cluster.gpus, cluster.data
     drives = hardware.drives if "nvme" in devices else ()
     # The `parts` GPUs that hold a model together are planned as one, whose every number is theirs together.
-    free = None if any(drive.free is None for drive in drives) else sum(drive.free or 0 for drive in drives)
+    free = hardware.disk if drives else 0
     room = Room(
         hardware.ram * parts // gpus,
         hardware.gpu_memory * parts,

@@ -51,8 +51,8 @@ from offload.swapper.memory.device import DeviceRoom
 PLACEMENTS = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"))
 """Devices of weights and of optimizer states; the fastest first, if all fit."""
 
-_WORTH = 1.03
-"""Speed-up that a larger host budget must bring over a smaller one."""
+WORTH = 1.03
+"""Speed-up that a larger host budget, a smaller micro-batch or a higher ZeRO stage must bring."""
 _WEAR = 1.1
 """Speed-up that a placement on drives must bring over one in memory, which wears nothing out."""
 
@@ -106,6 +106,10 @@ class Planned(NamedTuple):
     def host_peak(self) -> int:
         """Returns the peak bytes of RAM beyond those in use before the run."""
         return sum(self.peak)
+
+    def with_block(self, **changes: Any) -> dict[str, Any]:
+        """Returns the config with other values in the block "offload"."""
+        return {**self.content, "offload": {**self.content.get("offload", {}), **changes}}
 
 
 class TooSlowError(Exception):
@@ -243,7 +247,10 @@ def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, 
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     content = {name: value for name, value in content.items() if name not in sizes}
     key, count = _Content(repr(content), content), min(load.accumulation, 2)
-    memory = _settled(shape.layouts, key, _room(hardware), count, shape.matrices, load.speculate, in_turns)
+    room = Room(
+        hardware.ram, hardware.gpu_memory, hardware.disk, max(len(hardware.drives), 1), unified=hardware.unified
+    )
+    memory = _settled(shape.layouts, key, room, count, shape.matrices, load.speculate, in_turns)
     if not hardware.drives and (memory.slots or memory.spilled):
         raise ConfigError("this machine has no drive, and the config needs one; give --drive or --nvme-path")
     return memory
@@ -289,21 +296,15 @@ def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memo
     return replace(memory, placement=memory.placement.grown(more))
 
 
-def _room(hardware: Hardware) -> Room:
-    """Returns the machine's room for a run; disk space is unknown if it is unknown for one drive."""
-    disk = None if any(drive.free is None for drive in hardware.drives) else sum(d.free or 0 for d in hardware.drives)
-    return Room(hardware.ram, hardware.gpu_memory, disk, max(len(hardware.drives), 1), hardware.unified)
-
-
 def with_host_budget(planned: Planned, coarse: bool = False) -> Planned:
     """Returns the plan with the recommended host budget; `coarse` if the timing of `planned` is.
 
-    Budgets are tried from the smallest up. A larger one replaces the best so far only if a step is faster by `_WORTH`.
+    Budgets are tried from the smallest up. A larger one replaces the best so far only if a step is faster by `WORTH`.
     """
     best = planned
     for budget in _budgets(planned):
         content = with_host_memory(planned.content, budget, planned.needed.host)
-        most = best.timing.seconds / _WORTH
+        most = best.timing.seconds / WORTH
         tried = plan_if_it_fits(planned.shape, planned.hardware, planned.given, content, most, coarse)
         if tried is not None and tried.timing.seconds < most:
             best = tried
@@ -359,17 +360,14 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
 
     def near(planned: Planned) -> bool:
         wears = best.timing.moved.written > planned.timing.moved.written == 0
-        return planned.timing.tokens_per_second * (_WEAR if wears else _WORTH) >= best.timing.tokens_per_second
+        return planned.timing.tokens_per_second * (_WEAR if wears else WORTH) >= best.timing.tokens_per_second
 
     best = next(filter(near, plans))
     if "nvme" in way_of(best.content):
         best = with_host_budget(best, coarse=True)
-    return _exact(_with_attention_kept(best))
-
-
-def _exact(planned: Planned) -> Planned:
-    """Returns a plan whose step was compared with others by a coarse simulation."""
-    return planned._replace(timing=predict(planned.memory, planned.shape, planned.hardware, planned.load))
+    best = _with_attention_kept(best)
+    # So far its step was compared with others by a coarse simulation.
+    return best._replace(timing=predict(best.memory, best.shape, best.hardware, best.load))
 
 
 class _Way(NamedTuple):
@@ -437,12 +435,12 @@ def choose_load(
 ) -> Planned:
     """Returns the plan of `choose` with one of the loads: the one whose step is the shortest by its lower bound.
 
-    A smaller micro-batch has to be faster by `_WORTH`. If nothing fits, the error is that of the last load.
+    A smaller micro-batch has to be faster by `WORTH`. If nothing fits, the error is that of the last load.
     """
     loads = list(tried)
     rates = [_bound(shape, hardware, load, recompute, options) for load in loads] if len(loads) > 1 else [1.0]
     best = max(rates)
-    chosen = next(load for load, rate in zip(loads, rates, strict=True) if rate * _WORTH >= best)
+    chosen = next(load for load, rate in zip(loads, rates, strict=True) if rate * WORTH >= best)
     return choose(shape, hardware, chosen if best else loads[-1], recompute, **options)
 
 
@@ -461,7 +459,7 @@ def _bound(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
 
 
 def _with_attention_kept(planned: Planned) -> Planned:
-    """Returns the plan with outputs of attention kept, if they have room and the step is faster by `_WORTH`.
+    """Returns the plan with outputs of attention kept, if they have room and the step is faster by `WORTH`.
 
     Inputs of blocks in host memory may make that room.
     """
@@ -469,11 +467,10 @@ def _with_attention_kept(planned: Planned) -> Planned:
     flops = load.batch * load.accumulation * sum(use.attention for use in planned.shape.uses)
     # No step is shorter by more than the seconds of attention.
     most = flops / planned.hardware.matmul
-    if tier is None or (planned.timing.seconds - most) * _WORTH >= planned.timing.seconds:
+    if tier is None or (planned.timing.seconds - most) * WORTH >= planned.timing.seconds:
         return planned
     for inputs in dict.fromkeys((tier, "cpu")):
-        block = {**planned.content["offload"], "activations": inputs, "keep_attention": True}
-        content, most = {**planned.content, "offload": block}, planned.timing.seconds / _WORTH
+        content, most = planned.with_block(activations=inputs, keep_attention=True), planned.timing.seconds / WORTH
         tried = plan_if_it_fits(planned.shape, planned.hardware, planned.given, content, most, coarse=True)
         if tried is not None and tried.timing.seconds < most:
             return tried
@@ -645,8 +642,7 @@ def priced(planned: Planned, prices: Prices) -> Priced:
     before = _cost(planned._replace(timing=timing), planned, prices)
     ideas = [idea for idea in _ideas(planned, coarse=True) if idea.option != "--durability none"]
     if planned.memory.slots == 2 and planned.memory.config.offload.commit_every < _COMMIT_EVERY:
-        block = {**planned.content.get("offload", {}), "durability": {"every": _COMMIT_EVERY}}
-        seldom = {**planned.content, "offload": block}
+        seldom = planned.with_block(durability={"every": _COMMIT_EVERY})
         ideas.append(
             _Idea(
                 f"commits every {_COMMIT_EVERY} steps",
@@ -707,7 +703,7 @@ def _ideas(planned: Planned, coarse: bool) -> Iterator[_Idea]:
     hardware, load, mode = planned.hardware, planned.given, planned.memory.mode
 
     def changed(hardware: Hardware = hardware, load: Load = load, **block: Any) -> Callable[[float], Planned]:
-        content = {**planned.content, "offload": {**planned.content.get("offload", {}), **block}}
+        content = planned.with_block(**block)
         return lambda within: plan(planned.shape, hardware, load, content, within, coarse)
 
     for times in (2, 4):
@@ -722,8 +718,7 @@ def _ideas(planned: Planned, coarse: bool) -> Iterator[_Idea]:
         words = "the order by name, with which gradients wait in fewer bytes"
         yield _Idea(words, f"--schedule {LAYER_MAJOR}", named)
     if planned.load.recompute:
-        block = {**planned.content.get("offload", {}), "activations": None}
-        kept = {**planned.content, "offload": block, "activation_checkpointing": {}}
+        kept = {**planned.with_block(activations=None), "activation_checkpointing": {}}
         every = load._replace(recompute=False)
         yield _Idea(
             "no recomputation",
@@ -763,8 +758,7 @@ def writes_less(planned: Planned) -> list[tuple[str, float]]:
 
     def share_with(**changes: Any) -> float:
         """Returns the fraction of the bytes that is written with other values in the block "offload"."""
-        content = {**planned.content, "offload": {**planned.content.get("offload", {}), **changes}}
-        other = settled(planned.shape, planned.hardware, planned.given, content, load.alive > 1)
+        other = settled(planned.shape, planned.hardware, planned.given, planned.with_block(**changes), load.alive > 1)
         share = update_written(other, planned.shape) / max(update_written(memory, planned.shape), 1)
         return (inputs + (written - inputs) * share) / written
 

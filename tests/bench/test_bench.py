@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import checkpoint, host_time, score
+from bench import checkpoint, host_time, measure, score
 from bench.memory_limit import MemoryLimit, Usage, controller
-from offload.bench import child_process
 from tests.support.oracle import processes
 
 
@@ -19,7 +18,7 @@ from tests.support.oracle import processes
 def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of their own, from one that has imported torch: their memory would not be a new one's."""
     context = processes()
-    monkeypatch.setattr(child_process, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
+    monkeypatch.setattr(measure, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
 
 
 def _figures(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:

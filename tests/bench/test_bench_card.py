@@ -122,8 +122,8 @@ def test_a_full_folder_ends_a_part_and_the_page_keeps_those_before(
     monkeypatch.setattr(card, "CPU", TINY)
     with filesystems.mounted(tmp_path, "-t", "tmpfs", "-o", "nr_inodes=4", "none") as drive:
 
-        def child(command: Any, figures: Path, *_: Any, **__: Any) -> dict[str, Any]:
-            if json.loads(command[-2])["part"] == "probe":
+        def child(module: str, job: Any, figures: Path, *_: Any, **__: Any) -> dict[str, Any]:
+            if job["part"] == "probe":
                 return {"state": "done", "figures": as_json(probed(drive))}
             (figures.parent / "filler").touch()  # the file of figures takes the last inode
             return {"state": "done", "figures": FIGURES}

@@ -67,19 +67,9 @@ def placed(seconds: float, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("-m", "bench.gpu", "--json"),
-        ("-m", "offload.bench.gpu", "--json"),
-        ("-m", "offload", "bench", "gpu", "--output"),
-    ],
-    ids=["bench.gpu", "offload.bench.gpu", "offload bench gpu"],
-)
-def test_without_a_gpu_the_command_is_an_error_that_touches_nothing(command: tuple[str, ...], tmp_path: Path) -> None:
-    done = warm_process.run([*command, str(tmp_path / "figures.json")], cwd=ROOT)
-    assert done.returncode == 2, done.stderr
+def test_without_a_gpu_the_command_is_an_error_that_touches_nothing(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "gpu", "--output", str(tmp_path / "figures.json")])
+    assert done.exit_code == 2, done.output
     assert "there is no GPU to measure" in done.stderr and not done.stdout
     assert not list(tmp_path.iterdir())
 
@@ -105,7 +95,7 @@ def test_wrong_options_are_refused_before_anything_is_measured(options: tuple[st
 def test_an_installation_without_transformers_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="transformers is not installed"):
-        command.check_machine("cpu")
+        command.GpuSettings(device="cpu").check()
 
 
 def test_the_file_names_the_gpu_and_not_one_specimen_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,9 +137,9 @@ def test_one_command_for_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_part_or_a_model_that_does_not_exist_is_refused_before_anything_runs(
     option: list[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="nonsense"):
-        command.main(["--device", "cpu", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json"), *option])
-    assert list(tmp_path.iterdir()) == []
+    words = ["--device", "cpu", "--output", str(tmp_path / "out.json"), *option, str(tmp_path)]
+    done = CliRunner().invoke(app, ["bench", "gpu", *words])
+    assert done.exit_code == 2 and "nonsense" in done.stderr and list(tmp_path.iterdir()) == []
 
 
 TIERS = ("none", "cpu", "nvme")
@@ -165,11 +155,11 @@ def test_what_matters_most_fits_in_eight_minutes_and_all_nine_placements_are_par
 
 def test_options_replace_what_a_part_says_of_its_steps() -> None:
     part = next(part for part in PARTS if part.name == "13B in few bytes")
-    words = ["--loop", "both", "--micro-batches", "8", "--moments", "bf16", "--grad-dtype", "bf16"]
+    settings = command.GpuSettings(loop="both", micro_batches=8, moments="bf16", grad_dtype="bf16")
     forms = {"loops": LOOPS, "accumulation": 8, "moments": "bf16", "grad_dtype": "bf16"}
-    assert command.chosen_forms(part, command._parser().parse_args(words)) == forms
-    assert command.chosen_forms(part, command._parser().parse_args([])) == {"loops": (TRAIN_BATCH,)}
-    assert command.chosen_forms(PARTS[0], command._parser().parse_args(words)) == {}, "it trains no preset"
+    assert command.chosen_forms(part, settings) == forms
+    assert command.chosen_forms(part, command.GpuSettings()) == {"loops": (TRAIN_BATCH,)}
+    assert command.chosen_forms(PARTS[0], settings) == {}, "it trains no preset"
 
 
 def test_parts_run_in_order_while_there_is_time_and_the_others_are_named() -> None:
@@ -345,7 +335,7 @@ def test_tests_are_run_and_counted(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_all_placements_have_the_same_bits_on_the_gpu(tmp_path: Path) -> None:
-    given = command._parser().parse_args([])
+    given = command.GpuSettings()
     result = command.run_part(PARTS[0], given, tmp_path, 240, 240)
     assert result["state"] == "done", result
     for job in JOBS:

@@ -20,7 +20,6 @@ from offload.bench.train.figures import (
     LOSS_BOUNDS,
     as_json,
     make_rows,
-    markdown,
     remarks,
 )
 from offload.bench.train.loops import Result, measure
@@ -111,9 +110,9 @@ def test_a_contender_that_fails_is_a_row_with_its_words_and_takes_no_further_tur
     }
     taken: list[str] = []
 
-    def end_of(command: list[str], *arguments: Any, **environment: str) -> dict[str, Any]:
+    def end_of(module: str, job: Any, *arguments: Any, **environment: str) -> dict[str, Any]:
         assert environment["OMP_NUM_THREADS"] == environment["OFFLOAD_THREADS"] == "1"
-        taken.append(json.loads(command[-2])["contender"])
+        taken.append(job["contender"])
         return ends[taken[-1]].pop(0)
 
     monkeypatch.setattr(loops, "run_child", end_of)
@@ -140,7 +139,7 @@ def test_a_row_says_where_its_losses_differ_from_plain_pytorch(tmp_path: Path) -
     rows = make_rows(settings, result)
     assert [row.same_losses for row in rows] == [True, True, False, False]
     assert [line.partition(":")[0] for line in remarks(rows, "fp32")] == ["offload cpu/cpu", "offload cpu/nvme"]
-    page = markdown(settings, RATES, rows)
+    page = train_page.markdown(settings, RATES, rows)
     assert page.count("DIFFER") == 2 and page.count("equal") == 1 and "roundings of fp32 explain 0.01%" in page
     json.dumps(as_json({}, settings, result))
 

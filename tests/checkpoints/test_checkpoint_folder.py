@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,11 @@ from offload.states import State
 from tests.checkpoints.checkpoint_runs import CPU, DISK, engine, everything, folder, inspect, names, saved_checkpoint
 from tests.support import models
 from tests.support.drives import filesystems
-from tests.support.drives.fault_injection import die, flip_bit
+from tests.support.drives.fault_injection import die, dies_before, flip_bit
 from tests.support.drives.filesystems import sync
 from tests.support.oracle import assert_same_tensors, config, dies, processes, run, start, train_step, weights_of
 from tests.support.processes import warm_process
+from tests.support.processes.process_measures import CountedBuffers
 
 __all__ = ["engine", "folder", "saved_checkpoint"]  # fixtures
 
@@ -551,23 +551,6 @@ _REPLACES = ("all but the old one", "the old one goes", "the old one is empty", 
 """Moments of a save of a tag that is there already."""
 
 
-def before(module: Any, name: str, call: int = 1) -> Callable[[], None]:
-    """Die at the `call`th call of a function."""
-
-    def install() -> None:
-        real, left = getattr(module, name), [call]
-
-        def counted(*arguments: Any, **named: Any) -> Any:
-            left[0] -= 1
-            if not left[0]:
-                die()
-            return real(*arguments, **named)
-
-        setattr(module, name, counted)
-
-    return install
-
-
 def after(module: Any, name: str) -> Callable[[], None]:
     """Die when a function returns."""
 
@@ -584,25 +567,25 @@ def without_exchange() -> None:
 
 def between_renames() -> None:
     without_exchange()
-    before(directory.os, "rename", 2)()
+    dies_before(directory.os, "rename", 2)()
 
 
 def after_renames() -> None:
     without_exchange()
-    before(directory, "sync_folder", 2)()
+    dies_before(directory, "sync_folder", 2)()
 
 
 MOMENTS: dict[str, Callable[[], None]] = {
     "the folder was made": after(save, "begin_folder"),
-    "states are written": before(save, "crc32c_joined", 9),
+    "states are written": dies_before(save, "crc32c_joined", 9),
     "states are there": after(save, "_write_states"),
-    "the manifest is missing": before(save, "end_folder"),
-    "nothing has its name": before(directory, "sync_folder"),
-    "it has its name": before(directory, "sync_folder", 2),
-    "latest follows": before(directory.os, "replace"),
-    "all but the old one": before(directory, "delete"),
-    "the old one goes": before(directory.os, "unlink", 3),  # the first is of `.latest.<tag>`
-    "the old one is empty": before(directory.os, "rmdir"),
+    "the manifest is missing": dies_before(save, "end_folder"),
+    "nothing has its name": dies_before(directory, "sync_folder"),
+    "it has its name": dies_before(directory, "sync_folder", 2),
+    "latest follows": dies_before(directory.os, "replace"),
+    "all but the old one": dies_before(directory, "delete"),
+    "the old one goes": dies_before(directory.os, "unlink", 3),  # the first is of `.latest.<tag>`
+    "the old one is empty": dies_before(directory.os, "rmdir"),
     "between two renames": between_renames,
     "after two renames": after_renames,
 }
@@ -683,17 +666,8 @@ def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
     expected = weights_of(engine)
     engine.destroy(remove=True)
     engine = start(job._replace(seed=4711 if others else job.seed), DISK, tmp_path / "two")
-    now, most = [0], [0]
-    real = flow.aligned_empty
-
-    def counted(nbytes: int) -> memoryview:
-        memory = real(nbytes)
-        now[0] += nbytes
-        most[0] = max(most[0], now[0])
-        weakref.finalize(memory, lambda: now.__setitem__(0, now[0] - nbytes))
-        return memory
-
-    testing.replace(monkeypatch, "checkpoint.buffer", counted)
+    buffers = CountedBuffers(flow.aligned_empty)
+    testing.replace(monkeypatch, "checkpoint.buffer", buffers)
     wrote: list[str] = []
     real_put = type(testing.inspect(engine).store).write
 
@@ -703,7 +677,7 @@ def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
 
     monkeypatch.setattr(type(testing.inspect(engine).store), "write", write)
     engine.load_checkpoint(tmp_path / "saved")
-    assert most[0] == flow.BUFFERS * flow.BUFFER_NBYTES
+    assert buffers.most == flow.BUFFERS * flow.BUFFER_NBYTES
     assert any("layers.1" in title for title in wrote) == others
     assert_same_tensors(expected, engine.module.state_dict())
     engine.destroy(remove=True)

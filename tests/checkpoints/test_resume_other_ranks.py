@@ -39,7 +39,7 @@ from offload.swapper.store.store import Store
 from tests.checkpoints.test_checkpoint_ranks import train
 from tests.models.test_weights_in_fp32 import JOB as IN_FP32
 from tests.support import models
-from tests.support.drives.fault_injection import die
+from tests.support.drives.fault_injection import die, dies_before
 from tests.support.drives.filesystems import disk
 from tests.support.modules.matrix_models import MUON
 from tests.support.oracle import Job, assert_same_tensors, config, dies, train_step, weights_of
@@ -228,34 +228,17 @@ def run(of_two: Path, tmp_path: Path) -> Path:
     return tmp_path / "swap" / "default"
 
 
-def before(owner: Any, name: str, call: int = 1) -> Callable[[], None]:
-    """Returns a function after which the `call`th call of `owner.name` kills this process."""
-
-    def install() -> None:
-        real, left = getattr(owner, name), [call]
-
-        def counted(*arguments: Any, **named: Any) -> Any:
-            left[0] -= 1
-            if not left[0]:
-                die()
-            return real(*arguments, **named)
-
-        setattr(owner, name, counted)
-
-    return install
-
-
 UNDECIDED: dict[str, Callable[[], None]] = {
-    "states are written": before(reshard.Store, "commit"),
-    "the new folder is complete": before(reshard, "write_durably"),
+    "states are written": dies_before(reshard.Store, "commit"),
+    "the new folder is complete": dies_before(reshard, "write_durably"),
 }
 DECIDED: dict[str, Callable[[], None]] = {
-    "the note is there": before(reshard, "_move", 1),
-    "no rank 0 is in its place": before(reshard, "_move", 2),
-    "rank 1 is still there": before(reshard, "_move", 3),
-    "all have their names": before(reshard, "sync_folder", 1),
-    "the note is gone": before(reshard, "sync_folder", 2),
-    "one old folder is deleted": before(reshard, "remove_files", 2),
+    "the note is there": dies_before(reshard, "_move", 1),
+    "no rank 0 is in its place": dies_before(reshard, "_move", 2),
+    "rank 1 is still there": dies_before(reshard, "_move", 3),
+    "all have their names": dies_before(reshard, "sync_folder", 1),
+    "the note is gone": dies_before(reshard, "sync_folder", 2),
+    "one old folder is deleted": dies_before(reshard, "remove_files", 2),
 }
 
 

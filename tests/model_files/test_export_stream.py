@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import weakref
 from collections.abc import Callable, Collection
 from contextlib import closing
 from pathlib import Path
@@ -29,6 +28,7 @@ from offload.sizes import PAGE
 from offload.states import State
 from tests.support.drives.fault_injection import LateQueue
 from tests.support.exported_runs import FROZEN, ended
+from tests.support.processes.process_measures import CountedBuffers
 
 
 @pytest.fixture(scope="module")
@@ -107,23 +107,14 @@ def test_memory_is_that_of_the_buffers_for_any_model(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    now, most = [0], [0]
-    real = save.aligned_empty
-
-    def counted(nbytes: int) -> memoryview:
-        memory = real(nbytes)
-        now[0] += nbytes
-        most[0] = max(most[0], now[0])
-        weakref.finalize(memory, lambda: now.__setitem__(0, now[0] - nbytes))
-        return memory
-
-    testing.replace(monkeypatch, "export.buffer", counted)
+    buffers = CountedBuffers(save.aligned_empty)
+    testing.replace(monkeypatch, "export.buffer", buffers)
     with IoQueue() as queue:
         written(run, tmp_path / "out", "fp32", queue)
     numel, gaps = save._CHUNK_NUMEL, save._GAPS
     values = 4 * save.VALUES  # of a chunk of blocks, which a model without blocks does not use
-    assert most[0] == save._READS * 4 * numel + save._WRITES * (4 * numel + gaps) + values
-    assert most[0] < 104 << 20 and now[0] == 0
+    assert buffers.most == save._READS * 4 * numel + save._WRITES * (4 * numel + gaps) + values
+    assert buffers.most < 104 << 20 and buffers.now == 0
 
 
 # -- where the bytes of a chunk go --------------------------------------------------------------------

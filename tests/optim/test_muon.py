@@ -58,13 +58,16 @@ NUMBERS: dict[str, tuple[tuple[str, Any], ...]] = {
 }
 
 
-@with_torch
-@in_bf16
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_it_is_the_muon_of_torch_bit_for_bit(dtype: str, accumulation: int, tmp_path: Path) -> None:
-    job = MUON._replace(dtype=dtype, accumulation=accumulation)
+@pytest.mark.parametrize(
+    "job", [pytest.param(MUON, marks=[with_torch, in_bf16], id="muon"), pytest.param(SINKGD, id="sinkgd")]
+)
+def test_it_is_the_muon_of_torch_or_what_its_paper_has_bit_for_bit(
+    job: Job, dtype: str, accumulation: int, tmp_path: Path
+) -> None:
+    job = job._replace(dtype=dtype, accumulation=accumulation)
     mine, plain = run(job, DISK, tmp_path, gradients=EXACT_SUMS[dtype]), plain_loop(job)
     assert mine.losses == plain.losses
     assert_same_tensors(mine.weights, plain.weights)
@@ -343,16 +346,6 @@ def test_a_plan_counts_the_products() -> None:
                 by_hand += 5 * (2 * small * small * large + 2 * small**3 + 2 * small * small * large)
     assert product_flops(layouts, "muon", 5) == by_hand
     assert product_flops(layouts, "sinkgd", 5) == product_flops(layouts, "adam", 5) == 0
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_it_does_what_its_paper_has_bit_for_bit(dtype: str, accumulation: int, tmp_path: Path) -> None:
-    job = SINKGD._replace(dtype=dtype, accumulation=accumulation)
-    mine, plain = run(job, DISK, tmp_path, gradients=EXACT_SUMS[dtype]), plain_loop(job)
-    assert mine.losses == plain.losses
-    assert_same_tensors(mine.weights, plain.weights)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""A benchmark of a GPU in parts: `offload bench gpu`, or `python -m bench.gpu` in a checkout.
+"""A benchmark of a GPU in parts: `offload bench gpu`.
 
-`__main__` is the command. `parts` runs each part in a process of its own, within the budget of minutes, and contains
-the short ones. `training` measures steps, and divides their time. `report` formats the results.
+`__main__` runs each part in a process of its own, and is that process. `parts` has the short parts, and their order
+within the budget of minutes. `training` measures steps, and divides their time. `report` formats the results.
 """

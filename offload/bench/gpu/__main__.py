@@ -1,4 +1,4 @@
-"""A benchmark of a GPU: `offload bench gpu FOLDER`, or `python -m bench.gpu --folder FOLDER` in a checkout.
+"""A benchmark of a GPU, `offload bench gpu FOLDER`, and the process of each of its parts.
 
 The command runs those of these parts that fit into the budget of minutes, the most important first, each in a process
 of its own:
@@ -17,32 +17,29 @@ of its own:
     7B, 8B, 13B  steps in 24 GiB of GPU memory, with states in RAM as far as they fit and otherwise on the drive; with
                  fewer layers if not all fit; `13B in few bytes` has int8 moments and bf24 masters
 
-Steps of several micro-batches are made by `engine.train_batch`, as Trainer and `offload train` make them. `--loop
-micro_batches` calls engine, backward and step for each micro-batch, `--loop both` times one loop after the other.
+Steps of several micro-batches are made by `engine.train_batch`, as Trainer and `offload train` make them. The loop
+"micro_batches" calls engine, backward and step for each micro-batch, and "both" times one loop after the other.
 
 If no sizes are given, a step has as many tokens as fit beside the model on the GPU, at most 8 x 4096: smaller steps of
-a fast GPU wait for the host. `--only NAME` runs only parts whose names begin with NAME, and may repeat. `--part NAME`
-runs one part alone, in this process. Without a GPU the command reports an error and writes nothing; `--device cpu` is a
-rehearsal that measures nothing of interest. Other users of the GPU change the figures, so run the benchmark alone.
+a fast GPU wait for the host. Other users of the GPU change the figures, so run the benchmark alone. On a CPU it is a
+rehearsal that measures nothing of interest.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 
-from offload.bench.child_process import run_child, terminable, write_json
+from offload.bench.child_process import growing_segments, run_child, terminable, write_json
 from offload.bench.gpu.parts import (
     PARTS,
     PLANNED,
@@ -59,7 +56,7 @@ from offload.bench.gpu.parts import (
     refused,
     run_parts,
 )
-from offload.bench.gpu.report import machine, words
+from offload.bench.gpu.report import machine
 from offload.bench.gpu.training import (
     DEFAULT_STEP,
     LOOPS,
@@ -79,114 +76,90 @@ from offload.sizes import parse_size
 
 FORMAT = 1
 """Version of the JSON file's keys."""
-_PASSED_ON = ("device", "model", "steps", "nbytes", "loop", "micro_batches", "moments", "grad_dtype")
-"""Options that the command passes unchanged to the process of each part."""
 BOTH = "both"
-"""Value of `--loop` for all loops."""
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+"""Value of `loop` for all loops."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the benchmark, or one part of it; returns the exit code.
+class GpuSettings(NamedTuple):
+    """Settings of all parts. None leaves a value to each part: a part in 24 GiB has room for fewer tokens."""
 
-    Raises:
-        ConfigError: there is no GPU, no such model or part, or transformers is not installed. Nothing was written.
-    """
-    given = _parser().parse_args(arguments)
-    chosen_parts(given.only)
-    check_name(given.model)
-    check_machine(given.device)
-    if given.part:
-        _run_here(given)
-        return 0
-    return _run_all(given)
+    device: str = "cuda"
+    """ "cuda" or "cpu"."""
+    model: str = "llama-1b"
+    """Preset whose steps are timed."""
+    batch_size: int | None = None
+    seq_len: int | None = None
+    steps: int = 8
+    """Timed steps of a placement, fewer if time is short."""
+    nbytes: str = "256MiB"
+    """Bytes of one copy."""
+    loop: str = TRAIN_BATCH
+    """One of `LOOPS`, or `BOTH`."""
+    micro_batches: int | None = None
+    moments: str | None = None
+    grad_dtype: str | None = None
 
+    def check(self, only: Sequence[str] = ()) -> None:
+        """Raises `ConfigError` if there is no such part, model or GPU, or if transformers is not installed."""
+        chosen_parts(only)
+        check_name(self.model)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            built = torch.version.cuda is not None or torch.version.hip is not None
+            raise ConfigError(
+                f"there is no GPU to measure: torch {torch.__version__} "
+                f"{'finds no CUDA device' if built else 'is built without CUDA'}; `offload info` says more"
+            )
+        require_transformers()
 
-def check_machine(device: str) -> None:
-    """Raises `ConfigError` if this machine or its packages cannot run the benchmark on `device`, "cuda" or "cpu"."""
-    if device == "cuda" and not torch.cuda.is_available():
-        built = torch.version.cuda is not None or torch.version.hip is not None
-        raise ConfigError(
-            f"there is no GPU to measure: torch {torch.__version__} "
-            f"{'finds no CUDA device' if built else 'is built without CUDA'}; `offload info` says more"
-        )
-    require_transformers()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--budget-minutes", type=float, default=8.0)
-    parser.add_argument("--folder", type=Path, default=Path(), help="for swap files: a folder on the drive to measure")
-    parser.add_argument("--json", type=Path, default=Path("bench-gpu.json"), help="file for all figures")
-    parser.add_argument("--model", default="llama-1b")
-    parser.add_argument("--batch-size", type=int, help="sequences of a step; by default as many as fit, 8 at most")
-    parser.add_argument("--seq-len", type=int, help="tokens of a sequence; by default as many as fit, 4096 at most")
-    parser.add_argument("--recompute", action="store_true", help="compute activations again, with given sizes")
-    parser.add_argument("--micro-batches", type=int, help="micro-batches of a step; by default as the part says")
-    parser.add_argument("--loop", choices=(*LOOPS, BOTH), default=TRAIN_BATCH, help="loop over the micro-batches")
-    parser.add_argument("--moments", choices=("fp32", "bf16", "int8"), help="by default as the part says")
-    parser.add_argument("--grad-dtype", choices=("fp32", "bf16"), help="dtype of sums of gradients")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of a placement, fewer if time is short")
-    parser.add_argument("--nbytes", default="256MiB", help="bytes of one copy")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--only", action="append", metavar="NAME", help="only parts whose names begin with NAME; may repeat"
-    )
-    parser.add_argument("--print-json", action="store_true", help="print the figures in place of the tables")
-    parser.add_argument("--part", choices=[part.name for part in PARTS], metavar="NAME", help="run this part alone")
-    return parser
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
 
 
-def _device(given: argparse.Namespace) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if given.device == "cuda" else torch.device("cpu")
+# -- work of a process ---------------------------------------------------------------------------------
 
 
-def step_size(given: argparse.Namespace, limit: int | None) -> StepSize:
+def step_size(settings: GpuSettings, limit: int | None) -> StepSize:
     """Returns the size of a part's step: the given one, or else the largest that fits into the GPU.
 
     On a CPU, or if only one of the two sizes is given, the default takes the place of a missing one. `limit` are the
     bytes of GPU memory that the part may take.
     """
-    if given.batch_size or given.seq_len or given.device == "cpu":
+    if settings.batch_size or settings.seq_len or settings.device == "cpu":
         usual = DEFAULT_STEP
-        return StepSize(given.batch_size or usual.batch_size, given.seq_len or usual.seq_len, given.recompute)
-    memory = torch.cuda.get_device_properties(_device(given)).total_memory
-    return largest_step(given.model, memory if limit is None else min(limit, memory))
+        return StepSize(settings.batch_size or usual.batch_size, settings.seq_len or usual.seq_len)
+    memory = torch.cuda.get_device_properties(settings.torch_device).total_memory
+    return largest_step(settings.model, memory if limit is None else min(limit, memory))
 
 
-def _run_here(given: argparse.Namespace) -> None:
-    seconds = 60 * given.budget_minutes - (time.time() - psutil.Process().create_time())  # imports take some of them
-    part = next(part for part in PARTS if part.name == given.part)
+def work(job: Mapping[str, Any], save: Save) -> None:
+    """Runs one part in this process."""
+    settings = GpuSettings(**job["settings"])
+    seconds = job["seconds"] - (time.time() - psutil.Process().create_time())  # imports take some of them
+    part = next(part for part in PARTS if part.name == job["part"])
     # Only parts that train the model of the command need the size of a step, which takes seconds to find.
     trains = (part.placement or part.name == "DeepSpeed") and "batch_size" not in part.changes
-    size = step_size(given, part.changes.get("limit")) if trains else DEFAULT_STEP
-    work = Work(
-        _device(given),
-        given.folder,
-        given.model,
+    size = step_size(settings, part.changes.get("limit")) if trains else DEFAULT_STEP
+    of_part = Work(
+        settings.torch_device,
+        Path(job["folder"]),
+        settings.model,
         batch_size=size.batch_size,
         seq_len=size.seq_len,
         recompute=size.recompute,
-        steps=given.steps,
+        steps=settings.steps,
         seconds=seconds,
-        copy_nbytes=parse_size(given.nbytes),
+        copy_nbytes=parse_size(settings.nbytes),
     )
-
-    def save(figures: dict[str, Any]) -> None:
-        write_json(given.json, figures)
-
-    run_here(part, work._replace(**{**part.changes, **chosen_forms(part, given)}), save)
-    print(given.json.read_text(), end="")
+    run_here(part, of_part._replace(**{**part.changes, **chosen_forms(part, settings)}), save)
 
 
-def chosen_forms(part: Part, given: argparse.Namespace) -> dict[str, Any]:
-    """Returns the fields of `Work` that options replace in a part that trains a preset."""
+def chosen_forms(part: Part, settings: GpuSettings) -> dict[str, Any]:
+    """Returns the fields of `Work` that settings replace in a part that trains a preset."""
     if not part.placement:
         return {}
-    fields: dict[str, Any] = {"loops": LOOPS if given.loop == BOTH else (given.loop,)}
-    fields |= {"accumulation": given.micro_batches, "moments": given.moments, "grad_dtype": given.grad_dtype}
+    fields: dict[str, Any] = {"loops": LOOPS if settings.loop == BOTH else (settings.loop,)}
+    fields |= {"accumulation": settings.micro_batches, "moments": settings.moments, "grad_dtype": settings.grad_dtype}
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -194,7 +167,7 @@ _WORK = {"bits": bits, "copies": copies, "rates": rates, "tests": gpu_tests, "De
 
 
 def run_here(part: Part, work: Work, save: Save) -> None:
-    """Runs one part in this process."""
+    """Does the work of a part."""
     if not part.placement:
         _WORK[part.name](work, save)
     elif part.placement != PLANNED:
@@ -209,30 +182,40 @@ def run_here(part: Part, work: Work, save: Save) -> None:
         measure_steps(work, fitted.settings, lambda figures: save(figures | {"fitted": fitted.words}))
 
 
-def chosen_parts(only: Sequence[str] | None) -> list[Part]:
+# -- command -------------------------------------------------------------------------------------------
+
+
+def chosen_parts(only: Sequence[str]) -> list[Part]:
     """Returns the parts whose names begin with one of `only`; all if there are none."""
-    for name in only or ():
+    for name in only:
         if not any(part.name.startswith(name) for part in PARTS):
             raise ConfigError(f"no part's name begins with {name!r}; the parts are {', '.join(p.name for p in PARTS)}")
     return [part for part in PARTS if not only or part.name.startswith(tuple(only))]
 
 
-def _run_all(given: argparse.Namespace) -> int:
-    chosen = chosen_parts(given.only)
+def measure(
+    settings: GpuSettings,
+    folder: Path,
+    minutes: float,
+    output: Path,
+    only: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Runs the parts that fit into the minutes, and returns all figures, which `output` has after each part."""
     report: dict[str, Any] = {
         "benchmark": "gpu",
         "format": FORMAT,
-        "machine": machine(torch.device(given.device)),
-        "given": {key: getattr(given, key) for key in ("budget_minutes", "batch_size", "seq_len", *_PASSED_ON)},
+        "machine": machine(torch.device(settings.device)),
+        "given": {"budget_minutes": minutes, **settings._asdict()},
         "parts": {},
     }
-    with terminable(), tempfile.TemporaryDirectory(prefix="bench-gpu-", dir=given.folder.resolve()) as folder:
+    with terminable(), tempfile.TemporaryDirectory(prefix="bench-gpu-", dir=folder.resolve()) as parent:
 
         def run(part: Part, soft: float, hard: float) -> dict[str, Any]:
-            print(f"{part.name} …", file=sys.stderr if given.print_json else sys.stdout, flush=True)
-            return run_part(part, given, Path(folder), soft, hard)
+            tell(f"{part.name} …")
+            return run_part(part, settings, Path(parent), soft, hard)
 
-        for name, result in run_parts(chosen, 60 * given.budget_minutes, run):
+        for name, result in run_parts(chosen_parts(only), 60 * minutes, run):
             parts = report["parts"]
             parts[name] = result
             add_exposure(parts)
@@ -242,53 +225,27 @@ def _run_all(given: argparse.Namespace) -> int:
                 "refused": refused(parts),
                 "invalid": invalid(parts),
             }
-            write_json(given.json, report)  # after each part, so that an early end loses no results
-    print(json.dumps(report) if given.print_json else f"\n{words(report)}\n\nall figures: {given.json}")
-    return judge(report["parts"])
+            write_json(output, report)  # after each part, so that an early end loses no results
+    return report
 
 
-def option_words(**options: Any) -> list[str]:
-    """Returns options of this command as words; without those that are None or False."""
-    found = []
-    for name, value in options.items():
-        option = f"--{name.replace('_', '-')}"
-        if value is True:
-            found.append(option)
-        elif value is not None and value is not False:
-            found += [option, str(value)]
-    return found
-
-
-def run_part(part: Part, given: argparse.Namespace, folder: Path, soft: float, hard: float) -> dict[str, Any]:
+def run_part(part: Part, settings: GpuSettings, folder: Path, soft: float, hard: float) -> dict[str, Any]:
     """Runs one part in a process of its own, which should end within `soft` seconds and is killed after `hard` seconds.
 
     Its swap files in `folder` are removed afterwards, also those of a part that was killed or has failed.
     """
-    files = folder / "swap"
+    files, figures = folder / "swap", folder / "figures.json"
     files.mkdir()
-    figures = folder / "figures.json"
-    # Sizes that are not given are found by each part: a part in 24 GiB has room for fewer tokens.
-    options = {key: getattr(given, key) for key in ("batch_size", "seq_len", "recompute", *_PASSED_ON)}
-    words = option_words(part=part.name, json=figures, folder=files, budget_minutes=soft / 60, **options)
-    command = [sys.executable, "-m", "offload.bench.gpu", *words]
-    setting = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part.name == "bits" else {}  # slower, so for this part only
-    if _ALLOCATOR not in os.environ:
-        setting[_ALLOCATOR] = "expandable_segments:True"  # an engine's own setting, but a part uses CUDA before it
+    job = {"part": part.name, "folder": str(files), "seconds": soft, "settings": settings._asdict()}
+    environment = growing_segments()
+    if part.name == "bits":
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # slower, so for this part only
     try:
-        return run_child(command, figures, hard, HF_HUB_OFFLINE="1", **setting)
+        return run_child("offload.bench.gpu", job, figures, hard, **environment)
     finally:
         figures.unlink(missing_ok=True)
         shutil.rmtree(files)
 
 
-def run(arguments: list[str] | None = None) -> int:
-    """Runs `main` and returns the exit code. A `ConfigError` becomes one line on stderr and the exit code 2."""
-    try:
-        return main(arguments)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
 if __name__ == "__main__":
-    sys.exit(run())
+    work(json.loads(sys.argv[1]), lambda figures: write_json(Path(sys.argv[2]), figures))

@@ -249,15 +249,6 @@ def remarks(rows: Sequence[TrainRow], dtype: str) -> list[str]:
     return lines
 
 
-def markdown(plan: TrainPlan, rates: DriveSpeeds, rows: Sequence[TrainRow]) -> str:
-    """Returns heading, table and remarks as Markdown."""
-    table = [TITLES, ["---"] * len(TITLES), *(cells(row) for row in rows if row.turns)]
-    lines = [*(f"{line}.  " for line in heading(plan, rates)), ""]
-    lines += ["| " + " | ".join(each) + " |" for each in table]
-    said = remarks(rows, plan.dtype)
-    return "\n".join([*lines, *([""] if said else []), *(f"* {line}" for line in said)])
-
-
 def plot(rows: Sequence[TrainRow], path: Path) -> None:
     """Draws the seconds of each contender's step with their range, and its bound as a line across the bar.
 

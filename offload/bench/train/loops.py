@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +30,6 @@ from offload.bench.measure import (
 )
 from offload.bench.train.plan import PLAIN, Contender, TrainJob, TrainPlan, reason_to_skip
 from offload.finetune.model import make_ready
-from offload.launch.commands import module_command
 from offload.presets import build
 from offload.sizes import MIB
 
@@ -445,12 +442,9 @@ def _turn(plan: TrainPlan, contender: Contender, folder: Path, longest: float) -
         weights=str(folder / "model.safetensors"),
         **{name: getattr(plan, name) for name in TrainJob._fields[3:]},
     )
-    command = [*module_command(sys.executable, "offload.bench.train"), json.dumps(job._asdict()), str(written)]
-    threads = str(plan.threads)
+    threads = {name: str(plan.threads) for name in ("OMP_NUM_THREADS", "OFFLOAD_THREADS")}
     try:
-        result = run_child(
-            command, written, longest, OMP_NUM_THREADS=threads, OFFLOAD_THREADS=threads, HF_HUB_OFFLINE="1"
-        )
+        result = run_child("offload.bench.train", job._asdict(), written, longest, **threads)
     finally:
         shutil.rmtree(files)
         written.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -344,16 +345,21 @@ def bench_gpu(typed: GpuOptions) -> None:
     """
     with errors(BAD_INPUT):
         _check_gpu_options(typed)
-        from offload.bench.gpu import __main__ as command
+        from offload.bench.gpu import __main__ as gpu
+        from offload.bench.gpu.parts import judge
+        from offload.bench.gpu.report import words
 
-        command.check_machine(typed.device)
-    names = ("folder", "model", "budget_minutes", "steps", "nbytes", "device")
-    sizes = ("batch_size", "seq_len", "micro_batches")
-    options = {name: getattr(typed, name) for name in (*names, *sizes, *_CHOICES)}
-    words = command.option_words(json=typed.output, print_json=typed.json_output, **options)
-    for name in typed.only or ():
-        words += ["--only", name]
-    raise typer.Exit(command.main(words))
+        settings = gpu.GpuSettings(*(getattr(typed, name) for name in gpu.GpuSettings._fields))
+        settings.check(typed.only or ())
+
+    def tell(line: str) -> None:
+        print(line, file=sys.stderr if typed.json_output else sys.stdout, flush=True)
+
+    with errors(FAILED):
+        folder = Path(typed.folder)
+        report = gpu.measure(settings, folder, typed.budget_minutes, typed.output, typed.only or (), tell)
+    print(json.dumps(report) if typed.json_output else f"\n{words(report)}\n\nall figures: {typed.output}")
+    raise typer.Exit(judge(report["parts"]))
 
 
 _CHOICES = {

@@ -114,6 +114,23 @@ def die(*_: Any, **__: Any) -> NoReturn:
     raise AssertionError("dead processes do not go on")
 
 
+def dies_before(owner: Any, name: str, call: int = 1) -> Callable[[], None]:
+    """Returns a function after which the `call`th call of `owner.name` kills this process."""
+
+    def install() -> None:
+        real, left = getattr(owner, name), [call]
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            left[0] -= 1
+            if not left[0]:
+                die()
+            return real(*arguments, **named)
+
+        setattr(owner, name, counted)
+
+    return install
+
+
 def die_after_writes(count: int) -> None:
     """Makes this process die after `count` writes of a store have ended."""
     write = Store.write

@@ -6,11 +6,30 @@ import gc
 import logging
 import multiprocessing
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 # -- bytes and memory ---------------------------------------------------------------------------------
+
+
+class CountedBuffers:
+    """Allocates buffers, and counts the bytes of those that are alive."""
+
+    def __init__(self, allocate: Callable[[int], memoryview]) -> None:
+        self._allocate = allocate
+        self.now = self.most = 0
+
+    def __call__(self, nbytes: int) -> memoryview:
+        memory = self._allocate(nbytes)
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(memory, self._freed, nbytes)
+        return memory
+
+    def _freed(self, nbytes: int) -> None:
+        self.now -= nbytes
 
 
 class DiskBytes:
