@@ -102,7 +102,13 @@ def test_a_run_below_a_limit_is_refused_for_its_memory_alone_and_before_its_firs
         check_peak(PeakMemory(1 << 20, 0, *BesideBudgets()), 0, "the cgroup /", 0)
     words = f"a notice\nerror: {refusal.value}\n"
     assert end_of(0, 2, "") == "trained" and end_of(2, 0, words) == "refused"
-    others = ((2, 1, words), (1, 0, words), (2, 0, "error: the folder contains no tokenizer\n"), (-9, 0, ""), (0, 0, ""))
+    others = (
+        (2, 1, words),
+        (1, 0, words),
+        (2, 0, "error: the folder contains no tokenizer\n"),
+        (-9, 0, ""),
+        (0, 0, ""),
+    )
     assert {end_of(*how) for how in others} == {"failed"}
     page = Path("docs/reference/errors.md").read_text()
     of_budgets = page[page.index("## BudgetError") : page.index("## IoError")]
