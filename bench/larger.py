@@ -9,14 +9,14 @@ Options that this program does not know are for `offload train`.
     score           records by what was exported
 
 With `--train-only` there is one life without commits, for the largest model that the drive holds. `--random-limits N`
-gives such a life N cgroups in turn, with limits of 0.8 to 8 GiB that `--seed` draws: each must train, or end in an
-error of this library before its first step.
+gives such a life N cgroups in turn, with limits of 0.8 to 8 GiB that `--seed` draws: each must train, or be refused by
+a `BudgetError` before its first step. All are run; the program then fails if any ended otherwise.
 
-Each says its seconds and the peak of its memory, as the kernel counts it: `own` is memory of the processes' own,
-`kernel` and `files` what the kernel had for them and of files at that moment, and `charged` the most of all three.
-Pages of files give way to a limit. The sum of the run's start stands beside its peak, and
-the prediction by the last `offload probe` beside its seconds. Bars: no command is killed by the kernel, 10 % of the
-seconds of a step, 5 % of the peak, and the resumed run repeats the losses of the steps that it takes again.
+Each command reports its seconds and the peak of its memory, as the kernel counts it: `own` is memory of the processes'
+own, `kernel` and `files` what the kernel had for them and of files at that moment, and `charged` the most of all three.
+Pages of files give way to a limit. The report compares the peak with the sum of the run's start, and the seconds with
+the prediction by the last `offload probe`. Bars: the kernel kills no command, 10 % of the seconds of a step, 5 % of the
+peak, and the resumed run repeats the losses of the steps that it takes again.
 """
 
 from __future__ import annotations
@@ -33,22 +33,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 from bench.measure import report
 from bench.memory_limit import MemoryLimit, controller, memory_limit
 from offload.cli.console import BAD_INPUT
+from offload.finetune.model import byte_tokenizer
 from offload.sizes import GIB, parse_size
 
 _UNCOUNTED = 2
 """Steps of each life that are not counted: the first records the order of uses, the second still warms up."""
+NO_ROOM = (
+    "of memory beside what the process uses already, and",
+    "this batch has no room:",
+    "the least that works is",
+    "is used by default:",
+)
+"""Words of the errors that refuse a run for its memory: those of its start, and the guard's in the first forward."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", default="llama-3b", help="a preset, or a folder with a config.json")
+    parser.add_argument("--model", default="llama-3b", help="a preset, or a folder with a config.json at least")
     parser.add_argument("--memory", type=parse_size, default=parse_size("4GiB"), help="of all processes together")
     parser.add_argument("--steps", type=int, default=5, help="of each of the two lives")
     parser.add_argument("--seq-len", type=int, default=256)
@@ -62,14 +67,18 @@ def main() -> None:
         parser.error("needs a memory controller of cgroups, and root")
     log = options.folder / "larger.jsonl"
     log.unlink(missing_ok=True)
-    train = ["train", "--model", options.model, "--run", "larger", "--log", str(log), "--seq-len", str(options.seq_len)]
+    model = _with_tokenizer(options.model, options.folder)
+    train = ["train", "--model", model, "--run", "larger", "--log", str(log), "--seq-len", str(options.seq_len)]
     train += ["--nvme-path", str(options.folder), "--batch-size", "1", "--eval-every", "0", *more]
     about = {"model": options.model, "memory": options.memory, "tokens": options.seq_len}
     one_life = [*train, "--steps", str(options.steps), "--durability", "none", "--no-output"]
     if options.random_limits:
         draws = random.Random(options.seed)
-        for _ in range(options.random_limits):
-            _live_or_refuse(draws.randrange(8 * GIB // 10, 8 * GIB), parent, one_life, log, about)
+        limits = [draws.randrange(8 * GIB // 10, 8 * GIB) for _ in range(options.random_limits)]
+        ends = [_live_or_refuse(nbytes, parent, one_life, log, about) for nbytes in limits]
+        failed = [nbytes for nbytes, end in zip(limits, ends, strict=True) if end == "failed"]
+        if failed:
+            raise SystemExit(f"{len(failed)} of {len(limits)} limits ended in no right way: {failed} bytes")
         return
     with memory_limit(options.memory, parent) as limit:
         if options.train_only:
@@ -80,16 +89,34 @@ def main() -> None:
         _live_twice(limit, [*train, "--steps", str(2 * options.steps), "--keep"], options, log, about)
 
 
-def _live_or_refuse(nbytes: int, parent: Path, command: list[str], log: Path, about: dict[str, Any]) -> None:
-    """Trains in a cgroup of `nbytes`, where an error before the first step is a right end too."""
+def _live_or_refuse(nbytes: int, parent: Path, command: list[str], log: Path, about: dict[str, Any]) -> str:
+    """Trains in a cgroup of `nbytes`, and reports and returns how that ended."""
     log.unlink(missing_ok=True)
-    with memory_limit(nbytes, parent) as limit:
-        life = _run(limit, command, may_refuse=True)
-    lines = _lines(log)
+    began, errors = time.monotonic(), log.with_suffix(".err")
+    with memory_limit(nbytes, parent) as limit, errors.open("w") as stderr:
+        returned = limit.run([sys.executable, "-m", "offload", *command], stderr=stderr)
+        peak = {**limit.peak._asdict(), "charged": limit.charged}
+    lines, words = _lines(log), errors.read_text()
+    end = end_of(returned, len(lines), words)
     planned = next((line["about"]["planned_peak_bytes"] for line in lines if "about" in line), None)
-    report("larger, limit", {**about, "memory": nbytes, **life, "predicted_peak": planned, "lines": len(lines)})
-    if life["returned"] and lines:
-        raise SystemExit(f"a limit of {nbytes} bytes ended the run after {len(lines)} lines of its log")
+    figures = {"memory": nbytes, "end": end, "seconds": time.monotonic() - began, **peak, "predicted_peak": planned}
+    report("larger, limit", {**about, **figures, "error": None if end == "trained" else words.splitlines()[-1:]})
+    return end
+
+
+def end_of(returned: int, steps: int, words: str) -> str:
+    """Returns how a run below a limit ended: "trained", "refused" for its memory before the first step, or "failed".
+
+    Args:
+        returned: its exit status.
+        steps: steps in its log.
+        words: what it wrote to stderr.
+    """
+    if not returned and steps:
+        return "trained"
+    errors = [line for line in words.splitlines() if line.startswith("error: ")]
+    refused = returned == BAD_INPUT and not steps and any(part in line for line in errors[-1:] for part in NO_ROOM)
+    return "refused" if refused else "failed"
 
 
 def _live_twice(
@@ -102,7 +129,6 @@ def _live_twice(
     before = _lines(log)
     again = _run(limit, [*train, "--resume", "must"])
     exports = _run(limit, ["export", str(options.folder / "larger"), str(exported)])
-    _write_tokenizer(exported)
     scores = _run(limit, ["score", str(exported), "--data", str(options.records), "--json"])
     model = sum(path.stat().st_size for path in exported.iterdir())
     shutil.rmtree(exported)
@@ -113,7 +139,7 @@ def _live_twice(
 
 
 def figures(before: list[dict[str, Any]], after: list[dict[str, Any]], peak: int) -> dict[str, Any]:
-    """Returns measured beside predicted.
+    """Returns what was measured, and what was predicted.
 
     Args:
         before: the log of the life that was killed.
@@ -138,34 +164,31 @@ def figures(before: list[dict[str, Any]], after: list[dict[str, Any]], peak: int
     }
 
 
-def _write_tokenizer(folder: Path) -> None:
-    """Writes a tokenizer whose tokens are bytes, as which a preset reads its text."""
-    # Byte-level BPE names each byte by a character of its own; without merges each byte is a token.
-    tokens = pre_tokenizers.ByteLevel.alphabet()
-    printed = [byte for byte in range(256) if (chr(byte) in tokens)]
-    others = [byte for byte in range(256) if byte not in printed]
-    names = {chr(byte): byte for byte in printed} | {chr(256 + n): byte for n, byte in enumerate(others)}
-    tokenizer = Tokenizer(models.BPE(vocab=names, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+def _with_tokenizer(model: str, folder: Path) -> str:
+    """Returns the model for `offload train`, which needs a tokenizer in a folder.
+
+    Of a folder with nothing but a config, the config is copied into `folder`, with a tokenizer whose tokens are bytes.
+    """
+    source = Path(model)
+    if not source.is_dir() or [path.name for path in source.iterdir()] != ["config.json"]:
+        return model
+    copy = folder / "larger-config"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(source, copy)
+    byte_tokenizer().save_pretrained(copy)
+    return str(copy)
 
 
 def _lines(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def _run(
-    limit: MemoryLimit, command: Sequence[str], until: Callable[[], bool] = lambda: False, may_refuse: bool = False
-) -> dict[str, Any]:
-    """Runs a command of `offload` below the limit; kills it when `until()` is true. Returns its seconds and peaks.
-
-    With `may_refuse` the command may end in an error about its input, such as its memory.
-    """
+def _run(limit: MemoryLimit, command: Sequence[str], until: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    """Runs a command of `offload` below the limit; kills it when `until()` is true. Returns its seconds and peaks."""
     began = time.monotonic()
     returned = limit.run([sys.executable, "-m", "offload", *command], until)
-    came = {"seconds": time.monotonic() - began, "returned": returned, **limit.peak._asdict(), "charged": limit.charged}
-    if returned and not (may_refuse and returned == BAD_INPUT) and not until():
+    came = {"seconds": time.monotonic() - began, **limit.peak._asdict(), "charged": limit.charged}
+    if returned and not until():
         raise SystemExit(f"{' '.join(command)} ended with {returned}, after {came}")
     return came
 

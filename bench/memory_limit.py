@@ -1,6 +1,6 @@
 """Processes with a real limit of memory: a cgroup of their own, in which the kernel counts. Needs root.
 
-Either version of cgroups: in version 1 the group is below that of this process, in version 2 beside it, since a group
+Either version of cgroups: in version 1 the group is below that of this process, in version 2 next to it, since a group
 of version 2 has processes or groups, not both.
 """
 
@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 _ROOT = Path("/sys/fs/cgroup")
 _LOOK_SECONDS = 0.02
@@ -38,7 +38,7 @@ class MemoryLimit:
         """The usage with the most of `own` and `kernel` that `run` has seen since it was called."""
 
     def limit(self, nbytes: int) -> None:
-        """Lets the processes of the group have `nbytes` together, and no swap beside it."""
+        """Lets the processes of the group have `nbytes` together, and no swap."""
         names = "memory.limit_in_bytes", "memory.memsw.limit_in_bytes"
         for name, value in {"memory.max": nbytes, "memory.swap.max": 0, **dict.fromkeys(names, nbytes)}.items():
             if (self._folder / name).exists():
@@ -66,15 +66,20 @@ class MemoryLimit:
         """
         return int(self._read("memory.peak" if self._unified else "memory.max_usage_in_bytes"))
 
-    def run(self, command: Sequence[str | os.PathLike[str]], until: Callable[[], bool] = lambda: False) -> int:
+    def run(
+        self,
+        command: Sequence[str | os.PathLike[str]],
+        until: Callable[[], bool] = lambda: False,
+        stderr: IO[str] | None = None,
+    ) -> int:
         """Runs a program that is in the cgroup from its first byte on, and returns its exit status.
 
-        It is killed as soon as `until()` is true.
+        It is killed as soon as `until()` is true. Its errors go to `stderr`, or to that of this process.
         """
         self.peak = Usage()
         if not self._unified:
             (self._folder / "memory.max_usage_in_bytes").write_text("0")
-        process = subprocess.Popen(command, preexec_fn=self.enter)
+        process = subprocess.Popen(command, preexec_fn=self.enter, stderr=stderr)
         try:
             while process.poll() is None:
                 self.peak = max(self.peak, self.usage(), key=lambda usage: usage.own + usage.kernel)

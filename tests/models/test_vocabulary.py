@@ -28,6 +28,7 @@ from offload.planner.model_shape import drawn, from_training
 from offload.planner.recommend import plan
 from offload.sizes import MIB, PAGE
 from offload.states import State
+from tests import device
 from tests.support import models, rounding_bounds
 from tests.support.model_folders import make_folder, write_lines
 from tests.support.oracle import (
@@ -71,19 +72,19 @@ def llama(tied: bool = False, chunked: bool = True, layers: int = 1, words: int 
     return model
 
 
-def gemma() -> nn.Module:
+def gemma(words: int = WORDS) -> nn.Module:
     """Returns a Gemma 3, whose table is tied, with a cap of its logits and its loss in chunks of tokens."""
     widths = {"hidden_size": 32, "intermediate_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
     shape = transformers.Gemma3TextConfig(
-        **widths, head_dim=16, num_hidden_layers=1, vocab_size=WORDS, final_logit_softcapping=0.5, use_cache=False
+        **widths, head_dim=16, num_hidden_layers=1, vocab_size=words, final_logit_softcapping=0.5, use_cache=False
     )
     model = transformers.Gemma3ForCausalLM(shape)
     chunk_loss_of(model, chunk_tokens=24)
     return model
 
 
-def loss(model: Any, step: int, micro: int) -> torch.Tensor:
-    ids = models.tokens(step, micro, (2, 20), WORDS)
+def loss(model: Any, step: int, micro: int, words: int = WORDS) -> torch.Tensor:
+    ids = models.tokens(step, micro, (2, 20), words)
     result: torch.Tensor = model(input_ids=ids, labels=ids).loss
     return result
 
@@ -277,6 +278,19 @@ def test_a_table_larger_than_the_device_trains(tmp_path: Path) -> None:
             expected = sum(use.row_nbytes or 0 for use in drawn(planned.shape, ids.numel(), 0).uses)
             assert read[3] - read[2] == read[2] - read[1] == pytest.approx(expected, rel=0.25)
         engine.destroy(remove=True)
+
+
+@pytest.mark.test_device
+def test_an_eighth_of_262_144_words_is_enough_on_a_device(tmp_path: Path) -> None:
+    """With the bits of a device that holds all pieces. Its memory never holds half of the table."""
+    words = 262_144
+    job = Job(partial(gemma, words), partial(loss, words=words), steps=1)
+    table = words * 32 * 4
+    whole = run(job, MEMORY, tmp_path / "memory", vocabulary="pieces")
+    assert device.memory()["max_allocated"] > table
+    device.reset_peak_memory()
+    assert_same(run(job, DISK, tmp_path / "disk", device_memory=table // 8), whole)
+    assert device.memory()["max_allocated"] < table // 2
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
 from pathlib import Path
@@ -125,6 +126,49 @@ def test_a_limit_below_the_sum_is_an_error_before_anything_is_touched(
         train(engine, 262_144, 200, 1)
     train(engine, 262_144, 1, 1)  # a smaller batch follows
     engine.destroy(remove=True)
+
+
+class Counts(ctypes.Structure):
+    """See mallinfo(3)."""
+
+    _fields_ = [(name, ctypes.c_int) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")]
+    _fields_ += [(name, ctypes.c_int) for name in ("fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+def maps_large_blocks() -> bool:
+    """Returns True if malloc maps a block of 8 MiB by itself, and so gives it back as soon as it is freed."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.mallinfo.restype = ctypes.c_void_p, Counts
+    libc.free(ctypes.c_void_p(libc.malloc(24 << 20)))  # else a block of this size is from the heap from here on
+    before = libc.mallinfo().hblks
+    block = ctypes.c_void_p(libc.malloc(8 << 20))
+    mapped = libc.mallinfo().hblks > before
+    libc.free(block)
+    return bool(mapped)
+
+
+def maps_after_a_batch(folder: str, free: int) -> bool:
+    """Returns `maps_large_blocks()` after a batch that has found `free` bytes of memory."""
+    files = {
+        "/proc/self/cgroup": "0::/outer",
+        "/sys/fs/cgroup/outer/memory.max": str(1 << 40),
+        "/sys/fs/cgroup/outer/memory.current": "0",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        testing.replace(patch, "machine.system_file", lambda path: files.get(path, ""))
+        content = settings(Path(folder), "fp32", host_memory=170 * MIB, device_memory=4 * MIB)
+        engine = offload.initialize(model=llama(8192, tied=False), config=content)[0]
+        files["/sys/fs/cgroup/outer/memory.max"] = str(free)
+        train(engine, 8192, 256, 1)
+        engine.destroy(remove=True)
+    return maps_large_blocks()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo"), reason="glibc's malloc alone")
+def test_malloc_keeps_no_large_block_once_a_batch_takes_most_of_what_is_free(tmp_path: Path) -> None:
+    # Both budgets and the logits take less than 100 MiB; 147 MiB are certain to suffice for activations.
+    near, far = (forked(maps_after_a_batch, str(tmp_path), free)[0] for free in (140 * MIB, 1 << 40))
+    assert near and not far
 
 
 def ends(group: MemoryLimit, folder: Path, words: int, dtype: str, tokens: int, tied: bool) -> None:
