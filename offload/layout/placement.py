@@ -75,6 +75,8 @@ class DeviceNeed:
     """Upper bound of the growth, once a step has shown how much memory activations leave free."""
     unit: int
     """Bytes of the largest unit that is paged in and out."""
+    together: int = 0
+    """Bytes of the paged units that must be on the device together; 0 if none is paged."""
     weights: int
     """Bytes with which no unit is evicted, within the config's limit. An arena uses further bytes for `totals`."""
     totals: tuple[tuple[int, int], ...] = ()
@@ -128,6 +130,14 @@ class ArenaHistory:
         If the memory is `short`, the device ran out of it; otherwise the user asked.
         """
         return ArenaHistory(peak=max(self.peak, room.kept, self.beside if short else 0), wait=_CALM)
+
+
+def taken_by_others(room: DeviceRoom, history: ArenaHistory) -> bool:
+    """Returns True if memory that activations have needed before is not free any more beside a grown arena.
+
+    A growth leaves them more than that, so another process has taken it. `room` is that at the end of a step.
+    """
+    return bool(history.grown) and room.free + room.kept < history.peak
 
 
 def next_growth(nbytes: int, need: DeviceNeed, room: DeviceRoom, history: ArenaHistory) -> int:
@@ -292,8 +302,16 @@ def device_share(share: float, parts: Partitions, tiers: TierMap) -> int:
             'them there: set its "device" to cpu or nvme (weights="cpu"), or leave "device_memory" out'
         )
     resident = sum(nbytes for nbytes, size in zip(parts.unit_nbytes, paged, strict=True) if not size)
-    kept = max(int(share * (resident + sum(paged))) - resident, 0)
-    return device_fixed(parts, tiers) + min(align_up(kept) + 2 * largest, sum(paged) + largest)
+    return device_fixed(parts, tiers) + room_for_share(share, resident, sum(paged), largest)
+
+
+def room_for_share(share: float, resident: int, paged: int, largest: int) -> int:
+    """Returns the bytes for paged units with which the fraction `share` of the weights stays on the device.
+
+    `resident` are the bytes of the units that never leave it, `paged` those of all others, `largest` of one of these.
+    """
+    kept = max(int(share * (resident + paged)) - resident, 0)
+    return min(align_up(kept) + 2 * largest, paged + largest)
 
 
 def divide_device(
@@ -341,7 +359,9 @@ def divide_device(
             room = most = max(together, min(weights if gathered else room, share))
         else:
             most = weights + sum(nbytes for _, nbytes in totals)
-    need = DeviceNeed(least=least, most=fixed + most, unit=largest, weights=fixed + weights, totals=totals)
+    need = DeviceNeed(
+        least=least, most=fixed + most, unit=largest, together=together, weights=fixed + weights, totals=totals
+    )
     return fixed + room, need
 
 
