@@ -156,7 +156,7 @@ class DeviceBudget:
         """
         arena, kept, need = self._pager.arena, self._pager.device_kept(), self._need
         share = parse_percent(size)
-        nbytes = int(size) // PAGE * PAGE if share is None else 0
+        nbytes = int(size) if share is None else 0
         if share is not None:
             resident = sum(unit.nbytes for unit in self._pager.sizes if unit.device_resident)
             paged = sum(align_up(unit.nbytes) for unit in self._pager.sizes if not unit.device_resident)
@@ -186,7 +186,7 @@ class DeviceBudget:
                 f"the device budget of {format_size(nbytes)} has no room: {format_size(have)} of the device are free, "
                 "or this budget's already"
             )
-        return nbytes
+        return nbytes // PAGE * PAGE
 
     @uninterrupted
     def resize(self, nbytes: int, unit_views: UnitViews) -> None:

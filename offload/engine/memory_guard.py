@@ -51,7 +51,7 @@ _MARGIN, _MARGIN_SHARE = range(64 * MIB, GIB + 1), 1 / 32
 """Bytes that stay free below the tightest limit: this share of the limit, within these bounds."""
 _STALLED = 0.1
 """Share of the time in waits for memory from which it is short, although a few margins are free."""
-_CALM, _MOST_CALM = 8, 1024
+_CALM, _MOST_CALM = 8, 64
 """Readings without a shortage before the budget grows. After a shrink that follows a growth they are twice as many."""
 _PERIOD = 0.25
 """Seconds between two readings at least: one takes some 0.3 ms."""
@@ -164,13 +164,12 @@ class HostWatch:
             if self._grown:
                 self._calm, self._grown = min(2 * self._calm, _MOST_CALM), False
             self._readings.clear()
-            self._move(
-                nbytes, f"memory is short, {reading.name} leaves {format_size(max(reading.room, 0))}", wait=False
-            )
-            if arena.nbytes > nbytes + PAGE:
+            why = f"memory is short, {reading.name} leaves {format_size(max(reading.room, 0))}"
+            self._move(nbytes, why, wait=False)
+            if arena.nbytes >= nbytes + PAGE:
                 # Updates hold what is left. They end by themselves, and the next forward would wait for them anyway.
                 self._updates.come_to_rest(commit=False)
-                self._move(nbytes, "the updates that held more memory have ended", wait=True)
+                self._move(nbytes, why, wait=True)
         elif nbytes > before:
             self._readings.clear()
             # Pages that no step has touched yet are in no reading.

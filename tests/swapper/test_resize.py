@@ -16,17 +16,7 @@ from offload.errors import BudgetError, ConfigError, UsageError
 from offload.sizes import KIB, MIB
 from offload.states import State
 from tests.support import models
-from tests.support.oracle import (
-    PLACEMENTS,
-    assert_same,
-    least_host_memory,
-    room_for,
-    run,
-    small_pieces,
-    start,
-    train_step,
-    trained,
-)
+from tests.support.oracle import PLACEMENTS, assert_same, room_for, run, small_pieces, start, train_step, trained
 
 JOB = models.GPT2._replace(steps=4, dtype="bf16")
 PROMOTED = 4 * MIB
@@ -111,7 +101,10 @@ def least_of(engine: offload.Engine) -> int:
     return int(str(caught.value).partition("the least that works is ")[2].partition("(")[2].split()[0])
 
 
-def test_a_budget_that_no_engine_can_have_is_an_error_before_anything_changes(tmp_path: Path) -> None:
+def test_a_budget_that_no_engine_can_have_is_an_error_before_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_pieces(monkeypatch)
     engine = start(JOB, ("nvme", "nvme"), tmp_path, host_memory=PROMOTED, debug={"poison": False})
     before, used = engine.resize(), resident(engine)
     least = least_of(engine)
@@ -124,14 +117,23 @@ def test_a_budget_that_no_engine_can_have_is_an_error_before_anything_changes(tm
         with pytest.raises(ConfigError, match="expected a"):
             engine.resize(host_memory=wrong_size)
     assert engine.resize() == before and resident(engine) == used
-    loss = JOB.loss(engine, 0, 0)
-    with pytest.raises(UsageError, match=r"a view of some is held .*a graph whose backward has not run"):
-        engine.resize(device_memory=before.device_memory)
-    engine.backward(loss)
+    engine.backward(JOB.loss(engine, 0, 0))
     with pytest.raises(UsageError, match=r"resize was called while gradients wait for step\(\)"):
         engine.resize(device_memory=before.device_memory)
     assert engine.resize(host_memory=f"{least}").host_memory == least, "between micro-batches"
     engine.step()
+    engine.destroy(remove=True)
+
+
+def test_while_a_graph_holds_weights_the_device_budget_cannot_change(tmp_path: Path) -> None:
+    engine = start(JOB, ("none", "none"), tmp_path)
+    loss = JOB.loss(engine, 0, 0)
+    with pytest.raises(UsageError, match=r"a view of some is held .*a graph whose backward has not run"):
+        engine.resize(device_memory=engine.device_memory)
+    engine.backward(loss)
+    engine.step()
+    assert engine.resize(device_memory=engine.device_memory) == engine.resize()
+    train_step(engine, JOB, 1)
     engine.destroy(remove=True)
 
 
@@ -158,15 +160,19 @@ def test_a_percentage_is_the_share_of_the_weights_on_the_device(tmp_path: Path) 
 
 def test_another_engine_may_take_what_was_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces(monkeypatch)
-    least = least_host_memory(JOB, tmp_path / "least")
-    budget = 2 * least + MIB
-    first = start(JOB, ("nvme", "nvme"), tmp_path / "first", host_memory=budget)
-    before = first.host_memory
+    engine = start(JOB, ("nvme", "nvme"), tmp_path / "whole", host_memory=PROMOTED)
+    before, least = engine.host_memory, least_of(engine)
+    engine.destroy(remove=True)
+    budget = before + least // 2
     expected = run(JOB, ("nvme", "nvme"), tmp_path / "expected", host_memory=budget)
+    first = start(JOB, ("nvme", "nvme"), tmp_path / "first", host_memory=budget)
+    assert first.host_memory == before
     kept = first.resize(host_memory=least_of(first)).host_memory
     second = start(JOB, ("nvme", "nvme"), tmp_path / "second", host_memory=budget)
     assert second.host_memory <= budget - kept
-    with pytest.raises(BudgetError, match=r"Other engines of this process use|another engine of this process has taken"):
+    with pytest.raises(
+        BudgetError, match=r"Other engines of this process use|another engine of this process has taken"
+    ):
         first.resize(host_memory=before)
     assert first.host_memory == kept
     second.destroy(remove=True)
