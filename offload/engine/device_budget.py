@@ -32,7 +32,7 @@ from offload.engine.components import EngineComponents
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.snapshot import GeneratorStates
 from offload.engine.unit_views import UnitViews
-from offload.errors import BudgetError, ConfigError, UsageError
+from offload.errors import BudgetError, UsageError
 from offload.interrupts import uninterrupted
 from offload.layout.peak_memory import PeakMemory
 from offload.layout.placement import ArenaHistory, DeviceNeed, next_growth, room_for_share, taken_by_others
@@ -156,15 +156,11 @@ class DeviceBudget:
         """
         arena, kept, need = self._pager.arena, self._pager.device_kept(), self._need
         share = parse_percent(size)
-        nbytes = int(size) if share is None else 0
-        if share is not None:
+        if share is None:
+            nbytes = int(size)
+        else:
             resident = sum(unit.nbytes for unit in self._pager.sizes if unit.device_resident)
             paged = sum(align_up(unit.nbytes) for unit in self._pager.sizes if not unit.device_resident)
-            if not paged:
-                raise ConfigError(
-                    f"a device budget of {size} is a percentage of the weights that stay on the device, and all of "
-                    "them stay: give a number of bytes"
-                )
             nbytes = kept + room_for_share(share, resident, paged, need.unit)
             nbytes = nbytes if arena.most is None else min(nbytes, max(arena.most, kept + need.together))
         check_budget(

@@ -52,7 +52,7 @@ from offload.engine.device_budget import (
 from offload.engine.dtype_mismatch import fp32_needed
 from offload.engine.gradients import ZeroGrad
 from offload.engine.keywords import refuse
-from offload.engine.memory_guard import HostWatch, as_size
+from offload.engine.memory_guard import HostWatch
 from offload.engine.micro_batches import MicroBatchGenerators, StageCalls
 from offload.engine.optimizer import Optimizer
 from offload.engine.shutdown import Shutdown
@@ -68,7 +68,7 @@ from offload.layout.pass_order import Schedule
 from offload.model_io.save import PretrainedWriter, SaveOptions
 from offload.notices import Headline, announce
 from offload.schedules import set_values
-from offload.sizes import count_of, format_size
+from offload.sizes import count_of, format_size, parse_percent, parse_size
 from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.prefetch import PrefetchStats
 from offload.swapper.store import DriveWrites
@@ -199,14 +199,16 @@ class EngineCore(EngineCallbacks):
 
     def resize(self, host: int | str | None, device: int | str | None) -> Budgets:
         """Changes the budgets; see `ModelEngine.resize`."""
-        host, device = as_size("host_memory", host), as_size("device_memory", device)
+        host_nbytes = None if host is None else parse_size(host)
+        if device is not None and parse_percent(device) is None:
+            device = parse_size(device)
         self.enter_between_steps("resize")
         components, sizes = self.components, dict[str, int]()
 
         def check() -> None:
-            if host is not None:
-                self.host_watch.check(host, self.state.settings.config.offload.host_memory)
-                sizes["host"] = host
+            if host_nbytes is not None:
+                self.host_watch.check(host_nbytes, self.state.settings.config.offload.host_memory)
+                sizes["host"] = host_nbytes
             if device is not None:
                 check_unused(components, "resize", self.accumulation.count)
                 sizes["device"] = self.device_budget.bytes_of(device)

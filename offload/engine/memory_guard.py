@@ -36,7 +36,7 @@ from offload.engine.update import Updates
 from offload.errors import BudgetError
 from offload.layout.peak_memory import CHUNK_TOKENS, BesideBudgets, PeakMemory
 from offload.layout.vocabulary import find_tables
-from offload.sizes import GIB, MIB, PAGE, format_size, parse_percent, parse_size
+from offload.sizes import GIB, MIB, PAGE, format_size
 from offload.swapper.memory.device_arena import DeviceArena, check_budget
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.memory.limits import stalled, tightest_limit
@@ -199,17 +199,6 @@ class HostWatch:
         if arena.nbytes != before:
             verb = "shrinks" if arena.nbytes < before else "grows"
             logger.info("host memory %s from %s to %s: %s", verb, format_size(before), format_size(arena.nbytes), why)
-
-
-def as_size(name: str, size: Any) -> Any:
-    """Returns an argument of `Engine.resize`: None, bytes or text. A percentage is a size of the device alone.
-
-    Raises:
-        ConfigError: The argument is no size.
-    """
-    if size is None or (name == "device_memory" and parse_percent(size) is not None):
-        return size
-    return parse_size(size)
 
 
 # -- batches -------------------------------------------------------------------------------------------

@@ -301,14 +301,16 @@ class DeviceCache:
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of the arena up to the end of the last buffer that stays when units that come and go are dropped."""
+        """Bytes of the first memory up to the last buffer that stays when all units that come and go are dropped."""
         moving = [
             (entry.device_buffer.offset, entry.device_buffer.nbytes)
             for entry in self._table.entries
             if entry.device_buffer is not None and not entry.size.device_resident
         ]
-        start, stop = max(free_regions(self._arena.space.holes, moving), default=(0, 0))
-        return start if stop == self._arena.nbytes else self._arena.nbytes
+        end = self._arena.blocks[0][1].numel()
+        regions = [region for region in free_regions(self._arena.space.holes, moving) if region[1] <= end]
+        start, stop = max(regions, default=(0, 0))
+        return start if stop == end else end
 
     def resize(self, nbytes: int) -> None:
         """Drops all units that come and go, and moves the end of the arena; see `Pager.resize_device`."""

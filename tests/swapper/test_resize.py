@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,13 @@ PROMOTED = 4 * MIB
 def resident(engine: offload.Engine) -> int:
     arena = testing.inspect(engine).host_arena
     return resident_bytes(arena.address, arena.nbytes)
+
+
+def least_of(engine: offload.Engine, which: str = "host_memory") -> int:
+    """Returns the smallest budget of an engine, as the error names it."""
+    with pytest.raises(BudgetError, match=r"budget is .* the least that works is [^(]*\(\d+ bytes\)") as caught:
+        engine.resize(**{which: 1})
+    return int(str(caught.value).partition("the least that works is ")[2].partition("(")[2].split()[0])
 
 
 def in_memory(engine: offload.Engine) -> int:
@@ -51,9 +57,7 @@ def test_a_run_whose_budgets_change_at_random_has_the_bits_of_an_undisturbed_one
         for _ in range(3):
             for which, most in first._asdict().items():
                 if chance.random() < 0.5:
-                    with pytest.raises(BudgetError) as caught:
-                        engine.resize(**{which: 0})
-                    least = int(re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(caught.value))[1])
+                    least = least_of(engine, which)
                     asked = chance.choice([least, chance.randint(least, most), most])
                     found = getattr(engine.resize(**{which: asked}), which)
                     assert found <= asked and (found == asked or asked not in (least, most))
@@ -93,12 +97,6 @@ def test_a_shrunk_cache_gives_its_pages_back_and_a_grown_one_reads_as_little_as_
     engine = start(JOB, ("nvme", "nvme"), tmp_path, resume="must", host_memory=PROMOTED)
     assert engine.global_steps == 7
     engine.destroy(remove=True)
-
-
-def least_of(engine: offload.Engine) -> int:
-    with pytest.raises(BudgetError, match=r"the host budget is .* the least that works is") as caught:
-        engine.resize(host_memory=1)
-    return int(str(caught.value).partition("the least that works is ")[2].partition("(")[2].split()[0])
 
 
 def test_a_budget_that_no_engine_can_have_is_an_error_before_anything_changes(

@@ -277,18 +277,18 @@ class HostArena:
         Raises:
             BudgetError: Before anything changes, if another engine of the process has taken the memory meanwhile.
         """
-        before, pinned = self._taken_bytes, "cache" in self._parts
+        before = self._taken_bytes
         classes = self.classes._replace(cache=cache)
         more = align_up(max(sum(classes), 1)) - before
         if more > 0:
             self._memory._extend(self, self._mapping, self._start + before, more, self._budget)
         # Unpinned first: another arena may take the memory, and pins those parts of it that its own device copies.
-        if pinned:
+        if "cache" in self._parts:
             self.pinned.pop("cache")
             self._mapping.device.unregister([self._parts.pop("cache")])
         self.classes = classes
         self.weights.space.resize(classes.weights + cache)
-        if pinned:
+        if cache and self._copied_cache:
             part = self._parts["cache"] = self._mapping.pages(*self._cache_to_pin())
             self.pinned["cache"] = self._mapping.device.register([part])[0]
         if more < 0:

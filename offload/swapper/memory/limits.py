@@ -61,9 +61,9 @@ def cgroup_limits() -> Iterator[MemoryLimit]:
     The used bytes do not include the kernel's cache of files, which gives way to allocations.
     """
     for place, group, version in _cgroups():
-        limits, used_name, of_files = ("memory.max", "memory.high"), "memory.current", ""
+        limits, used_name, of_files = ["memory.max", "memory.high"], "memory.current", ""
         if version == 1:  # rows that include the group's children have a prefix there
-            limits, used_name, of_files = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
+            limits, used_name, of_files = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"
         used = _read(f"{place}/{used_name}").strip()
         found = [(name, limit) for name in limits if (limit := _read(f"{place}/{name}").strip()).isdigit()]
         if used.isdigit() and found:
