@@ -164,12 +164,7 @@ class HostWatch:
             if self._grown:
                 self._calm, self._grown = min(2 * self._calm, _MOST_CALM), False
             self._readings.clear()
-            why = f"memory is short, {reading.name} leaves {format_size(max(reading.room, 0))}"
-            self._move(nbytes, why, wait=False)
-            if arena.nbytes >= nbytes + PAGE:
-                # Updates hold what is left. They end by themselves, and the next forward would wait for them anyway.
-                self._updates.come_to_rest(commit=False)
-                self._move(nbytes, why, wait=True)
+            self._shrink(nbytes, f"memory is short, {reading.name} leaves {format_size(max(reading.room, 0))}")
         elif nbytes > before:
             self._readings.clear()
             # Pages that no step has touched yet are in no reading.
@@ -177,13 +172,27 @@ class HostWatch:
                 if self._shards.dropped:
                     self._updates.come_to_rest(commit=False)
                 self._grown = True
-                self._move(nbytes, f"{format_size(reading.room)} of memory are free again", wait=True)
+                try:
+                    self._move(nbytes, f"{format_size(reading.room)} of memory are free again", wait=True)
+                except BudgetError as error:  # another engine has it, and the user can still ask for it
+                    self._most = before
+                    logger.info("host memory stays %s: %s", format_size(before), error)
 
     def give(self, nbytes: int) -> None:
-        """Gives about `nbytes` back at once, as far as clean pages allow it, and for good: each batch may need them."""
-        if self._watches and self._arena.classes.cache:
-            self._move(max(self._arena.nbytes - nbytes, self._arena.least), "a batch needs the memory", wait=False)
-            self._most = min(self._most, self._arena.nbytes)
+        """Gives `nbytes` back at once, as far as the budget has them, and for good: each batch may need them."""
+        arena = self._arena
+        if self._watches and arena.classes.cache:
+            # Not a few bytes for each layer.
+            self._shrink(max(arena.nbytes - max(nbytes, _MARGIN[0]), arena.least), "a batch needs the memory")
+            self._most = min(self._most, arena.nbytes)
+
+    def _shrink(self, nbytes: int, why: str) -> None:
+        """Gives back what is clean now, and then, if that is not enough, what updates hold."""
+        self._move(nbytes, why, wait=False)
+        if self._arena.nbytes >= nbytes + PAGE:
+            # calling thread: updates end by themselves, and the next use of their units would wait for them anyway.
+            self._updates.come_to_rest(commit=False)
+            self._move(nbytes, why, wait=True)
 
     def _untouched(self) -> int:
         return self._arena.nbytes - resident_bytes(self._arena.address, self._arena.nbytes)
