@@ -119,8 +119,7 @@ class EngineCore(EngineCallbacks):
             shards, need = components.shards, settings.device_need
             self.device_budget = DeviceBudget(module, components.pager, components.gradients, shards.device, need)
             self.sleeping = Sleep(components, self.device_budget)
-            here, watches = components.world.everyone.here, settings.config.offload.memory_watch
-            self.host_watch = HostWatch(shards, components.update_worker, here, watches)
+            self.host_watch = HostWatch(components, settings.config.offload.memory_watch)
             self.inputs = InputCast(device, components.shards.mode.weight_dtype, settings.config.casts_inputs)
             self.param_access = ParamAccess(components, self)
             self.pretrained_writer = PretrainedWriter(module, components)

@@ -12,8 +12,8 @@ A start knows neither the length of a batch nor the loss of a loop (`layout/peak
 will take. `HostWatch` moves the budget, and nothing else does: for the user (`Engine.resize`), for a call that finds
 memory short, and for `MemoryGuard`, whose batch has no room otherwise. A shrink evicts copies, so no bit changes.
 
-For the guard, the rest of both budgets, whose pages are not touched yet, counts as taken. A forward that raises changes
-nothing: its activations are freed with the error, and a smaller batch may follow.
+The rest of both budgets, whose pages are not touched yet, counts as taken. A forward that raises changes nothing: its
+activations are freed with the error, and a smaller batch may follow.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from torch import nn
 from offload.aio import resident_bytes
 from offload.aio.memory import release_heap
 from offload.engine.callbacks import EngineCallbacks, Extension
+from offload.engine.components import EngineComponents
 from offload.engine.params import handle_of
-from offload.engine.shards import LocalShards
-from offload.engine.update import Updates
 from offload.errors import BudgetError
 from offload.layout.peak_memory import CHUNK_TOKENS, BesideBudgets, PeakMemory
 from offload.layout.vocabulary import find_tables
@@ -53,8 +52,11 @@ _STALLED = 0.1
 """Share of the time in waits for memory from which it is short, although a few margins are free."""
 _CALM, _MOST_CALM = 8, 64
 """Readings without a shortage before the budget grows. After a shrink that follows a growth they are twice as many."""
-_PERIOD = 0.25
-"""Seconds between two readings at least: one takes some 0.3 ms."""
+_PACE = (0.02, 0.01)
+"""Seconds between two readings at least, and the share of a processor that readings take at most.
+
+A reading takes 0.3 ms, and a millisecond more for each GiB of the budget.
+"""
 
 
 class HostReading(NamedTuple):
@@ -64,7 +66,7 @@ class HostReading(NamedTuple):
     """The tightest limit, in words."""
     limit: int
     room: int
-    """Bytes that this process may still allocate; below 0, bytes beyond the limit."""
+    """Bytes that this process may still allocate beside its budgets; below 0, bytes beyond the limit."""
     stalled: float = 0.0
     """Share of the last seconds in which a process of the cgroup waited for memory."""
 
@@ -94,10 +96,20 @@ def next_host_budget(now: int, least: int, most: int, readings: Sequence[HostRea
     return min(most, now + room - 2 * newest.margin)
 
 
-def read_host_memory(processes: int) -> HostReading:
-    """Returns what the system reports now; `processes` share the memory of the machine and of cgroups evenly."""
+def read_host_memory(processes: int, untouched: int) -> HostReading:
+    """Returns what the system reports now; `processes` share the memory of the machine and of cgroups evenly.
+
+    `untouched` bytes of the budgets have not been written yet, and will be.
+    """
     limit = tightest_limit(processes)
-    return HostReading(str(limit), limit.nbytes, limit.room, stalled())
+    return HostReading(str(limit), limit.nbytes, limit.room - untouched, stalled())
+
+
+def untouched_bytes(host: HostArena, device: DeviceArena) -> int:
+    """Returns the bytes of both budgets in host memory whose pages were not written yet."""
+    blocks = [memory for _, memory in device.blocks if memory.device.type == "cpu"]
+    spans = [(host.address, host.nbytes), *((memory.data_ptr(), memory.numel()) for memory in blocks)]
+    return sum(nbytes - resident_bytes(address, nbytes) for address, nbytes in spans if nbytes)
 
 
 class HostWatch:
@@ -106,11 +118,11 @@ class HostWatch:
     `shards`, `pager` and the update worker know how their memory is given back; this class alone decides how much.
     """
 
-    def __init__(self, shards: LocalShards, updates: Updates, processes: int, watches: bool) -> None:
+    def __init__(self, components: EngineComponents, watches: bool) -> None:
         """Begins with the budget of the start. With `watches` False only `resize` changes it."""
-        self._shards, self._pager, self._updates = shards, shards.pager, updates
-        self._processes, self._watches = processes, watches
-        self._arena = shards.pager.host
+        self._shards, self._pager, self._updates = components.shards, components.pager, components.update_worker
+        self._gradients, self._processes = components.gradients, components.world.everyone.here
+        self._arena, self._watches = components.arena, watches
         self._most = self._arena.nbytes
         """Bytes to which the budget grows again: that of the start or of `resize`, less what a batch has needed."""
         self._readings: list[HostReading] = []
@@ -145,7 +157,7 @@ class HostWatch:
     def relieve(self) -> None:
         """Reads the limits, and moves the budget if memory is short or has been free for a while.
 
-        Every call of the engine begins with this. A reading is made a few times a second at most.
+        Every call of the engine begins with this. Not every call makes a reading.
         """
         arena = self._arena
         if (
@@ -154,8 +166,11 @@ class HostWatch:
             or time.monotonic() < self._next
         ):
             return
-        reading = read_host_memory(self._processes)
-        self._next = time.monotonic() + _PERIOD
+        began = time.thread_time()
+        # A gradient in autograd's own tensor is in the usage, and its place in the budget is not touched.
+        untouched = untouched_bytes(arena, self._pager.arena) - self._gradients.kept_nbytes
+        reading = read_host_memory(self._processes, max(untouched, 0))
+        self._next = time.monotonic() + max(_PACE[0], (time.thread_time() - began) / _PACE[1])
         self._readings = [*self._readings[1 - self._calm :], reading]
         before = arena.nbytes
         most = min(self._most, arena.most)
@@ -167,16 +182,14 @@ class HostWatch:
             self._shrink(nbytes, f"memory is short, {reading.name} leaves {format_size(max(reading.room, 0))}")
         elif nbytes > before:
             self._readings.clear()
-            # Pages that no step has touched yet are in no reading.
-            if self._untouched() <= reading.margin:
-                if self._shards.dropped:
-                    self._updates.come_to_rest(commit=False)
-                self._grown = True
-                try:
-                    self._move(nbytes, f"{format_size(reading.room)} of memory are free again", wait=True)
-                except BudgetError as error:  # another engine has it, and the user can still ask for it
-                    self._most = before
-                    logger.info("host memory stays %s: %s", format_size(before), error)
+            if self._shards.dropped:
+                self._updates.come_to_rest(commit=False)
+            self._grown = True
+            try:
+                self._move(nbytes, f"{format_size(reading.room)} of memory are free again", wait=True)
+            except BudgetError as error:  # another engine has it, and the user can still ask for it
+                self._most = before
+                logger.info("host memory stays %s: %s", format_size(before), error)
 
     def give(self, nbytes: int) -> None:
         """Gives `nbytes` back at once, as far as the budget has them, and for good: each batch may need them."""
@@ -193,9 +206,6 @@ class HostWatch:
             # calling thread: updates end by themselves, and the next use of their units would wait for them anyway.
             self._updates.come_to_rest(commit=False)
             self._move(nbytes, why, wait=True)
-
-    def _untouched(self) -> int:
-        return self._arena.nbytes - resident_bytes(self._arena.address, self._arena.nbytes)
 
     def _move(self, nbytes: int, why: str, wait: bool) -> None:
         """Moves the end of the budget; with `wait`, no update is under way, and the end gets where it should."""
@@ -331,9 +341,7 @@ class MemoryGuard(Extension):
 
     def _reserve(self) -> int:
         """Returns the bytes that the process will take beside the activations of this forward."""
-        blocks = [(memory.data_ptr(), memory.numel()) for _, memory in self._arena.blocks]
-        spans = [(self._host.address, self._host.nbytes), *blocks]
-        rest = sum(nbytes - resident_bytes(address, nbytes) for address, nbytes in spans if nbytes)
+        rest = untouched_bytes(self._host, self._arena)
         backward = self._peak.gradients + self._peak.sums + self._second if torch.is_grad_enabled() else 0
         return rest + backward + self._peak.copy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +78,7 @@ class Machine:
         self.engine: offload.Engine | None = None
         self.high = "max"
         testing.replace(monkeypatch, "machine.system_file", self.read)
-        testing.replace(monkeypatch, "memory.reading_period", 0.0)
+        testing.replace(monkeypatch, "memory.reading_pace", (0.0, math.inf))
 
     @property
     def used(self) -> int:
@@ -171,7 +172,7 @@ def test_without_a_watch_the_budget_stays(machine: Machine, tmp_path: Path) -> N
 
 def test_a_batch_without_room_gets_the_cache(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The readings of the watch are calm here: only the guard of batches looks at the limit."""
-    testing.replace(monkeypatch, "memory.reading", lambda processes: reading(GIB))
+    testing.replace(monkeypatch, "memory.reading", lambda processes, untouched: reading(GIB))
     for watch in (False, True):
         machine.high = "max"
         engine = machine.engine = start(JOB, ("nvme", "nvme"), tmp_path, host_memory=BUDGET, memory_watch=watch)
