@@ -15,7 +15,19 @@ from offload.errors import BudgetError, ConfigError, UsageError
 from offload.sizes import KIB, MIB
 from offload.states import State
 from tests.support import models
-from tests.support.oracle import PLACEMENTS, assert_same, room_for, run, small_pieces, start, train_step, trained
+from tests.support.oracle import (
+    PLACEMENTS,
+    Job,
+    Result,
+    assert_same,
+    room_for,
+    run,
+    small_pieces,
+    start,
+    train_step,
+    trained,
+)
+from tests.support.ranks.rank_pool import shared_pool
 
 JOB = models.GPT2._replace(steps=4, dtype="bf16")
 PROMOTED = 4 * MIB
@@ -177,3 +189,27 @@ def test_another_engine_may_take_what_was_given_back(tmp_path: Path, monkeypatch
     assert first.resize(host_memory=before).host_memory == before
     assert_same(trained(first, JOB), expected)
     first.destroy(remove=True)
+
+
+def change_between_steps(job: Job, folder: Path, changes: bool) -> Result:
+    """Trains on one of several ranks. The device's budget falls to the least and rises again, the host's too."""
+    engine = start(job, ("nvme", "nvme"), folder, host_memory=16 * MIB, debug={"poison": False})
+    first = engine.resize()
+
+    def step(engine: Any, job: Any, number: int) -> float:
+        if changes:
+            for which, most in first._asdict().items():
+                engine.resize(**{which: most if number % 2 else least_of(engine, which)})
+        return train_step(engine, job, number)
+
+    result = trained(engine, job, step)
+    engine.destroy(remove=True)
+    return result
+
+
+@pytest.mark.slow
+def test_ranks_change_their_budgets_together(tmp_path: Path) -> None:
+    with shared_pool(2) as two:
+        calm, changed = (two.run(change_between_steps, JOB, tmp_path / str(how), how) for how in (False, True))
+    for result, expected in zip(changed, calm, strict=True):
+        assert_same(result, expected)
