@@ -444,6 +444,8 @@ POINTS: Mapping[str, Sequence[str]] = {
     "probe.stored": ("offload.hardware.probe:kept",),
     "probe.largest_spread": ("offload.hardware.probe:FAR",),
     "probe.least_rate": ("offload.hardware.probe:SLOWEST",),
+    "memory.reading": ("offload.engine.memory_guard:read_host_memory",),
+    "memory.reading_pace": ("offload.engine.memory_guard:_PACE",),
     "memory.free": (
         "offload.engine.access:free_host_memory",
         "offload.engine.edits:free_host_memory",

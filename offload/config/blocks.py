@@ -1225,6 +1225,12 @@ class OffloadBlock(Block):
         description="device budget for weights, as '8GiB', or '50%': that share of the model's weights stays on the "
         "device; default: states in the tier none, and three of the largest unit",
     )
+    memory_watch: bool = Field(
+        True,
+        description="give clean pages of host_memory back where a limit of memory is near (the machine's, a cgroup's, "
+        "its memory.high), and take them again later; false: the budget stays as it is. See "
+        "concepts/memory-budgets.md",
+    )
     durability: Literal["auto", "step", "none"] | Every = Field(
         "auto",
         description='step: every step survives a kill; {"every": 10}: every tenth; none: no resume, and fewer bytes on '

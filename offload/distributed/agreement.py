@@ -125,6 +125,8 @@ class Collective(enum.IntEnum):
     """Read of a parameter's state, or replacement of its gradient."""
     SLEEP = 10
     """Return of the memory to others, between steps."""
+    RESIZE = 11
+    """Change of the budgets, between steps."""
 
 
 class RankIntent(NamedTuple):
@@ -185,6 +187,7 @@ _DOES = {
     Collective.LOAD: "loads a checkpoint",
     Collective.LOOK: "accesses a state of a parameter",
     Collective.SLEEP: "gives its memory back (engine.sleep)",
+    Collective.RESIZE: "changes its budgets (engine.resize)",
 }
 
 
@@ -551,7 +554,7 @@ class Rounds(Agreement):
                     if kind is Collective.USE:  # all uses are ready, this one among them
                         return intents
                 elif choice.next.same(announcement):
-                    if kind in (Collective.STEP, Collective.EDIT, Collective.LOAD, Collective.SLEEP):
+                    if kind in (Collective.STEP, Collective.EDIT, Collective.LOAD, Collective.SLEEP, Collective.RESIZE):
                         self._gathers.forget()
                     return intents
                 else:

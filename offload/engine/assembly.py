@@ -315,7 +315,7 @@ def _components(
         )
         undo.callback(weights.remove)
         extensions: list[Extension] = [schedule]
-        for extension in _extensions(plan, model, handles, gradients, pager, host, arena):
+        for extension in _extensions(plan, model, handles, gradients, pager, host, arena, callbacks):
             undo.callback(extension.remove)
             extensions.append(extension)
 
@@ -653,6 +653,7 @@ def _extensions(
     pager: Pager,
     host: HostArena,
     arena: DeviceArena,
+    callbacks: EngineCallbacks,
 ) -> Iterator[Extension]:
     """Yields the features that are installed on the model; each is built after the one before."""
     quantized = [segment.name for layout in plan.layouts for segment in layout.segments if segment.inner]
@@ -673,7 +674,7 @@ def _extensions(
     if plan.config.comms_logger.enabled:
         yield CommunicationLog(plan.world)
     if plan.device.host_addressable:
-        yield MemoryGuard(model, plan.placement.peak, host, arena, plan.world.everyone.here)
+        yield MemoryGuard(model, plan.placement.peak, host, arena, plan.world.everyone.here, callbacks)
 
 
 class CommunicationLog(Extension):

@@ -70,6 +70,9 @@ class EngineCallbacks(Protocol):
         Called on the other engine's thread.
         """
 
+    def give_host_memory(self, nbytes: int) -> None:
+        """Gives about `nbytes` of the host budget back to the system, as far as clean pages allow it at once."""
+
     def leave_weights(self) -> None:
         """Gives up the weights that a backward viewed last, unless a graph holds them. Called on an autograd thread."""
 

@@ -1,4 +1,4 @@
-"""Grows the device arena after the first step, shrinks it, and gives advice when the device is out of memory.
+"""Grows the device arena after the first step, resizes it, and gives advice when the device is out of memory.
 
     first step     ─► torch's allocator shows the memory that activations took ─► the arena grows into the memory that
                       they left free, for all units, and beyond that for gradients that accumulate on the device
@@ -31,14 +31,15 @@ from offload.distributed.agreement import Collective, all_or_nothing
 from offload.engine.components import EngineComponents
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.snapshot import GeneratorStates
+from offload.engine.unit_views import UnitViews
 from offload.errors import BudgetError, UsageError
 from offload.interrupts import uninterrupted
 from offload.layout.peak_memory import PeakMemory
-from offload.layout.placement import ArenaHistory, DeviceNeed, next_growth
-from offload.sizes import count_of, format_size
+from offload.layout.placement import ArenaHistory, DeviceNeed, next_growth, room_for_share, taken_by_others
+from offload.sizes import PAGE, align_up, count_of, format_size, parse_percent
 from offload.states import State, Tier
 from offload.swapper.memory.device import Device, DeviceRoom, empty_cache, memory_stats, shortages
-from offload.swapper.memory.device_arena import DeviceArena
+from offload.swapper.memory.device_arena import DeviceArena, check_budget
 from offload.swapper.memory.host_arena import HostArena, process_memory
 from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.pager import Pager
@@ -76,6 +77,7 @@ _TURNS = _Reason("several micro-batches keep their activations at once from now 
 _FAILED = _Reason("the device was out of memory", short=True)
 _RETRIED = _Reason("the last step was short of device memory", short=True)
 _REPEATED = _Reason("the device was out of memory in a forward, which runs once more", short=True)
+_TAKEN = _Reason("another process has taken memory of the device that activations need", short=False)
 
 
 class DeviceBudget:
@@ -109,6 +111,8 @@ class DeviceBudget:
             self._give_back(self._owed)
         elif self._history.grown and shortages(self._device.torch) != self._seen:
             self._give_back(_RETRIED)
+        elif taken_by_others(self._device.room(), self._history):
+            self._give_back(_TAKEN)
 
     def relieve(self) -> None:
         """Returns memory to torch if an earlier call ran out of memory, or had to postpone a return.
@@ -142,6 +146,59 @@ class DeviceBudget:
         nbytes = self._give_back(_ASKED)
         empty_cache(self._device.torch)
         return nbytes
+
+    def bytes_of(self, size: int | str) -> int:
+        """Returns the bytes of a budget, given as bytes or as a percentage of the weights that stay on the device.
+
+        Raises:
+            BudgetError: The engine cannot have this budget, by the sizes alone.
+            ConfigError: A percentage of the weights is asked for, and none come and go.
+        """
+        arena, kept, need = self._pager.arena, self._pager.device_kept(), self._need
+        share = parse_percent(size)
+        if share is None:
+            nbytes = int(size)
+        else:
+            resident = sum(unit.nbytes for unit in self._pager.sizes if unit.device_resident)
+            paged = sum(align_up(unit.nbytes) for unit in self._pager.sizes if not unit.device_resident)
+            nbytes = kept + room_for_share(share, resident, paged, need.unit)
+            nbytes = nbytes if arena.most is None else min(nbytes, max(arena.most, kept + need.together))
+        check_budget(
+            "the device budget",
+            nbytes,
+            min(kept + need.together, arena.nbytes),
+            "it holds all that stays there, and the largest unit that comes and goes",
+        )
+        if arena.most is not None and nbytes > arena.most:
+            raise BudgetError(
+                f"the device budget of {format_size(nbytes)} is larger than that of the start, "
+                f"{format_size(arena.most)}, and host memory is mapped at the start alone: start with a larger "
+                '"device_memory", and make it smaller afterwards'
+            )
+        room = self._device.room()
+        have = room.free + room.kept + arena.nbytes
+        if 0 < sum(room) and have < nbytes:
+            raise BudgetError(
+                f"the device budget of {format_size(nbytes)} has no room: {format_size(have)} of the device are free, "
+                "or this budget's already"
+            )
+        return nbytes // PAGE * PAGE
+
+    @uninterrupted
+    def resize(self, nbytes: int, unit_views: UnitViews) -> None:
+        """Gives the arena `nbytes`, a result of `bytes_of`, for good. No view of weights is alive.
+
+        Raises `BudgetError` if the device refuses the memory; the arena then keeps its size.
+        """
+        before = self._pager.arena.nbytes
+        self._pager.forget()  # all ranks are here
+        self.release()
+        # Parameters of units that stay on the device use the arena's memory, even outside of forward and backward.
+        unit_views.vacate()
+        self._history = ArenaHistory(peak=self._history.peak, wait=None)
+        self._pager.resize_device(nbytes)
+        self._pager.prefetch()
+        logger.info("device memory goes from %s to %s, as asked", format_size(before), format_size(nbytes))
 
     def _grow(self) -> None:
         arena, room = self._pager.arena, self._device.room()
@@ -453,6 +510,31 @@ class FreedBytes(NamedTuple):
     """Resident bytes of pinned host memory."""
 
 
+def check_unused(components: EngineComponents, call: str, micro_batches: int) -> None:
+    """Raises `UsageError` if the memory of the device is in use, so that `call` cannot move it. Changes nothing."""
+
+    def inputs_held() -> bool:
+        return any(row["used"] for row in components.activations.bytes_by_tier().values())
+
+    # Gradients of an aborted backward count, as in torch.
+    components.gradients.end_backward()
+    units = range(len(components.layouts))
+    if micro_batches or any(components.gradients.present(unit) for unit in units):
+        raise UsageError(
+            f"{call} was called while gradients wait for step(): call it after step(), or drop the gradients by "
+            "zero_grad()"
+        )
+    # A tensor over freed memory would read the bytes of its next owner, or end the process.
+    components.unit_views.settle(stays=True)
+    if inputs_held():
+        gc.collect()  # a dead cycle, such as an exception's frames, may hold a graph
+    if inputs_held():
+        raise UsageError(
+            f"{call} was called between a forward and its backward, for which the engine holds inputs of blocks: run "
+            "the backward and step() first, or drop the loss"
+        )
+
+
 class Sleep:
     """The sleep of one engine. Belongs to the thread that runs the model."""
 
@@ -479,31 +561,11 @@ class Sleep:
 
     def _check(self, micro_batches: int) -> None:
         """Raises if the engine cannot sleep now. Changes nothing."""
-        components = self._components
-        # Gradients of an aborted backward count, as in torch.
-        components.gradients.end_backward()
-        units = range(len(components.layouts))
-        if micro_batches or any(components.gradients.present(unit) for unit in units):
-            raise UsageError(
-                "sleep was called while gradients wait for step(): call it after step(), or drop the gradients by "
-                "zero_grad()"
-            )
-        # A tensor over freed memory would read the bytes of its next owner, or end the process.
-        components.unit_views.settle(stays=True)
-        if self._inputs_held():
-            gc.collect()  # a dead cycle, such as an exception's frames, may hold a graph
-        if self._inputs_held():
-            raise UsageError(
-                "sleep was called between a forward and its backward, for which the engine holds inputs of blocks: run "
-                "the backward and step() first, or drop the loss"
-            )
+        check_unused(self._components, "sleep", micro_batches)
         need = sum(nbytes for _, nbytes in self._without_files(Tier.DEVICE))
         self._check_room(
-            0 if components.shards.device.host_addressable else need, "what no file contains of the device"
+            0 if self._components.shards.device.host_addressable else need, "what no file contains of the device"
         )
-
-    def _inputs_held(self) -> bool:
-        return any(row["used"] for row in self._components.activations.bytes_by_tier().values())
 
     @staticmethod
     def _check_room(nbytes: int, of: str) -> None:
@@ -568,6 +630,7 @@ class Sleep:
         """Drops all cached weights, sets partitions aside, gives the device arena back, and returns the bytes."""
         components, arena = self._components, self._components.pager.arena
         before = _resident(arena)
+        components.pager.forget()  # all ranks sleep
         self._device_budget.release()
         # Parameters of units that stay on the device use the arena's memory, even outside of forward and backward.
         components.unit_views.vacate()

@@ -32,6 +32,7 @@ from offload.checkpoint.load import LoadOptions
 from offload.checkpoint.manager import Checkpoints
 from offload.checkpoint.save import SaveRequest
 from offload.config.blocks import unpacked
+from offload.distributed.agreement import Collective, all_or_nothing
 from offload.distributed.process_group import Communication
 from offload.engine import step
 from offload.engine.access import OptimizerStates, ParamAccess
@@ -39,10 +40,19 @@ from offload.engine.callbacks import Edit, EngineCallbacks
 from offload.engine.compiled_blocks import compile_blocks
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import InputCast, Loader, check_data, load
-from offload.engine.device_budget import DeviceBudget, FreedBytes, MemoryReport, Sleep, base_bytes, memory_report
+from offload.engine.device_budget import (
+    DeviceBudget,
+    FreedBytes,
+    MemoryReport,
+    Sleep,
+    base_bytes,
+    check_unused,
+    memory_report,
+)
 from offload.engine.dtype_mismatch import fp32_needed
 from offload.engine.gradients import ZeroGrad
 from offload.engine.keywords import refuse
+from offload.engine.memory_guard import HostWatch
 from offload.engine.micro_batches import MicroBatchGenerators, StageCalls
 from offload.engine.optimizer import Optimizer
 from offload.engine.shutdown import Shutdown
@@ -58,7 +68,7 @@ from offload.layout.pass_order import Schedule
 from offload.model_io.save import PretrainedWriter, SaveOptions
 from offload.notices import Headline, announce
 from offload.schedules import set_values
-from offload.sizes import count_of, format_size
+from offload.sizes import count_of, format_size, parse_percent, parse_size
 from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.prefetch import PrefetchStats
 from offload.swapper.store import DriveWrites
@@ -109,6 +119,7 @@ class EngineCore(EngineCallbacks):
             shards, need = components.shards, settings.device_need
             self.device_budget = DeviceBudget(module, components.pager, components.gradients, shards.device, need)
             self.sleeping = Sleep(components, self.device_budget)
+            self.host_watch = HostWatch(components, settings.config.offload.memory_watch)
             self.inputs = InputCast(device, components.shards.mode.weight_dtype, settings.config.casts_inputs)
             self.param_access = ParamAccess(components, self)
             self.pretrained_writer = PretrainedWriter(module, components)
@@ -185,6 +196,34 @@ class EngineCore(EngineCallbacks):
         self.check() if self.sleeping.asleep else self.enter_between_steps("sleep")
         return self.sleeping.sleep(host, self.accumulation.count)
 
+    def resize(self, host: int | str | None, device: int | str | None) -> Budgets:
+        """Changes the budgets; see `ModelEngine.resize`."""
+        host_nbytes = None if host is None else parse_size(host)
+        if device is not None and parse_percent(device) is None:
+            device = parse_size(device)
+        self.enter_between_steps("resize")
+        components, sizes = self.components, dict[str, int]()
+
+        def check() -> None:
+            if host_nbytes is not None:
+                self.host_watch.check(host_nbytes, self.state.settings.config.offload.host_memory)
+                sizes["host"] = host_nbytes
+            if device is not None:
+                check_unused(components, "resize", self.accumulation.count)
+                sizes["device"] = self.device_budget.bytes_of(device)
+
+        # A collective: ranks rely on the units that are on each other's devices.
+        with all_or_nothing(components.agreement, Collective.RESIZE, "resize") as ranks:
+            ranks.settle(check)
+            ranks.settle(lambda: self._resize(sizes))
+        return Budgets(components.arena.nbytes, components.pager.arena.nbytes)
+
+    def _resize(self, sizes: Mapping[str, int]) -> None:
+        if "host" in sizes:
+            self.host_watch.resize(sizes["host"])
+        if "device" in sizes:
+            self.device_budget.resize(sizes["device"], self.components.unit_views)
+
     @uninterrupted
     def _begin(self) -> None:
         """Checks the engine, clears the remains of an aborted call, and delivers the blob that a commit waits for."""
@@ -203,6 +242,7 @@ class EngineCore(EngineCallbacks):
         progress = self.state.after_step
         if self.components.update_worker.wants_blob and progress is not None:
             self.components.update_worker.deliver_blob(progress.pack())
+        self.host_watch.relieve()
 
     def run_model(self, args: Any, kwargs: Any) -> Any:
         """Runs the model and returns its output. If device memory runs out, the device budget may run it once more.
@@ -404,6 +444,9 @@ class EngineCore(EngineCallbacks):
         assert handle is not None, "the caller owns the parameter"
         return self.param_access.read_weight(handle)
 
+    def give_host_memory(self, nbytes: int) -> None:
+        self.host_watch.give(nbytes)
+
     def leave_weights(self) -> None:
         self.components.unit_views.end_recent()
 
@@ -419,6 +462,13 @@ class EngineCore(EngineCallbacks):
 
 
 # -- any engine ----------------------------------------------------------------------------------------
+
+
+class Budgets(NamedTuple):
+    """The budgets of an engine, in bytes."""
+
+    host_memory: int
+    device_memory: int
 
 
 class IoBytes(NamedTuple):
@@ -524,6 +574,33 @@ class ModelEngine:
     def asleep(self) -> bool:
         """True after `sleep`, until the engine has its memory again."""
         return self._core.sleeping.asleep
+
+    def resize(self, host_memory: int | str | None = None, device_memory: int | str | None = None) -> Budgets:
+        """Makes the budgets smaller or larger between steps. Bits do not change. Every rank calls it.
+
+        A smaller host budget gives memory back to the system at once: the end of the cache, whose weights and promoted
+        states are on the drives too. States whose tier is HOST stay. A larger one takes memory again, up to the budget
+        of the start, and reads promoted states back. A smaller or larger device budget lets fewer or more units stay
+        on the device, whose copies of weights are dropped by this call. On a GPU such a budget never grows by itself
+        again; on a CPU it can be at most that of the start.
+
+        Args:
+            host_memory: the host budget of this engine: bytes, or text such as "8GiB". None keeps it.
+            device_memory: the device budget: bytes, text such as "8GiB", or "50%", the share of the weights that stays
+                on the device. None keeps it.
+
+        Returns:
+            The budgets from now on, in bytes. They are at most those that were asked for.
+
+        Raises:
+            ConfigError: if an argument is no size.
+            UsageError: if a forward or a backward is running; for `device_memory` also if gradients wait for a step, or
+                if a view of weights or the graph of a forward is held. Nothing has changed then.
+            BudgetError: if a budget is below the least that works, which the error names, or larger than the engine can
+                have. Nothing has changed then, except if the system or the device refuses memory that was free before.
+            IoError: if a promoted state cannot be read back.
+        """
+        return self._core.resize(host_memory, device_memory)
 
     def sleep(self, host: bool = False) -> FreedBytes:
         """Gives the engine's device memory back between steps, for others to use, such as an engine that generates.

@@ -373,6 +373,13 @@ class HostGradients:
         """Returns the kept gradients of a unit, (numel,) each, by segment; all others are in the host buffer."""
         return self._kept.get(unit, {})
 
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of the gradients that are kept."""
+        # calling thread: the update thread may drop some meanwhile.
+        units = [list(kept.values()) for kept in list(self._kept.values())]
+        return sum(gradient.nbytes for gradients in units for gradient in gradients)
+
     def drop_kept(self, unit: int, segment: int | None = None) -> None:
         """Drops the kept gradients of a unit, or that of one parameter."""
         if segment is None:
@@ -929,6 +936,11 @@ class GradientAccumulator:
             read = self.spill.read(unit, start, stop, room.buffer[offset:end])
             return room.tensor(torch.uint8)[offset:end].view(self.dtypes.stored), (read,)
         return self._host.values(unit, start, stop), ()
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of gradients in autograd's own tensors, whose places in the host budget take no memory meanwhile."""
+        return self._host.kept_nbytes
 
     def kept(self, unit: int, start: int, stop: int) -> Mapping[int, torch.Tensor]:
         """Returns the kept gradients in elements [start, stop) of `unit`, (n,) each, by segment; only read.

@@ -1,12 +1,16 @@
-"""A guard against the limit of host memory, where the CPU computes: an error in place of a kill by the kernel.
+"""A watch over host memory: the budget gives way before the kernel kills, and a batch without room is an error.
 
-A start knows neither the length of a batch nor the loss of a loop (`layout/peak_memory.py`). So the first forward of a
-batch that is larger than all before it looks at the free memory:
+    each call of the engine  ─► where memory is short, the host budget shrinks by clean copies of weights and states,
+                                which are on the drives too. It grows again when calls have left memory free for a while
+    a batch larger than all before it, where the CPU computes:
+        before the model       ─► far more is free than any activations of this batch take: nothing more to look at.
+                                  Else malloc keeps no large block that is freed, from now on
+        before a layer         ─► free memory must hold the layer's results, and all that the backward will take
+        before a chunked loss  ─► the same for the logits of one chunk, and for the head's gradient in fp32
 
-    before the model       ─► far more is free than any activations of this batch take: nothing more to look at.
-                              Else malloc keeps no large block that is freed, from now on
-    before a layer         ─► free memory must hold the layer's results, and all that the backward will take
-    before a chunked loss  ─► the same for the logits of one chunk, and for the head's gradient in fp32
+A start knows neither the length of a batch nor the loss of a loop (`layout/peak_memory.py`), nor what other processes
+will take. `HostWatch` moves the budget, and nothing else does: for the user (`Engine.resize`), for a call that finds
+memory short, and for `MemoryGuard`, whose batch has no room otherwise. A shrink evicts copies, so no bit changes.
 
 The rest of both budgets, whose pages are not touched yet, counts as taken. A forward that raises changes nothing: its
 activations are freed with the error, and a smaller batch may follow.
@@ -14,8 +18,10 @@ activations are freed with the error, and a smaller batch may follow.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,16 +29,199 @@ from torch import nn
 
 from offload.aio import resident_bytes
 from offload.aio.memory import release_heap
-from offload.engine.callbacks import Extension
+from offload.engine.callbacks import EngineCallbacks, Extension
+from offload.engine.components import EngineComponents
 from offload.engine.params import handle_of
 from offload.errors import BudgetError
 from offload.layout.peak_memory import CHUNK_TOKENS, BesideBudgets, PeakMemory
 from offload.layout.vocabulary import find_tables
-from offload.sizes import format_size
-from offload.swapper.memory.device_arena import DeviceArena
+from offload.sizes import GIB, MIB, PAGE, format_size
+from offload.swapper.memory.device_arena import DeviceArena, check_budget
 from offload.swapper.memory.host_arena import HostArena
-from offload.swapper.memory.limits import tightest_limit
+from offload.swapper.memory.limits import stalled, tightest_limit
 from offload.torch_internals import inside_backward, outside_of_compiled_code, tree_leaves
+
+logger = logging.getLogger("offload")
+
+# -- host budget ---------------------------------------------------------------------------------------
+
+
+_MARGIN, _MARGIN_SHARE = range(64 * MIB, GIB + 1), 1 / 32
+"""Bytes that stay free below the tightest limit: this share of the limit, within these bounds."""
+_STALLED = 0.1
+"""Share of the time in waits for memory from which it is short, although a few margins are free."""
+_CALM, _MOST_CALM = 8, 64
+"""Readings without a shortage before the budget grows. After a shrink that follows a growth they are twice as many."""
+_PACE = (0.02, 0.01)
+"""Seconds between two readings at least, and the share of a processor that readings take at most.
+
+A reading takes 0.3 ms, and a millisecond more for each GiB of the budget.
+"""
+
+
+class HostReading(NamedTuple):
+    """What the system reports about host memory at one moment."""
+
+    name: str
+    """The tightest limit, in words."""
+    limit: int
+    room: int
+    """Bytes that this process may still allocate beside its budgets; below 0, bytes beyond the limit."""
+    stalled: float = 0.0
+    """Share of the last seconds in which a process of the cgroup waited for memory."""
+
+    @property
+    def margin(self) -> int:
+        """Bytes that should stay free."""
+        return max(_MARGIN[0], min(int(self.limit * _MARGIN_SHARE), _MARGIN[-1]))
+
+    @property
+    def short(self) -> bool:
+        """True if memory is short: little is free, or not much is, and processes wait for it."""
+        return self.room < self.margin or (self.stalled >= _STALLED and self.room < 4 * self.margin)
+
+
+def next_host_budget(now: int, least: int, most: int, readings: Sequence[HostReading], calm: int = _CALM) -> int:
+    """Returns the bytes of the host budget, between `least` and `most`, after `readings`, the newest last.
+
+    Where memory is short, two margins are free after the shrink. The budget grows after `calm` readings of which none
+    had less than three margins free, into what all of them had free beyond two. So a growth alone makes nothing short.
+    """
+    newest = readings[-1]
+    if newest.short:
+        return max(least, now - max(2 * newest.margin - newest.room, newest.margin))
+    room = min(reading.room for reading in readings[-calm:])
+    if len(readings) < calm or room < 3 * newest.margin:
+        return now
+    return min(most, now + room - 2 * newest.margin)
+
+
+def read_host_memory(processes: int, untouched: int) -> HostReading:
+    """Returns what the system reports now; `processes` share the memory of the machine and of cgroups evenly.
+
+    `untouched` bytes of the budgets have not been written yet, and will be.
+    """
+    limit = tightest_limit(processes)
+    return HostReading(str(limit), limit.nbytes, limit.room - untouched, stalled())
+
+
+def untouched_bytes(host: HostArena, device: DeviceArena) -> int:
+    """Returns the bytes of both budgets in host memory whose pages were not written yet."""
+    blocks = [memory for _, memory in device.blocks if memory.device.type == "cpu"]
+    spans = [(host.address, host.nbytes), *((memory.data_ptr(), memory.numel()) for memory in blocks)]
+    return sum(nbytes - resident_bytes(address, nbytes) for address, nbytes in spans if nbytes)
+
+
+class HostWatch:
+    """The size of one engine's host budget. Belongs to the thread that runs the model.
+
+    `shards`, `pager` and the update worker know how their memory is given back; this class alone decides how much.
+    """
+
+    def __init__(self, components: EngineComponents, watches: bool) -> None:
+        """Begins with the budget of the start. With `watches` False only `resize` changes it."""
+        self._shards, self._pager, self._updates = components.shards, components.pager, components.update_worker
+        self._gradients, self._processes = components.gradients, components.world.everyone.here
+        self._arena, self._watches = components.arena, watches
+        self._most = self._arena.nbytes
+        """Bytes to which the budget grows again: that of the start or of `resize`, less what a batch has needed."""
+        self._readings: list[HostReading] = []
+        self._next = 0.0
+        """Time of the next reading."""
+        self._calm, self._grown = _CALM, False
+
+    def check(self, nbytes: int, configured: int | None) -> None:
+        """Raises `BudgetError` if the budget cannot have `nbytes`. `configured` is "host_memory" of the config."""
+        arena = self._arena
+        check_budget(
+            "the host budget",
+            nbytes,
+            arena.least,
+            "it holds the states whose tier is the host, gradients, tiles, and two buffers of weights: a start with a "
+            'smaller "host_memory" places states on nvme instead',
+        )
+        # The config may allow more than there is a use for.
+        if nbytes > max(arena.most, configured or 0):
+            raise BudgetError(
+                f"the host budget of {format_size(nbytes)} is larger than that of the start, "
+                f"{format_size(arena.most)}, and host memory is mapped at the start alone: start with a larger "
+                '"host_memory", and make it smaller afterwards'
+            )
+
+    def resize(self, nbytes: int) -> None:
+        """Gives the budget `nbytes` from now on, at most that of the start. No update may be under way."""
+        self._most = min(nbytes, self._arena.most)
+        self._readings.clear()
+        self._move(nbytes, "as asked", wait=True)
+
+    def relieve(self) -> None:
+        """Reads the limits, and moves the budget if memory is short or has been free for a while.
+
+        Every call of the engine begins with this. Not every call makes a reading.
+        """
+        arena = self._arena
+        if (
+            not self._watches
+            or (not arena.classes.cache and arena.nbytes >= self._most)
+            or time.monotonic() < self._next
+        ):
+            return
+        began = time.thread_time()
+        # A gradient in autograd's own tensor is in the usage, and its place in the budget is not touched.
+        untouched = untouched_bytes(arena, self._pager.arena) - self._gradients.kept_nbytes
+        reading = read_host_memory(self._processes, max(untouched, 0))
+        self._next = time.monotonic() + max(_PACE[0], (time.thread_time() - began) / _PACE[1])
+        self._readings = [*self._readings[1 - self._calm :], reading]
+        before = arena.nbytes
+        most = min(self._most, arena.most)
+        nbytes = next_host_budget(before, arena.least, most, self._readings, self._calm)
+        if nbytes < before:
+            if self._grown:
+                self._calm, self._grown = min(2 * self._calm, _MOST_CALM), False
+            self._readings.clear()
+            self._shrink(nbytes, f"memory is short, {reading.name} leaves {format_size(max(reading.room, 0))}")
+        elif nbytes > before:
+            self._readings.clear()
+            if self._shards.dropped:
+                self._updates.come_to_rest(commit=False)
+            self._grown = True
+            try:
+                self._move(nbytes, f"{format_size(reading.room)} of memory are free again", wait=True)
+            except BudgetError as error:  # another engine has it, and the user can still ask for it
+                self._most = before
+                logger.info("host memory stays %s: %s", format_size(before), error)
+
+    def give(self, nbytes: int) -> None:
+        """Gives `nbytes` back at once, as far as the budget has them, and for good: each batch may need them."""
+        arena = self._arena
+        if self._watches and arena.classes.cache:
+            # Not a few bytes for each layer.
+            self._shrink(max(arena.nbytes - max(nbytes, _MARGIN[0]), arena.least), "a batch needs the memory")
+            self._most = min(self._most, arena.nbytes)
+
+    def _shrink(self, nbytes: int, why: str) -> None:
+        """Gives back what is clean now, and then, if that is not enough, what updates hold."""
+        self._move(nbytes, why, wait=False)
+        if self._arena.nbytes >= nbytes + PAGE:
+            # calling thread: updates end by themselves, and the next use of their units would wait for them anyway.
+            self._updates.come_to_rest(commit=False)
+            self._move(nbytes, why, wait=True)
+
+    def _move(self, nbytes: int, why: str, wait: bool) -> None:
+        """Moves the end of the budget; with `wait`, no update is under way, and the end gets where it should."""
+        arena, before = self._arena, self._arena.nbytes
+        cache = max(0, min(nbytes, arena.most) - arena.least) // PAGE * PAGE
+        if cache < arena.classes.cache:
+            self._pager.shrink_host(cache, self._updates.drop_spare, wait)
+        elif cache > arena.classes.cache:
+            self._shards.grow_host(cache)
+        if arena.nbytes != before:
+            verb = "shrinks" if arena.nbytes < before else "grows"
+            logger.info("host memory %s from %s to %s: %s", verb, format_size(before), format_size(arena.nbytes), why)
+
+
+# -- batches -------------------------------------------------------------------------------------------
+
 
 _FP32 = 4
 _OF_LAYER = 2
@@ -68,9 +257,18 @@ class _Layer(NamedTuple):
 class MemoryGuard(Extension):
     """The guard of one engine. All methods are called by the thread that runs the model."""
 
-    def __init__(self, model: nn.Module, peak: PeakMemory, host: HostArena, arena: DeviceArena, processes: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        peak: PeakMemory,
+        host: HostArena,
+        arena: DeviceArena,
+        processes: int,
+        callbacks: EngineCallbacks,
+    ) -> None:
         """Installs a hook on the model. `peak` is the sum of the start; `processes` share the machine's memory."""
         self._model, self._peak, self._host, self._arena, self._processes = model, peak, host, arena, processes
+        self._callbacks = callbacks
         self._layers = _layers(model)
         self._largest = {False: 0, True: 0}
         """Most elements of a batch whose forward has ended, without gradients and with them."""
@@ -143,14 +341,15 @@ class MemoryGuard(Extension):
 
     def _reserve(self) -> int:
         """Returns the bytes that the process will take beside the activations of this forward."""
-        blocks = [(memory.data_ptr(), memory.numel()) for _, memory in self._arena.blocks]
-        spans = [(self._host.address, self._host.nbytes), *blocks]
-        rest = sum(nbytes - resident_bytes(address, nbytes) for address, nbytes in spans if nbytes)
+        rest = untouched_bytes(self._host, self._arena)
         backward = self._peak.gradients + self._peak.sums + self._second if torch.is_grad_enabled() else 0
         return rest + backward + self._peak.copy
 
     def _check(self, nbytes: int) -> None:
         limit, reserve = tightest_limit(self._processes), self._reserve()
+        if reserve + nbytes > limit.free:
+            self._callbacks.give_host_memory(reserve + nbytes - limit.room)
+            limit, reserve = tightest_limit(self._processes), self._reserve()
         if reserve + nbytes <= limit.free:
             return
         raise BudgetError(

@@ -83,6 +83,10 @@ class LocalShards(StoredShards):
     """Units that are written to the store at commits alone. A unit leaves when a `spare` buffer of it does."""
     stale: set[int] = field(default_factory=set)
     """Deferred units whose slots in the store are older than memory. The update worker adds, `commit` removes."""
+    dropped: dict[tuple[int, State], None] = field(default_factory=dict)
+    """Partitions with a `spare` buffer that have left, in the order in which they come back."""
+    undeferred: set[int] = field(default_factory=set)
+    """Units that are deferred again when all their partitions have come back."""
     model_files: ModelFiles | None = None
     """The model's own files, if weights are read there."""
 
@@ -189,6 +193,44 @@ class LocalShards(StoredShards):
         for _, write in writes:
             write.wait()
         return writes
+
+    def drop_spare(self, stop: int) -> None:
+        """Frees the `spare` buffers that end beyond byte `stop` of the class of weights; see `Updates.drop_spare`."""
+        for key, resident in list(self.residents.items()):
+            spare = resident.spare
+            if spare is not None and spare.offset + spare.nbytes > stop:
+                del self.residents[key]
+                if key[0] in self.deferred:
+                    self.deferred.discard(key[0])
+                    self.undeferred.add(key[0])
+                self.dropped[key] = None
+                spare.release()
+
+    def grow_host(self, cache: int) -> None:
+        """Takes memory for `cache` bytes of the cache, and reads dropped partitions back into it, as far as they fit.
+
+        No update may be under way. Raises `BudgetError` as `Pager.grow_host` does, and `IoError` if a partition cannot
+        be read. Those that were not read stay on DISK.
+        """
+        keys = list(self.dropped)
+        # calling thread: while it reads, no other engine starts, which would wait for these buffers.
+        with self.pager.host.alone():
+            spares = self.pager.grow_host(cache, [self.nbytes[unit][state] for unit, state in keys])
+            try:
+                for index, ((unit, state), spare) in enumerate(zip(keys, spares, strict=True)):
+                    if spare is not None:
+                        self.store.read(unit, state, self.store.newest[unit], 0, spare.buffer).wait()
+                        tensor = spare.tensor(self.mode_of(unit).states[state])
+                        self.residents[unit, state], spares[index] = ResidentShard(tensor, spare.buffer, spare), None
+                        del self.dropped[unit, state]
+            finally:
+                with self.pager.lock:
+                    for spare in spares:
+                        if spare is not None:
+                            spare.release()
+        whole = self.undeferred - {unit for unit, _ in self.dropped}
+        self.deferred.update(whole)
+        self.undeferred.difference_update(whole)
 
     def put(self, unit: int, state: State, start: int, buffer: memoryview) -> None:
         """Copies `buffer` to byte `start` of the partition, if its tier is above DISK."""

@@ -628,10 +628,11 @@ class Updates:
     def come_to_rest(self, commit: bool = True) -> None:
         """Drops all offers and waits as `finish` does: nothing reads or writes states until the next call."""
 
-    def drop_spare(self) -> bool:
-        """Frees the host copies of promoted states, those that DISK stores too. From now on DISK serves their reads.
+    def drop_spare(self, stop: int) -> bool:
+        """Frees the host copies of promoted states, those that DISK stores too, that end beyond byte `stop` of weights.
 
-        Returns False, and frees nothing, if an update is under way. The caller holds the pager's lock.
+        From now on DISK serves their reads. Returns False, and frees nothing, if an update is under way. The caller
+        holds the pager's lock.
         """
         return True
 
@@ -799,18 +800,15 @@ class UpdateWorker(Updates):
             assert not self._busy, "an update is under way"
             return tuple(self._pipeline.free)
 
-    def drop_spare(self) -> bool:
-        # thread of the other engine: a commit reads these partitions without the lock, and ends by itself.
+    def drop_spare(self, stop: int) -> bool:
+        # calling thread, maybe that of another engine: a commit reads these partitions without the lock, and ends by
+        # itself.
         while self._committing:
             self._pager.changed.wait()
         if self._busy or self.offers.unsettled:
             return False
         self._shards.flush()  # only updates and commits write, and none is under way
-        for key, resident in list(self._shards.residents.items()):
-            if resident.spare is not None:
-                del self._shards.residents[key]
-                self._shards.deferred.discard(key[0])
-                resident.spare.release()
+        self._shards.drop_spare(stop)
         return True
 
     def close(self) -> None:

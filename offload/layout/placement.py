@@ -75,6 +75,8 @@ class DeviceNeed:
     """Upper bound of the growth, once a step has shown how much memory activations leave free."""
     unit: int
     """Bytes of the largest unit that is paged in and out."""
+    together: int = 0
+    """Bytes of the paged units that must be on the device together; 0 if none is paged."""
     weights: int
     """Bytes with which no unit is evicted, within the config's limit. An arena uses further bytes for `totals`."""
     totals: tuple[tuple[int, int], ...] = ()
@@ -128,6 +130,14 @@ class ArenaHistory:
         If the memory is `short`, the device ran out of it; otherwise the user asked.
         """
         return ArenaHistory(peak=max(self.peak, room.kept, self.beside if short else 0), wait=_CALM)
+
+
+def taken_by_others(room: DeviceRoom, history: ArenaHistory) -> bool:
+    """Returns True if memory that activations have needed before is not free any more beside a grown arena.
+
+    A growth leaves them more than that, so another process has taken it. `room` is that at the end of a step.
+    """
+    return bool(history.grown) and room.free + room.kept < history.peak
 
 
 def next_growth(nbytes: int, need: DeviceNeed, room: DeviceRoom, history: ArenaHistory) -> int:
@@ -286,14 +296,25 @@ def device_share(share: float, parts: Partitions, tiers: TierMap) -> int:
         ConfigError: no weights are paged, so all of them stay.
     """
     paged, largest = moving(parts, tiers), largest_moving(parts, tiers)
-    if not any(paged):
+    resident = sum(nbytes for nbytes, size in zip(parts.unit_nbytes, paged, strict=True) if not size)
+    return device_fixed(parts, tiers) + room_for_share(share, resident, sum(paged), largest)
+
+
+def room_for_share(share: float, resident: int, paged: int, largest: int) -> int:
+    """Returns the bytes for paged units with which the fraction `share` of the weights stays on the device.
+
+    `resident` are the bytes of the units that never leave it, `paged` those of all others, `largest` of one of these.
+
+    Raises:
+        ConfigError: no weights are paged, so all of them stay.
+    """
+    if not paged:
         raise ConfigError(
             '"device_memory" is a percentage of the weights that stay on the device, but "offload_param" places all of '
             'them there: set its "device" to cpu or nvme (weights="cpu"), or leave "device_memory" out'
         )
-    resident = sum(nbytes for nbytes, size in zip(parts.unit_nbytes, paged, strict=True) if not size)
-    kept = max(int(share * (resident + sum(paged))) - resident, 0)
-    return device_fixed(parts, tiers) + min(align_up(kept) + 2 * largest, sum(paged) + largest)
+    kept = max(int(share * (resident + paged)) - resident, 0)
+    return min(align_up(kept) + 2 * largest, paged + largest)
 
 
 def divide_device(
@@ -339,9 +360,13 @@ def divide_device(
             share = int(_ARENA_SHARE * max(machine.free_host - sum(beside_budgets(parts)), 0)) // PAGE * PAGE
             gathered = request.keeps_weights and not parts.alone
             room = most = max(together, min(weights if gathered else room, share))
+        elif machine.unified and any(row[State.WEIGHT] is Tier.HOST for row in tiers):
+            pass  # a larger arena would hold second copies of weights that are in the same memory already
         else:
             most = weights + sum(nbytes for _, nbytes in totals)
-    need = DeviceNeed(least=least, most=fixed + most, unit=largest, weights=fixed + weights, totals=totals)
+    need = DeviceNeed(
+        least=least, most=fixed + most, unit=largest, together=together, weights=fixed + weights, totals=totals
+    )
     return fixed + room, need
 
 
@@ -528,14 +553,18 @@ def default_budget(
     `beside` are the bytes that a step is known to take beside both budgets.
     """
     most = usable_host(machine.free_host, own_device_memory=machine.own_device_memory)
-    if not machine.host_addressable:
+    if machine.own_device_memory:
         return most
-    # In a small container both arenas would leave no room for gradients and activations, and the kernel would end the
-    # run. Two gradients are those of tied weights, or of a loss that scales its sums.
+    # One memory: the device arena takes a part of it.
     arena, _ = divide_device(parts, mode, request, machine, configured_tiers)
-    rest = machine.free_host - arena - sum(beside_budgets(parts))
-    rest = min(usable_host(rest, own_device_memory=False), rest - _ACTIVATIONS)
-    rest = min(rest, machine.free_host + machine.weights_held - arena - sum(beside)) // PAGE * PAGE
+    if machine.host_addressable:
+        # In a small container both arenas would leave no room for gradients and activations, and the kernel would end
+        # the run. Two gradients are those of tied weights, or of a loss that scales its sums.
+        rest = machine.free_host - arena - sum(beside_budgets(parts))
+        rest = min(usable_host(rest, own_device_memory=False), rest - _ACTIVATIONS)
+        rest = min(rest, machine.free_host + machine.weights_held - arena - sum(beside)) // PAGE * PAGE
+    else:
+        rest = usable_host(max(machine.free_host - arena, 0), own_device_memory=False)
     # At least the bytes that suffice after all moves to DISK, if the run has a drive.
     ways = [configured_tiers]
     if machine.drives:

@@ -21,6 +21,7 @@ from offload.aio.protocols import Future, wait_for_all
 from offload.errors import BudgetError
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import Tier
+from offload.swapper.memory.allocator import free_regions
 from offload.swapper.memory.device import DONE, Device, Event
 from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
@@ -297,6 +298,33 @@ class DeviceCache:
         nbytes = self._arena.shrink()
         assert nbytes, "every buffer of grown memory is a unit's, or was kept"
         return nbytes
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of the first memory up to the last buffer that stays when all units that come and go are dropped."""
+        moving = [
+            (entry.device_buffer.offset, entry.device_buffer.nbytes)
+            for entry in self._table.entries
+            if entry.device_buffer is not None and not entry.size.device_resident
+        ]
+        end = self._arena.blocks[0][1].numel()
+        regions = [region for region in free_regions(self._arena.space.holes, moving) if region[1] <= end]
+        start, stop = max(regions, default=(0, 0))
+        return start if stop == end else end
+
+    def resize(self, nbytes: int) -> None:
+        """Drops all units that come and go, and moves the end of the arena; see `Pager.resize_device`."""
+        self.free_reserved()
+        for entry in self._table.entries:
+            while entry.reading_in_place:  # a prefetch
+                self._table.check()
+                self.finish_read(entry)
+            if entry.residency is Residency.DEVICE and not entry.size.device_resident:
+                self.drop(entry)
+        # Units come and go in another region from now on: it is found at the next use, when none of them is there.
+        self._floor = None
+        self._floors.clear()
+        self._arena.resize(nbytes)
 
     def _droppable(self) -> list[UnitBlock]:
         blocks = []
@@ -665,24 +693,29 @@ class HostCache:
         source, unit = self._source, entry.index
         return lambda start, buffer: source.start_read(unit, start, buffer, priority)
 
-    # -- shutdown -----------------------------------------------------------------------------------
+    # -- size and shutdown ----------------------------------------------------------------------------
 
-    def give_cache(self, drop_spare: Callable[[], bool]) -> bool:
-        """Evicts all host buffers of weights; see `Pager.give_cache`."""
-        # thread of the other engine: it holds the lock of `HostMemory`, then this pager's, never in another order.
-        if not drop_spare():
+    def shrink(self, cache: int, drop_spare: Callable[[int], bool], wait: bool = True) -> bool:
+        """Evicts what is beyond the first `cache` bytes of the cache, and gives them back; see `Pager.shrink_host`."""
+        # calling thread: it holds the lock of `HostMemory`, then this pager's, never in another order.
+        space = self._host.weights.space
+        stop = self._host.classes.weights + cache
+        if not drop_spare(stop):
             return False
-        while not self._table.failure and self._host.weights.space.used_bytes:
+        while not self._table.failure and space.end > stop:
             for entry in self._table.entries:
-                if entry.residency is Residency.READING:
+                if wait and entry.residency is Residency.READING:
                     self.finish_read(entry)
-                if self._is_evictable(entry):
+                if self._is_evictable(entry) and (buffer := entry.host_buffer) and buffer.offset + buffer.nbytes > stop:
                     self._evict(entry)
-            if self._host.weights.space.used_bytes:
+            if not wait:
+                break
+            if space.end > stop:
                 # The wait ends: only a write, an update or a stream can hold a buffer now. Each notifies at its end.
                 self._table.wait("waits for a streamed unit")
         if not self._table.failure:
-            self._host.drop_cache()
+            cache = min(self._host.classes.cache, max(align_up(space.end - self._host.classes.weights), cache))
+            self._host.resize(cache)
         return True
 
     def close(self) -> None:

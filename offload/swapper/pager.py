@@ -658,7 +658,6 @@ class Pager:
         """Records the bytes in use, in the device arena and in each class of the host arena. The lock is held."""
         if self._recorded is OFF:  # every change of a unit comes here
             return
-        # The regions are looked up at each call: `drop_cache` replaces one.
         for name, region in self.host.regions.items():
             if region.space.nbytes:
                 self._recorded.count(self._titles[name], region.space.used_bytes)
@@ -920,15 +919,71 @@ class Pager:
         with self.lock:
             self.table.fail(error)
 
-    @uninterrupted
-    def give_cache(self, drop_spare: Callable[[], bool]) -> bool:
-        """Frees every host buffer of weights, for another engine of the process; False if updates are under way.
+    # -- budgets ------------------------------------------------------------------------------------
 
-        The thread that starts the other engine calls it. `drop_spare` frees the promoted states, which are in the
-        memory of the cache too. It returns False, and frees nothing, while an update may use them.
+    # [Note: budgets that change] The end of the host cache and of the device arena moves under two locks and one wait:
+    # the lock of `HostMemory` (no other engine starts and takes the memory meanwhile), then the pager's lock, and
+    # `stopped` (no thread reads or uploads ahead). Weights in memory are copies of weights elsewhere, unless an update
+    # has just written them: such a buffer is not evictable until its write has ended, so it stays, or is waited for.
+    # Promoted states belong to the update worker, whose `drop_spare` refuses while an update may use them. A buffer
+    # below the new end stays where it is, so a thread that reads it needs not know of the change.
+
+    @uninterrupted
+    def shrink_host(self, cache: int, drop_spare: Callable[[int], bool], wait: bool = True) -> bool:
+        """Gives the end of the cache of weights back to the system, so that `cache` bytes, whole pages, are left.
+
+        With `wait`, waits for reads and writes of buffers in the way. Otherwise the end moves as far as clean buffers
+        allow. `drop_spare` as in `give_cache`. Returns False, and changes nothing, if `drop_spare` does.
+        """
+        with self.host.alone(), self.lock, self._prefetcher.stopped():
+            return self._host_cache.shrink(cache, drop_spare, wait)
+
+    @uninterrupted
+    def grow_host(self, cache: int, nbytes: Sequence[int] = ()) -> list[HostBuffer | None]:
+        """Takes memory again, so that the cache of weights holds `cache` bytes, whole pages.
+
+        Returns a buffer of each of `nbytes` near the end of the cache, or None where it has no room. Raises
+        `BudgetError`, before any change, if another engine of the process has the memory.
+        """
+        with self.host.alone(), self.lock, self._prefetcher.stopped():
+            self.host.resize(cache)
+            self.notify()  # a thread may wait for a host buffer
+            # Taken before any thread reads ahead, which would fill the cache.
+            return [self.host.weights.take_last(size) for size in nbytes]
+
+    def device_kept(self) -> int:
+        """Returns the bytes of the device arena that no unit that comes and goes may use, between steps."""
+        with self.lock:
+            return self._device_cache.kept_nbytes
+
+    def forget(self) -> None:
+        """Forgets what ranks have agreed on about units on their devices. All ranks call it at the same time."""
+        with self.lock:
+            self._fetcher.forget()
+
+    @uninterrupted
+    def resize_device(self, nbytes: int) -> None:
+        """Moves the end of the device arena, between steps, when no view of weights is alive.
+
+        All units that come and go are dropped. Raises `BudgetError` if the device has too little memory free: the arena
+        then keeps its size.
         """
         with self.lock, self._prefetcher.stopped():
-            return self._host_cache.give_cache(drop_spare)
+            self._device_cache.resize(nbytes)
+
+    @uninterrupted
+    def give_cache(self, drop_spare: Callable[[int], bool]) -> bool:
+        """Frees the cache for another engine of the process, for good; False if updates are under way.
+
+        The thread that starts the other engine calls it. `drop_spare` frees the promoted states, which are in the
+        memory of the cache too, if they end beyond a byte of the class of weights. It returns False, and frees nothing,
+        while an update may use them.
+        """
+        with self.lock, self._prefetcher.stopped():
+            given = self._host_cache.shrink(0, drop_spare)
+            if given and not self.failed:
+                self.host.drop_cache()
+            return given
 
     @uninterrupted
     def close(self) -> None:

@@ -337,6 +337,30 @@ def test_beside_a_gpu_the_default_budget_is_all_free_memory_but_a_reserve() -> N
     assert not spills(unified=False) and spills(unified=True)
 
 
+def test_a_memory_that_gpu_and_cpu_share_has_one_budget_and_one_copy_of_each_weight() -> None:
+    """As on GB10 and AI MAX, by the sizes alone: neither has run."""
+    parts, free = parts_of([100 * MEGA] * 40), 64 * GIB
+    shared = MachineMemory(
+        free_host=free, free_device=free, host_addressable=False, drives=True, unified=True, device_kernels=False
+    )
+    own = replace(shared, unified=False, free_device=8 * GIB)
+    for asks in (HOST, DISK):
+        here, beside = (place(parts, MODE, asks, machine) for machine in (shared, own))
+        both = sum(here.classes) + here.device_nbytes
+        assert here.peak.host_budget + here.peak.device_budget == both <= free and sum(beside.peak) == sum(
+            beside.classes
+        )
+        assert here.device_need.least == beside.device_need.least
+        # Weights in RAM are not copied into a larger arena, weights on a drive are kept in one.
+        grows = here.device_need.most > here.device_nbytes
+        assert grows == (asks is DISK) and beside.device_need.most > beside.device_nbytes
+    with pytest.raises(BudgetError):
+        room = replace(shared, free_host=56 * GIB, free_device=56 * GIB)
+        place(parts, MODE, replace(HOST, host_memory=56 * GIB, device_memory=8 * GIB), room)
+    tight = place(parts_of([800 * MEGA] * 9), MODE, HOST, replace(shared, free_host=106 * GIB, free_device=106 * GIB))
+    assert sum(tight.classes) <= 0.8 * (106 * GIB - tight.device_nbytes)
+
+
 def test_inputs_take_a_small_share_of_a_budget_and_all_that_states_leave() -> None:
     """Half of what the least leaves would push states to the drive, for bytes that no input may take."""
     asks = replace(HOST, inputs=None)

@@ -71,6 +71,21 @@ class Allocator:
         self.nbytes -= nbytes
         return True
 
+    @property
+    def end(self) -> int:
+        """The end of the last block of the region [0, nbytes): a smaller region must hold at least these bytes."""
+        return self._holes[-1][0] if self._holes and self._holes[-1][1] == self._stop else self._stop
+
+    def resize(self, nbytes: int) -> None:
+        """Moves the end of the region [0, nbytes), beyond which no block may be; `add` has added no other region."""
+        assert self.nbytes == self._stop and self.end <= nbytes, "a block is beyond the new end"
+        start = self.end
+        if self._holes and self._holes[-1][1] == self._stop:
+            self._holes.pop()
+        if start < nbytes:
+            self._holes.append((start, nbytes))
+        self.nbytes = self._stop = nbytes
+
     def take(self, nbytes: int) -> int | None:
         """Allocates a block and returns its offset; None if no hole is large enough."""
         nbytes = align_up(max(nbytes, 1))

@@ -221,6 +221,16 @@ class Device:
         Raises torch's error, or `OSError`, if the device lacks memory. The memory then stays given back.
         """
 
+    def resize(self, memory: torch.Tensor, nbytes: int, kept: int) -> torch.Tensor:
+        """Returns a result of `allocate` with `nbytes`. Its first `kept` bytes, and views of these, stay as they are.
+
+        Waits for all streams. The CPU returns a part of `memory`, not more, and gives the rest to the system.
+        An accelerator returns memory at another address, which views of the old one follow. Raises torch's error if the
+        device lacks memory; nothing has changed then.
+        """
+        release_pages_at(memory.data_ptr() + nbytes, memory.numel() - nbytes)
+        return memory[:nbytes]
+
     def allocate_host(self, nbytes: int) -> HostBlock:
         """Allocates host memory from whole pages, for I/O and for copies to and from the device."""
         return HostBlock(buffer=aligned_empty(nbytes), releases_pages=True)
@@ -424,6 +434,25 @@ class AcceleratorDevice(Device):
         # all streams: compute in flight may still use the memory that torch reuses here, and other streams do not wait
         # for it.
         self.synchronize()
+
+    def resize(self, memory: torch.Tensor, nbytes: int, kept: int) -> torch.Tensor:
+        self.synchronize()
+        # Set aside: the device may lack the memory for both sizes at once.
+        aside, storage = memory[:kept].to("cpu"), memory.untyped_storage()
+        try:
+            storage.resize_(0)
+            empty_cache(self.torch)
+            storage.resize_(nbytes)
+        except BaseException:
+            storage.resize_(memory.numel())
+            raise
+        finally:
+            resized = torch.empty(0, dtype=torch.uint8, device=self.torch)
+            resized.set_(storage, 0, (storage.nbytes(),), (1,))
+            resized[:kept].copy_(aside)
+            # all streams: as in `take_back`.
+            self.synchronize()
+        return resized
 
     # -- pinned host memory -------------------------------------------------------------------------
 

@@ -127,7 +127,9 @@ class DeviceArena:
         self.poison = poison
         self._device = device
         self.space = Allocator(nbytes, random.Random(0) if poison else None)
-        self.blocks = [(0, self._allocate(nbytes))]
+        self._first = self._allocate(nbytes)
+        """The first allocation. If the device is the CPU, it keeps the size of the start, and `blocks` names a part."""
+        self.blocks = [(0, self._first)]
         """Start offset and memory, (nbytes,) uint8, of each allocation, in ascending order of offset."""
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Views of the memory, by offset and size."""
@@ -188,6 +190,28 @@ class DeviceArena:
             event.wait()
         return nbytes
 
+    @property
+    def most(self) -> int | None:
+        """The bytes of the largest arena; None if the free memory of the device alone limits it."""
+        return self._first.numel() if self._device.host_addressable else None
+
+    def resize(self, nbytes: int) -> None:
+        """Moves the end of the first memory, beyond which no buffer is. All buffers left keep their contents.
+
+        Blocks the calling thread until copies and compute in flight are done. Raises `BudgetError`, without effect, if
+        the device has too little memory.
+        """
+        assert len(self.blocks) == 1, "grown memory is given back before"
+        self._views, self._viewed = {}, {}  # storages over the old memory do not follow it to its next address
+        try:
+            memory = self._device.resize(self._first, nbytes, self.space.end)
+        except (torch.OutOfMemoryError, OSError) as error:
+            raise self._too_small(nbytes, error, "ask for fewer bytes, or end what else uses the device") from error
+        self.space.resize(nbytes)
+        if not self._device.host_addressable:
+            self._first = memory
+        self.blocks, self.nbytes, self._readers = [(0, memory)], nbytes, []  # all work of every stream has ended
+
     def give_back(self, regions: Sequence[Region] = ()) -> None:
         """Gives the memory back to the device, for others. `take_back` must come before any use of the arena.
 
@@ -216,6 +240,7 @@ class DeviceArena:
         An engine is a part of reference cycles, and Python may find the cycles long after the engine's end.
         """
         self.blocks, self._views, self._viewed = [], {}, {}
+        del self._first
 
     def addresses(self) -> list[tuple[int, int]]:
         """Returns the first address of each allocation, and the first address after its end."""

@@ -4,9 +4,10 @@
     HostArena    the memory of one engine, divided into classes that do not lend to each other, and pinned in parts
     HostBuffer   a block of one class, for one transfer or for the life of the engine
 
-A mapping is made when an engine starts, and never grows. If the budget has no room for a further engine, the earlier
-engines give up their caches of weights. `HostMemory` has a lock of its own. The pager's lock guards every call of a
-`HostArena`.
+A mapping is made when an engine starts, and never grows. An arena may give the end of its cache back to the system and
+to other engines, and take it again (`HostArena.resize`). If the budget has no room for a further engine, the earlier
+engines give up their caches of weights for good. `HostMemory` has a lock of its own. The pager's lock guards every call
+of a `HostArena`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
@@ -172,11 +174,13 @@ class HostArena:
         Args:
             memory: the memory of all engines of the process; None for a memory of its own.
             budget: bytes that all engines of `memory` may take together; None for no limit.
-            give_cache: evicts all buffers of weights and calls `drop_cache`. The thread of another engine calls it.
+            give_cache: evicts the buffers of the cache and calls `drop_cache`. The thread of another engine calls it.
             copied: the memory that the device copies; None for a device that works in host memory, the CPU.
         """
         self.classes, self.give_cache = classes, give_cache
-        self._memory = memory or HostMemory()
+        self.most = sum(classes)
+        """Bytes of the largest budget: that of the start, until `drop_cache`."""
+        self._memory, self._budget = memory or HostMemory(), budget
         self._mapping, self._start = self._memory._take(self._taken_bytes, device, budget)
         copied_nbytes = 0 if copied is None else copied.resident
         sizes = (
@@ -187,11 +191,13 @@ class HostArena:
             classes.staging,
             classes.weights + classes.cache,
         )
-        # Weights and cache come last: `drop_cache` cuts the end off, and moves no buffer of another class.
+        # Weights and cache come last: `resize` moves their end, and no buffer of another class.
         starts = [self._start + sum(sizes[:index]) for index in range(len(sizes))]
         self.tiles, self.gradients, self._copied, self.resident, self.staging, self.weights = (
             Region(self._mapping, start, nbytes) for start, nbytes in zip(starts, sizes, strict=True)
         )
+        self._copied_cache = 0 if copied is None else classes.cache - copied.promoted
+        """Bytes at the start of the cache that the device copies: all but those of promoted states."""
         self._parts = {} if copied is None else self._parts_to_pin(copied)
         self.given_back = False
         """True between `give_back` and `pin`."""
@@ -208,17 +214,20 @@ class HostArena:
     def _parts_to_pin(self, copied: PinnedRegions) -> dict[str, torch.Tensor]:
         """Returns the parts that the device copies, by name; parts with the most copies in a step come first."""
         weights = self.weights.start + self.classes.weights
-        # The cache is the last class, and begins with a whole page: what is before it stays when it is dropped.
-        cache = self._start + align_up(max(self.nbytes - self.classes.cache, 1))
         bounds = {
             "staging": (self.staging.start, self.staging.start + self.classes.staging),
             "weights": (self.weights.start, weights),
             "gradients": (self.gradients.start, self.gradients.start + self.classes.gradients),
-            "cache": (cache, cache + self.classes.cache - copied.promoted),
+            "cache": self._cache_to_pin(),
             "copied": (self._copied.start, self._copied.start + copied.resident),
             "tiles": (self.tiles.start, self.tiles.start + (self.classes.tiles if copied.tiles else 0)),
         }
         return {name: self._mapping.pages(*bound) for name, bound in bounds.items()}
+
+    def _cache_to_pin(self) -> tuple[int, int]:
+        # The cache is the last class, and begins with a whole page: what is before it stays when it shrinks.
+        start = self._start + align_up(max(self.least, 1))
+        return start, start + min(self.classes.cache, self._copied_cache)
 
     def take_copied(self, nbytes: int) -> HostBuffer | None:
         """Allocates a buffer for a partition of the HOST tier that the device copies: weights or gradients."""
@@ -228,6 +237,11 @@ class HostArena:
     def nbytes(self) -> int:
         """Returns the bytes that this engine takes from the host budget."""
         return sum(self.classes)
+
+    @property
+    def least(self) -> int:
+        """Returns the bytes of the smallest budget: all classes without the cache."""
+        return self.nbytes - self.classes.cache
 
     @property
     def _taken_bytes(self) -> int:
@@ -250,19 +264,40 @@ class HostArena:
         """Returns the pinned bytes of the arena; see `Device.register`."""
         return sum(self.pinned.values())
 
-    def drop_cache(self) -> None:
-        """Frees the cache of weights for other engines of the process. No buffer of weights may be in use."""
-        assert self.weights.space.used_bytes == 0, "a host buffer of weights is in use"
-        # Weights and cache are the last class, so dropping the cache shortens the arena and moves no other class.
+    def alone(self) -> AbstractContextManager[bool]:
+        """Returns a context in which no other thread starts or ends an engine of the process; for `resize`."""
+        return self._memory._lock
+
+    def resize(self, cache: int) -> None:
+        """Gives the cache `cache` bytes, whole pages, beyond whose end no buffer is; other classes stay as they are.
+
+        The caller holds `alone()`, then the lock of the pager. Unpins and pins the cache anew where it is pinned, for
+        which the device must be idle.
+
+        Raises:
+            BudgetError: Before anything changes, if another engine of the process has taken the memory meanwhile.
+        """
         before = self._taken_bytes
+        classes = self.classes._replace(cache=cache)
+        more = align_up(max(sum(classes), 1)) - before
+        if more > 0:
+            self._memory._extend(self, self._mapping, self._start + before, more, self._budget)
         # Unpinned first: another arena may take the memory, and pins those parts of it that its own device copies.
         if "cache" in self._parts:
             self.pinned.pop("cache")
             self._mapping.device.unregister([self._parts.pop("cache")])
-        self.classes = self.classes._replace(cache=0)
-        self.weights = Region(self._mapping, self.weights.start, self.classes.weights)
-        if self._taken_bytes < before:
-            self._mapping.give(self._start + self._taken_bytes, before - self._taken_bytes)
+        self.classes = classes
+        self.weights.space.resize(classes.weights + cache)
+        if cache and self._copied_cache:
+            part = self._parts["cache"] = self._mapping.pages(*self._cache_to_pin())
+            self.pinned["cache"] = self._mapping.device.register([part])[0]
+        if more < 0:
+            self._mapping.give(self._start + before + more, -more)
+
+    def drop_cache(self) -> None:
+        """Frees the cache for other engines of the process, for good. No buffer of it may be in use."""
+        self.resize(0)
+        self.most = self.nbytes
 
     def give_back(self, spared: Sequence[tuple[int, int]] = ()) -> None:
         """Waits for copies in flight, unpins the arena and gives its pages back to the system.
@@ -304,7 +339,7 @@ class HostMemory:
     def needed_bytes(self) -> int:
         """Returns the bytes that the present engines need at least: their arenas without their caches."""
         with self._lock:
-            return sum(arena.nbytes - arena.classes.cache for arena in self._arenas)
+            return sum(arena.least for arena in self._arenas)
 
     @property
     def arenas(self) -> tuple[HostArena, ...]:
@@ -324,14 +359,7 @@ class HostMemory:
                 if budget is not None and self._taken_bytes + nbytes > align_up(budget):
                     if lender.classes.cache and lender.give_cache is not None:
                         lender.give_cache()
-            # The budget counts bytes, an arena takes whole pages: each arena may exceed its bytes by less than a
-            # page.
-            if budget is not None and self._taken_bytes + nbytes > align_up(budget) + PAGE * len(self._arenas):
-                raise BudgetError(
-                    f'"host_memory" is {format_size(budget)}. Other engines of this process use '
-                    f"{format_size(self._taken_bytes)} of it, and {format_size(nbytes)} more are needed: call "
-                    "destroy() on engines that have failed or are no longer used"
-                )
+            self._check_budget(nbytes, budget, self._taken_bytes)
             # Memory that other engines have freed is reused before more is mapped. calling thread: the lock is held
             # since `give_cache`, so no third engine takes that memory first.
             place = self._find(nbytes, device)
@@ -341,6 +369,26 @@ class HostMemory:
                 self._mappings.append(mapping)
                 place = mapping, 0
             return place
+
+    def _check_budget(self, nbytes: int, budget: int | None, others: int) -> None:
+        # The budget counts bytes, an arena takes whole pages: each arena may exceed its bytes by less than a page.
+        if budget is not None and self._taken_bytes + nbytes > align_up(budget) + PAGE * len(self._arenas):
+            raise BudgetError(
+                f'"host_memory" is {format_size(budget)}. Other engines of this process use {format_size(others)} of '
+                f"it, and {format_size(nbytes)} more are needed: call destroy() on engines that have failed or are no "
+                "longer used"
+            )
+
+    def _extend(self, arena: HostArena, mapping: Mapping, start: int, nbytes: int, budget: int | None) -> None:
+        """Takes `nbytes` of a mapping from `start` on, which the arena before them had given back."""
+        with self._lock:
+            self._check_budget(nbytes, budget, self._taken_bytes - arena._taken_bytes)
+            if not any(first <= start and start + nbytes <= last for first, last in mapping.space.holes):
+                raise BudgetError(
+                    f"another engine of this process has taken the {format_size(nbytes)} of host memory that this "
+                    "engine had given back: call destroy() on engines that are no longer used"
+                )
+            mapping.space.take_at(start, nbytes)
 
     @property
     def taken_bytes(self) -> int:
