@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from offload.hardware.gpus import ORIGINS, sentences
+from offload.layout.drive_budget import excess
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.layout.placement import usable_host
 from offload.planner.activations import beside_weights, is_tiled, recomputed, tile_tokens
@@ -120,6 +121,7 @@ def summary(
         *([] if sustained is None else [("rates", _sustained_words(sustained))]),
         ("change", helps),
         *_of_wear(planned, asked),
+        *_of_budget(planned),
         *([] if priced is None else [("cost", in_words(priced.cost)), ("", _cheapest(priced))]),
         *(("note", words) for words in cautions(planned, asked) if "worn out" not in words),
         *_bars(planned),
@@ -183,6 +185,36 @@ def _of_wear(planned: Planned, asked: Asked) -> list[tuple[str, str]]:
     if less:
         rows.append(("", "less: " + ", ".join(f"{option} writes {1 - share:.0%} less" for option, share in less)))
     return rows
+
+
+def _of_budget(planned: Planned) -> list[tuple[str, str]]:
+    """Returns a line on the drive budget: what a commit waits for, or when the budget ends; none without a budget."""
+    memory, seconds = planned.memory, planned.timing.seconds
+    budget, over = memory.budget, budget_excess(planned)
+    if budget is None or not planned.hardware.drives:
+        return []
+    a_day = _DAY * planned.timing.moved.written / seconds / len(planned.hardware.drives)
+    words = f"kept: {format_decimal(a_day)} a day to a drive"
+    if over:
+        a_day = _DAY * (budget.rate + over)
+        words = (
+            f"cannot be kept: {format_decimal(a_day)} a day, so it ends in {format_time(budget.nbytes * _DAY / a_day)}"
+        )
+    elif memory.config.offload.thins_commits and memory.written.at_commit:
+        words += (
+            f"; a commit of {format_decimal(memory.written.at_commit)} every {count_of(memory.commit_every, 'step')}, "
+            f"{format_time(memory.commit_every * seconds)}"
+        )
+    return [("budget", f"{budget.text} {words}")]
+
+
+def budget_excess(planned: Planned) -> float:
+    """Returns the bytes a second that a plan writes to a drive beyond its budget; 0 if it is kept, or there is none."""
+    memory, seconds = planned.memory, planned.timing.seconds
+    if memory.budget is None:
+        return 0.0
+    promised = None if memory.config.offload.thins_commits else max(memory.commit_every, 1) * seconds
+    return excess(memory.budget, memory.written, seconds, promised)
 
 
 def _bars(planned: Planned) -> list[tuple[str, str]]:
@@ -343,8 +375,8 @@ def _describe_slots(memory: Memory) -> str:
     early = " where updates begin under the backward"
     if memory.slots == 2:
         # Two slots alternate between commits, so the last commit survives a kill at any time.
-        steps = memory.config.offload.commit_every
-        often = "every step" if steps == 1 else f"every {steps} steps"
+        steps = memory.commit_every
+        often = "every step" if steps == 1 else f"every {steps:,} steps"
         return f"two slots{f', three{early}' if memory.shadowed else ''}, {often} durable"
     slots = f"two slots{early}" if memory.shadowed else "one slot"
     return f"{slots}, no resume after a kill" if memory.slots else "no swap files"
@@ -645,12 +677,25 @@ def as_json(
             for each in advice.changes
         ],
         "cost": None if priced is None else _priced_json(priced),
+        "drive_budget": _budget_json(planned),
         "sustained": None
         if sustained is None
         else {
             "measured": sustained.measured,
             "step_seconds": {words: rounded(seconds) for words, seconds in sustained.seconds.items()},
         },
+    }
+
+
+def _budget_json(planned: Planned) -> dict[str, Any] | None:
+    memory = planned.memory
+    if memory.budget is None:
+        return None
+    return {
+        "bytes_per_second": rounded(memory.budget.rate),
+        "excess_bytes_per_second": rounded(budget_excess(planned)),
+        "commit_every": memory.commit_every,
+        **{f"{name}_bytes": rounded(nbytes) for name, nbytes in memory.written._asdict().items()},
     }
 
 

@@ -1,0 +1,329 @@
+"""A drive budget decides how often a run commits; it keeps its bits, its count over kills, and what was promised."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload import testing
+from offload.config import load_config
+from offload.layout.drive_budget import (
+    LONGEST,
+    Account,
+    DriveBudget,
+    Written,
+    commit_is_due,
+    ends,
+    excess,
+    opened,
+    spend,
+    steps_between,
+)
+from offload.states import Tier
+from tests.support.oracle import Job, assert_same_tensors, dies, run, start, train_step, weights_of
+
+DAY = 86400.0
+STATES = 12 * 2 * 128 * 128
+"""Bytes of weights and moments in fp32, in whole pages."""
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(2)))
+
+
+def loss(model: nn.Module, step: int, micro_batch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    inputs, targets = torch.randn(2, 8, 128, generator=generator)
+    return (model(inputs) - targets).square().mean()
+
+
+JOB = Job(model, loss)
+
+
+class Clock:
+    """The wall clock of the engine's account."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1e9
+        testing.replace(monkeypatch, "clock.drive_budget", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def begin(folder: Path, budget: str, placement: tuple[str, str] = ("nvme", "nvme"), **options: Any) -> offload.Engine:
+    return start(JOB, placement, folder, drive_budget=budget, host_memory="64MiB", **options)
+
+
+def written(engine: offload.Engine) -> int:
+    return sum(drive.run_bytes for drive in engine.drive_writes())
+
+
+def committed(engine: offload.Engine) -> int:
+    engine.synchronize()
+    store = testing.inspect(engine).store
+    assert store is not None and store.durable is not None
+    return store.durable.step
+
+
+def used(engine: offload.Engine, budget: float) -> float:
+    """Returns the bytes of the account."""
+    worker = testing.inspect(engine).update_worker
+    assert worker is not None and worker.commits.budget_share is not None
+    return worker.commits.budget_share * budget
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+# -- the decision --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes", "seconds"),
+    [
+        ("1TB/day", 10**12, DAY),
+        ("600TB/5y", 600 * 10**12, 5 * 365.25 * DAY),
+        ("600 TBW / 5 years", 600 * 10**12, 5 * 365.25 * DAY),
+        ("20GiB/h", 20 * 2**30, 3600),
+        ("7TB/2weeks", 7 * 10**12, 14 * DAY),
+    ],
+)
+def test_a_budget_is_bytes_over_a_time(text: str, nbytes: int, seconds: float) -> None:
+    assert DriveBudget.of(text) == (text, nbytes, seconds)
+    block = {"drive_budget": text}
+    assert load_config({"train_batch_size": 1, "offload": block}).offload.drive_budget == text
+
+
+@pytest.mark.parametrize("text", ["1TB", "1TB/", "/day", "1TB/fortnight", "0/day", "1TB/0h", "1TB/day/day", "", "5", 5])
+def test_what_is_no_budget_is_refused(text: Any) -> None:
+    with pytest.raises(offload.errors.ConfigError, match=r"offload\.drive_budget expected bytes over a time, such as"):
+        load_config({"train_batch_size": 1, "offload": {"drive_budget": text}})
+
+
+def test_commits_take_what_steps_leave_of_a_budget() -> None:
+    budget, chance = DriveBudget.of("1TB/day"), random.Random(0)
+    for each_step, at_commit in ((0.0, 2e10), (3e8, 2e10), (5e8, 1e11), (0.0, 5e7)):
+        account, total, begun = opened(0.0), 0.0, 0.0
+        for _ in range(3000):
+            begun += chance.uniform(40, 250)
+            account = spend(account, budget, begun, each_step, at_commit)
+            total += each_step
+            if commit_is_due(account, at_commit):
+                account, total = (
+                    spend(account._replace(committed=begun), budget, begun, at_commit, at_commit),
+                    total + at_commit,
+                )
+            assert total <= budget.rate * begun + 1
+        most = min(budget.rate * begun, 3000 * (each_step + at_commit))
+        assert total >= 0.95 * most - 2 * at_commit, "the budget is used"
+        assert account.life == pytest.approx(total)
+
+
+def test_a_run_that_was_stopped_for_a_week_does_not_catch_up() -> None:
+    budget = DriveBudget.of("1TB/day")
+    account = spend(opened(0.0), budget, 7 * DAY, 0.0, 1e10)
+    assert account.credit == 2e10 and account.spent == 0 and account.since == 7 * DAY
+    assert spend(account, budget, 6 * DAY, 0.0, 1e10).credit == 2e10, "a clock that was set back"
+
+
+def test_a_commit_is_made_once_a_day_whatever_the_budget() -> None:
+    budget = DriveBudget.of("1GB/day")
+    account = spend(opened(0.0), budget, LONGEST - 1, 5e12, 1e12)
+    assert not commit_is_due(account, 1e12)
+    assert commit_is_due(spend(account, budget, LONGEST, 0.0, 1e12), 1e12)
+    assert commit_is_due(account, 0.0), "a commit that writes no states is not put off"
+
+
+def test_the_end_of_a_budget_by_hand() -> None:
+    budget = DriveBudget.of("1TB/day")
+    # 25 GB in each step of 600 s are 3.6 TB a day, and a commit of 0.4 TB a day comes to them.
+    assert excess(budget, Written(25e9, 4e11), 600, None) == pytest.approx(3e12 / DAY)
+    assert excess(budget, Written(0, 5e9), 600, promised=600) == 0, "720 GB a day"
+    assert excess(budget, Written(0, 5e9), 300, promised=300) == pytest.approx(0.44e12 / DAY)
+    account = Account(at=21600.0, credit=0, since=0, spent=6e11, committed=0, life=6e11)
+    assert (
+        ends(account, budget, 1e8) == 4000 and ends(account, budget, 1e6) is None and ends(account, budget, 0) is None
+    )
+    assert steps_between(budget, Written(0, 1e11), 864) == 10, "ten commits a day"
+    assert steps_between(budget, Written(9e9, 1e11), 864) == 100, "0.9 TB a day are left to the steps"
+    assert steps_between(budget, Written(10e9, 1e11), 864) == 100, "once a day"
+
+
+# -- a run ---------------------------------------------------------------------------------------------
+
+
+def test_a_budget_is_kept_over_300_steps_with_kills(clock: Clock, tmp_path: Path) -> None:
+    job, chance = JOB._replace(steps=300), random.Random(0)
+    usual = run(job, ("cpu", "cpu"), tmp_path / "usual")
+    budget = f"{40 * STATES}/day"
+    kills = sorted(chance.sample(range(5, 300), 8))
+    engine, total, begun, made, resumed = begin(tmp_path, budget), 0, clock.now, 0, []
+    while engine.global_steps < job.steps:
+        clock.now += chance.uniform(100, 476)  # 300 steps in a day
+        train_step(engine, job, engine.global_steps)
+        made += 1
+        if chance.random() < 0.1:
+            engine.synchronize()
+        if kills and engine.global_steps >= kills[0]:
+            kills.pop(0)
+            testing.settle(engine, commit=chance.random() < 0.5)
+            total += written(engine)
+            testing.abandon(engine)
+            engine = begin(tmp_path, budget, resume="must")
+            resumed.append(engine.global_steps)
+        allowed = 40 * STATES * (clock.now - begun) / DAY
+        assert total + written(engine) <= 1.05 * allowed + STATES + 60_000, "beside the first states"
+    weights = weights_of(engine)
+    engine.synchronize()
+    total += written(engine)
+    days = (clock.now - begun) / DAY
+    engine.destroy(remove=True)
+    assert len(resumed) == 8 and all(step > 0 for step in resumed[1:])
+    assert 0.7 * days <= total / (40 * STATES) <= 1.05 * days
+    assert_same_tensors(weights, usual.weights)
+
+
+def killed_in_a_commit(folder: Path) -> None:
+    """Trains until the first commit after the start, and kills this process when its states are written."""
+    patch = pytest.MonkeyPatch()
+    engine = begin(folder, "900TB/h")
+    testing.intercept(patch, "store.commit", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    train_step(engine, JOB, 0)
+    testing.settle(engine)
+
+
+def test_a_commit_that_sigkill_ends_has_been_counted(tmp_path: Path) -> None:
+    dies(killed_in_a_commit, tmp_path)
+    engine = begin(tmp_path, "900TB/h", resume="must")
+    assert engine.global_steps == 0
+    train_step(engine, JOB, 0)
+    # The first weights, a third of the states, and the commit; the counter of the last commit knows the weights alone.
+    assert used(engine, 9e14) >= STATES / 3 + STATES > sum(drive.life_bytes for drive in engine.drive_writes())
+    engine.destroy(remove=True)
+
+
+def test_the_count_goes_on_after_an_end_and_after_a_kill(clock: Clock, tmp_path: Path) -> None:
+    budget = f"{8 * STATES}/day"
+    engine, total = begin(tmp_path, budget), 0
+    shares = []
+    for end in ("destroy", "abandon", "destroy", "abandon"):
+        for _ in range(4):
+            clock.now += 1000
+            train_step(engine, JOB, engine.global_steps)
+        shares.append(used(engine, 8 * STATES))
+        if end == "destroy":
+            engine.destroy(remove=False)
+        else:
+            testing.settle(engine, commit=False)
+            testing.abandon(engine)
+        total += written(engine)
+        engine = begin(tmp_path, budget, resume="must")
+    clock.now += 1
+    train_step(engine, JOB, engine.global_steps)
+    counted = used(engine, 8 * STATES)
+    engine.destroy(remove=True)
+    assert shares == sorted(shares)
+    # A kill may count a commit that was not made, and never forgets one. What a commit writes beside states may be.
+    assert total - 60_000 <= counted <= total + 2 * STATES + 60_000
+
+
+def test_layers_stay_in_memory_as_far_as_the_budget_has_room(tmp_path: Path) -> None:
+    plain = start(JOB, ("nvme", "nvme"), tmp_path / "plain", host_memory="64MiB")
+    assert {size.tier for size in testing.inspect(plain).sizes} == {Tier.DISK}
+    plain.destroy(remove=True)
+    tiers = []
+    # Of about 20 KiB beside what the run needs in any case one layer of 49,920 bytes has no room, of 64 MiB all have.
+    for budget in ("64MiB", least_with_drives(tmp_path)):
+        engine = start(JOB, ("nvme", "nvme"), tmp_path, drive_budget="1TB/day", host_memory=budget)
+        tiers.append([size.tier for size in testing.inspect(engine).sizes])
+        engine.destroy(remove=True)
+    assert set(tiers[0]) == {Tier.HOST} and set(tiers[1]) == {Tier.DISK}
+
+
+def least_with_drives(folder: Path) -> int:
+    from tests.support.oracle import least_host_memory
+
+    return least_host_memory(JOB, folder)
+
+
+@pytest.mark.parametrize(
+    ("durability", "steps"), [("step", list(range(1, 7))), ({"every": 3}, [3, 6])], ids=["step", "every third"]
+)
+def test_a_promise_is_kept_and_the_end_of_the_budget_said(
+    durability: Any, steps: list[int], clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "offload")
+    engine = begin(tmp_path, f"{30 * STATES}/day", durability=durability)
+    assert any("as the config promises, whatever" in line and "drive_budget" in line for line in engine.notices)
+    made = set()
+    for step in range(6):
+        clock.now += 600
+        train_step(engine, JOB, step)
+        made.add(committed(engine))
+    assert made - {0} == set(steps)
+    engine.destroy(remove=True)
+    (line,) = said(caplog)
+    assert "cannot be kept: steps of 600 s write at least" in line and "it ends in" in line
+
+
+def test_without_a_promise_commits_are_put_off_and_said(
+    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "offload")
+    engine = begin(tmp_path, f"{4 * STATES}/day")
+    assert any("durable as often as" in line and "at least one a day" in line for line in engine.notices)
+    made = []
+    for step in range(40):
+        clock.now += 2160  # 40 a day
+        train_step(engine, JOB, step)
+        made.append(committed(engine))
+    # The first weights, and what a commit writes beside states, come to the ten steps of each commit.
+    assert sorted(set(made)) == pytest.approx([0, 15, 25, 36], abs=1)
+    assert not said(caplog)
+    engine.destroy(remove=False)
+    engine = begin(tmp_path, f"{4 * STATES}/day", resume="must")
+    assert engine.global_steps == 40, "an end commits the last step"
+    engine.destroy(remove=True)
+
+
+def test_kept_steps_are_committed_whatever_the_budget(clock: Clock, tmp_path: Path) -> None:
+    engine = begin(tmp_path, f"{STATES}/day", keep_every=4)
+    made = set()
+    for step in range(9):
+        clock.now += 1
+        train_step(engine, JOB, step)
+        made.add(committed(engine))
+    assert made == {0, 4, 8}
+    engine.destroy(remove=True)
+
+
+def test_the_share_of_a_budget_is_a_number_of_each_step(clock: Clock, tmp_path: Path) -> None:
+    engine = begin(tmp_path, f"{10 * STATES}/day", log=str(tmp_path / "log.jsonl"))
+    clock.now += 60
+    train_step(engine, JOB, 0)
+    assert engine.measured["drive_budget_used"] == pytest.approx(1 / 30, abs=0.01), "the first weights"
+    engine.destroy(remove=True)
+
+
+def test_nine_tenths_of_a_budget_are_said_once(clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = begin(tmp_path, f"{20 * STATES}/day", durability="step")
+    for step in range(21):
+        clock.now += 300
+        train_step(engine, JOB, step)
+    engine.destroy(remove=True)
+    kept, nearly = said(caplog)
+    assert "cannot be kept" in kept
+    assert nearly.startswith("9") and "its period lasts for another 2" in nearly and "it ends in" in nearly
