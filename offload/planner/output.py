@@ -56,13 +56,14 @@ class Asked(NamedTuple):
     """Rated bytes written (TBW) of all drives together."""
 
 
-def in_short(planned: Planned) -> str:
+def in_short(planned: Planned, sustained: SustainedSteps | None = None) -> str:
     """Returns the prediction in one line, for the start of a run."""
     timing = planned.timing
+    rates = [] if sustained is None else [_sustained_words(sustained)]
     return (
         f"predicted: {seconds_text(timing.seconds)} a step, {timing.tokens_per_second:,.0f} tokens/s, "
         f"{format_size(timing.moved.read)} read and {format_size(timing.moved.written)} written; "
-        f"{'; '.join([_describe_limit(timing), *planned.hardware.doubts[-1:]])}"
+        f"{'; '.join([_describe_limit(timing), *rates, *planned.hardware.doubts[-1:]])}"
     )
 
 
@@ -683,6 +684,7 @@ def as_json(
         else {
             "measured": sustained.measured,
             "step_seconds": {words: rounded(seconds) for words, seconds in sustained.seconds.items()},
+            "by_written": [[least, rounded(seconds)] for least, seconds in sustained.by_written],
         },
     }
 
