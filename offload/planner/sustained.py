@@ -70,7 +70,11 @@ def _written_at(drive: Drive, rate: float) -> Drive:
     """Returns the drive with a lower rate of writes; a higher one changes nothing."""
     if rate >= drive.write:
         return drive
-    return drive._replace(write=rate, mixed=min(drive.mixed, 2 / (1 / drive.read + 1 / rate)))
+    # The drive that writes more slowly reads beside its writes as before: for the same fraction of the shorter of both.
+    read, write, slower = 1 / drive.read, 1 / drive.write, 1 / rate
+    beside = min(max((read + write - 2 / drive.mixed) / min(read, write), 0.0), 1.0)
+    mixed = 2 / (read + slower - beside * min(read, slower))
+    return drive._replace(write=rate, mixed=min(drive.mixed, mixed))
 
 
 def _seconds(planned: Planned, drives: tuple[Drive, ...]) -> float:
