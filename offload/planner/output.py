@@ -73,6 +73,8 @@ _LONG_LIFE = 365 * _DAY
 """A plan says how to write less if the drives wear out within so many seconds of training."""
 _PLACES = {"none": "GPU", "cpu": "RAM", "nvme": "drive"}
 """Where states are, by the names of the config."""
+_TIERS = {"device": "GPU", "host": "RAM", "disk": "drive"}
+"""The same, by the names of tiers."""
 _CHEAPER = 0.95
 """A change is named the cheapest if a token costs less than this fraction with it."""
 _WIDTH, _LABEL, _BAR = 80, 8, 30
@@ -106,6 +108,11 @@ def summary(
     cost = "" if price is None else f", ${price * seconds / 3600:,.0f} at ${price:g} an hour"
     zero = planned.memory.config.zero_optimization
     places = [_PLACES[device] for device in (zero.offload_param.device, zero.offload_optimizer.device)]
+    if planned.memory.asked.spares_drives:
+        placement = planned.memory.placement
+        others = (state for state in planned.memory.mode.states if state is not State.WEIGHT)
+        tiers = [placement.tiers_of(State.WEIGHT), placement.tiers_of(*others)]
+        places = [" and ".join(_TIERS[tier] for tier in words.split(" and ")) if words else "GPU" for words in tiers]
     if hardware.on_cpu:
         places = ["RAM" if place == "GPU" else place for place in places]
     helps = advice.changes[0].sentence if advice.changes else "; ".join(_no_change(planned, advice))

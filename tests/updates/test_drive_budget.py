@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import offload
 from offload import testing
+from offload.cli.main import app
 from offload.config import load_config
 from offload.layout.drive_budget import (
     LONGEST,
@@ -28,8 +31,9 @@ from offload.layout.drive_budget import (
     spend,
     steps_between,
 )
+from offload.sizes import format_decimal
 from offload.states import Tier
-from tests.support.oracle import Job, assert_same_tensors, dies, run, start, train_step, weights_of
+from tests.support.oracle import Job, assert_same_tensors, dies, least_host_memory, run, start, train_step, weights_of
 
 DAY = 86400.0
 STATES = 12 * 2 * 128 * 128
@@ -43,7 +47,8 @@ def model() -> nn.Module:
 def loss(model: nn.Module, step: int, micro_batch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     inputs, targets = torch.randn(2, 8, 128, generator=generator)
-    return (model(inputs) - targets).square().mean()
+    error: torch.Tensor = model(inputs) - targets
+    return error.square().mean()
 
 
 JOB = Job(model, loss)
@@ -245,18 +250,12 @@ def test_layers_stay_in_memory_as_far_as_the_budget_has_room(tmp_path: Path) -> 
     assert {size.tier for size in testing.inspect(plain).sizes} == {Tier.DISK}
     plain.destroy(remove=True)
     tiers = []
-    # Of about 20 KiB beside what the run needs in any case one layer of 49,920 bytes has no room, of 64 MiB all have.
-    for budget in ("64MiB", least_with_drives(tmp_path)):
+    # 64 MiB have room for all layers, the least that works for none.
+    for budget in ("64MiB", least_host_memory(JOB, tmp_path)):
         engine = start(JOB, ("nvme", "nvme"), tmp_path, drive_budget="1TB/day", host_memory=budget)
         tiers.append([size.tier for size in testing.inspect(engine).sizes])
         engine.destroy(remove=True)
     assert set(tiers[0]) == {Tier.HOST} and set(tiers[1]) == {Tier.DISK}
-
-
-def least_with_drives(folder: Path) -> int:
-    from tests.support.oracle import least_host_memory
-
-    return least_host_memory(JOB, folder)
 
 
 @pytest.mark.parametrize(
@@ -327,3 +326,41 @@ def test_nine_tenths_of_a_budget_are_said_once(clock: Clock, tmp_path: Path, cap
     kept, nearly = said(caplog)
     assert "cannot be kept" in kept
     assert nearly.startswith("9") and "its period lasts for another 2" in nearly and "it ends in" in nearly
+
+
+# -- before a run --------------------------------------------------------------------------------------
+
+
+PLAN = ("plan", "--parameters", "350M", "--layers", "8", "--batch-size", "1", "--accumulation", "1")
+
+
+def plan(*arguments: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, [*PLAN, "--gpu", "4GB", "--drive", "7GB/s,5GB/s,2TB", *arguments])
+    assert done.exit_code == 0, done.output
+    return {"text": " ".join(done.stdout.split())} if "--json" not in arguments else json.loads(done.stdout)
+
+
+def test_a_plan_says_how_often_a_run_commits() -> None:
+    given = ("--ram", "32GB", "--drive-budget", "1TB/day")
+    found = plan(*given, "--json")
+    seconds, budget = found["step"]["seconds"], found["drive_budget"]
+    # 12 bytes of each parameter, by hand: 1 TB a day is 11.57 MB a second.
+    assert budget["each_step_bytes"] == 0 and budget["at_commit_bytes"] == pytest.approx(12 * 350e6, rel=0.02)
+    assert budget["commit_every"] == pytest.approx(budget["at_commit_bytes"] / (1e12 / DAY) / seconds, rel=0.02)
+    assert found["step"]["written_bytes"] == pytest.approx(seconds * 1e12 / DAY, rel=0.05)
+    text = plan(*given)["text"]
+    assert " budget 1TB/day kept: " in text and f"a commit of 4.2 GB every {budget['commit_every']:,} steps" in text
+    assert "weights on RAM, states on RAM" in text
+
+
+def test_a_plan_says_when_a_budget_ends() -> None:
+    found = plan("--ram", "32GB", "--drive-budget", "1TB/day", "--durability", "step", "--json")
+    a_second = found["drive_budget"]["bytes_per_second"] + found["drive_budget"]["excess_bytes_per_second"]
+    assert a_second == pytest.approx(found["step"]["written_bytes"] / found["step"]["seconds"], rel=0.02)
+    text = plan("--ram", "32GB", "--drive-budget", "1TB/day", "--durability", "step")["text"]
+    assert f"1TB/day cannot be kept: {format_decimal(DAY * a_second)[:4]}" in text and "so it ends in" in text
+
+
+def test_a_plan_refuses_a_budget_that_is_none() -> None:
+    done = CliRunner().invoke(app, [*PLAN, "--gpu", "4GB", "--drive", "7GB/s,5GB/s", "--drive-budget", "1TB"])
+    assert done.exit_code == 2 and "expected bytes over a time" in done.output
