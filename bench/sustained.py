@@ -31,6 +31,8 @@ from offload.presets import build
 from offload.sizes import MIB, parse_size
 from offload.swapper.memory.limits import free_host_memory
 
+_PROBED = 16 * MIB
+"""Bytes of the file by which the drive's rates before the fall are measured."""
 _UNCOUNTED = 2
 """Steps of the run: the first records the order of uses, the second has no update beside it yet."""
 _LONGER = 1.6
@@ -60,7 +62,7 @@ def _run(given: Any, drive: dict[str, Any]) -> dict[str, Any]:
     dtype, load = DTYPES[given.dtype], Load(given.batch_size, 1)
     shape = from_name(given.model, given.seq_len, dtype)
     with throttled(given.folder, given.rate):
-        on = probed(probe([str(given.folder)], "cpu", 64 * MIB), free_host_memory(), dtype=given.dtype)
+        on = probed(probe([str(given.folder)], "cpu", _PROBED), free_host_memory(), dtype=given.dtype)
     content = memory.settings("nvme", "nvme", dtype=given.dtype, paths=[str(given.folder)], batch=given.batch_size)
     content["offload"] |= {"device": "cpu", "run": "bench-sustained", "durability": "step"}
     on = in_process(measured, on, shape, load, dtype)
