@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ from offload.layout.drive_budget import (
 from offload.sizes import format_decimal
 from offload.states import Tier
 from tests.support.oracle import Job, assert_same_tensors, dies, least_host_memory, run, start, train_step, weights_of
+from tests.support.ranks.rank_pool import RankPool, rank_and_size
 
 DAY = 86400.0
 STATES = 12 * 2 * 128 * 128
@@ -326,6 +328,25 @@ def test_nine_tenths_of_a_budget_are_said_once(clock: Clock, tmp_path: Path, cap
     kept, nearly = said(caplog)
     assert "cannot be kept" in kept
     assert nearly.startswith("9") and "its period lasts for another 2" in nearly and "it ends in" in nearly
+
+
+def commits_of_a_rank(folder: Path) -> list[int]:
+    """Returns the committed step after each of 40 steps on this rank; the clock of the first rank alone goes on."""
+    with pytest.MonkeyPatch.context() as patch:
+        times = itertools.count(1e9, 0 if rank_and_size()[0] else 2160)
+        testing.replace(patch, "clock.drive_budget", lambda: float(next(times)))
+        engine = begin(folder, f"{4 * STATES}/day")
+        made = []
+        for step in range(40):
+            train_step(engine, JOB, step)
+            made.append(committed(engine))
+        engine.destroy(remove=True)
+        return made
+
+
+def test_the_first_rank_decides_for_all(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(commits_of_a_rank, tmp_path)
+    assert one == other and len(set(one)) > 3
 
 
 # -- before a run --------------------------------------------------------------------------------------
