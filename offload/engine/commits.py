@@ -96,6 +96,7 @@ class BudgetedCommits(Commits):
         """The account at the first step of this process, after all first states were written."""
         self._warned: float | None = None
         """Beginning of the period of which it was said that it nearly ends."""
+        self._keep(0.0)  # a drive without room for the account refuses it before the first step
 
     @property
     def budget_share(self) -> float | None:
@@ -118,14 +119,16 @@ class BudgetedCommits(Commits):
         self._say()
         if due:
             self._account = self._account._replace(committed=self._account.at)
-        if self._path is not None:
-            ahead = self._written.each_step + (commit if due else 0.0)
-            account = self._account
-            account = account._replace(
-                credit=account.credit - ahead, spent=account.spent + ahead, life=account.life + ahead
-            )
-            overwrite(self._path, json.dumps(account._asdict()).encode().ljust(_SIZE))
+        self._keep(self._written.each_step + (commit if due else 0.0))
         return due
+
+    def _keep(self, ahead: float) -> None:
+        """Writes the account as it will be after `ahead` bytes more."""
+        if self._path is None:
+            return
+        kept = self._account
+        kept = kept._replace(credit=kept.credit - ahead, spent=kept.spent + ahead, life=kept.life + ahead)
+        overwrite(self._path, json.dumps(kept._asdict()).encode().ljust(_SIZE))
 
     def _say(self) -> None:
         """Warns once if the budget cannot be kept, and once a period if it ends before the period does."""

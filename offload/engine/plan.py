@@ -599,11 +599,13 @@ def summary(plan: Plan, store: StoreSpec) -> str:
     """
     placement = plan.placement
     details: list[str] = []
+    budgeted = _under_budget(plan)
     if plan.commit_every:
         often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
-        often = _under_budget(plan) or often
         without = placement.store(plan.parts, 1).nbytes
-        details += [f"durable {often}", f"{format_size(without)} with durability none"]
+        details += [f"durable {budgeted or often}", f"{format_size(without)} with durability none"]
+    elif budgeted and any(plan.parts.trainable_numel):
+        details.append(budgeted)
     if store.shadowed:
         without = placement.store(plan.parts, plan.slots).nbytes
         details += [f"{format_size(without)} without a slot for updates under the backward"]
@@ -628,26 +630,26 @@ def summary(plan: Plan, store: StoreSpec) -> str:
 
 
 def _under_budget(plan: Plan) -> str:
-    """Returns words on how a drive budget decides which steps are durable; empty if it does not, or there is none."""
+    """Returns words on what a drive budget does, which follow "durable" if anything is; empty without a budget."""
     offload = plan.config.offload
     if offload.drive_budget is None:
         return ""
     budget, drives = DriveBudget.of(offload.drive_budget), len(plan.config.drives)
-    each_step, at_commit = (
-        nbytes / drives for nbytes in plan.placement.written(plan.parts, plan.slots, plan.commit_every)
-    )
-    words = ""
-    if offload.thins_commits and at_commit:
+    written = plan.placement.written(plan.parts, plan.slots, plan.commit_every)
+    each_step, at_commit = (nbytes / max(drives, 1) for nbytes in written)
+    often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
+    if not plan.commit_every:
+        words = f"{budget.text} (drive_budget)"
+    elif not offload.thins_commits:
+        words = f"{often} as the config promises, whatever {budget.text} (drive_budget) allows"
+        each_step += at_commit / plan.commit_every
+    elif at_commit:
         words = (
             f"as often as {budget.text} (drive_budget) allows, {format_decimal(at_commit)} to a drive at each commit "
             "and at least one a day"
         )
-    elif not offload.thins_commits:
-        often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
-        words = f"{often} as the config promises, whatever {budget.text} (drive_budget) allows"
-        each_step += at_commit / plan.commit_every
     else:
-        words = f"each step, since nothing is in memory alone ({budget.text}, drive_budget)"
+        words = f"each step, since no layer is in memory alone ({budget.text}, drive_budget)"
     if each_step:
         least = format_time(each_step / budget.rate)
         words += (

@@ -300,6 +300,22 @@ def test_without_a_promise_commits_are_put_off_and_said(
     engine.destroy(remove=True)
 
 
+def test_without_commits_the_first_line_has_what_a_step_writes(tmp_path: Path) -> None:
+    engine = start(
+        JOB,
+        ("nvme", "nvme"),
+        tmp_path,
+        drive_budget="1TB/day",
+        durability="none",
+        host_memory=least_host_memory(JOB, tmp_path),
+    )
+    assert any("1TB/day (drive_budget); a step writes" in line for line in engine.notices)
+    engine.destroy(remove=True)
+    engine = begin(tmp_path, "1TB/day", durability="none")
+    assert any("weights on host, states on host" in line for line in engine.notices), "nothing is written"
+    engine.destroy(remove=True)
+
+
 def test_kept_steps_are_committed_whatever_the_budget(clock: Clock, tmp_path: Path) -> None:
     engine = begin(tmp_path, f"{STATES}/day", keep_every=4)
     made = set()
