@@ -89,11 +89,12 @@ class BudgetedCommits(Commits):
         self._account = opened(clock()) if earlier is None else earlier
         self._counted = 0.0
         if earlier is not None:
-            # An end without a kill has written more than its last step knew: the last commit.
+            # An end without a kill has written more than its last step knew: the last commit. After a kill the run's
+            # own count is that of an earlier commit.
             self._counted = -max(0.0, life - earlier.life)
         self._steps = 0
-        self._began: Account | None = None
-        """The account at the first step of this process, after all first states were written."""
+        self._began: tuple[float, float] | None = None
+        """Time and bytes of this process at its first step, after all first states were written."""
         self._warned: float | None = None
         """Beginning of the period of which it was said that it nearly ends."""
         self._keep(0.0)  # a drive without room for the account refuses it before the first step
@@ -126,19 +127,19 @@ class BudgetedCommits(Commits):
         """Writes the account as it will be after `ahead` bytes more."""
         if self._path is None:
             return
-        kept = self._account
-        kept = kept._replace(credit=kept.credit - ahead, spent=kept.spent + ahead, life=kept.life + ahead)
+        kept, life = self._account, self._counts()[1] + ahead
+        kept = kept._replace(credit=kept.credit - ahead, spent=kept.spent + ahead, life=life)
         overwrite(self._path, json.dumps(kept._asdict()).encode().ljust(_SIZE))
 
     def _say(self) -> None:
         """Warns once if the budget cannot be kept, and once a period if it ends before the period does."""
         account, budget = self._account, self._budget
         if self._began is None:
-            self._began = account
+            self._began = account.at, self._counted
             return
-        began, steps = self._began, self._steps - 1
-        seconds = (account.at - began.at) / steps
-        rate = (account.life - began.life) / max(account.at - began.at, 1e-9)
+        (began, before), steps = self._began, self._steps - 1
+        seconds = (account.at - began) / steps
+        rate = (self._counted - before) / max(account.at - began, 1e-9)
         if steps == _STEADY and seconds > 0:
             promised = None if self._thins else self.every * seconds
             over = excess(budget, self._written, seconds, promised)

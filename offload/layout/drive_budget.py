@@ -63,7 +63,7 @@ class Account(NamedTuple):
     committed: float
     """Time of the last commit."""
     life: float
-    """Bytes written in the life of the run."""
+    """The run's own count of the bytes of its life, when this was written down."""
 
 
 def opened(now: float) -> Account:
@@ -81,7 +81,6 @@ def spend(account: Account, budget: DriveBudget, now: float, nbytes: float, comm
         credit=credit - nbytes,
         since=account.since + periods * budget.seconds,
         spent=(0.0 if periods else account.spent) + nbytes,
-        life=account.life + nbytes,
     )
 
 
