@@ -89,13 +89,6 @@ def commit_is_due(account: Account, commit: float) -> bool:
     return not commit or account.credit >= commit or account.at - account.committed >= LONGEST
 
 
-def seconds_between(budget: DriveBudget, written: Written, step: float) -> float:
-    """Returns the mean seconds between two commits, with steps of `step` seconds; no less than a step."""
-    left = budget.rate - written.each_step / step
-    wait = written.at_commit / left if left > 0 else math.inf
-    return max(step, min(wait, LONGEST))
-
-
 def excess(budget: DriveBudget, written: Written, step: float, promised: float | None) -> float:
     """Returns the bytes a second that a run writes beyond its budget at the least; 0 if the budget is kept.
 
@@ -114,4 +107,6 @@ def ends(account: Account, budget: DriveBudget, rate: float) -> float | None:
 
 def steps_between(budget: DriveBudget, written: Written, step: float) -> int:
     """Returns the steps from one commit to the next that the budget allows, with steps of `step` seconds."""
-    return max(1, round(seconds_between(budget, written, step) / step))
+    left = budget.rate - written.each_step / step
+    wait = written.at_commit / left if left > 0 else math.inf
+    return max(1, round(min(wait, LONGEST) / step))
