@@ -226,7 +226,14 @@ logger = logging.getLogger("offload")
 
 _OF_TRAINING = ("optimizer", "scheduler", "activation_checkpointing", "gradient_clipping", "wall_clock_breakdown")
 """Keys of a config that a forward does not use."""
-_OF_RUNS = {"durability": "none", "resume": "never", "activations": None, "log": None, "speculate": False}
+_OF_RUNS = {
+    "durability": "none",
+    "resume": "never",
+    "activations": None,
+    "log": None,
+    "speculate": False,
+    "drive_budget": None,
+}
 """Such keys in the block "offload", with the values that replace them."""
 
 

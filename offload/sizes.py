@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -102,3 +103,30 @@ def format_time(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.3g} seconds"
+
+
+_PERIODS = {
+    **dict.fromkeys(("h", "hour"), 3600.0),
+    **dict.fromkeys(("d", "day"), 86400.0),
+    **dict.fromkeys(("w", "week"), 7 * 86400.0),
+    **dict.fromkeys(("y", "year"), 365.25 * 86400),
+}
+_PERIOD = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|)\s*([a-z]+?)s?\s*", re.IGNORECASE)
+
+
+def parse_budget(text: str) -> tuple[int, float]:
+    """Returns the bytes and the seconds of a budget such as "1TB/day" or "600TBW/5y".
+
+    Raises:
+        ConfigError: the text is no size with a period, or one of them is 0.
+    """
+    size, _, period = str(text).partition("/")
+    match = _PERIOD.fullmatch(period)
+    length = None if match is None else _PERIODS.get(match[2].lower())
+    if match is not None and length is not None:
+        with contextlib.suppress(ConfigError):  # of the size alone
+            nbytes = parse_size(re.sub(r"(?<=b)w\s*$", "", size, flags=re.IGNORECASE))
+            seconds = float(match[1] or 1) * length
+            if nbytes and seconds:
+                return nbytes, seconds
+    raise ConfigError(f"expected bytes over a time, such as '1TB/day' or '600TB/5y' (h, day, week, year), got {text!r}")

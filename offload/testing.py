@@ -421,6 +421,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "size.text_piece": ("offload.finetune.corpus.packing:_AT_ONCE",),
     # What the machine says.
     "clock.steps": ("offload.metrics.meter:wall_clock",),
+    "clock.drive_budget": ("offload.engine.commits:clock",),
     "clock.interrupts": ("offload.interrupts:_RETRY_S",),
     "clock.drive": ("offload.aio.unanswered:time",),
     "clock.drive_notice": ("offload.aio.unanswered:NOTICE_S",),

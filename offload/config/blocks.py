@@ -14,7 +14,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from offload.errors import ConfigError
-from offload.sizes import MIB, parse_percent, parse_size
+from offload.sizes import MIB, parse_budget, parse_percent, parse_size
 
 # -- block ---------------------------------------------------------------------------------------------
 
@@ -199,6 +199,12 @@ def _tiles(value: Any) -> Any:
     if not isinstance(chunks, int) or chunks < 1:
         raise ValueError("should be 'auto', false or a number of chunks of at least 1")
     return chunks
+
+
+def _drive_budget(value: Any) -> Any:
+    """Returns a text that is a budget of bytes over a time. Raises `ConfigError` for any other value."""
+    parse_budget(value)
+    return value
 
 
 def _optimizer(value: Any) -> Any:
@@ -1355,14 +1361,27 @@ class OffloadBlock(Block):
     drive_share: Annotated[Ratio, Field(gt=0)] = Field(
         0.1, description="fraction of drive_tbw above which a run is warned"
     )
+    drive_budget: Annotated[str, BeforeValidator(_drive_budget)] | None = Field(
+        None,
+        description="bytes that the run may write to each drive over a time, as 1TB/day, or over a life, as 600TB/5y. "
+        "With durability auto the run commits as often as this allows, at least once a day, and host_memory goes to "
+        "whole layers, whose states only commits write; a promise of durability is kept, whatever it writes. See "
+        "concepts/drive-wear.md",
+    )
     on_nonfinite: Literal["raise", "skip"] = Field("raise", description="response to a gradient norm of inf or NaN")
     debug: Debug = Field(Debug(), description="see below")
 
     @property
     def wants_store(self) -> bool:
-        return self.durability == "step" or isinstance(self.durability, Every) or self.keep_every > 0
+        promised = self.durability == "step" or isinstance(self.durability, Every)
+        return promised or self.thins_commits or self.keep_every > 0
+
+    @property
+    def thins_commits(self) -> bool:
+        """True if the drive budget decides which steps are committed."""
+        return self.drive_budget is not None and self.durability == "auto"
 
     @property
     def commit_every(self) -> int:
-        """Steps from one commit to the next, if there is a store with two slots."""
+        """Steps from one commit to the next, if there is a store with two slots and no drive budget decides."""
         return self.durability.every if isinstance(self.durability, Every) else 1

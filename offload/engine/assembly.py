@@ -41,6 +41,7 @@ from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.distributed.reshard import NewRanks, finish, reshard
 from offload.distributed.world import World
 from offload.engine.callbacks import ActivationPolicy, EngineCallbacks, Extension
+from offload.engine.commits import BudgetedCommits, Commits
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import Loader
 from offload.engine.edits import WeightEdits
@@ -71,6 +72,7 @@ from offload.errors import StoreError
 from offload.experts.stacks import StackedExperts, TargetedParameters, ZeroGradients, stack_handles
 from offload.hardware.probe import kept_window
 from offload.launch.environment import rank_number
+from offload.layout.drive_budget import DriveBudget, Written
 from offload.layout.fingerprint import describe
 from offload.layout.flat_layout import ParameterSegment
 from offload.layout.frozen import expander
@@ -342,7 +344,7 @@ def _components(
                 tile_numel=placement.tile_numel,
                 tile_nbytes=(host.classes.tiles - placement.scratch_nbytes) // placement.tile_buffers,
                 tile_buffers=placement.tile_buffers,
-                commit_every=plan.commit_every,
+                commits=_commits(plan, files),
                 # Where the CPU computes, a second pass would only give the cores more to do.
                 second_passes=None
                 if plan.device.host_addressable
@@ -572,10 +574,38 @@ def _io_notices(queue: SharedQueue | None, asked: Aio) -> tuple[str, ...]:
 def _written(plan: Plan) -> DriveByteCounter:
     """Returns the counter of bytes written to the drives, with the drives' endurance from the config."""
     block = plan.config.offload
-    # Ranks of one machine share its drives, and each counts only its own bytes.
-    local = rank_number(os.environ, "LOCAL_WORLD_SIZE", 1) if plan.world.everyone.size > 1 else 1  # set by torchrun
-    rating = None if block.drive_tbw is None else Rating(block.drive_tbw * 1e12, block.drive_share, local)
+    rating = None if block.drive_tbw is None else Rating(block.drive_tbw * 1e12, block.drive_share, _local_ranks(plan))
     return DriveByteCounter(plan.config.drives, rating)
+
+
+def _local_ranks(plan: Plan) -> int:
+    """Returns the ranks of this machine, which share its drives. Each counts only its own bytes."""
+    return rank_number(os.environ, "LOCAL_WORLD_SIZE", 1) if plan.world.everyone.size > 1 else 1  # set by torchrun
+
+
+def _commits(plan: Plan, files: RunFiles) -> Commits:
+    offload, everyone, ranks = plan.config.offload, plan.world.everyone, _local_ranks(plan)
+    if offload.drive_budget is None or not files.written.drives():
+        return Commits(plan.commit_every)
+    store, drives = files.store, len(plan.config.drives)
+
+    def counts() -> tuple[float, float]:
+        rows = files.written.drives()
+        return ranks * max(row.run_bytes for row in rows), ranks * max(row.life_bytes for row in rows)
+
+    return BudgetedCommits(
+        plan.commit_every,
+        budget=DriveBudget.of(offload.drive_budget),
+        # Files are striped, so each drive takes an equal share.
+        written=Written(
+            *(ranks * nbytes / drives for nbytes in plan.placement.written(plan.parts, plan.slots, plan.commit_every))
+        ),
+        thins=offload.thins_commits,
+        keep_every=offload.keep_every,
+        counts=counts,
+        path=store.folders[0] / "budget" if store.folders and everyone.rank == 0 else None,
+        everyone=everyone,
+    )
 
 
 # -- settings and numbers of steps ---------------------------------------------------------------------

@@ -39,6 +39,7 @@ from offload.fileio.cache_file import Stamp
 from offload.hardware import probe
 from offload.hardware.system import check_folders, folder_notices
 from offload.kernels import cuda
+from offload.layout.drive_budget import DriveBudget
 from offload.layout.experts import cut_stacks, parts_of
 from offload.layout.flat_layout import IN_FILES, StateField, UnitLayout, laid_out_for, layouts_of
 from offload.layout.frozen import frozen_notices, is_of_bitsandbytes, is_packed, stored_weights, waits_for_quantization
@@ -77,7 +78,7 @@ from offload.model_io.places import TensorPlaces
 from offload.notices import Headline, Remark, shell_command
 from offload.parallel.sharded_params import FoundShards, Site, is_dtensor
 from offload.quantized.tensors import is_under_engine
-from offload.sizes import count_of, format_size, format_time
+from offload.sizes import count_of, format_decimal, format_size, format_time
 from offload.states import State, Tier
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import process_memory
@@ -598,10 +599,13 @@ def summary(plan: Plan, store: StoreSpec) -> str:
     """
     placement = plan.placement
     details: list[str] = []
+    budgeted = _under_budget(plan)
     if plan.commit_every:
         often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
         without = placement.store(plan.parts, 1).nbytes
-        details += [f"durable {often}", f"{format_size(without)} with durability none"]
+        details += [f"durable {budgeted or often}", f"{format_size(without)} with durability none"]
+    elif budgeted and any(plan.parts.trainable_numel):
+        details.append(budgeted)
     if store.shadowed:
         without = placement.store(plan.parts, plan.slots).nbytes
         details += [f"{format_size(without)} without a slot for updates under the backward"]
@@ -623,6 +627,35 @@ def summary(plan: Plan, store: StoreSpec) -> str:
         f"{format_size(store.nbytes)}{durable}; RAM at most {format_size(sum(placement.peak))} more{more}{clipped}"
         f"{plan.of_experts}"
     )
+
+
+def _under_budget(plan: Plan) -> str:
+    """Returns words on what a drive budget does, which follow "durable" if anything is; empty without a budget."""
+    offload = plan.config.offload
+    if offload.drive_budget is None:
+        return ""
+    budget, drives = DriveBudget.of(offload.drive_budget), len(plan.config.drives)
+    written = plan.placement.written(plan.parts, plan.slots, plan.commit_every)
+    each_step, at_commit = (nbytes / max(drives, 1) for nbytes in written)
+    often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
+    if not plan.commit_every:
+        words = f"{budget.text} (drive_budget)"
+    elif not offload.thins_commits:
+        words = f"{often} as the config promises, whatever {budget.text} (drive_budget) allows"
+        each_step += at_commit / plan.commit_every
+    elif at_commit:
+        words = (
+            f"as often as {budget.text} (drive_budget) allows, {format_decimal(at_commit)} to a drive at each commit "
+            "and at least one a day"
+        )
+    else:
+        words = f"each step, since no layer is in memory alone ({budget.text}, drive_budget)"
+    if each_step:
+        least = format_time(each_step / budget.rate)
+        words += (
+            f"; a step writes {format_decimal(each_step)} to a drive, so one shorter than {least} exceeds the budget"
+        )
+    return words
 
 
 # -- loops ---------------------------------------------------------------------------------------------

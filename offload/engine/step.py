@@ -336,6 +336,7 @@ class OptimizerStep:
             state.skipped_steps,
             state.scaler.scale if state.scaler.kind else None,
             (early.hits, early.misses) if early is not None else None,
+            self._components.update_worker.commits.budget_share,
         )
 
     def _known(self) -> GradientStats:

@@ -51,6 +51,7 @@ import torch
 
 from offload.aio import Priority
 from offload.aio.protocols import Future, wait_for_all
+from offload.engine.commits import Commits
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.shards import LocalShards
 from offload.engine.update_strategy import EditSteps, TileContent, UnitSteps, UnitUpdate, UpdateStrategy
@@ -594,6 +595,8 @@ class Updates:
     trains = False
     tile_numel = 0
     """Largest number of elements of a tile; 0 without tiles."""
+    commits = Commits(0)
+    """Which steps are committed."""
 
     @property
     def wants_blob(self) -> bool:
@@ -603,8 +606,8 @@ class Updates:
     def schedule(self, updates: Sequence[UnitUpdate], step: int | None) -> None:
         """Enqueues the updates of an optimizer step, in the order of their units' next use.
 
-        Updates and commit of the step before must be finished. A step that is a multiple of `commit_every` is
-        committed; None is for edits, which the next commit contains.
+        Updates and commit of the step before must be finished. `Commits.due` decides whether the step is committed;
+        None is for edits, which the next commit contains.
         """
         raise AssertionError("an engine that trains nothing refuses steps and edits earlier")
 
@@ -661,18 +664,17 @@ class UpdateWorker(Updates):
         tile_numel: int,
         tile_nbytes: int,
         tile_buffers: int,
-        commit_every: int,
+        commits: Commits,
         second_passes: SecondPasses | None,
         timeline: Timeline,
     ) -> None:
         """Takes the memory of the tiles and starts the thread, which alone changes `shards` during an update.
 
-        The arena's class of tiles has room for all tiles and the strategy's scratch memory. `commit_every` is the
-        number of steps between two commits; 0 for no commits. `second_passes` is None if every update writes all
-        states at once.
+        The arena's class of tiles has room for all tiles and the strategy's scratch memory. `second_passes` is None if
+        every update writes all states at once.
         """
         self._shards, self._pager, self._store = shards, shards.pager, shards.store
-        self._gradients, self._strategy, self._commit_every = gradients, strategy, commit_every
+        self._gradients, self._strategy, self.commits = gradients, strategy, commits
         self._weights, self._timeline = shards.pager.weight_updates, timeline
         self._queues: Mapping[Lane, deque[UnitUpdate]] = {lane: deque() for lane in Lane}
         self._jobs: dict[Lane, UnitJob] = {}
@@ -712,9 +714,11 @@ class UpdateWorker(Updates):
     # -- the caller's thread ------------------------------------------------------------------------
 
     def schedule(self, updates: Sequence[UnitUpdate], step: int | None) -> None:
-        # calling thread: done first. The worker may begin as soon as it sees an update, and no thread may use the units
-        # then. No copy of old weights for an early update may begin either: `begin_updates` drops the device buffer
-        # that the copy reads.
+        # calling thread: ranks that decide together meet here, before anything of the step is under way.
+        due = step is not None and self.commits.due(step)
+        # calling thread: done before the rest. The worker may begin as soon as it sees an update, and no thread may use
+        # the units then. No copy of old weights for an early update may begin either: `begin_updates` drops the device
+        # buffer that the copy reads.
         with self._weights.speculative.paused():
             self._pager.begin_updates([update.unit for update in updates])
         changing = [update for update in updates if update.changes]
@@ -734,7 +738,6 @@ class UpdateWorker(Updates):
             together = any(update.shared for update in changing)
             for update in self.offers.settle(changing):
                 self._queues[Lane.STREAMED if together else self._lane_of(update.unit)].append(update)
-            due = step is not None and self._commit_every and step % self._commit_every == 0
             self._commit_step = step if due else None
             self._blob = None
             if self._second_passes is not None:

@@ -80,6 +80,7 @@ from offload.passes.layer_major import watched
 from offload.planner.model_shape import config_of
 from offload.planner.output import in_short
 from offload.planner.predict_run import as_step, predict, step_of
+from offload.planner.sustained import sustained_steps
 from offload.presets import check_positions, positions_of, require_transformers
 from offload.swapper.memory.device import compute_device, let_segments_grow
 from offload.swapper.store import run_status
@@ -396,11 +397,13 @@ def _forecast(
             line = "no prediction: `offload probe` was not run on this machine; it takes a minute, once"
             return forecast._replace(notices=(line,))
         planned = predict(rates, step, has_files)
+        sustained = sustained_steps(planned, assumed=False)
     except Exception as error:  # a failed prediction must not stop the run; the line contains the reason
         kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
         return forecast._replace(notices=(f"no prediction: {kind}{error}",))
     resident = psutil.Process().memory_info().rss
-    return forecast._replace(predicted=as_step(planned, resident), notices=(in_short(planned),))
+    line = in_short(planned, sustained)
+    return forecast._replace(predicted=as_step(planned, resident, sustained), notices=(line,))
 
 
 def _has_files(config: Config) -> bool:

@@ -18,6 +18,7 @@ from offload.finetune.corpus.token_stream import EvaluationReport
 from offload.finetune.job import Job
 from offload.finetune.output import MARK
 from offload.metrics.flops import rates
+from offload.planner.sustained import step_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +37,13 @@ class StepReport:
     """Further measurements of the step by the engine. Only the first rank has them."""
     drives: Mapping[str, int]
     """Bytes that the run has written to each drive so far, in all its processes."""
+    predicted_seconds: float | None = None
+    """Prediction for this step, by the curves of its drives and the bytes that this process wrote before it."""
 
     def line(self) -> dict[str, Any]:
         line = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.predicted_seconds is None:
+            del line["predicted_seconds"]
         line |= {name: value for name, value in line.pop("measured").items() if name not in line}
         return line | {"drives": line.pop("drives"), "time": time.time()}
 
@@ -87,8 +92,10 @@ def steps(
     engine, accumulation = job.engine, job.engine.gradient_accumulation_steps()
     engine.train()
     since_step = _SinceStep(engine)
+    by_written = job.predicted.get("sustained", {}).get("by_written", ())
     while engine.global_steps < job.steps:
         step, lr = engine.global_steps + 1, engine.get_lr()[0]
+        before = sum(drive.run_bytes for drive in engine.drive_writes())
         inputs = [job.data.batches.inputs(step, micro_batch) for micro_batch in range(accumulation)]
         parts = engine.accumulate(inputs, lambda batch: engine(**batch, **job.always).loss)
         loss = 0.0
@@ -116,6 +123,7 @@ def steps(
                 written_bytes=written,
                 measured={**(rates(job.flops, seconds, job.peak) if job.flops else {}), **engine.measured},
                 drives=drives,
+                predicted_seconds=step_seconds(by_written, before) if by_written else None,
             )
         evaluates = job.eval_every and (step % job.eval_every == 0 or step == job.steps)
         # The final model is saved after training.

@@ -85,6 +85,7 @@ class Options:
     run: str | None = None
     resume: str | None = None
     durability: str | dict[str, int] | None = None
+    drive_budget: str | None = None
     keep: bool = False
     keep_every: int | None = None
     data: tuple[Path, ...] = ()
@@ -137,6 +138,7 @@ KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("run", ("offload", "run"), None),
     ("resume", ("offload", "resume"), None),
     ("durability", ("offload", "durability"), None),
+    ("drive_budget", ("offload", "drive_budget"), None),
     ("keep_every", ("offload", "keep_every"), None),
     ("trace", ("offload", "trace"), None),
 )
@@ -385,8 +387,8 @@ def keep(content: dict[str, Any]) -> tuple[str, ...]:
     durability = _get(content, path)
     if durability == "none":
         raise ConfigError("--keep and durability none exclude each other: no commit would be kept; leave one out")
-    if durability not in (None, "auto"):
-        return ()
+    if durability not in (None, "auto") or _get(content, ("offload", "drive_budget")) is not None:
+        return ()  # or a drive budget decides which steps are committed: the last one is in any case
     _set(content, path, "step")
     return ("--keep sets durability to step, since only committed steps can be exported or resumed",)
 

@@ -178,7 +178,7 @@ def as_reference(config: Mapping[str, Any], index: int) -> dict[str, Any]:
     """
     blocks = ("zero_optimization", "aio", "bf16", "fp16", "torch_autocast")
     block = dict(config.get("offload") or {})
-    for name in ("device_memory", "trace", "log", "drive_tbw"):
+    for name in ("device_memory", "trace", "log", "drive_tbw", "drive_budget"):
         block.pop(name, None)
     name = "reference" if index == 0 else f"reference{index + 1}"
     block |= {"run": f"{value_of(block, 'run') or 'default'}-{name}", "durability": "none", "resume": "never"}

@@ -84,6 +84,9 @@ def placement_request(config: Config, accumulation: int = 1, early: bool = False
         early=early,
         # Inputs that never leave the device need no host memory.
         inputs=offload.activation_memory if config.activation_tier not in (None, "device") else 0,
+        # Where every step is promised, it writes what is in memory too.
+        spares_drives=offload.drive_budget is not None
+        and (offload.thins_commits or offload.durability == "none" or offload.commit_every > 1),
     )
 
 
@@ -440,12 +443,16 @@ def plan_memory(placed: MemoryPlan, slots: int, no_room: str | None = None) -> M
     if slots < 2:
         placement = placement.settled(placed.parts)
         slots = slots if placement.keeps_on_disk(placed.parts) else 0
+    offload = placed.request.config.offload
+    commit_every = offload.commit_every
+    if offload.thins_commits and placement.deferred(placed.parts, slots, 2):
+        commit_every = 2  # no step but a commit writes what is in memory
     # Only two slots leave the last commit intact while the next one is written.
     return replace(
         placed,
         placement=placement,
         slots=slots,
-        commit_every=placed.request.config.offload.commit_every if slots == 2 else 0,
+        commit_every=commit_every if slots == 2 else 0,
         notices=notices,
     )
 

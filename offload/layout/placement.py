@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.errors import BudgetError, ConfigError
+from offload.layout.drive_budget import Written
 from offload.layout.modes import Mode
 from offload.layout.peak_memory import BesideBudgets, PeakMemory, beside_budgets, check_peak
 from offload.layout.tiers import (
@@ -26,6 +27,7 @@ from offload.layout.tiers import (
     first_states,
     gradients_on_device,
     inputs_nbytes,
+    most_written,
     that_fit,
     tier_nbytes,
     to_add_up,
@@ -788,6 +790,17 @@ class Placement:
             and all(row[state] is not Tier.DISK for state in row if state is not State.GRAD)
         )
 
+    def written(self, parts: Partitions, slots: int, commit_every: int) -> Written:
+        """Returns the bytes of states and gradients that this rank writes to all drives; arguments as of `deferred`."""
+        deferred = self.deferred(parts, slots, commit_every)
+        sums = {True: 0, False: 0}
+        for unit, row in enumerate(self.stored(parts, slots)):
+            if parts.trainable_numel[unit]:
+                frozen = parts.frozen[unit] if parts.frozen and State.WEIGHT in row else 0
+                sums[unit in deferred] += sum(row.values()) - frozen
+        sums[False] += sum(parts.nbytes[unit][State.GRAD] for unit in self.spilled)
+        return Written(sums[False], sums[True])
+
     def store(
         self,
         parts: Partitions,
@@ -853,6 +866,14 @@ def place(
         notices.append(
             f"host memory of {format_size(budget)} has no room for all states configured for it; moved: {moved}"
         )
+    if request.spares_drives:
+        room = budget - sum(host_needs(parts, mode, request, machine, tiers)[1])
+        spared = with_tier(tiers, most_written(tiers, parts, room), Tier.HOST)
+        if moved := differences(parts, tiers, spared):
+            notices.append(
+                Remark(f"so that fewer bytes are written (drive_budget), whole layers stay in memory; moved: {moved}")
+            )
+        tiers = spared
     rest = budget - sum(host_needs(parts, mode, request, machine, tiers)[1])
     promoted = first_states(tiers, parts, min(rest, int(_FIRST_SHARE * machine.free_host)))
     left = budget - parts.pages_nbytes(promoted)

@@ -403,6 +403,8 @@ class PlacementRequest:
     """True if units that are on DISK alone can be updated under the backward."""
     inputs: int | None = 0
     """Bytes of host memory for inputs of recomputed blocks (`activation_memory`); None for a share by default."""
+    spares_drives: bool = False
+    """True to keep whole units in HOST where the budget allows, so that steps write less (`drive_budget`)."""
 
 
 _LEAST_INPUTS = 2 * GIB
@@ -669,6 +671,31 @@ def _states_on_disk(row: Mapping[State, Tier], nbytes: Mapping[State, int]) -> d
         for state in nbytes
         if state not in (State.WEIGHT, State.GRAD) and row[state] is Tier.DISK
     }
+
+
+def most_written(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
+    """Returns the partitions on DISK to keep in HOST, within `room` bytes, so that steps write the fewest bytes.
+
+    These are all partitions of some units: a unit with any state on DISK is written in each step, and a unit in memory
+    at commits alone. Units that are written most for the bytes that they take come first.
+    """
+    units = []
+    for unit, (row, nbytes, numel) in enumerate(zip(tiers, parts.nbytes, parts.trainable_numel, strict=True)):
+        moved = {
+            state: align_up(nbytes[state]) for state in nbytes if state is not State.GRAD and row[state] is Tier.DISK
+        }
+        if numel and moved:
+            frozen = parts.frozen[unit] if parts.frozen else 0
+            written = sum(size for state, size in nbytes.items() if state is not State.GRAD) - frozen
+            units.append((written / sum(moved.values()), unit, moved))
+    kept: list[tuple[int, State]] = []
+    # Python's sort is stable: of equal units the first ones, which the next forward awaits first.
+    for _, unit, moved in sorted(units, key=lambda each: -each[0]):
+        size = sum(moved.values())
+        if size <= room:
+            kept += [(unit, state) for state in moved]
+            room -= size
+    return tuple(kept)
 
 
 def with_tier(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tier) -> TierMap:

@@ -81,6 +81,8 @@ class Stepped(NamedTuple):
     """None in a mode without a loss scale."""
     early_updates: tuple[int, int] | None = None
     """Units updated under the backward whose update the step confirmed, and dropped; None if the run makes none."""
+    drive_budget: float | None = None
+    """The fraction of the drive budget that its present period has used; None without a budget."""
 
 
 class Meter:
@@ -204,6 +206,8 @@ class StepMeter(Meter):
             values["loss_scale"] = stepped.loss_scale
         if stepped.early_updates is not None:
             values["early_updates"], values["early_updates_dropped"] = map(float, stepped.early_updates)
+        if stepped.drive_budget is not None:
+            values["drive_budget_used"] = stepped.drive_budget
         values |= {"seconds": gone["seconds"] / 1e9, "read_bytes": gone["read"], "written_bytes": gone["written"]}
         if self._sent is not None:
             values |= {"collectives": float(gone["collectives"]), "sent_bytes": gone["sent"]}

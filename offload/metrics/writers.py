@@ -343,6 +343,8 @@ def line(record: StepRecord, mean: Mapping[str, float], samples: float, memory: 
     texts = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values]
     if values.get("skipped_steps"):
         texts.append(f"{values['skipped_steps']:.0f} skipped")
+    if "drive_budget_used" in values:
+        texts.append(f"{values['drive_budget_used']:.0%} of the drive budget")
     texts.append(f"{mean['seconds']:.3f} s a step, {samples / max(mean['seconds'], 1e-9):.1f} samples/s")
     rates = {name: mean[name] / mean[f"{name}_time"] for name in ("tflops", "mfu") if mean.get(name)}
     texts += filter(None, [rate_words(rates)])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from offload.config import Config, load_config
 from offload.errors import ConfigError
+from offload.layout.drive_budget import LONGEST, DriveBudget, Written
 from offload.layout.flat_layout import UnitLayout, laid_out_for
 from offload.layout.memory_plan import (
     MemoryPlan,
@@ -74,6 +75,22 @@ class Memory:
     """Units whose update may begin under the backward."""
     notices: tuple[str, ...]
     machine: MachineMemory
+    commit_every: int
+    """Steps between commits; 0 without commits. If a drive budget decides, the fewest commits until `timed` knows."""
+
+    @property
+    def budget(self) -> DriveBudget | None:
+        """The budget of the bytes that the run writes."""
+        text = self.config.offload.drive_budget
+        return None if text is None else DriveBudget.of(text)
+
+    @property
+    def written(self) -> Written:
+        """The bytes that a step and a commit write to each drive."""
+        drives = max(len(self.config.drives), 1)
+        return Written(
+            *(nbytes / drives for nbytes in self.placement.written(self.parts, self.slots, self.commit_every))
+        )
 
     @property
     def least_host(self) -> int:
@@ -194,6 +211,7 @@ def settle(
         early_units=plan.early_units,
         notices=plan.notices,
         machine=machine,
+        commit_every=int(LONGEST) if config.offload.thins_commits and plan.commit_every > 1 else plan.commit_every,
     )
 
 
@@ -221,6 +239,7 @@ def settings(
     host_memory: int | None = None,
     device_memory: int | None = None,
     durability: Any = "auto",
+    drive_budget: str | None = None,
     batch: int = 1,
     accumulation: int = 1,
     paths: Sequence[str] = (PATH,),
@@ -247,6 +266,7 @@ def settings(
         "moments": moments,
         "master": master,
         "activations": activations,
+        "drive_budget": drive_budget,
         "tile_mlp": tile_mlp,
         "frozen": frozen,
     }

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from offload.hardware.gpus import ORIGINS, sentences
+from offload.layout.drive_budget import excess
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.layout.placement import usable_host
 from offload.planner.activations import beside_weights, is_tiled, recomputed, tile_tokens
@@ -59,13 +60,14 @@ class Asked(NamedTuple):
         return _TYPICAL_TBW * drives if self.endurance is None else self.endurance
 
 
-def in_short(planned: Planned) -> str:
+def in_short(planned: Planned, sustained: SustainedSteps | None = None) -> str:
     """Returns the prediction in one line, for the start of a run."""
     timing = planned.timing
+    rates = [] if sustained is None else [_sustained_words(sustained)]
     return (
         f"predicted: {seconds_text(timing.seconds)} a step, {timing.tokens_per_second:,.0f} tokens/s, "
         f"{format_size(timing.moved.read)} read and {format_size(timing.moved.written)} written; "
-        f"{'; '.join([_describe_limit(timing), *planned.hardware.doubts[-1:]])}"
+        f"{'; '.join([_describe_limit(timing), *rates, *planned.hardware.doubts[-1:]])}"
     )
 
 
@@ -75,6 +77,8 @@ _LONG_LIFE = 365 * _DAY
 """A plan says how to write less if the drives wear out within so many seconds of training."""
 _PLACES = {"none": "GPU", "cpu": "RAM", "nvme": "drive"}
 """Where states are, by the names of the config."""
+_TIERS = {"device": "GPU", "host": "RAM", "disk": "drive"}
+"""The same, by the names of tiers."""
 _CHEAPER = 0.95
 """A change is named the cheapest if a token costs less than this fraction with it."""
 _WIDTH, _LABEL, _BAR = 80, 8, 30
@@ -108,6 +112,11 @@ def summary(
     cost = "" if price is None else f", ${price * seconds / 3600:,.0f} at ${price:g} an hour"
     zero = planned.memory.config.zero_optimization
     places = [_PLACES[device] for device in (zero.offload_param.device, zero.offload_optimizer.device)]
+    if planned.memory.asked.spares_drives:
+        placement = planned.memory.placement
+        others = (state for state in planned.memory.mode.states if state is not State.WEIGHT)
+        tiers = [placement.tiers_of(State.WEIGHT), placement.tiers_of(*others)]
+        places = [" and ".join(_TIERS[tier] for tier in words.split(" and ")) if words else "GPU" for words in tiers]
     if hardware.on_cpu:
         places = ["RAM" if place == "GPU" else place for place in places]
     helps = advice.changes[0].sentence if advice.changes else "; ".join(_no_change(planned, advice))
@@ -124,6 +133,7 @@ def summary(
         *([] if sustained is None else [("rates", _sustained_words(sustained))]),
         ("change", helps),
         *_of_wear(planned, asked),
+        *_of_budget(planned),
         *([] if priced is None else [("cost", in_words(priced.cost)), ("", _cheapest(priced))]),
         *(("note", words) for words in cautions(planned, asked) if "worn out" not in words),
         *_bars(planned),
@@ -187,6 +197,36 @@ def _of_wear(planned: Planned, asked: Asked) -> list[tuple[str, str]]:
     if less:
         rows.append(("", "less: " + ", ".join(f"{option} writes {1 - share:.0%} less" for option, share in less)))
     return rows
+
+
+def _of_budget(planned: Planned) -> list[tuple[str, str]]:
+    """Returns a line on the drive budget: what a commit waits for, or when the budget ends; none without a budget."""
+    memory, seconds = planned.memory, planned.timing.seconds
+    budget, over = memory.budget, budget_excess(planned)
+    if budget is None or not planned.hardware.drives:
+        return []
+    a_day = _DAY * planned.timing.moved.written / seconds / len(planned.hardware.drives)
+    words = f"kept: {format_decimal(a_day)} a day to a drive"
+    if over:
+        a_day = _DAY * (budget.rate + over)
+        words = (
+            f"cannot be kept: {format_decimal(a_day)} a day, so it ends in {format_time(budget.nbytes * _DAY / a_day)}"
+        )
+    elif memory.config.offload.thins_commits and memory.written.at_commit:
+        words += (
+            f"; a commit of {format_decimal(memory.written.at_commit)} every {count_of(memory.commit_every, 'step')}, "
+            f"{format_time(memory.commit_every * seconds)}"
+        )
+    return [("budget", f"{budget.text} {words}")]
+
+
+def budget_excess(planned: Planned) -> float:
+    """Returns the bytes a second that a plan writes to a drive beyond its budget; 0 if it is kept, or there is none."""
+    memory, seconds = planned.memory, planned.timing.seconds
+    if memory.budget is None:
+        return 0.0
+    promised = None if memory.config.offload.thins_commits else max(memory.commit_every, 1) * seconds
+    return excess(memory.budget, memory.written, seconds, promised)
 
 
 def _bars(planned: Planned) -> list[tuple[str, str]]:
@@ -342,8 +382,8 @@ def _describe_slots(memory: Memory) -> str:
     early = " where updates begin under the backward"
     if memory.slots == 2:
         # Two slots alternate between commits, so the last commit survives a kill at any time.
-        steps = memory.config.offload.commit_every
-        often = "every step" if steps == 1 else f"every {steps} steps"
+        steps = memory.commit_every
+        often = "every step" if steps == 1 else f"every {steps:,} steps"
         return f"two slots{f', three{early}' if memory.shadowed else ''}, {often} durable"
     slots = f"two slots{early}" if memory.shadowed else "one slot"
     return f"{slots}, no resume after a kill" if memory.slots else "no swap files"
@@ -643,12 +683,26 @@ def as_json(
             for each in advice.changes
         ],
         "cost": None if priced is None else _priced_json(priced),
+        "drive_budget": _budget_json(planned),
         "sustained": None
         if sustained is None
         else {
             "measured": sustained.measured,
             "step_seconds": {words: rounded(seconds) for words, seconds in sustained.seconds.items()},
+            "by_written": [[least, rounded(seconds)] for least, seconds in sustained.by_written],
         },
+    }
+
+
+def _budget_json(planned: Planned) -> dict[str, Any] | None:
+    memory = planned.memory
+    if memory.budget is None:
+        return None
+    return {
+        "bytes_per_second": rounded(memory.budget.rate),
+        "excess_bytes_per_second": rounded(budget_excess(planned)),
+        "commit_every": memory.commit_every,
+        **{f"{name}_bytes": rounded(nbytes) for name, nbytes in memory.written._asdict().items()},
     }
 
 

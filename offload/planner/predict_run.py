@@ -24,6 +24,7 @@ from offload.planner.memory import Room, settle
 from offload.planner.model_shape import Shape, from_training, tied_in_pieces
 from offload.planner.recommend import Planned
 from offload.planner.step_time import chain
+from offload.planner.sustained import SustainedSteps
 from offload.swapper.memory.device import compute_device
 from offload.swapper.memory.limits import free_host_memory
 
@@ -140,13 +141,14 @@ def _machine(found: Probed, config: Config, has_files: bool) -> Hardware:
     return machine
 
 
-def as_step(planned: Planned, resident: int) -> dict[str, Any]:
+def as_step(planned: Planned, resident: int, sustained: SustainedSteps | None = None) -> dict[str, Any]:
     """Returns the prediction of a steady step, under the keys that the log uses.
 
-    `resident` are the bytes of RAM that the process uses now.
+    `resident` are the bytes of RAM that the process uses now. `sustained` is the step at the rates that drives sustain;
+    None if nothing is written.
     """
     timing = planned.timing
-    step = {
+    step: dict[str, Any] = {
         "seconds": timing.seconds,
         "tokens": timing.tokens,
         "read_bytes": timing.moved.read,
@@ -155,4 +157,6 @@ def as_step(planned: Planned, resident: int) -> dict[str, Any]:
     }
     if not planned.hardware.on_cpu:
         step["device_peak_bytes"] = planned.memory.device + planned.activations
+    if sustained is not None:
+        step["sustained"] = sustained._asdict()
     return {**step, "parts_seconds": timing.parts, "doubts": list(planned.hardware.doubts)}

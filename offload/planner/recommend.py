@@ -39,7 +39,7 @@ from offload.planner.activations import Room as ActivationRoom
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import Shape
-from offload.planner.step_time import Timing, chain, choice_of, lower_bound, predict, update_written
+from offload.planner.step_time import Timing, chain, choice_of, lower_bound, predict, timed, update_written
 from offload.prices import Cost, Prices, cost
 from offload.sizes import PAGE, format_size
 from offload.states import State, Tier
@@ -208,7 +208,7 @@ def _in_best_order(
                 least = min(least, bound)
                 continue
             least = bound
-        timing = predict(grown, shape, hardware, chosen, coarse)
+        grown, timing = timed(grown, shape, hardware, chosen, coarse)
         if planned is None or timing.seconds < planned.timing.seconds:
             planned = Planned(shape, hardware, chosen, content, grown, timing, load, choice)
     if planned is None:
@@ -641,7 +641,7 @@ def priced(planned: Planned, prices: Prices) -> Priced:
     timing = predict(planned.memory, planned.shape, planned.hardware, planned.load, coarse=True)
     before = _cost(planned._replace(timing=timing), planned, prices)
     ideas = [idea for idea in _ideas(planned, coarse=True) if idea.option != "--durability none"]
-    if planned.memory.slots == 2 and planned.memory.config.offload.commit_every < _COMMIT_EVERY:
+    if planned.memory.slots == 2 and planned.memory.commit_every < _COMMIT_EVERY:
         seldom = planned.with_block(durability={"every": _COMMIT_EVERY})
         ideas.append(
             _Idea(
@@ -763,7 +763,7 @@ def writes_less(planned: Planned) -> list[tuple[str, float]]:
         return (inputs + (written - inputs) * share) / written
 
     # A commit writes what is in memory; states on a drive are written in each step.
-    if memory.slots == 2 and memory.config.offload.commit_every < _COMMIT_EVERY:
+    if memory.slots == 2 and memory.commit_every < _COMMIT_EVERY:
         with contextlib.suppress(BudgetError, ConfigError):
             share = share_with(durability={"every": _COMMIT_EVERY})
             if share < 1 / 2:

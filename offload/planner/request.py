@@ -44,7 +44,7 @@ from offload.planner.recommend import Planned
 from offload.planner.step_time import backward, forward
 from offload.precision import choose
 from offload.presets import error_message
-from offload.sizes import format_size, parse_size
+from offload.sizes import format_size, parse_budget, parse_size
 from offload.swapper.memory.limits import free_host_memory
 
 # -- measure model -------------------------------------------------------------------------------------
@@ -238,6 +238,8 @@ class PlanRequest(NamedTuple):
     dtype: str | None = None
     durability: str | None = None
     """A word of the config, or the number of steps from one commit to the next."""
+    drive_budget: str | None = None
+    """Bytes that may be written to each drive over a time, as 1TB/day."""
     activations: str | None = None
     """Tier of the inputs of repeated blocks."""
     chunked_loss: bool | None = None
@@ -363,6 +365,7 @@ def _options(request: PlanRequest, on: Hardware, dtype: str) -> dict[str, Any]:
     options: dict[str, Any] = {
         "dtype": dtype,
         "durability": _durability(request),
+        "drive_budget": request.drive_budget,
         "tile_mlp": None if tile in (None, "off") else tile if tile == "auto" else int(tile),
         "moments": request.moments,
         "master": request.master,
@@ -412,11 +415,14 @@ def _check(request: PlanRequest) -> None:
             "--activations computes blocks again in the backward, and --no-gradient-checkpointing forbids that; leave "
             "one of them out"
         )
-    of_config = (request.dtype, request.durability, request.activations, tile, request.moments, request.master)
+    budget = request.drive_budget
+    if budget is not None:
+        parse_budget(budget)
+    of_config = (request.dtype, request.durability, budget, request.activations, tile, request.moments, request.master)
     if request.config is not None and any(of_config):
         raise ConfigError(
-            "--dtype, --moments, --master, --durability, --activations and --tile-mlp cannot be given beside --config; "
-            "set them in the config"
+            "--dtype, --moments, --master, --durability, --drive-budget, --activations and --tile-mlp cannot be given "
+            "beside --config; set them in the config"
         )
 
 

@@ -15,11 +15,12 @@ import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from offload.errors import ConfigError
+from offload.layout.drive_budget import steps_between
 from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import cuts, product_flops
@@ -638,6 +639,23 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coarse
     )
 
 
+def timed(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coarse: bool = False) -> tuple[Memory, Timing]:
+    """Returns the prediction of a step, and the memory with the interval of commits that its drive budget allows."""
+    timing = predict(memory, shape, hardware, load, coarse)
+    if memory.budget is not None and memory.config.offload.thins_commits and memory.commit_every > 1:
+        # A step with fewer writes is shorter, so that the budget allows fewer commits a step.
+        for _ in range(_ROUNDS):
+            every = steps_between(memory.budget, memory.written, timing.seconds)
+            # At every second step what is in memory is still written at commits alone.
+            memory = replace(memory, commit_every=max(every, 2))
+            timing = predict(memory, shape, hardware, load, coarse)
+    return memory, timing
+
+
+_ROUNDS = 2
+"""Predictions after which the interval of commits and the seconds of a step fit each other."""
+
+
 def _passes(memory: Memory, shape: Shape, hardware: Hardware, load: Load, step: int = 0) -> tuple[list[Use], ...]:
     """Returns the uses of a step, pass by pass; the step's number decides which experts each micro-batch visits."""
     stay, count = staying(memory.parts, memory.placement), load.accumulation
@@ -685,7 +703,7 @@ def _busy(
 
 
 def _costs(memory: Memory, shape: Shape) -> list[UpdateCost | None]:
-    every = memory.config.offload.commit_every
+    every = memory.commit_every
     costs = update_costs(memory.parts, memory.placement, memory.slots, memory.early_units, every)
     if memory.config.offload.experts == "visited":
         for unit in (unit for each in shape.experts for unit in each.units):

@@ -102,7 +102,9 @@ def compare(predicted: Any, steps: Sequence[Mapping[str, Any]]) -> list[dict[str
     rows = []
     for name, label in _STEP.items():
         expected, values = predicted.get(name), column(steps, name)
-        if is_number(expected) and values:
+        if name == "seconds" and len(falling := _by_prediction(steps)) > 1:
+            rows += [_row(name, label + words, *each) for words, each in zip(_FALLS, falling, strict=False)]
+        elif is_number(expected) and values:
             measured = max(values) if "peak" in name else statistics.median(values)
             rows.append(_row(name, label, expected, measured))
     parts, by = predicted.get("parts_seconds"), bound(steps)
@@ -112,6 +114,35 @@ def compare(predicted: Any, steps: Sequence[Mapping[str, Any]]) -> list[dict[str
             if is_number(expected) and max(expected, measured) > 0:
                 rows.append(_row(name, label, expected, measured))
     return rows
+
+
+_FALLS = (" before the drives' rate fell", *(f" after the drives' rate fell{more}" for more in ("", " again")))
+"""Words for the steps before the drives' rates of writes fall, after they fell, and after one of them fell again."""
+
+
+def _by_prediction(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """Returns each predicted duration of a step in the order of the steps, with the median of the measured ones.
+
+    By the curve of a drive the prediction changes with the bytes that the run has written.
+    """
+    groups: dict[float, list[float]] = {}
+    for values in steps:
+        expected, seconds = number(values, "predicted_seconds"), number(values, "seconds")
+        if expected is not None and seconds is not None:
+            groups.setdefault(expected, []).append(seconds)
+    return [(expected, statistics.median(seconds)) for expected, seconds in groups.items()]
+
+
+def rates_words(predicted: Any) -> str | None:
+    """Returns a sentence on the rates of drives in a prediction of the log; None if nothing is known of them."""
+    sustained = predicted.get("sustained") if isinstance(predicted, Mapping) else None
+    if not isinstance(sustained, Mapping):
+        return None
+    seconds = sustained.get("seconds")
+    if sustained.get("measured") is not True or not isinstance(seconds, Mapping):
+        return "predicted by burst rates of the drives, unverified: `offload probe --sustained` measures them"
+    times = ", ".join(f"{time_of(value)} {when}" for when, value in seconds.items() if is_number(value))
+    return f"by the curves of its drives a step takes {times}"
 
 
 def _row(name: str, label: str, expected: float, measured: float) -> dict[str, Any]:
@@ -236,6 +267,7 @@ def figures(
         "links": None if window is None else busy(window.spans, window.start, window.end),
         "updates": None if window is None else updates(window.spans, window.start, window.end),
         "predicted": compare(log.about.get("predicted") if plan is None else plan, steady),
+        "predicted_rates": rates_words(log.about.get("predicted")),
     }
 
 

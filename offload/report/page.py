@@ -87,7 +87,10 @@ def page(log: Log, figures: Mapping[str, Any], window: Window | None) -> str:
     """Returns the HTML document."""
     predicted = Table(
         head=("", "predicted", "measured", "difference"),
-        rows=tuple(TableRow((row["what"], *words(row))) for row in figures["predicted"]),
+        rows=(
+            *(TableRow((row["what"], *words(row))) for row in figures["predicted"]),
+            *([TableRow((figures["predicted_rates"], "", "", ""))] if figures["predicted_rates"] else ()),
+        ),
     )
     sections = [
         Section("Learning", _learning(log)),

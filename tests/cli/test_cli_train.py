@@ -22,7 +22,7 @@ from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.fileio.jsonl import check_log, cut_log, hold_log
 from offload.finetune import model as language_model
-from offload.hardware import probe
+from offload.hardware import probe, sustained
 from offload.swapper.store import run_status
 from tests.support.model_folders import make_folder, write_lines
 from tests.support.processes.cli_in_process import all_lines, call, facts, isolated_cache, log, run_folder, swap_files
@@ -368,6 +368,45 @@ def reported(log: str) -> list[dict[str, Any]]:
     assert found.exit_code == 0, found.output
     rows: list[dict[str, Any]] = json.loads(found.stdout)["predicted"]
     return rows
+
+
+def keep_curve(burst_bytes: int | None, after: float | None) -> None:
+    """A curve of the drive of `keep`, whose burst ends after some bytes."""
+    where = str(Path(".").resolve())
+    sustained.keep(
+        sustained.Curve(
+            where, "/dev/some", 10**9, 1e9, burst_bytes, after, None, None, None, None, "2026-01-01", ((10**9, 1e9),)
+        )
+    )
+
+
+def test_a_prediction_follows_the_curve_of_the_drive() -> None:
+    keep()
+    run = ("--steps", "5", "--eval-every", "0", "--log", "log", "--log-every", "1")
+    said = call_prediction(*run).stdout
+    assert "; burst rates, unverified\n" in said and " s, predicted " not in said
+    assert "predicted_seconds" not in Path("log").read_text()
+    output = CliRunner().invoke(app, ["report", "log", "-o", "page.html"]).stdout
+    assert "predicted by burst rates of the drives, unverified" in output
+    # The first weights and one step are within the burst, three steps are not.
+    written = [json.loads(line)["written_bytes"] for line in Path("log").read_text().splitlines()]
+    keep_curve(sum(written[:2]), 1e6)
+    Path("log").unlink()
+    said = call_prediction(*run).stdout
+    assert "a step takes" in said and "in the first minute" in said and "after a day" in said
+    lines = [json.loads(line) for line in Path("log").read_text().splitlines()]
+    curve = lines[0]["about"]["predicted"]["sustained"]
+    (none, burst), (_, fallen) = curve["by_written"]
+    assert none == 0 and burst == lines[0]["about"]["predicted"]["seconds"] < fallen and curve["measured"]
+    foreseen = [line["predicted_seconds"] for line in lines]
+    assert foreseen[0] == burst and foreseen[-1] == fallen and sorted(foreseen) == foreseen
+    assert f" s, predicted {fallen:.3g}" in said
+    rows = {row["what"]: row for row in reported("log")}
+    assert rows["seconds a step before the drives' rate fell"]["predicted"] == burst
+    assert rows["seconds a step after the drives' rate fell"]["predicted"] == fallen
+    output = CliRunner().invoke(app, ["report", "log", "-o", "page.html"]).stdout
+    assert "by the curves of its drives a step takes" in output
+    assert "by the curves of its drives a step takes" in Path("page.html").read_text()
 
 
 def test_without_a_probe_one_line_names_the_command() -> None:

@@ -24,6 +24,7 @@ from offload.planner.memory import settings
 from offload.planner.model_shape import Shape, from_count
 from offload.planner.recommend import Planned
 from offload.planner.request import PlanRequest
+from offload.planner.sustained import sustained_steps
 from offload.sizes import GIB, format_size, format_time
 
 ROOT = Path(__file__).parents[2]
@@ -208,11 +209,18 @@ def replaced(path: Path, first: tuple[str, ...], rows: Sequence[str]) -> None:
 def readme_row(model: tuple[int, int], gpu: str, memory: str, drives: int) -> str:
     """Returns a row of the README's table: a row of the plan table in fewer columns."""
     bandwidth, ram = (_SMALL_BANDWIDTH, _SMALL_RAM) if gpu in SMALL else (dict(_GPUS)[gpu], _RAM)
-    timing = fastest(model, gpu, bandwidth, drives, ram).timing
+    planned = fastest(model, gpu, bandwidth, drives, ram)
+    timing = planned.timing
     limit = f"{timing.limit}, {timing.limit_seconds / timing.seconds:.0%}".replace("%", " %")
     name = gpu.removesuffix(" 16GB")
     cells = (f"{model[0]}B", f"{name}, {memory}", f"{ram // GIB} GiB", str(drives), f"{timing.seconds:,.0f} s")
-    return f"| {' | '.join((*cells, f'{timing.tokens_per_second:,.0f}', limit))} |"
+    return f"| {' | '.join((*cells, _sustained(planned), f'{timing.tokens_per_second:,.0f}', limit))} |"
+
+
+def _sustained(planned: Planned) -> str:
+    """Returns the seconds of a step at the writes that drives sustain, which a plan assumes without their curves."""
+    found = sustained_steps(planned)
+    return f"{max([planned.timing.seconds, *(found.seconds.values() if found else ())]):,.0f} s"
 
 
 def order_row(batch: int, accumulation: int) -> str:
@@ -265,6 +273,7 @@ def card_row(ram: int, load: Load, durability: str) -> str:
         format_size(memory.host),
         format_size(memory.stored + memory.spilled),
         f"{timing.seconds:.0f} s",
+        _sustained(planned),
         f"{timing.compute_seconds:.0f} s",
         f"{timing.tokens_per_second:.0f}",
         _limit(planned),

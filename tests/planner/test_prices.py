@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,25 @@ def test_dollars_of_documented_machines(
     assert spent.a_day == pytest.approx(wear + 2.40, abs=0.01)
     assert spent.a_million == pytest.approx(million, abs=0.001)
     assert in_words(spent).endswith(f" a day: power $2.40, wear of drives ${wear:.2f}")
+
+
+def test_the_usual_prices_have_a_date_and_sources_and_give_the_documented_dollars() -> None:
+    usual = read_prices(USUAL)
+    assert set(usual.sources) == {*Prices._fields} - {"sources"}
+    assert all(re.search(r"\S.* \(20\d\d-\d\d-\d\d\)$", source) for source in usual.sources.values()), (
+        "a source and a date"
+    )
+    # What is not assumed names where it was read.
+    assert "?p=" in usual.sources["drive"] and "axbrief.com" in usual.sources["ram"]
+    assert usual.ram == pytest.approx(679.99 / 64, abs=0.05) and usual.drive == pytest.approx((300 + 480) / 2, abs=10)
+    # The same machines as above, by hand: 600 W are 14.4 kWh a day at 17 cents, $2.448; $400 / 1200 TB is $0.3333 a TB.
+    for seconds, tokens, nbytes, a_day, million in (
+        (69, 65536, 145.9 * GIB, 67.84, 0.827),
+        (63, 65536, 145.3 * GIB, 73.77, 0.821),
+        (86400, 1445 * 86400, 187.7e12, 65.01, 0.521),
+    ):
+        spent = cost(usual, seconds, tokens, nbytes)
+        assert spent.a_day == pytest.approx(a_day, abs=0.01) and spent.a_million == pytest.approx(million, abs=0.001)
 
 
 def test_rent_takes_the_place_of_power_and_purchases_are_paid_off() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench.throttle import throttled
+from bench.throttle import falling
 from offload.cli.main import app
 from offload.hardware import sustained
 from offload.hardware.info import drive
@@ -207,20 +206,19 @@ def test_what_cannot_be_written_is_refused_before_it_begins(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/sys/fs/cgroup/blkio").is_dir(), reason="needs root and cgroup v1")
 def test_a_drive_that_the_kernel_holds_back_falls_there(tmp_path: Path) -> None:
-    # Held back to 200 MB/s in its first 1.2 GB, and to 40 MB/s after them, by the kernel's counter of bytes.
-    with contextlib.ExitStack() as stack:
-        limits = contextlib.ExitStack()
-        stack.callback(lambda: limits.close())
-        limits.enter_context(throttled(tmp_path, 200 * 10**6))
-        slower = False
-
-        def watch(words: str, done: float) -> None:
-            nonlocal slower
-            if done >= 0.6 and not slower:
-                slower = True
-                limits.close()
-                limits.enter_context(throttled(tmp_path, 40 * 10**6))
-
-        found = sustained.probe(str(tmp_path), 2 * 10**9, watch, idle_seconds=0)
+    with falling(tmp_path, 200 * 10**6, 1_200_000_000, 40 * 10**6):
+        found = sustained.probe(str(tmp_path), 2 * 10**9, idle_seconds=0)
     assert found.burst_bytes == pytest.approx(1.2e9, rel=0.1)
     assert found.after == pytest.approx(40e6, rel=0.1)
+
+
+def test_a_drive_that_has_fallen_reads_beside_its_writes_as_before() -> None:
+    steps = {}
+    for mixed in (2 / (1 / 7e9 + 1 / 5e9), 1e10):
+        planned = planned_on("drive of 7GB/s")
+        machine = replace(planned.hardware, drives=(planned.hardware.drives[0]._replace(mixed=mixed),))
+        found = sustained_steps(recommend.plan(planned.shape, machine, Load(1), planned.content))
+        assert found is not None
+        steps[mixed] = found.seconds["at 2.5 GB/s of writes"]
+    one_after_the_other, beside = steps.values()
+    assert beside < 0.9 * one_after_the_other

@@ -100,6 +100,10 @@ class PlanOptions:
         str | None,
         option("auto, step or none, or steps from one commit to the next. [default: auto]", metavar="WORD|STEPS"),
     ] = None
+    drive_budget: Annotated[
+        str | None,
+        option("Bytes that may be written to each drive, as 1TB/day or 600TB/5y.", metavar="SIZE/TIME"),
+    ] = None
     batch_size: Annotated[
         int | None,
         option(
@@ -345,10 +349,11 @@ def _print_ranks(typed: PlanOptions, console: Console) -> None:
             or typed.details
             or typed.price is not None
             or typed.prices is not None
+            or typed.drive_budget is not None
         ):
             raise ConfigError(
                 "a plan of several GPUs has no tables, writes and measures nothing: leave out --details, --write, "
-                "--measure, --price and --prices beside --gpus"
+                "--measure, --price, --prices and --drive-budget beside --gpus"
             )
         link = None if typed.link is None else parse_rate(typed.link)
         cluster = Cluster(typed.gpus, typed.nodes, link, typed.tensor, typed.pipeline)

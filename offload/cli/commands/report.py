@@ -84,7 +84,7 @@ def report(
             print(f"change first: {by.first_change}")
         else:
             print(by.advice)
-        for line in dollars_of(found):
+        for line in (*([found["predicted_rates"]] if found["predicted_rates"] else ()), *dollars_of(found)):
             print(line)
         if found["links"]:
             print("busy: " + ", ".join(f"{LINKS[link]} {share:.0%}" for link, share in found["links"].items()))

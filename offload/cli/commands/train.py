@@ -270,6 +270,13 @@ class TrainOptions:
             metavar="WORD|STEPS",
         ),
     ] = None
+    drive_budget: Annotated[
+        str | None,
+        option(
+            "Bytes that may be written to each drive, as 1TB/day or 600TB/5y: fewer steps are committed.",
+            metavar="SIZE/TIME",
+        ),
+    ] = None
     keep: Annotated[bool, option("Keep the swap files after the last step.")] = False
     keep_every: Annotated[
         int | None,

@@ -131,6 +131,10 @@ class ProgressLine:
             f"read {report.read_bytes / report.seconds / 1e9:.2f} GB/s  "
             f"write {report.written_bytes / report.seconds / 1e9:.2f} GB/s"
         )
+        if report.predicted_seconds is not None:
+            text += f"  {report.seconds:.3g} s, predicted {report.predicted_seconds:.3g}"
+        if (used := report.measured.get("drive_budget_used")) is not None:
+            text += f"  drive budget {used:.0%}"
         if self._progress is not None:
             self._progress.update(self._task, completed=report.step, description=text)
         if self._is_due(report.step):

@@ -40,7 +40,7 @@ from offload.sizes import MIB, PAGE
 # -- rank folder ---------------------------------------------------------------------------------------
 
 
-FILES = ("commit", "states", "blob.0", "blob.1", "suspect", "undo", "manifest.json", "lock")
+FILES = ("commit", "states", "blob.0", "blob.1", "suspect", "undo", "budget", "manifest.json", "lock")
 """Names of all files that a rank's folder may hold, the lock last. The temporary file of a replacement is `*.tmp`."""
 
 _IN_RANK = {*FILES, *(f"{name.partition('.')[0]}.tmp" for name in FILES)}
@@ -377,6 +377,20 @@ def _open_for_writing(path: Path) -> int:
     """Returns the descriptor of a file that is created if it does not exist. Raises `IoError`, also for a link."""
     with _named(path, "open"):
         return open_inner(path, _depth(path), os.O_WRONLY | os.O_CREAT, ours=True)
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    """Writes `data` to the beginning of `path` by one call of the system, and syncs nothing.
+
+    A killed process leaves the old bytes or the new ones, a power cut anything. Creates the file if it does not exist.
+    Raises `IoError` if it cannot be opened or written.
+    """
+    descriptor = _open_for_writing(path)
+    try:
+        with _named(path, "write", 0, len(data)):
+            write_all(descriptor, 0, data)
+    finally:
+        os.close(descriptor)
 
 
 def reserve(path: Path, nbytes: int) -> None:

@@ -174,7 +174,7 @@ class SwapFiles:
             sync_folder(first)
         sync_folder(first.parent)
         for folder in reversed(self.folders):  # the first drive last: its manifest identifies the others' store
-            for name in ("blob.0", "states", "suspect", "undo", "manifest.json"):
+            for name in ("blob.0", "states", "suspect", "undo", "budget", "manifest.json"):
                 unlink(folder / name)
             sync_folder(folder)
 
