@@ -1349,6 +1349,12 @@ class OffloadBlock(Block):
     drive_share: Annotated[Ratio, Field(gt=0)] = Field(
         0.1, description="fraction of drive_tbw above which a run is warned"
     )
+    audit: Literal["random"] | None = Field(
+        None,
+        description="random: compute the gradient of a random block and micro-batch again, for at most 0.5 % of the "
+        "compute, and raise an AuditError before the update if a bit differs; takes the memory of one block's "
+        "activations and gradients more; see concepts/bits.md",
+    )
     on_nonfinite: Literal["raise", "skip"] = Field("raise", description="response to a gradient norm of inf or NaN")
     debug: Debug = Field(Debug(), description="see below")
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from offload import kernels
+from offload.activations.audit import RandomAudit
 from offload.activations.checkpoints import UnitCheckpoints
 from offload.activations.kept_inputs import DiskSlots, HostBlocks, KeptInputs, Staging
 from offload.activations.partitions import InputPartitions
@@ -315,7 +316,7 @@ def _components(
         )
         undo.callback(weights.remove)
         extensions: list[Extension] = [schedule]
-        for extension in _extensions(plan, model, handles, gradients, pager, host, arena):
+        for extension in _extensions(plan, model, handles, gradients, pager, host, arena, callbacks):
             undo.callback(extension.remove)
             extensions.append(extension)
 
@@ -653,6 +654,7 @@ def _extensions(
     pager: Pager,
     host: HostArena,
     arena: DeviceArena,
+    callbacks: EngineCallbacks,
 ) -> Iterator[Extension]:
     """Yields the features that are installed on the model; each is built after the one before."""
     quantized = [segment.name for layout in plan.layouts for segment in layout.segments if segment.inner]
@@ -672,6 +674,15 @@ def _extensions(
         yield TiledMlps(model, plan.tiled_mlps, plan.config.offload.tile_mlp)
     if plan.config.comms_logger.enabled:
         yield CommunicationLog(plan.world)
+    if plan.config.offload.audit == "random":
+        yield RandomAudit(
+            dict(model.named_modules()),
+            blocks_of(model, plan.config.units),
+            plan.config.offload.seed,
+            plan.batch.accumulation,
+            plan.device.torch,
+            callbacks,
+        )
     if plan.device.host_addressable:
         yield MemoryGuard(model, plan.placement.peak, host, arena, plan.world.everyone.here)
 
