@@ -1,4 +1,4 @@
-"""`offload replay` computes steps again and proves the log; it finds each number that is another, and changes nothing."""
+"""`offload replay` computes steps again and proves the log; it finds each number that is another, and only reads."""
 
 from __future__ import annotations
 
