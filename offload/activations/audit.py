@@ -307,4 +307,5 @@ def _checksum(tensor: torch.Tensor) -> int:
     values = tensor.detach()
     values = values.to_local() if hasattr(values, "to_local") else values
     values = values.coalesce().values() if values.is_sparse else values
-    return crc32c(values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+    data: Any = values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()  # older stubs know no buffers
+    return crc32c(data)

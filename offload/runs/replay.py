@@ -234,9 +234,14 @@ def _reports(
     say: Callable[[str], None],
 ) -> Generator[StepReport, None, None]:
     """Yields a report of each step of a fork. Once the caller leaves the loop, the last step is committed."""
-    options = from_record({key: value for key, value in command["options"].items() if key in _KEPT_OPTIONS})
+    kept = {key: value for key, value in command["options"].items() if key in _KEPT_OPTIONS}
     options = replace(
-        options, run=name, resume="must", nvme_path=tuple(drives), no_output=True, keep_every=0, **placement
+        from_record(kept | dict(placement)),
+        run=name,
+        resume="must",
+        nvme_path=tuple(drives),
+        no_output=True,
+        keep_every=0,
     )
     # What the run writes besides its states stays as it is.
     config = {key: block for key, block in command["config"].items() if key not in _OUTPUTS}

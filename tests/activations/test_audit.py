@@ -107,8 +107,8 @@ class Faulty(nn.Module):
         return self.faults[part] == 0
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        hidden = _Flip.apply(self.up(values), partial(self.fails, "gradient")).relu()
-        output = self.down(hidden)
+        flip: Any = _Flip.apply
+        output: torch.Tensor = self.down(flip(self.up(values), partial(self.fails, "gradient")).relu())
         return flipped(output) if self.fails("output") else output
 
 
@@ -122,7 +122,8 @@ class Stack(nn.Module):
         hidden = self.embedding(ids)
         for block in self.blocks:
             hidden = hidden + block(hidden)
-        return self.head(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
 
 
 STACK = Job(Stack, models.mixture_loss, accumulation=3, steps=4)
@@ -141,7 +142,8 @@ def test_a_flipped_bit_stops_the_step_which_is_made_again(
     losses = [by(engine, STACK, step) for step in range(2)]
     choice = choose(STACK.seed, 3, 3, 3)
     assert choice is not None
-    block = engine.module.blocks[choice.block]
+    block = engine.module.get_submodule(f"blocks.{choice.block}")
+    assert isinstance(block, Faulty)
     # The forward of the call; or its backward, which the audit has computed just before.
     block.faults[part] = choice.micro_batch + 1 + (part == "gradient")
     before = weights_of(engine)
@@ -166,7 +168,8 @@ class Twice(Stack):
         hidden = self.embedding(ids)
         for block in (*self.blocks, *self.blocks):
             hidden = hidden + block(hidden)
-        return self.head(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
 
 
 class Summed(nn.Module):
@@ -193,7 +196,8 @@ class InPlace(Stack):
             values = hidden + 1
             output = block(values)
             hidden = values.mul_(2) + output
-        return self.head(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
 
 
 @pytest.mark.parametrize("model", [Twice, InPlace])

@@ -213,9 +213,9 @@ def _squares() -> Control:
         one_by_one += value
     right = [ordered(values.numpy()), ordered(alone.numpy())]
     return Control(
-        _bytes(np.float64([kernels.sum_squares(values), kernels.sum_squares(alone)])),
-        _bytes(np.float64(right)),
-        {"swapped": _bytes(np.float64([one_by_one, right[1]])), "flushed": _bytes(np.float64([right[0], 0.0]))},
+        _bytes([kernels.sum_squares(values), kernels.sum_squares(alone)]),
+        _bytes(right),
+        {"swapped": _bytes([one_by_one, right[1]]), "flushed": _bytes([right[0], 0.0])},
     )
 
 
