@@ -37,7 +37,7 @@ def audited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_calls_are_drawn_alike_and_take_the_share_of_a_step_that_is_promised() -> None:
-    steps, blocks, micro_batches = range(1, 20_001), 12, 4
+    steps, blocks, micro_batches = range(1, 8_001), 12, 4
     drawn = [choose(7, step, blocks, micro_batches) for step in steps]
     assert drawn == [choose(7, step, blocks, micro_batches) for step in steps]
     assert drawn != [choose(8, step, blocks, micro_batches) for step in steps]
@@ -50,6 +50,7 @@ def test_calls_are_drawn_alike_and_take_the_share_of_a_step_that_is_promised() -
     assert choose(7, 1, 0, 1) is None, "a model without blocks"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.works("Training", 'Audited gradients (`"audit": "random"`)', "right")
 @pytest.mark.parametrize(
     ("job", "options"),
@@ -129,6 +130,7 @@ class Stack(nn.Module):
 STACK = Job(Stack, models.mixture_loss, accumulation=3, steps=4)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("part", ["output", "gradient"])
 @pytest.mark.parametrize(
     "options", [{}, {"schedule": "layer_major"}, {"activations": "nvme"}], ids=["plain", "in turns", "recomputed"]

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from offload.cli.main import app
@@ -90,6 +91,7 @@ def test_a_number_or_a_state_that_is_another_is_found() -> None:
     assert not states["equal"] and "0 weight" in states["different"]
 
 
+@pytest.mark.slow
 def test_runs_of_documents_and_adapters() -> None:
     make_folder(Path("llama"))
     rows = [{"prompt": f"{number} + {number} =", "completion": f" {2 * number}"} for number in range(60)]
