@@ -16,14 +16,14 @@ from offload import testing
 from offload.activations.audit import SHARE, choose
 from offload.errors import AuditError
 from tests.support import models
-from tests.support.models import DROPOUT, LORA, MIXTURE
-from tests.support.oracle import Job, accumulated_step, assert_same, run, start, train_step, weights_of
+from tests.support.models import DROPOUT, LORA, MIXTURE, SHALLOW_DROPOUT
+from tests.support.oracle import Job, Result, accumulated_step, assert_same, run, start, train_step, trained, weights_of
+from tests.support.ranks import rank_pool
 
 DISK = ("nvme", "nvme")
 
 
-@pytest.fixture
-def audited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def audit_each_step(patch: pytest.MonkeyPatch) -> list[int]:
     """Makes every step audit a call; the list receives the number of checksums of each comparison."""
     compared: list[int] = []
 
@@ -31,9 +31,14 @@ def audited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         compared.append(len(first.keys() & again.keys()))
         return real(first, again)
 
-    testing.replace(monkeypatch, "size.audit_share", 1.0)
-    testing.intercept(monkeypatch, "audit.compare", compare)
+    testing.replace(patch, "size.audit_share", 1.0)
+    testing.intercept(patch, "audit.compare", compare)
     return compared
+
+
+@pytest.fixture
+def audited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return audit_each_step(monkeypatch)
 
 
 def test_calls_are_drawn_alike_and_take_the_share_of_a_step_that_is_promised() -> None:
@@ -212,3 +217,19 @@ def test_what_cannot_be_compared_passes(model: Callable[[], nn.Module], audited:
 def test_a_model_with_frozen_and_unused_layers_and_a_counting_buffer(audited: list[int], tmp_path: Path) -> None:
     assert_same(run(MIXTURE, DISK, tmp_path / "plain"), run(MIXTURE, DISK, tmp_path / "audited", audit="random"))
     assert 0 < len(audited) <= MIXTURE.steps
+
+
+def _of_two_ranks(folder: Path, audit: str | None) -> tuple[Result, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        compared = audit_each_step(patch)
+        engine = rank_pool.start(SHALLOW_DROPOUT, DISK, folder, audit=audit)
+        result = trained(engine, SHALLOW_DROPOUT)
+        engine.destroy(remove=True)
+        return result, len(compared)
+
+
+def test_two_ranks_audit_the_same_calls(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
+    plain, audited_ranks = ranks.run(_of_two_ranks, tmp_path, None), ranks.run(_of_two_ranks, tmp_path, "random")
+    for (left, none), (right, all_steps) in zip(plain, audited_ranks, strict=True):
+        assert_same(left, right)
+        assert (none, all_steps) == (0, SHALLOW_DROPOUT.steps)
