@@ -123,7 +123,7 @@ _PATHS_OF_DATA = ("text", "data", "eval_data")
 
 def as_record(options: Options) -> dict[str, Any]:
     """Returns the options that were given, as JSON for `from_record`, with absolute paths of what exists."""
-    record = {name: value for name, value in vars(options).items() if value not in (None, (), False)}
+    record = {name: value for name, value in vars(options).items() if value is not None and value != ()}
     for name in _PATHS_OF_DATA:
         # A data set of the hub has no path.
         record[name] = [str(path.absolute() if path.exists() else path) for path in getattr(options, name)]

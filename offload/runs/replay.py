@@ -235,8 +235,12 @@ def _reports(
 ) -> Generator[StepReport, None, None]:
     """Yields a report of each step of a fork. Once the caller leaves the loop, the last step is committed."""
     kept = {key: value for key, value in command["options"].items() if key in _KEPT_OPTIONS}
+    config = command["config"]
+    # A run that was left to choose has commits, or there would be no fork of one.
+    durability = config.get("offload", {}).get("durability") or "auto"
     options = replace(
         from_record(kept | dict(placement)),
+        durability="step" if durability == "auto" else None,
         run=name,
         resume="must",
         nvme_path=tuple(drives),
@@ -244,7 +248,7 @@ def _reports(
         keep_every=0,
     )
     # What the run writes besides its states stays as it is.
-    config = {key: block for key, block in command["config"].items() if key not in _OUTPUTS}
+    config = {key: block for key, block in config.items() if key not in _OUTPUTS}
     config["offload"] = {key: value for key, value in config.get("offload", {}).items() if key not in _OUTPUTS}
     # Most lines of a start are about a training that goes on. Other data cannot give the bits of the log.
     job = prepare(options, config, lambda line: say(line) if _OTHER_DATA in line else None)
