@@ -87,11 +87,12 @@ BENCH_FOLDER ?= .
 bench: $(VENV)/.dev ## Measure training beside PyTorch and its peers, in half an hour, and write its page
 	$(BIN)/python -m bench.train_page $(BENCH_FOLDER)
 
-check: $(VENV)/.dev ## Format and lint without changing anything: ruff, mypy, clang-format
+check: $(VENV)/.dev ## Format and lint without changing anything: ruff, mypy, clang-format; each kernel has its test of bits
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE) $(NATIVE_TESTS)
+	$(BIN)/python -m pytest -q -n 0 -p no:cacheprovider tests/kernels/test_manifest.py -k entry
 
 format: $(VENV)/.dev ## Format everything, and write the pages that are made from code
 	$(BIN)/ruff check --fix-only .

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuditError",
     "BudgetError",
     "ConfigError",
     "Engine",
@@ -69,8 +70,8 @@ _NAMES_IN = {
     "safe_set_local_grad safe_set_local_optimizer_state unregister_external_parameter",
     "offload.engine.engine": "Engine",
     "offload.engine.setup": "initialize",
-    "offload.errors": "BudgetError ConfigError EngineFailed IoError NumericsError OffloadError RankError StoreError "
-    "UsageError",
+    "offload.errors": "AuditError BudgetError ConfigError EngineFailed IoError NumericsError OffloadError RankError "
+    "StoreError UsageError",
     "offload.inference_engine": "InferenceEngine inference",
     "offload.model_io.load": "init load_pretrained",
     "offload.parallel.stages": "PipelineStages",
@@ -133,6 +134,7 @@ if TYPE_CHECKING:
     from offload.engine.engine import Engine
     from offload.engine.setup import initialize
     from offload.errors import (
+        AuditError,
         BudgetError,
         ConfigError,
         EngineFailed,

@@ -8,6 +8,7 @@
     ├── UsageError       a call of the engine that is not valid now
     ├── RankError        another process of the run is gone, or executes another collective
     ├── NumericsError    a gradient norm, or logits, that are inf or NaN; weights were not changed
+    ├── AuditError       a gradient that was computed again has other bits; weights were not changed
     └── EngineFailed     an earlier error on a background thread has stopped this engine
 
 Each message states the expected value, the actual value, and the next thing to do.
@@ -112,6 +113,10 @@ class RankError(OffloadError):
 
 class NumericsError(OffloadError, ArithmeticError):
     """A gradient norm is inf or NaN, and the step was not applied; or logits are inf or NaN, without training."""
+
+
+class AuditError(OffloadError, ArithmeticError):
+    """A gradient, or an output of a block, has other bits when it is computed again; the step was not applied."""
 
 
 class EngineFailed(OffloadError, RuntimeError):

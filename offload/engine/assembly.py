@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from offload import kernels
+from offload.activations.audit import RandomAudit
 from offload.activations.checkpoints import UnitCheckpoints
 from offload.activations.kept_inputs import DiskSlots, HostBlocks, KeptInputs, Staging
 from offload.activations.partitions import InputPartitions
@@ -703,6 +704,15 @@ def _extensions(
         yield TiledMlps(model, plan.tiled_mlps, plan.config.offload.tile_mlp)
     if plan.config.comms_logger.enabled:
         yield CommunicationLog(plan.world)
+    if plan.config.offload.audit == "random":
+        yield RandomAudit(
+            dict(model.named_modules()),
+            blocks_of(model, plan.config.units),
+            plan.config.offload.seed,
+            plan.batch.accumulation,
+            plan.device.torch,
+            callbacks,
+        )
     if plan.device.host_addressable:
         yield MemoryGuard(model, plan.placement.peak, host, arena, plan.world.everyone.here, callbacks)
 

@@ -37,6 +37,9 @@ class EngineCallbacks(Protocol):
     def end_backward(self) -> None:
         """Counts an outermost backward that has produced a gradient. Called on the thread of the backward."""
 
+    def steps_so_far(self) -> int:
+        """Returns the number of optimizer steps of the run, those before a resume included."""
+
     def is_last_micro_batch(self) -> bool:
         """Returns True if the running backward is known to be the last of its step."""
 
@@ -181,6 +184,13 @@ class Extension(Protocol):
     def abandon(self) -> None:
         """Removes all leftovers of an interrupted call from the model. Every call of the engine begins with this."""
         return  # most features leave nothing
+
+    def check_step(self, step: int, micro_batches: int) -> None:
+        """Raises to refuse step number `step`, of `micro_batches` micro-batches, before anything of it is applied.
+
+        A caller that goes on drops the gradients first, by `zero_grad`.
+        """
+        return
 
     def add_gradients(self, present: Sequence[set[int]]) -> None:
         """Adds gradients to a step.

@@ -371,6 +371,9 @@ class EngineCore(EngineCallbacks):
         if self.components.schedule.counts_backwards:
             self.accumulation.count_backward()
 
+    def steps_so_far(self) -> int:
+        return self.state.global_steps
+
     def is_last_micro_batch(self) -> bool:
         # Micro-batches that take turns are all counted at their end.
         return self.accumulation.is_last(self.state.settings.accumulation, ahead=self.components.schedule.micro_batch)

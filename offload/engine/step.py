@@ -292,6 +292,8 @@ class OptimizerStep:
         self._accumulation.check_boundary(self._state.settings.accumulation)
         self._state.registered.check_complete()
         self._optimizer.check_groups()
+        for extension in components.extensions:
+            extension.check_step(self._state.global_steps + 1, self._accumulation.count)
         # Checks that raise come first, while nothing has changed. Then live views of weights are refused, since the
         # updates would change the memory under them.
         components.unit_views.settle()

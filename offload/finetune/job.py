@@ -59,6 +59,7 @@ from offload.finetune.output import (
     Identity,
     check_apart,
     check_output,
+    command_of,
     differences,
     find_finished,
     has_mark,
@@ -231,6 +232,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     new_folders = [line for line in places if isinstance(line, Remark)]
     engine = _engine(options, model, content, config, rank, say, forecast)
     resumed, identity = _resumed(engine, identity, loss, kernels.kind)
+    engine.client_state["command"] = command_of(replace(options, model=identity.model), content)
     # A resumed run takes the weights from its swap files, not from their original source.
     example = () if data.example is None else (data.example,)
     begun = resumed if engine.global_steps else (*example, source, *resumed)

@@ -119,6 +119,33 @@ class Options:
         return "nf4" if self.load_in_4bit else "int8" if self.load_in_8bit else None
 
 
+_PATHS_OF_DATA = ("text", "data", "eval_data")
+
+
+def as_record(options: Options) -> dict[str, Any]:
+    """Returns the options that were given, as JSON for `from_record`, with absolute paths of what exists."""
+    record = {name: value for name, value in vars(options).items() if value is not None and value != ()}
+    for name in _PATHS_OF_DATA:
+        # A data set of the hub has no path.
+        record[name] = [str(path.absolute() if path.exists() else path) for path in getattr(options, name)]
+    if options.log is not None:
+        record["log"] = str(options.log.absolute())
+    return {name: str(value) if isinstance(value, Path) else value for name, value in record.items()}
+
+
+def from_record(record: Mapping[str, Any]) -> Options:
+    """Returns the options of `as_record`, perhaps without some of them.
+
+    Raises:
+        ConfigError: `record` contains an option that this version does not know.
+    """
+    unknown = record.keys() - Options.__dataclass_fields__.keys()
+    if unknown:
+        raise ConfigError(f"the run was trained with the option {min(unknown)}, which this version does not know")
+    values = {name: tuple(map(Path, record[name])) for name in _PATHS_OF_DATA if name in record}
+    return Options(**{**record, **values})
+
+
 FLAGS = {"nf4": "--load-in-4bit", "int8": "--load-in-8bit"}
 """The option that sets each value of `frozen`: the option's name does not follow from the field's name."""
 

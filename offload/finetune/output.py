@@ -15,11 +15,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+import torch
+
 from offload.config import Config
 from offload.errors import ConfigError, StoreError
 from offload.fileio import foreign_owner, read_inner, real_path
 from offload.fileio.inner_files import open_regular
-from offload.finetune.options import Options
+from offload.finetune.options import Options, as_record
+from offload.kernels._native import supported_isas
+from offload.kernels.settings import isa_from
 from offload.presets import PRESETS
 from offload.records import parse
 from offload.sizes import MIB
@@ -206,6 +210,21 @@ class Identity(NamedTuple):
     """True for a loss in chunks, False for a loss from all logits; None to keep the loss with which the run began."""
     kernels: str | None = None
     """The kind of kernels of the blocks; None to keep the kernels with which the run began."""
+
+
+def command_of(options: Options, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all that computes the steps of a job again, as JSON for its commits: options, config, arithmetic."""
+    return {"options": as_record(options), "config": dict(content), "arithmetic": arithmetic()}
+
+
+def arithmetic() -> dict[str, Any]:
+    """Returns what decides the bits of torch's products on a CPU, and what the kernels of this library run in."""
+    return {
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "torch_instructions": torch.backends.cpu.get_cpu_capability(),
+        "kernel_instructions": isa_from(os.environ, supported_isas()),
+    }
 
 
 def weights_of(folder: Path | None) -> str:

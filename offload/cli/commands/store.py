@@ -395,6 +395,64 @@ def log(
     make_console(highlight=False, soft_wrap=True, markup=False).print(table)
 
 
+def replay(
+    path: Annotated[
+        Path, typer.Argument(help="A run's folder, NVME_PATH/RUN, or that of a run whose kept steps alone are left.")
+    ],
+    steps: Annotated[str, typer.Option(help="The steps to compute again.", metavar="FIRST..LAST")],
+    log: Annotated[Path | None, typer.Option(help="The log of the run. [default: that of its --log]")] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(help="Write what was compared to this new file, as JSON.", metavar="FILE")
+    ] = None,
+    offload_param: Annotated[
+        Literal["none", "cpu", "nvme"] | None, typer.Option(help="Tier of the weights. [default: that of the run]")
+    ] = None,
+    offload_optimizer: Annotated[
+        Literal["none", "cpu", "nvme"] | None, typer.Option(help="Tier of the states. [default: that of the run]")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Compute steps again from a kept commit, and compare them with the log.
+
+    Replays runs of `offload train` of one process that had --log, and --keep-every or --keep. Compared are all bits of
+    each step's loss and gradient norm, and of the last step's states, if that step is kept. The run is only read: a
+    fork of it computes, and is removed.
+
+    Exit code 0 if all bits are equal, 1 if one differs, 2 if the steps cannot be computed again.
+    Example: offload replay /mnt/nvme/my-run --steps 101..120 --certificate steps.json
+    """
+    import logging
+
+    from offload.aio import IoQueue
+    from offload.runs.replay import lines_of, parse_steps
+    from offload.runs.replay import replay as compute
+
+    logging.getLogger("offload").setLevel(logging.ERROR)
+    placement = {"offload_param": offload_param, "offload_optimizer": offload_optimizer}
+    with errors(FAILED), _refusals(), signals():
+        wanted = parse_steps(steps)
+        if certificate is not None and (certificate.exists() or not certificate.absolute().parent.is_dir()):
+            raise UsageError(f"--certificate {certificate} must be a new file in a folder that exists")
+        with IoQueue() as queue:
+            found = compute(
+                path,
+                wanted,
+                queue,
+                log=log,
+                placement={name: tier for name, tier in placement.items() if tier is not None},
+                say=lambda line: echo(line, err=True),
+            )
+        if certificate is not None:
+            certificate.write_text(json.dumps(found, indent=2) + "\n")
+    if json_output:
+        print(json.dumps(found))
+    else:
+        for line in lines_of(found):
+            echo(line)
+    if not found["equal"]:
+        raise typer.Exit(FAILED)
+
+
 def rm(
     path: Run,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,

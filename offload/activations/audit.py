@@ -1,0 +1,311 @@
+"""`"audit": "random"`: the gradient of a random block and micro-batch is computed again, and its bits are compared.
+
+    forward     the drawn call of the drawn block: its inputs, its random generators, a checksum of its output
+    backward    the gradient of that output arrives ─► the block runs again, forward and backward: checksums
+                autograd's gradients of the block's parameters arrive ─► checksums
+    step        all checksums are equal, or `AuditError` before anything is updated
+
+So a bit that flips in the block's weights between forward and backward, in what autograd has saved, or in a processor,
+is found where the step is not applied yet. The draw depends on the seed and on the number of the step: all ranks draw
+alike, and a step that is made again draws the same.
+
+[Note: share] N blocks and M micro-batches make N M calls of about a step's compute together. So a step is audited with
+the probability min(1, 0.005 N M), and the audit's expected share of the compute is at most 0.5 %.
+
+[Note: compared] A call is compared if the block is called once in each micro-batch, one tensor of its output has a
+gradient, and nothing in it changes an input or a buffer in place, but for the statistics of a norm. All other calls
+pass without a comparison. So does a call whose checkpoint is the user's own and reentrant.
+
+[Note: edges] The second gradient is asked for by the edges of the parameters in the graph: autograd then calls no hook
+that takes gradients, and no code sees a placeholder as a plain tensor.
+
+Threads. As for `UnitCheckpoints`: forward hooks on the thread that runs the model, others on autograd's, one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from offload.activations.checkpoints import without_cache
+from offload.aio import crc32c
+from offload.engine.callbacks import EngineCallbacks, Extension
+from offload.engine.params import handle_of
+from offload.errors import AuditError
+from offload.interrupts import uninterrupted
+from offload.torch_internals import (
+    inside_backward,
+    outside_of_compiled_code,
+    plain_tensors,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    under_transforms,
+)
+
+SHARE = 0.005
+"""Largest expected share of an audit in the compute of a step."""
+
+
+class Choice(NamedTuple):
+    """The call that a step audits."""
+
+    block: int
+    """Index of the block."""
+    micro_batch: int
+
+
+def choose(seed: int, step: int, blocks: int, micro_batches: int) -> Choice | None:
+    """Returns the call that the audit of a step computes again, or None for a step without one; see [Note: share]."""
+    calls = blocks * micro_batches
+    drawn = random.Random(f"audit {seed} {step}")
+    if not calls or drawn.random() >= SHARE * calls:
+        return None
+    return Choice(*divmod(drawn.randrange(calls), micro_batches))
+
+
+def different(first: Mapping[str, int], again: Mapping[str, int]) -> list[str]:
+    """Returns the names whose checksums differ, of those that both calls have."""
+    return [name for name in again if first.get(name, again[name]) != again[name]]
+
+
+class _Call:
+    """The audited call of a block."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
+        leaves, self._tree = tree_flatten(without_cache(args, kwargs))
+        # Detached and not copied: a copy would have another layout, with which kernels may round differently.
+        self._leaves = [leaf.detach() if _is_activation(leaf) else leaf for leaf in leaves]
+        self._gradients = [_is_activation(leaf) and leaf.requires_grad for leaf in leaves]
+        self._versions = [leaf._version for leaf in self._leaves if _is_activation(leaf)]
+        self._buffers = [(owner, buffer, buffer._version) for owner, buffer in _buffers_of(module)]
+        self._device = None if device.type in ("cpu", "meta") else device
+        self._generators = self._read_generators()
+        kinds = dict.fromkeys(("cpu", device.type))
+        self._autocasts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self.output: int | None = None
+        """Position of the tensor with a gradient in the output; None before the forward has ended."""
+        self.first: dict[str, int] = {}
+        """Checksums of the training: of the output, and of the gradient of each parameter by its name."""
+        self.again: dict[str, int] = {}
+        """The same, computed again; empty before the backward has come to the call."""
+
+    @property
+    def unchanged(self) -> bool:
+        """True if no input and no buffer was changed in place since the call, as far as torch knows."""
+        return self._versions == [leaf._version for leaf in self._leaves if _is_activation(leaf)] and all(
+            buffer._version == version or isinstance(owner, nn.modules.batchnorm._NormBase)
+            for owner, buffer, version in self._buffers
+        )
+
+    def compute(self, module: nn.Module, edges: Mapping[str, GradientEdge], gradient: torch.Tensor) -> None:
+        """Runs the block again as in its forward, and its backward from `gradient`, that of the output."""
+        leaves = [
+            leaf.detach().requires_grad_() if gradient_wanted else leaf
+            for leaf, gradient_wanted in zip(self._leaves, self._gradients, strict=True)
+        ]
+        args, kwargs = tree_unflatten(leaves, self._tree)
+        with self._as_in_forward():
+            output = _tensors(module(*args, **kwargs))
+        assert self.output is not None
+        again = {"the output": _checksum(output[self.output])}
+        gradients = torch.autograd.grad(output[self.output], [*edges.values()], gradient, allow_unused=True)
+        again |= {name: _checksum(value) for name, value in zip(edges, gradients, strict=True) if value is not None}
+        self.again = again
+
+    @contextlib.contextmanager
+    def _as_in_forward(self) -> Iterator[None]:
+        """Sets the generators and autocast of the forward, and restores generators and buffers afterwards."""
+        outside, values = self._read_generators(), [(buffer, buffer.clone()) for _, buffer, _ in self._buffers]
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(torch.enable_grad())
+            for kind, enabled, dtype in self._autocasts:
+                entered.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            self._put_generators(self._generators)
+            try:
+                yield
+            finally:
+                self._put_generators(outside)
+                with torch.no_grad():
+                    for buffer, before in values:
+                        buffer.copy_(before)
+
+    def _read_generators(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        of_device = None
+        if self._device is not None:
+            of_device = torch.get_device_module(self._device).get_rng_state(self._device)
+        return torch.get_rng_state(), of_device
+
+    def _put_generators(self, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        torch.set_rng_state(states[0])
+        if self._device is not None:
+            torch.get_device_module(self._device).set_rng_state(states[1], self._device)
+
+
+class RandomAudit(Extension):
+    """The audit of one engine; see the module."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        blocks: Sequence[str],
+        seed: int,
+        micro_batches: int,
+        device: torch.device,
+        callbacks: EngineCallbacks,
+    ) -> None:
+        """Installs hooks on `blocks`, names in `modules`; a step has `micro_batches`."""
+        self._names, self._modules = list(blocks), [modules[name] for name in blocks]
+        self._seed, self._micro_batches, self._device, self._callbacks = seed, micro_batches, device, callbacks
+        self._step = -1
+        """Steps before the one whose choice is known."""
+        self._choice: Choice | None = None
+        self._calls = 0
+        """Calls of the chosen block in this step."""
+        self._call: _Call | None = None
+        self._open: int | None = None
+        """Thread of the audited call while it runs forward: where micro-batches take turns, others come in between."""
+        self._removers: list[Callable[[], None]] = []
+        self._installed: list[Callable[[], None]] = []
+        for position, module in enumerate(self._modules):
+            self._install(position, module)
+
+    def _install(self, position: int, module: nn.Module) -> None:
+        def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if called is module:
+                self._begin(position, args, kwargs)
+
+        def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if self._open == threading.get_ident() and called is module and not inside_backward():
+                self._end(position, output)
+
+        pre, post = outside_of_compiled_code(before), outside_of_compiled_code(after)
+        self._installed.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True).remove)
+        self._installed.append(module.register_forward_hook(post).remove)
+
+    def remove(self) -> None:
+        self._forget()
+        while self._installed:
+            self._installed.pop()()
+
+    def abandon(self) -> None:
+        self._open = None
+
+    # -- forward ------------------------------------------------------------------------------------
+
+    @uninterrupted
+    def _begin(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if inside_backward() or not torch.is_grad_enabled() or under_transforms():
+            return
+        if self._step != (step := self._callbacks.steps_so_far()):
+            self._forget()
+            self._step = step
+            self._choice = choose(self._seed, step + 1, len(self._modules), self._micro_batches)
+        if self._choice is None or self._choice.block != position:
+            return
+        self._calls += 1
+        if self._calls == self._choice.micro_batch + 1:
+            self._call = _Call(self._modules[position], args, kwargs, self._device)
+            self._open = threading.get_ident()
+
+    @uninterrupted
+    def _end(self, position: int, output: Any) -> None:
+        if self._choice is None or self._choice.block != position:
+            return
+        self._open = None
+        call, tensors = self._call, _tensors(output)
+        with_gradient = [position for position, tensor in enumerate(tensors) if tensor.requires_grad]
+        if call is None or len(with_gradient) != 1 or not call.unchanged:
+            self._call = None
+            return
+        call.output = with_gradient[0]
+        call.first["the output"] = _checksum(tensors[call.output])
+        self._removers.append(tensors[call.output].register_hook(self._compute_again).remove)
+
+    # -- backward -----------------------------------------------------------------------------------
+
+    @uninterrupted
+    def _compute_again(self, gradient: torch.Tensor) -> None:
+        """Computes the audited call again, once the gradient of its output has come."""
+        call = self._call
+        if call is None or call.again or not call.unchanged:
+            return
+        assert self._choice is not None
+        module = self._modules[self._choice.block]
+        with plain_tensors():
+            parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
+            edges = {name: get_gradient_edge(parameter) for name, parameter in parameters.items()}
+        call.compute(module, edges, gradient)
+        # autograd thread: only now, since the gradients that follow are those of this call.
+        with plain_tensors():
+            for name, parameter in parameters.items():
+                self._removers.append(parameter.register_hook(self._recorder(call, name)).remove)
+
+    @staticmethod
+    def _recorder(call: _Call, name: str) -> Callable[[torch.Tensor], None]:
+        @uninterrupted
+        def record(gradient: torch.Tensor) -> None:
+            if name not in call.first:  # those of later micro-batches are not compared
+                call.first[name] = _checksum(gradient)
+
+        return record
+
+    # -- step ---------------------------------------------------------------------------------------
+
+    def check_step(self, step: int, micro_batches: int) -> None:
+        """Compares the checksums of the step; see `Extension`.
+
+        Raises:
+            AuditError: they differ.
+        """
+        call, choice, calls = self._call, self._choice, self._calls
+        self._forget()
+        if call is None or choice is None or not call.again or calls != micro_batches:
+            return
+        wrong = different(call.first, call.again)
+        if not wrong:
+            return
+        what = wrong[0] if wrong[0] == "the output" else f"the gradient of {wrong[0]}"
+        others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise AuditError(
+            f"step {step}: {what}{others} of {self._names[choice.block]}, micro-batch {choice.micro_batch}, came out "
+            f"with other bits when it was computed again. Nothing was updated: the weights are those of step "
+            f"{step - 1}. Resume from the last commit. If it happens again in other layers, test the memory and the "
+            'processors; if always in this one, its kernels are not deterministic: leave "audit" out'
+        )
+
+    def _forget(self) -> None:
+        """Drops the audited call, and the hooks on its tensors."""
+        self._call, self._open, self._calls, self._step = None, None, 0, -1
+        with plain_tensors():
+            while self._removers:
+                self._removers.pop()()
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and handle_of(value) is None and not isinstance(value, nn.Parameter)
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    for owner in module.modules():
+        yield from ((owner, buffer) for buffer in owner._buffers.values() if buffer is not None)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Returns the CRC-32C of the tensor's bytes: of the local part of a DTensor, of the values of a sparse tensor."""
+    values = tensor.detach()
+    values = values.to_local() if hasattr(values, "to_local") else values
+    values = values.coalesce().values() if values.is_sparse else values
+    data: Any = values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()  # older stubs know no buffers
+    return crc32c(data)

@@ -1,0 +1,304 @@
+"""Implementation of `offload replay`: steps of `offload train` computed again from a kept commit, and compared.
+
+    RUN@100 ─► fork ─► steps 101, 102, … 120 ─► loss and gradient norm of each: the bits of the log's?
+                                             └► the states after step 120: the checksums of RUN@120's?
+
+The run is only read: the steps are computed in a fork, which is removed at the end. The fork computes by the options
+that the commit contains, so in the run's own placement unless another one is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from offload.aio.protocols import Queue
+from offload.errors import StoreError, UsageError
+from offload.fileio import real_path
+from offload.finetune.job import Job, prepare
+from offload.finetune.loop import StepReport, steps
+from offload.finetune.options import from_record
+from offload.finetune.output import arithmetic
+from offload.launch.environment import rank_number
+from offload.model_io.source import StoreSource, commits_of_all, lock_and_look, ranks_of
+from offload.notices import shell_command
+from offload.report.log import read_log
+from offload.runs.fork import fork, history
+from offload.sizes import count_of
+from offload.swapper.store import remove_run
+from offload.swapper.store.format import joined
+
+COMPARED = ("loss", "grad_norm")
+"""Fields of a log's line that are compared. JSON contains every bit of their fp64 values."""
+_KEPT_OPTIONS = (
+    *(
+        "model",
+        "text",
+        "data",
+        "eval_data",
+        "eval_every",
+        "train_on",
+        "seq_len",
+        "steps",
+        "epochs",
+        "schedule",
+        "warmup",
+    ),
+    *("lora", "load_in_4bit", "load_in_8bit", "gradient_checkpointing", "chunked_loss", "kernels"),
+)
+"""Options of the run that its config does not contain. All others are in the config, or change no bit."""
+
+_OUTPUTS = ("tensorboard", "wandb", "csv_monitor", "flops_profiler", "comms_logger", "trace", "log")
+"""Blocks and keys of a config for files and services that a run writes to."""
+
+_OTHER_DATA = "the data differ"
+"""Words of a line of `prepare`."""
+
+
+def parse_steps(text: str) -> range:
+    """Returns the steps that a user writes as "100..120", or as "100".
+
+    Raises:
+        UsageError: `text` is neither, or the steps are in the wrong order.
+    """
+    found = re.fullmatch(r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?", text)
+    first, last = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
+    if not 1 <= first <= last:
+        raise UsageError(f"expected steps as 100..120, from 1 on and in this order, got {text!r}")
+    return range(first, last + 1)
+
+
+def replay(
+    path: Path,
+    wanted: range,
+    queue: Queue,
+    *,
+    log: Path | None = None,
+    placement: Mapping[str, str] = MappingProxyType({}),
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Computes the steps `wanted` of the run at `path` again, and returns the certificate, a JSON object.
+
+    Its "equal" is True if the loss and the gradient norm of each step have the bits of the log, and if the states after
+    the last step have the checksums of the commit of that step, where there is one.
+
+    Args:
+        log: The log of the run. None for the one that its options name.
+        placement: Options of `offload train` for tiers, by name, that replace those of the run.
+        say: Receives a line for each step that was computed.
+
+    Raises:
+        StoreError: No commit before the first step is kept, or the run is not of `offload train`, or has several ranks.
+        UsageError: The log lacks a step, or this process is one of several ranks.
+    """
+    if rank_number(os.environ, "WORLD_SIZE", 1) > 1:
+        raise UsageError("offload replay computes in one process: start it without torchrun")
+    path = real_path(path)
+    commits = commits_of(path)
+    start = max((step for step in commits if step < wanted[0]), default=None)
+    if start is None:
+        first = min(commits)
+        raise StoreError(
+            f"no commit before step {wanted[0]} of {path} is kept: the first is of step {first}, so steps from "
+            f"{first + 1} on can be computed again; `{shell_command('log', path)}` lists all"
+        )
+    command, client_state = _command(commits, start, wanted, queue)
+    log = log or command["options"].get("log")
+    if log is None:
+        raise UsageError(
+            "the run was trained without --log, so there is nothing to compare with: give its log by --log"
+        )
+    logged = _logged(Path(log), wanted)
+    base = path.name.partition("@")[0]
+    name = f"{base}.replay-{os.getpid()}"
+    forked = fork(commits[start], name, queue)
+    computed: dict[int, dict[str, float]] = {}
+    with _removed(forked.run):
+        with contextlib.closing(_reports(command, name, drives_of(forked.run), placement, say)) as reports:
+            for report in reports:
+                computed[report.step] = {"loss": report.loss, "grad_norm": report.grad_norm}
+                say(f"step {report.step}: loss {report.loss!r}, gradient norm {report.grad_norm!r}")
+                if report.step == wanted[-1]:
+                    break
+        end = commits.get(wanted[-1])
+        states = None if end is None else _compared_states(sums_of(end), sums_of(forked.run))
+    rows = [_compared(step, logged[step], computed[step]) for step in wanted]
+    return {
+        "run": str(path),
+        "from": {"commit": commits[start].name, "step": start},
+        "equal": all(row["equal"] for row in rows) and (states is None or states["equal"]),
+        "steps": rows,
+        "states": states,
+        "log": {"path": str(log), "sha256": hashlib.sha256(Path(log).read_bytes()).hexdigest()},
+        "data": dict(client_state.get("job", {}).get("text", {})),
+        "model": command["options"].get("model"),
+        "placement": dict(placement),
+        "trained_with": command["arithmetic"],
+        "replayed_with": arithmetic(),
+    }
+
+
+def commits_of(path: Path) -> dict[int, Path]:
+    """Returns the folder of each step of a run that can be forked: its kept steps, and its last commit."""
+    base = path.name.partition("@")[0]
+    found: dict[int, Path] = {}
+    for row in history(path):
+        name, at, _ = row["run"].partition("@")
+        if name == base and (at or row["step"] not in found):
+            found[row["step"]] = path.with_name(row["run"])
+    if not found:
+        raise StoreError(f"{path} has no commit of its own, only those of its forks; give the folder of one of them")
+    return found
+
+
+def drives_of(run: Path) -> list[str]:
+    """Returns the folder of the run's parent on each drive."""
+    with contextlib.ExitStack() as locks:
+        (rank,) = _one_rank(run, locks)
+        return [str(folder.parent.parent) for folder in rank.folders]
+
+
+def sums_of(run: Path) -> dict[str, str]:
+    """Returns the CRC-32C of each state of each unit in the last commit of a run, by a name such as "3 weight"."""
+    with contextlib.ExitStack() as locks:
+        (commit,) = commits_of_all(_one_rank(run, locks))
+        return {
+            f"{unit} {state.value}": f"{whole.crc:08x}"
+            for (unit, state), slot in sorted(commit.table.items(), key=lambda item: (item[0][0], item[0][1].value))
+            for whole in joined(slot, sum(part.nbytes for part in slot))
+        }
+
+
+def _one_rank(run: Path, locks: contextlib.ExitStack) -> list[Any]:
+    ranks = ranks_of(run, lock_and_look(run, locks), replicas=True)
+    if len(ranks) != 1:
+        raise StoreError(f"{run} was trained by {len(ranks)} ranks; offload replay computes runs of one process again")
+    return ranks
+
+
+def _command(
+    commits: Mapping[int, Path], start: int, wanted: range, queue: Queue
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Returns the command that computed the steps, and the values that a commit keeps beside it.
+
+    The first commit after the steps knows it: the process that made the commit before may have had other options.
+    """
+    later = min((step for step in commits if step >= wanted[0]), default=start)
+    for step in dict.fromkeys((later, start)):
+        try:
+            with contextlib.closing(StoreSource(commits[step], queue)) as source:
+                client_state = source.client_state
+        except StoreError:
+            if step == start:
+                raise
+            continue  # a process trains the run: the earlier commit is kept apart from it
+        command = client_state.get("command")
+        if isinstance(command, Mapping) and isinstance(command.get("options"), Mapping):
+            return command, client_state
+    raise StoreError(
+        f"{commits[start]} does not contain the command that trained it: offload replay computes runs of "
+        "`offload train` again, of this version on; fork it, and train it by its own script"
+    )
+
+
+def _logged(log: Path, wanted: range) -> dict[int, Mapping[str, Any]]:
+    """Returns the log's line of each step."""
+    lines = {line["step"]: line for line in read_log(log).steps if "loss" in line}
+    missing = [step for step in wanted if step not in lines]
+    if missing:
+        raise UsageError(f"{log} has no line of step {missing[0]}: expected steps {wanted[0]} to {wanted[-1]}")
+    return lines
+
+
+@contextlib.contextmanager
+def _removed(run: Path) -> Iterator[None]:
+    """Removes a fork at the end."""
+    try:
+        yield
+    finally:
+        remove_run(run)
+
+
+def _reports(
+    command: Mapping[str, Any],
+    name: str,
+    drives: list[str],
+    placement: Mapping[str, str],
+    say: Callable[[str], None],
+) -> Generator[StepReport, None, None]:
+    """Yields a report of each step of a fork. Once the caller leaves the loop, the last step is committed."""
+    kept = {key: value for key, value in command["options"].items() if key in _KEPT_OPTIONS}
+    config = command["config"]
+    # A run that was left to choose has commits, or there would be no fork of one.
+    durability = config.get("offload", {}).get("durability") or "auto"
+    options = replace(
+        from_record(kept | dict(placement)),
+        durability="step" if durability == "auto" else None,
+        run=name,
+        resume="must",
+        nvme_path=tuple(drives),
+        no_output=True,
+        keep_every=0,
+    )
+    # What the run writes besides its states stays as it is.
+    config = {key: block for key, block in config.items() if key not in _OUTPUTS}
+    config["offload"] = {key: value for key, value in config.get("offload", {}).items() if key not in _OUTPUTS}
+    # Most lines of a start are about a training that goes on. Other data cannot give the bits of the log.
+    job = prepare(options, config, lambda line: say(line) if _OTHER_DATA in line else None)
+    assert isinstance(job, Job), "a run that must be resumed is no finished one"
+    try:
+        # Neither evaluations nor saves change a bit of a step.
+        for report in steps(replace(job, eval_every=0, save_every=None)):
+            if isinstance(report, StepReport):
+                yield report
+    finally:
+        job.engine.destroy(remove=False)
+
+
+def _compared(step: int, logged: Mapping[str, Any], computed: Mapping[str, float]) -> dict[str, Any]:
+    row: dict[str, Any] = {"step": step, "equal": True}
+    for name in COMPARED:
+        before = logged.get(name)
+        equal = before is not None and float(before).hex() == computed[name].hex()
+        row[name] = {
+            "log": None if before is None else float(before).hex(),
+            "replay": computed[name].hex(),
+            "equal": equal,
+        }
+        row["equal"] &= equal
+    return row
+
+
+def _compared_states(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, Any]:
+    different = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    whole = hashlib.sha256(repr(sorted(before.items())).encode()).hexdigest()
+    return {"equal": not different, "compared": len(before), "different": different, "sha256_of_checksums": whole}
+
+
+def lines_of(certificate: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what a certificate says, for people: each difference, then the result."""
+    rows, states = certificate["steps"], certificate["states"]
+    different = [row for row in rows if not row["equal"]]
+    for row in different:
+        for name in COMPARED:
+            if not row[name]["equal"]:
+                yield f"step {row['step']}: {name} {row[name]['replay']}, in the log {row[name]['log']}"
+    first, last = rows[0]["step"], rows[-1]["step"]
+    count = f"{len(rows) - len(different)} of {count_of(len(rows), 'step')}"
+    yield f"steps {first} to {last}, from {certificate['from']['commit']}: {count} equal the log in every bit"
+    if states is None:
+        yield f"the states after step {last} were not compared: the run has kept no commit of that step"
+    elif states["equal"]:
+        yield f"the states after step {last} equal those of the kept commit: {states['compared']} checksums"
+    else:
+        yield (
+            f"the states after step {last} differ from the kept commit: {len(states['different'])} of "
+            f"{states['compared']} checksums, the first of unit {states['different'][0]}"
+        )

@@ -1,0 +1,235 @@
+"""`"audit": "random"` finds bits that have flipped before they are used, and changes no bit itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload import testing
+from offload.activations.audit import SHARE, choose
+from offload.errors import AuditError
+from tests.support import models
+from tests.support.models import DROPOUT, LORA, MIXTURE, SHALLOW_DROPOUT
+from tests.support.oracle import Job, Result, accumulated_step, assert_same, run, start, train_step, trained, weights_of
+from tests.support.ranks import rank_pool
+
+DISK = ("nvme", "nvme")
+
+
+def audit_each_step(patch: pytest.MonkeyPatch) -> list[int]:
+    """Makes every step audit a call; the list receives the number of checksums of each comparison."""
+    compared: list[int] = []
+
+    def compare(real: Callable[..., list[str]], first: dict[str, int], again: dict[str, int]) -> list[str]:
+        compared.append(len(first.keys() & again.keys()))
+        return real(first, again)
+
+    testing.replace(patch, "size.audit_share", 1.0)
+    testing.intercept(patch, "audit.compare", compare)
+    return compared
+
+
+@pytest.fixture
+def audited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return audit_each_step(monkeypatch)
+
+
+def test_calls_are_drawn_alike_and_take_the_share_of_a_step_that_is_promised() -> None:
+    steps, blocks, micro_batches = range(1, 8_001), 12, 4
+    drawn = [choose(7, step, blocks, micro_batches) for step in steps]
+    assert drawn == [choose(7, step, blocks, micro_batches) for step in steps]
+    assert drawn != [choose(8, step, blocks, micro_batches) for step in steps]
+    chosen = Counter(choice for choice in drawn if choice is not None)
+    assert len(chosen) == blocks * micro_batches and max(choice.block for choice in chosen) == blocks - 1
+    share = chosen.total() / blocks / micro_batches / len(steps)
+    deviation = (SHARE / blocks / micro_batches / len(steps)) ** 0.5
+    assert abs(share - SHARE) < 5 * deviation
+    assert all(choose(7, step, 100, 3) is not None for step in range(100)), "300 calls: one of them is less than 0.5 %"
+    assert choose(7, 1, 0, 1) is None, "a model without blocks"
+
+
+@pytest.mark.sample(2)
+@pytest.mark.works("Training", 'Audited gradients (`"audit": "random"`)', "right")
+@pytest.mark.parametrize(
+    ("job", "options"),
+    [
+        (DROPOUT._replace(accumulation=2), {}),
+        (DROPOUT._replace(accumulation=2), {"schedule": "layer_major", "activations": "nvme"}),
+        (DROPOUT._replace(dtype="bf16"), {"activations": "device", "speculate": True}),
+        (LORA, {}),
+    ],
+    ids=["one by one", "layer by layer", "updates under the backward", "adapters"],
+)
+def test_no_bit_shows_whether_a_run_is_audited(
+    job: Job, options: dict[str, Any], audited: list[int], tmp_path: Path
+) -> None:
+    by = accumulated_step if job.accumulation > 1 else train_step
+    plain = run(job, DISK, tmp_path / "plain", by, **options)
+    assert audited == []
+    for placement in (DISK, ("none", "none")):
+        audited.clear()
+        assert_same(plain, run(job, placement, tmp_path / placement[0], by, audit="random", **options))
+        assert len(audited) == job.steps, "each step has compared a call"
+        assert min(audited) > 1, "its output, and gradients"
+
+
+class _Flip(torch.autograd.Function):
+    """The identity, whose backward flips the lowest bit of one element where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, flips: Callable[[], bool]) -> torch.Tensor:
+        ctx.flips = flips
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return flipped(gradient) if ctx.flips() else gradient, None
+
+
+def flipped(values: torch.Tensor) -> torch.Tensor:
+    values = values.clone()
+    values.view(torch.int32).view(-1)[17] ^= 1
+    return values
+
+
+class Faulty(nn.Module):
+    """A block that computes one call with a flipped bit, in the part "output" or "gradient", in the training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.faults: dict[str, int] = {"output": -1, "gradient": -1}
+        """For each part the number of calls until the one that fails; counted down."""
+
+    def fails(self, part: str) -> bool:
+        self.faults[part] -= 1
+        return self.faults[part] == 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        flip: Any = _Flip.apply
+        output: torch.Tensor = self.down(flip(self.up(values), partial(self.fails, "gradient")).relu())
+        return flipped(output) if self.fails("output") else output
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
+        self.blocks = nn.ModuleList(Faulty() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+STACK = Job(Stack, models.mixture_loss, accumulation=3, steps=4)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("part", ["output", "gradient"])
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "layer_major"}, {"activations": "nvme"}], ids=["plain", "in turns", "recomputed"]
+)
+def test_a_flipped_bit_stops_the_step_which_is_made_again(
+    part: str, options: dict[str, Any], audited: list[int], tmp_path: Path
+) -> None:
+    by = accumulated_step if "schedule" in options else train_step
+    calm = run(STACK, DISK, tmp_path / "calm", by, **options)
+    engine = start(STACK, DISK, tmp_path / "faulty", audit="random", **options)
+    losses = [by(engine, STACK, step) for step in range(2)]
+    choice = choose(STACK.seed, 3, 3, 3)
+    assert choice is not None
+    block = engine.module.get_submodule(f"blocks.{choice.block}")
+    assert isinstance(block, Faulty)
+    # The forward of the call; or its backward, which the audit has computed just before.
+    block.faults[part] = choice.micro_batch + 1 + (part == "gradient")
+    before = weights_of(engine)
+    words = f"step 3: the {part}.* of blocks.{choice.block}, micro-batch {choice.micro_batch}, came out"
+    with pytest.raises(AuditError, match=words):
+        by(engine, STACK, 2)
+    assert engine.global_steps == 2
+    for name, values in weights_of(engine).items():
+        assert torch.equal(values, before[name]), name
+    engine.zero_grad()
+    losses += [by(engine, STACK, step) for step in range(2, 4)]
+    assert losses == calm.losses
+    for name, values in weights_of(engine).items():
+        assert torch.equal(values, calm.weights[name]), name
+    engine.destroy(remove=True)
+
+
+class Twice(Stack):
+    """A model that calls each block twice, whose gradients are added up before anybody sees them."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for block in (*self.blocks, *self.blocks):
+            hidden = hidden + block(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+class Summed(nn.Module):
+    """A block that saves no input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(16))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + self.bias
+
+
+class InPlace(Stack):
+    """A model that changes the inputs of its blocks after their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Summed() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            values = hidden + 1
+            output = block(values)
+            hidden = values.mul_(2) + output
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+@pytest.mark.parametrize("model", [Twice, InPlace])
+def test_what_cannot_be_compared_passes(model: Callable[[], nn.Module], audited: list[int], tmp_path: Path) -> None:
+    job = STACK._replace(model=model)
+    assert_same(run(job, DISK, tmp_path / "plain"), run(job, DISK, tmp_path / "audited", audit="random"))
+    assert audited == []
+
+
+def test_a_model_with_frozen_and_unused_layers_and_a_counting_buffer(audited: list[int], tmp_path: Path) -> None:
+    assert_same(run(MIXTURE, DISK, tmp_path / "plain"), run(MIXTURE, DISK, tmp_path / "audited", audit="random"))
+    assert 0 < len(audited) <= MIXTURE.steps
+
+
+def _of_two_ranks(folder: Path, audit: str | None) -> tuple[Result, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        compared = audit_each_step(patch)
+        engine = rank_pool.start(SHALLOW_DROPOUT, DISK, folder, audit=audit)
+        result = trained(engine, SHALLOW_DROPOUT)
+        engine.destroy(remove=True)
+        return result, len(compared)
+
+
+def test_two_ranks_audit_the_same_calls(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
+    plain, audited_ranks = ranks.run(_of_two_ranks, tmp_path, None), ranks.run(_of_two_ranks, tmp_path, "random")
+    for (left, none), (right, all_steps) in zip(plain, audited_ranks, strict=True):
+        assert_same(left, right)
+        assert (none, all_steps) == (0, SHALLOW_DROPOUT.steps)

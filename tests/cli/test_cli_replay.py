@@ -1,0 +1,139 @@
+"""`offload replay` computes steps again and proves the log; it finds each number that is another, and only reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from offload.cli.main import app
+from tests.support.model_folders import make_folder
+from tests.support.models import GPT2
+from tests.support.oracle import start, train_step
+from tests.support.processes.cli_in_process import call, isolated_cache, log, run_folder
+
+__all__ = ["isolated_cache", "run_folder"]
+
+RUN = Path("swap/default")
+KEPT = ("--log", "log", "--keep-every", "2", "--keep", "--seed", "3")
+
+
+def replay(*words: object) -> Any:
+    result = CliRunner().invoke(app, ["replay", str(RUN), *map(str, words)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def contents() -> dict[str, str]:
+    """The digest of each file below the working folder but of locks and caches."""
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(Path().rglob("*"))
+        if path.is_file() and path.name != "lock" and path.parts[0] != "cache"
+    }
+
+
+def change_log(step: int, name: str, value: float) -> None:
+    lines = [json.loads(line) for line in Path("log").read_text().splitlines()]
+    for line in lines:
+        if line["step"] == step and name in line:
+            line[name] = value
+    Path("log").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_log_of_a_run_is_proven_in_other_placements_too() -> None:
+    assert call("--steps", "6", "--accumulation", "2", "--eval-every", "3", *KEPT).exit_code == 0
+    before = contents()
+    done = replay("--steps", "3..4", "--json", "--certificate", "proof.json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert json.loads(Path("proof.json").read_text()) == found
+    Path("proof.json").unlink()
+    assert contents() == before, "the run, its log and its kept steps are only read, and nothing is left"
+    assert found["equal"] and found["from"] == {"commit": "default@2", "step": 2}
+    assert found["states"]["equal"] and found["states"]["compared"] > 8, "those of the kept step 4"
+    logged = {line["step"]: line for line in log()}
+    for row in found["steps"]:
+        assert row["loss"]["replay"] == logged[row["step"]]["loss"].hex()
+        assert row["grad_norm"]["replay"] == logged[row["step"]]["grad_norm"].hex()
+    assert [row["step"] for row in found["steps"]] == [3, 4]
+    assert found["log"]["sha256"] == before["log"] and found["trained_with"] == found["replayed_with"]
+    for weights, states, steps in (("none", "none", "5..6"), ("cpu", "nvme", "5")):
+        placed = replay("--steps", steps, "--offload-param", weights, "--offload-optimizer", states, "--json")
+        assert placed.exit_code == 0, placed.output
+        states_compared = json.loads(placed.stdout)["states"]
+        assert (states_compared is None) == (steps == "5"), "step 5 is not kept, 6 is the run's last"
+    assert contents() == before
+
+
+def test_a_number_or_a_state_that_is_another_is_found() -> None:
+    assert call("--steps", "4", *KEPT).exit_code == 0
+    norm = log()[3]["grad_norm"]
+    change_log(3, "loss", 1.5)
+    change_log(4, "grad_norm", norm * (1 + 2**-52))
+    before = contents()
+    done = replay("--steps", "3..4")
+    assert done.exit_code == 1, done.output
+    assert "step 3: loss 0x" in done.stdout and f"step 4: grad_norm {norm.hex()}, in the log 0x" in done.stdout
+    assert "0 of 2 steps equal the log in every bit" in done.stdout
+    assert "the states after step 4 equal those of the kept commit" in done.stdout
+    assert contents() == before
+    # The states too, where the data are others than they were.
+    Path("text.py").write_text(Path("text.py").read_text().replace("double", "triple"))
+    done = replay("--steps", "4", "--json")
+    assert done.exit_code == 1 and "the data differ (" in done.stderr, done.output
+    states = json.loads(done.stdout)["states"]
+    assert not states["equal"] and "0 weight" in states["different"]
+
+
+@pytest.mark.slow
+def test_runs_of_documents_and_adapters() -> None:
+    make_folder(Path("llama"))
+    rows = [{"prompt": f"{number} + {number} =", "completion": f" {2 * number}"} for number in range(60)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--model", "llama", "--data", "rows.jsonl", "--lora", "r=2,dropout=0.1", "--steps", "4", *KEPT)
+    trained = CliRunner().invoke(
+        app, ["train", *words, "--batch-size", "2", "--seq-len", "32", "--device", "cpu", "--no-output"]
+    )
+    assert trained.exit_code == 0, trained.output
+    done = replay("--steps", "3..4", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["data"]["seq-len"] == 32
+
+
+def test_a_run_that_was_resumed_with_other_options_is_computed_by_those_of_its_steps() -> None:
+    """The run itself is gone at its end, and its kept steps stay."""
+    zeros = ("--eval-every", "0", "--warmup", "0", "--weight-decay", "0")
+    assert call("--steps", "2", *KEPT, *zeros).exit_code == 0
+    options = tuple(word for word in KEPT if word != "--keep")
+    assert call("--steps", "4", *options, *zeros, "--resume", "must", "--lr", "0.01").exit_code == 0
+    assert not (RUN / "rank0").exists()
+    done = replay("--steps", "3..4", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["states"]["equal"]
+
+
+def test_what_cannot_be_computed_again_is_refused() -> None:
+    assert call("--steps", "4", *KEPT).exit_code == 0
+    before = contents()
+    for words, message in (
+        (("--steps", "1..2"), "no commit before step 1 of .* is kept: the first is of step 2, so steps from 3 on"),
+        (("--steps", "4..3"), "expected steps as 100..120, from 1 on and in this order, got '4..3'"),
+        (("--steps", "x"), "expected steps as 100..120"),
+        (("--steps", "4..9"), "log has no line of step 5: expected steps 4 to 9"),
+        (("--steps", "3", "--certificate", "log"), "--certificate log must be a new file"),
+    ):
+        refused = replay(*words)
+        assert refused.exit_code == 2 and re.search(message, refused.stderr), refused.output
+    assert contents() == before
+    script = start(GPT2, ("nvme", "nvme"), Path("scripts"))
+    train_step(script, GPT2, 0)
+    script.destroy(remove=False)
+    Path("log").write_text('{"step": 2, "loss": 1.0, "grad_norm": 1.0}\n')
+    refused = CliRunner().invoke(app, ["replay", "scripts/default", "--steps", "2", "--log", "log"])
+    assert refused.exit_code == 2 and "does not contain the command that trained it" in refused.stderr, refused.output
