@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,9 +18,13 @@ import transformers
 from typer.testing import CliRunner
 
 import offload
+from offload.aio import IoQueue, Priority, aligned_empty
 from offload.cli.main import app
 from offload.errors import BudgetError, EngineFailed, IoError, OffloadError, StoreError
+from offload.fileio.cache_file import Stamp
+from offload.sizes import PAGE
 from offload.swapper.store.inspection import look
+from offload.swapper.store.model_files import FileRange, ModelFiles, arrange_in_place
 from tests.support.drives.fault_injection import flip_bit
 from tests.support.model_folders import llama_config
 from tests.support.oracle import small_pieces
@@ -116,6 +121,25 @@ def test_frozen_weights_in_files_give_the_bits_of_swap_files_and_of_memory(folde
         assert_equal(found, result(engine))
         engine.destroy()
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_read_of_frozen_weights_moves_its_bytes_once(resumed: bool, tmp_path: Path) -> None:
+    """It is compared by the checksums of its pages, or, in a run that resumes, by one of all its bytes."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(os.urandom(5 * PAGE))
+    layout = arrange_in_place([(FileRange(str(path), 100, 3 * PAGE), 0)], {str(path): 5 * PAGE})
+    with (
+        IoQueue() as queue,
+        contextlib.closing(ModelFiles([layout], {str(path): Stamp.of(os.stat(path))}, queue)) as files,
+    ):
+        files.scan()
+        if resumed:
+            files.expect(files.described(), tmp_path)
+        before, buffer = queue.read_bytes, aligned_empty(layout.nbytes)
+        assert files.start_read(0, 0, buffer, Priority.NORMAL).wait() == layout.nbytes
+        assert bytes(buffer) == path.read_bytes()[: layout.nbytes]
+        assert queue.read_bytes - before == layout.nbytes
 
 
 def test_units_in_files_come_in_chunks(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,9 +219,12 @@ class ModelFiles:
         def submit(at: int, memory: memoryview) -> Future:
             return self._queue.read(file, at, memory, priority=priority, checksum=sums is not None)
 
-        future = submit(start, buffer)
-        if sums is not None:
-            future = CheckedRead(sums, start, buffer, submit, partial(self._damaged, unit))
+        # A checked read submits itself.
+        future = (
+            submit(start, buffer)
+            if sums is None
+            else CheckedRead(sums, start, buffer, submit, partial(self._damaged, unit))
+        )
         return Unchanged(future, partial(self._check, [part.path for part in file.parts()]))
 
     def _damaged(self, unit: int, damage: range) -> IoError:
