@@ -413,6 +413,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "size.device_views": ("offload.swapper.memory.device_arena:_VIEWS",),
     "size.pin_chunk": ("offload.swapper.memory.device:PIN_CHUNK",),
     "size.pin_least": ("offload.swapper.memory.device:PIN_LEAST",),
+    "size.file_sample": ("offload.fileio.inner_files:_SAMPLE_NBYTES",),
     "size.stripe": ("offload.swapper.store.drives:_STRIPE_BYTES",),
     "size.least_checksum": ("offload.swapper.store.format:_MIN_CHECKSUM_NBYTES",),
     "size.scrub": ("offload.swapper.store.store:_SCRUB_NBYTES",),

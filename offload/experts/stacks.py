@@ -27,7 +27,7 @@ from offload.interrupts import uninterrupted
 from offload.layout.experts import LOOP, is_parameter_adapter, parameter_adapters
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.pager import Pager
-from offload.torch_internals import outside_of_compiled_code, plain_tensors
+from offload.torch_internals import inside_backward, outside_of_compiled_code, plain_tensors
 
 # -- rows ----------------------------------------------------------------------------------------------
 
@@ -392,8 +392,9 @@ class StackedExperts(Extension):
         # Sorted, as the loop over them goes; a number that is no expert stands for a token without one.
         numbers = choice.div(size, rounding_mode="floor").unique().tolist()
         chosen = [units[number] for number in numbers if 0 <= number < len(units)]
+        # In a recomputation the backward of these uses comes next: what it needs again must not leave for other blocks.
         with self._pager.lock:
-            self._pager.table.access_order.expect(chosen, units)
+            self._pager.table.access_order.expect(chosen, units, at_once=inside_backward())
         self._pager.prefetch()
 
 

@@ -23,6 +23,7 @@ import fcntl
 import os
 import pwd
 import stat
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -34,6 +35,8 @@ _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 _SMALL, _HOLES = 64 * MIB, 64
 """A file of more than `_SMALL` bytes must take at least a fraction of 1 / `_HOLES` of its bytes on its drive."""
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_SAMPLES = 4
+_SAMPLE_NBYTES = 1 << 16
 
 
 def inner_name(name: str) -> str:
@@ -163,6 +166,19 @@ def real_path(path: Path) -> Path:
 
 
 # -- files that are read through links ---------------------------------------------------------------
+
+
+def sampled_crc32(path: Path, crc: int = 0) -> int:
+    """Returns the CRC-32 `crc`, continued by samples of a regular file: its first bytes, its last, and some between.
+
+    They distinguish large files of models in little time. Damage elsewhere does not change the result.
+    """
+    with open_regular(path) as file:
+        most = max(os.fstat(file.fileno()).st_size - _SAMPLE_NBYTES, 0)
+        for sample in range(_SAMPLES):
+            file.seek(sample * most // (_SAMPLES - 1))
+            crc = zlib.crc32(file.read(_SAMPLE_NBYTES), crc)
+    return crc
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -20,7 +20,7 @@ import torch
 from offload.config import Config
 from offload.errors import ConfigError, StoreError
 from offload.fileio import foreign_owner, read_inner, real_path
-from offload.fileio.inner_files import open_regular
+from offload.fileio.inner_files import sampled_crc32
 from offload.finetune.options import Options, as_record
 from offload.kernels._native import supported_isas
 from offload.kernels.settings import isa_from
@@ -186,8 +186,6 @@ def find_finished(config: Config, identity: Identity) -> Finished | None:
 
 
 _LOSSES = {True: "in chunks", False: "from all logits"}
-_SAMPLE = 1 << 16
-_SAMPLES = 4
 
 
 class Identity(NamedTuple):
@@ -239,10 +237,7 @@ def weights_of(folder: Path | None) -> str:
     for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
         nbytes = path.stat().st_size
         crc = zlib.crc32(f"{path.name} {nbytes}".encode(), crc)
-        with open_regular(path) as file:
-            for sample in range(_SAMPLES):
-                file.seek(sample * max(nbytes - _SAMPLE, 0) // (_SAMPLES - 1))
-                crc = zlib.crc32(file.read(_SAMPLE), crc)
+        crc = sampled_crc32(path, crc)
     return f"{crc:08x}"
 
 

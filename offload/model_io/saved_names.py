@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
+import sys
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -25,8 +27,8 @@ from offload.layout.fingerprint import about
 from offload.layout.frozen import quantized_by_other_library
 from offload.torch_internals import storage_key
 
-_SAVED = "saved"
-"""Key of the table in the description of a model."""
+_SAVED, _ADAPTER = "saved", "adapter"
+"""Keys in the description of a model: the table of its files, and the adapter that alone trains."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,8 @@ def about_saved(model: nn.Module, divided: bool) -> dict[str, Any]:
     """
     # If only transformers' conversions change the names, the class and the config determine them.
     said = about(model)
+    if not divided and (adapter := _adapter_of(model)) is not None:
+        return {**said, _ADAPTER: adapter}
     if divided or saved_names(model, conversions=False, said=said) is None:
         return said
     names = saved_names(model, said=said)
@@ -67,6 +71,45 @@ def about_saved(model: nn.Module, divided: bool) -> dict[str, Any]:
         "unconverted": names.unconverted,
     }
     return {**said, _SAVED: table}
+
+
+def _adapter_of(model: Any) -> dict[str, Any] | None:
+    """Returns the config and the tensors that peft saves of a model, if these are all that trains; None otherwise.
+
+    The adapter names its base model: without it, only an export of all weights can be loaded.
+    """
+    kind = getattr(sys.modules.get("peft"), "PeftModel", None)
+    if kind is None or not isinstance(model, kind) or len(model.peft_config) != 1:
+        return None
+    from peft import get_peft_model_state_dict
+
+    name, config = next(iter(model.peft_config.items()))
+    if config.is_prompt_learning or not config.base_model_name_or_path:
+        return None
+    named = dict(model.named_parameters(remove_duplicate=False))
+    # peft selects by name; tensors on meta cost no memory.
+    empty = {own: torch.empty(parameter.shape, device="meta") for own, parameter in named.items()}
+    own_names = {id(value): own for own, value in empty.items()}
+    # Not "auto", which asks the hub whether a vocabulary has grown.
+    selected = get_peft_model_state_dict(model, dict(empty), name, save_embedding_layers=False)
+    parts = {
+        key: [own_names[id(value)], list(value.shape)] for key, value in selected.items() if id(value) in own_names
+    }
+    if len(parts) < len(selected) or {own for own, _ in parts.values()} != {
+        own for own, parameter in named.items() if parameter.requires_grad
+    }:
+        return None
+    content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    return {"config": json.loads(json.dumps({**content, "inference_mode": True}, default=str)), "parts": parts}
+
+
+def described_adapter(said: Mapping[str, Any]) -> tuple[Mapping[str, Any], SavedNames] | None:
+    """Returns the content of `adapter_config.json` and the names of an adapter's tensors; None of any other model."""
+    adapter = said.get(_ADAPTER)
+    if adapter is None:
+        return None
+    parts = {name: SavedPart(source, 0, tuple(shape)) for name, (source, shape) in adapter["parts"].items()}
+    return adapter["config"], SavedNames(parts=parts, ties={}, values={}, left_out=(), computed=None)
 
 
 def described_names(said: Mapping[str, Any]) -> SavedNames | None:

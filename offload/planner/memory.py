@@ -31,6 +31,8 @@ from offload.layout.placement import MachineMemory, Placement, least_host
 from offload.layout.tiers import Partitions, PlacementRequest, tier_nbytes
 from offload.sizes import align_up
 from offload.states import State, Tier
+from offload.swapper.store.model_files import FileRange, InPlaceLayout
+from offload.swapper.table import UploadPiece
 
 PATH = "/mnt/nvme"
 """Folder for swap files in the config of a described machine."""
@@ -77,6 +79,8 @@ class Memory:
     machine: MachineMemory
     commit_every: int
     """Steps between commits; 0 without commits. If a drive budget decides, the fewest commits until `timed` knows."""
+    in_place_layouts: tuple[InPlaceLayout | None, ...] = ()
+    """As in `MemoryRequest`: about as the files will have them."""
 
     @property
     def budget(self) -> DriveBudget | None:
@@ -181,6 +185,7 @@ def settle(
         unified=room.unified,
     )
     early = makes_early_updates(config.offload.speculate, room.device == 0) if speculate is None else speculate
+    in_place_layouts = _in_place_layouts(layouts, mode_of(config, rule))
     placed = place_states(
         MemoryRequest(
             config=config,
@@ -192,6 +197,7 @@ def settle(
             replicas=replicas,
             speculate=early,
             in_turns=in_turns,
+            in_place_layouts=in_place_layouts,
         )
     )
     # The steps below are those of `initialize`, in the same order.
@@ -212,7 +218,24 @@ def settle(
         notices=plan.notices,
         machine=machine,
         commit_every=int(LONGEST) if config.offload.thins_commits and plan.commit_every > 1 else plan.commit_every,
+        in_place_layouts=in_place_layouts,
     )
+
+
+def _in_place_layouts(layouts: Sequence[UnitLayout], mode: Mode) -> tuple[InPlaceLayout | None, ...]:
+    """Returns the place of each unit in the model's own files, as if its tensors came one after the other in one file.
+
+    A page more than they need is read: tensors begin anywhere in a page.
+    """
+    found: list[InPlaceLayout | None] = []
+    for layout in layouts:
+        itemsize, at, pieces = layout.mode_in(mode).weight_dtype.itemsize, 1, list[UploadPiece]()
+        for segment in layout.segments if layout.in_files else ():
+            target = range(segment.start * itemsize, (segment.start + segment.numel) * itemsize)
+            pieces.append(UploadPiece(at, target))
+            at += len(target)
+        found.append(InPlaceLayout((FileRange("", 0, align_up(at)),), tuple(pieces)) if pieces else None)
+    return tuple(found) if any(found) else ()
 
 
 def _no_room(placed: MemoryPlan, room: Room, may_fall_back: bool) -> str | None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.layout.experts import find_stacks, parts_of
-from offload.layout.flat_layout import ParameterSegment, UnitLayout, arrange, lay_out, layouts_of
+from offload.layout.flat_layout import IN_FILES, ParameterSegment, UnitLayout, arrange, lay_out, layouts_of
 from offload.layout.frozen import quantized_by_other_library, stored_weights
 from offload.layout.memory_plan import Division, divide
 from offload.layout.modes import RULE_LAYOUTS
@@ -145,6 +145,8 @@ class Shape(NamedTuple):
     """True if the model limits the absolute values of its logits."""
     uncut: Shape | None = None
     """The shape with whole tables, if this one has them in pieces."""
+    filed: frozenset[str] = frozenset()
+    """Names of frozen parameters that `in_files` leaves in the model's own files."""
 
     @property
     def parameters(self) -> int:
@@ -238,6 +240,27 @@ class Shape(NamedTuple):
         uses = tuple(use._replace(unit=places[use.unit]) for use in self.uses)
         return self._replace(layouts=tuple(layouts), uses=uses, experts=experts)
 
+    def in_files(self) -> Shape:
+        """Returns the shape with frozen weights in the model's own files, in units of their own, as `find_units`."""
+        layouts, places = list[UnitLayout](), list[range]()
+        for layout in self.layouts:
+            filed = [segment for segment in layout.segments if segment.parameter in self.filed and not segment.form]
+            rest = [segment for segment in layout.segments if segment not in filed]
+            first = len(layouts)
+            for segments in filter(None, (filed, rest)):
+                whole = len(segments) == len(layout.segments)
+                part = layout if whole else arrange(layout.name, segments, 1, in_fp32=layout.in_fp32)
+                if segments is filed:
+                    part = part._replace(in_files=True, name=f"{layout.name} {IN_FILES}".strip())
+                layouts.append(part)
+            places.append(range(first, len(layouts)))
+        uses = tuple(part for use in self.uses for part in _by_parts(use, places[use.unit], layouts))
+        experts = tuple(
+            each._replace(units=range(places[each.units[0]].start, places[each.units[-1]].stop))
+            for each in self.experts
+        )
+        return self._replace(layouts=tuple(layouts), uses=uses, experts=experts, filed=frozenset())
+
     def in_pieces(self) -> Shape:
         """Returns the shape with its tables in pieces, as `find_units` divides them: each use visits all pieces."""
         cut = {table.parameter for table in self.tables}
@@ -250,13 +273,17 @@ class Shape(NamedTuple):
             places.append((len(layouts),) if rest else ())
             if rest:
                 whole = len(rest) == len(layout.segments)
-                layouts.append(layout if whole else arrange(layout.name, rest, 1, in_fp32=layout.in_fp32))
+                left = layout if whole else arrange(layout.name, rest, 1, in_fp32=layout.in_fp32)
+                layouts.append(left._replace(in_files=layout.in_files))
         for name, pieces, _ in self.tables:
             parameter = nn.Parameter(torch.empty(segments[name].shape, device="meta"), segments[name].trainable)
             unit = next(unit for unit, layout in enumerate(self.layouts) if segments[name] in layout.segments)
             places[unit] += tuple(range(len(layouts), len(layouts) + len(pieces)))
             layouts += [
-                lay_out(f"{name}[{rows.start}:{rows.stop}]", [(name, parameter)], 1, rows=rows) for rows in pieces
+                lay_out(f"{name}[{rows.start}:{rows.stop}]", [(name, parameter)], 1, rows=rows)._replace(
+                    in_files=self.layouts[unit].in_files
+                )
+                for rows in pieces
             ]
         uses = tuple(part for use in self.uses for part in _by_pieces(use, places[use.unit]))
         experts = tuple(
@@ -271,7 +298,7 @@ def _of_experts(layout: UnitLayout, count: int, of: int) -> UnitLayout:
         segment._replace(shape=(segment.shape[0] * count // of, *segment.shape[1:]), numel=segment.numel * count // of)
         for segment in layout.segments
     ]
-    return arrange(layout.name, segments, 1, in_fp32=layout.in_fp32)
+    return arrange(layout.name, segments, 1, in_fp32=layout.in_fp32)._replace(in_files=layout.in_files)
 
 
 def tied_in_pieces(shape: Shape) -> bool:
@@ -498,6 +525,20 @@ def _by_pieces(use: Use, units: Sequence[int]) -> Iterator[Use]:
     yield from (each._replace(saved=0, largest=0) for each in before)
     # A head has the logits of one piece at a time, a lookup the rows of all its tokens.
     yield last._replace(saved=use.saved, largest=use.largest if use.lookup else use.largest // len(units))
+
+
+def _by_parts(use: Use, units: Sequence[int], layouts: Sequence[UnitLayout]) -> Iterator[Use]:
+    """Yields the uses of the units of a module; the last one has what all of them save together."""
+    numel = sum(layouts[unit].device_numel for unit in units)
+    for unit in units:
+        share, last = layouts[unit].device_numel / numel, unit == units[-1]
+        yield use._replace(
+            unit=unit,
+            saved=use.saved * last,
+            mlp_saved=use.mlp_saved * last,
+            divided=use.divided * last,
+            **{name: getattr(use, name) * share for name in ("flops", "nbytes", "attention", "mlp_flops")},
+        )
 
 
 def _divided(use: Use, units: Sequence[int], choice: Expected | None = None) -> Iterator[Use]:
@@ -842,7 +883,11 @@ def from_adapted(
         model = adapters.make(model_of(config, dtype))
     # A quantized folder is modeled by plain layers in a block format of ours: their bytes are nearly the same.
     theirs = None if (bits := quantized_bits(config)) is None else "nf4" if bits <= 4 else "int8"
-    return from_training(model, sequence, dtype, units, {}, adapters.frozen or theirs)._replace(name=name, adapted=True)
+    shape = from_training(model, sequence, dtype, units, {}, adapters.frozen or theirs)
+    # Published weights are in bf16 unless the config says otherwise; those in codes stay no values.
+    same = dtype is (getattr(config, "dtype", None) or torch.bfloat16)
+    filed = {own for own, parameter in model.named_parameters() if not parameter.requires_grad and same and not theirs}
+    return shape._replace(name=name, adapted=True, filed=frozenset(filed))
 
 
 def from_training(
@@ -869,7 +914,9 @@ def from_training(
             weights = [made[name] for name, _ in model.named_parameters()]
             return _counted(model, forward, weights, title, sequence, units, (frozen, dtype))
     except Exception as error:  # a model's own code may raise any error
-        raise ConfigError(f"cannot run {title} without its weights ({type(error).__name__}: {error})") from error
+        # torch adds the calls of a product that it cannot make on fake tensors, line by line.
+        reason = error_message(error).partition("\n")[0]
+        raise ConfigError(f"cannot run {title} without its weights ({type(error).__name__}: {reason})") from error
 
 
 def _stand_ins(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from offload.layout.memory_plan import division_of
 from offload.layout.modes import DTYPES
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, makes_early_updates, takes_turns
 from offload.layout.peak_memory import BesideBudgets
+from offload.model_io.places import TensorPlaces
 from offload.planner import recommend
 from offload.planner.activations import Load, Need, beside, placed, wish_of
 from offload.planner.hardware import Hardware, probed
@@ -97,6 +98,8 @@ def step_of(
     batch, on_cpu = resolve_batch(config, 1), compute_device(config.offload.device).type == "cpu"
     division = division_of(config)
     shape = from_training(model, sequence, DTYPES[config.dtype], division, always, config.offload.frozen)
+    filed = TensorPlaces(model, quantized=False).frozen(DTYPES[config.dtype], (), ())
+    shape = shape._replace(filed=filed)
     schedule = config.offload.schedule
     # Without recomputation, the engine takes "auto" for micro-batch-major. Where all weights stay on the device it
     # learns in the first step whether all activations fit, which the plan knows now.

@@ -137,6 +137,8 @@ def plan(
         TooSlowError: the lower bound of the step is at least `within` seconds. No step was simulated then.
     """
     whole, config = shape.uncut or shape, load_config(content)
+    if whole.filed and config.weight_tier == "nvme" and config.offload.frozen_files:
+        whole = whole.in_files()
     cut = None if shape.uncut is None else shape  # by an earlier plan
     in_groups = any(each.of_unit > 1 for each in whole.experts) and config.offload.experts == "auto"
 

@@ -251,6 +251,10 @@ class Pass(NamedTuple):
     """Input of the use's block. It has to be on the device before the backward of the use."""
     choice: Expected = Expected()
     """The router's choice of experts before the use."""
+    held: int = 1
+    """Uses after which the unit is released: a layer holds its unit while its experts come and go."""
+    repeats: int = 0
+    """Uses up to this one that a recomputation makes before the backward of this one; 0 if one use serves both."""
 
 
 def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] = ()) -> list[Pass]:
@@ -283,6 +287,14 @@ def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] 
         # A block's input leaves once the next block starts. A backward starts a block with the block's last use.
         found[after.uses[0]] = found[after.uses[0]]._replace(sends=input_)
         found[block.uses[-1]] = found[block.uses[-1]]._replace(receives=input_)
+    # A block that chooses experts uses several units, each of which its recomputation needs before its backward does.
+    for block in shape.blocks:
+        if experts := {unit for position in block.uses for unit in found[position].choice.units}:
+            for position in block.uses:
+                held = 1 if found[position].unit in experts else block.uses.stop - position
+                found[position] = found[position]._replace(held=held, block=False)
+            if block in blocks:
+                found[block.uses[-1]] = found[block.uses[-1]]._replace(repeats=len(block.uses))
     return found
 
 
@@ -401,7 +413,7 @@ def backward(
         each = first[position]
         ended = ends[each.unit] == position
         seconds = backward_seconds(each, ended, parts_numel, hardware, recompute, sums)
-        _append(found, each, seconds, (each.unit,) if completes and ended else ())
+        _append(found, first, position, seconds, (each.unit,) if completes and ended else (), recompute)
     return found
 
 
@@ -441,7 +453,7 @@ def _layer_major(
             )
             ended = ends[number][each.unit] == position
             seconds = backward_seconds(each, ended, numels, hardware, load.recompute, sums)
-            _append(into, each, seconds, (each.unit,) if last and ended else ())
+            _append(into, first, position, seconds, (each.unit,) if last and ended else (), load.recompute)
 
     opening = [_forward(first[position]) for segment in body for first in firsts for position in segment]
     rest: list[Use] = []
@@ -456,16 +468,32 @@ def _layer_major(
 
 
 def _forward(each: Pass) -> Use:
-    return Use(each.unit, each.seconds, sends=each.sends, expects=each.choice, lookup=each.row_nbytes)
+    return Use(each.unit, each.seconds, each.held, sends=each.sends, expects=each.choice, lookup=each.row_nbytes)
 
 
-def _append(found: list[Use], each: Pass, seconds: float, completes: tuple[int, ...]) -> None:
-    """Appends a use of a backward. The use of an embedding fetches no weights, so the use before includes it."""
+def _append(
+    found: list[Use],
+    first: Sequence[Pass],
+    position: int,
+    seconds: float,
+    completes: tuple[int, ...],
+    recompute: bool,
+) -> None:
+    """Appends a use of a backward, after those of a recomputation that has uses of its own.
+
+    The use of an embedding fetches no weights, so the use before includes it.
+    """
+    each = first[position]
     if each.lookup and found:
         before = found[-1]
         found[-1] = before._replace(seconds=before.seconds + seconds, completes=(*before.completes, *completes))
-    else:
-        found.append(Use(each.unit, seconds, receives=each.receives, completes=completes))
+        return
+    receives = each.receives
+    for again in first[position + 1 - each.repeats : position + 1] if recompute and each.repeats else ():
+        choice = again.choice._replace(at_once=True)
+        found.append(Use(again.unit, again.again, again.held, receives=receives, expects=choice))
+        receives = Input()  # the recomputation needs it first
+    found.append(Use(each.unit, seconds, receives=receives, completes=completes))
 
 
 # -- prediction ----------------------------------------------------------------------------------------
@@ -601,7 +629,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coarse
     passes, costs = each[-1], _costs(memory, shape)
     found = _simulated(
         steps if shape.chooses else steps * number,
-        tuple(unit_sizes(memory.layouts, memory.placement, shares, memory.mode)),
+        tuple(unit_sizes(memory.layouts, memory.placement, shares, memory.mode, memory.in_place_layouts)),
         tuple(costs),
         buffer_budgets(memory.parts, memory.placement),
         limits(memory.config, memory.mode),

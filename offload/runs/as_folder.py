@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,13 +13,11 @@ from typing import Any
 from offload.aio import IoQueue
 from offload.errors import ConfigError
 from offload.fileio import real_path
-from offload.finetune.model import byte_tokenizer, learned_bytes, parse_lora
+from offload.finetune.model import byte_tokenizer, learned_bytes
 from offload.finetune.output import has_model, is_identity
-from offload.model_io.save import TOKENIZER, copy_tokenizer, make_plan, shard_size
-from offload.model_io.saved_names import described_names
+from offload.model_io.save import TOKENIZER, copy_tokenizer, shard_size
 from offload.notices import shell_command
-from offload.offline.merge import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from offload.runs.export import export, open_source
+from offload.runs.export import export, open_source, plan_export
 from offload.sizes import format_size
 from offload.swapper.store import rank_folders
 from offload.swapper.store.folder import read_finished
@@ -58,30 +55,15 @@ def _exported(path: Path, out: Path, say: Callable[[str], None]) -> Path:
                 f"{path} is not of offload train, and does not say which tokenizer its model has; write it to a folder "
                 f"first: {shell_command('export', path)} FOLDER --tokenizer FOLDER"
             )
-        what = "model" if job.get("lora") is None else "adapter"
-        if what == "model":
-            plan = make_plan(source, None, shard_size("5GB"), saved=described_names(source.about))
-        else:
-            plan = make_plan(source, None, shard_size("5GB"), frozen=False, name=ADAPTER_WEIGHTS)
-        done = export(source, out, plan, queue, write_tokenizer=tokenizer_writer(source.client_state))
-        if what == "adapter":
-            _make_adapter(out, str(job["lora"]), job["model"])
+        plan, adapter = plan_export(source, None, shard_size("5GB"))
+        what = "model" if adapter is None else "adapter"
+        writer = tokenizer_writer(source.client_state)
+        done = export(source, out, plan, queue, write_tokenizer=writer, adapter=adapter)
     say(
         f"step {done.step} of {path}: its {what} ({format_size(done.nbytes)}) is in {out.parent} until this command "
         "ends"
     )
     return out
-
-
-def _make_adapter(folder: Path, lora: str, base: str) -> None:
-    """Gives the weights of adapters the names of peft, and writes their config."""
-    from safetensors.torch import load_file, save_file
-
-    path = folder / ADAPTER_WEIGHTS
-    save_file({name.replace(".default.", "."): values for name, values in load_file(path).items()}, path)
-    settings = parse_lora(lora)
-    content = {"peft_type": "LORA", "r": settings.r, "lora_alpha": settings.alpha, "base_model_name_or_path": base}
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(content))
 
 
 def tokenizer_writer(client_state: Mapping[str, Any]) -> Callable[[Path], None] | None:

@@ -7,15 +7,17 @@ one, and this folder is renamed at the end, so that the output folder is complet
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload.aio.protocols import Queue
 from offload.checkpoint.files import read_manifest
 from offload.checkpoint.load import CheckpointSource
 from offload.errors import StoreError
 from offload.fileio import real_path
+from offload.fileio.atomic_write import atomic_write
 from offload.layout.modes import dtype_name
 from offload.model_io.grid import WholeSource, whole_of_checkpoint
 from offload.model_io.save import (
@@ -31,8 +33,9 @@ from offload.model_io.save import (
     stream,
     tokenizer_files,
 )
-from offload.model_io.saved_names import described_names
+from offload.model_io.saved_names import described_adapter, described_names
 from offload.model_io.source import Source, StoreSource
+from offload.offline.merge import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from offload.runs.own_checkpoint import find_own
 from offload.swapper.store import note_saved as write_note
 
@@ -45,6 +48,7 @@ __all__ = [
     "make_plan",
     "note_saved",
     "open_source",
+    "plan_export",
     "read_nbytes",
     "shard_size",
     "with_states",
@@ -88,6 +92,18 @@ def with_states(source: StoreSource | CheckpointSource | WholeSource, path: Path
     return source
 
 
+def plan_export(source: Source, dtype: str | None, shard_nbytes: int) -> tuple[ExportPlan, Mapping[str, Any] | None]:
+    """Returns the plan of an export, and the config of the adapter if the source trains one of peft alone.
+
+    An adapter that names its base model is exported as peft saves it, without the base model's weights.
+    """
+    adapter = described_adapter(source.about)
+    if adapter is None:
+        return make_plan(source, dtype, shard_nbytes, saved=described_names(source.about)), None
+    config, names = adapter
+    return make_plan(source, dtype, shard_nbytes, frozen=False, name=ADAPTER_WEIGHTS, saved=names), config
+
+
 def export(
     source: Source,
     out: Path,
@@ -96,13 +112,14 @@ def export(
     progress: Callable[[int], None] = lambda _: None,
     tokenizer: Path | None = None,
     write_tokenizer: Callable[[Path], None] | None = None,
+    adapter: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Writes the planned weights to the folder `out`, which must not exist, or be empty.
 
     After a failure nothing is left. A kill leaves `<out>.partial`, which the next export removes. The source stays
     open, and the queue is the caller's, best that of the source's reads. `progress` receives the bytes of each read.
     The tokenizer is copied from the folder `tokenizer`, or written by `write_tokenizer` into the folder that it
-    receives.
+    receives. `plan` and `adapter` are the results of `plan_export`.
     """
     out = real_path(out)
     check_target(out)
@@ -116,6 +133,8 @@ def export(
         check_room(folder, plan.nbytes, out)
         with Files(folder, plan, source.buffers, queue) as files:
             beyond = stream(source, plan, files.put, progress)
+        if adapter is not None:
+            atomic_write(folder / ADAPTER_CONFIG, json.dumps(adapter, indent=2))
         if tokenizer is not None:
             copy_tokenizer(tokenizer, folder)
         elif write_tokenizer is not None:

@@ -74,13 +74,16 @@ class _Order:
         self._backwards: dict[int, tuple[Sequence[int], Collection[int]]] = {}
         """For each expected unit whose backward has not begun: all units of the same `expect` call, and their group."""
 
-    def expect(self, units: Sequence[int], group: Collection[int], backward: bool) -> None:
-        """Predicts that `units` are the next uses of `group`, and with `backward` that the run then reverses them."""
+    def expect(self, units: Sequence[int], group: Collection[int], backward: bool, at_once: bool) -> None:
+        """Predicts that `units` are the next uses of `group`, and with `backward` that the run then reverses them.
+
+        With `at_once` the reverse follows the last of them, where one use serves both.
+        """
         self._pass_over(group)
-        self._expected = list(units)
+        self._expected = [*units, *reversed(units[:-1])] if at_once else list(units)
         for unit in group:
             self._backwards.pop(unit, None)
-        if backward:
+        if backward and not at_once:
             self._backwards |= dict.fromkeys(units, (tuple(units), group))
 
     def _pass_over(self, group: Collection[int]) -> None:
@@ -226,13 +229,16 @@ class AccessOrder:
         if not self._now.use(unit):
             self.unforeseen += 1
 
-    def expect(self, units: Sequence[int], group: Collection[int], backward: bool = True) -> None:
+    def expect(
+        self, units: Sequence[int], group: Collection[int], backward: bool = True, at_once: bool = False
+    ) -> None:
         """Predicts that the current run next uses `units` of `group`, and that it then uses them in reverse order.
 
         `units` are in the order of their uses. Each run uses some units of the group, not always the same ones: the
         experts of a layer, or the pieces of a table that a lookup fetches. A lookup needs no weights in the `backward`.
+        In a recomputation the backward follows `at_once`: each unit of the block is used twice before any other block.
         """
-        self._now.expect(units, group, backward)
+        self._now.expect(units, group, backward, at_once)
 
     def finish(self) -> None:
         """Ends the current run; its order predicts the next run of this kind."""

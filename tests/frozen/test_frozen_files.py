@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,14 +13,23 @@ from typing import Any
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from typer.testing import CliRunner
 
 import offload
+from offload import testing
+from offload.aio import IoQueue, Priority, aligned_empty
 from offload.cli.main import app
 from offload.errors import BudgetError, EngineFailed, IoError, OffloadError, StoreError
+from offload.fileio.cache_file import Stamp
+from offload.layout.memory_plan import unit_sizes
+from offload.planner.memory import Room, settle
+from offload.planner.predict_run import step_of
+from offload.sizes import PAGE
 from offload.swapper.store.inspection import look
+from offload.swapper.store.model_files import FileRange, ModelFiles, arrange_in_place
 from tests.support.drives.fault_injection import flip_bit
 from tests.support.model_folders import llama_config
 from tests.support.oracle import small_pieces
@@ -53,6 +63,20 @@ def start(
     **block: Any,
 ) -> offload.Engine:
     """Returns an engine that trains adapters over the model of a folder."""
+    model, config = job(folder, swap, dtype=dtype, tier=tier, targets=targets, **block)
+    return offload.initialize(model=model, config=config)[0]
+
+
+def job(
+    folder: Path,
+    swap: Path,
+    *,
+    dtype: str = "bf16",
+    tier: str = "nvme",
+    targets: str | list[str] = "all-linear",
+    **block: Any,
+) -> tuple[Any, dict[str, Any]]:
+    """Returns the model of a folder with adapters, and a config."""
     model: Any = offload.load_pretrained(transformers.AutoModelForCausalLM, folder, dtype=dtype_of(dtype))
     torch.manual_seed(1)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets))
@@ -64,7 +88,7 @@ def start(
         "zero_optimization": {"stage": 3, "offload_param": disk, "offload_optimizer": disk},
         "offload": {"device": "cpu", **block},
     }
-    return offload.initialize(model=model, config=config)[0]
+    return model, config
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -118,6 +142,25 @@ def test_frozen_weights_in_files_give_the_bits_of_swap_files_and_of_memory(folde
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_read_of_frozen_weights_moves_its_bytes_once(resumed: bool, tmp_path: Path) -> None:
+    """It is compared by the checksums of its pages, or, in a run that resumes, by one of all its bytes."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(os.urandom(5 * PAGE))
+    layout = arrange_in_place([(FileRange(str(path), 100, 3 * PAGE), 0)], {str(path): 5 * PAGE})
+    with (
+        IoQueue() as queue,
+        contextlib.closing(ModelFiles([layout], {str(path): Stamp.of(os.stat(path))}, queue)) as files,
+    ):
+        files.scan()
+        if resumed:
+            files.expect(files.described(), tmp_path)
+        before, buffer = queue.read_bytes, aligned_empty(layout.nbytes)
+        assert files.start_read(0, 0, buffer, Priority.NORMAL).wait() == layout.nbytes
+        assert bytes(buffer) == path.read_bytes()[: layout.nbytes]
+        assert queue.read_bytes - before == layout.nbytes
+
+
 def test_units_in_files_come_in_chunks(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk begins and ends within a page of a file, and is compared too."""
     engine = start(folder, tmp_path / "whole")
@@ -133,8 +176,7 @@ def test_units_in_files_come_in_chunks(folder: Path, tmp_path: Path, monkeypatch
     engine.destroy()
 
 
-def test_groups_of_experts_stay_in_files(tmp_path: Path) -> None:
-    """The tensors of an expert are apart in the files, and the router's loss is that of the model."""
+def write_mixture(folder: Path) -> None:
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
         hidden_size=64,
@@ -149,7 +191,35 @@ def test_groups_of_experts_stay_in_files(tmp_path: Path) -> None:
         num_experts_per_tok=2,
         output_router_logits=True,
     )
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
+
+def test_a_plan_counts_weights_in_files_as_the_run_does(tmp_path: Path) -> None:
+    """The same units, in the same tiers; the plan does not know where in a page of the files a tensor begins."""
+    write_mixture(tmp_path / "model")
+    options: dict[str, Any] = {"dtype": "fp32", "targets": ["q_proj", "v_proj"], "durability": "step"}
+    model, config = job(tmp_path / "model", tmp_path / "swap", **options)
+    shape = step_of(model, config, 8, {}).shape
+    planned = settle(shape.in_files().layouts, config, Room(1 << 40, 0, None))
+    engine = offload.initialize(model=model, config=config)[0]
+    inspected = testing.inspect(engine)
+    described = [
+        [(layout.name, layout.numel, layout.in_files) for layout in layouts]
+        for layouts in (planned.layouts, inspected.layouts)
+    ]
+    assert described[0] == described[1] and any(in_files for _, _, in_files in described[0])
+    assert planned.stored == (tmp_path / "swap" / "default" / "rank0" / "states").stat().st_size
+    shares = [(layout.trainable(0, 1), layout.frozen(0, 1)) for layout in planned.layouts]
+    sizes = unit_sizes(planned.layouts, planned.placement, shares, planned.mode, planned.in_place_layouts)
+    for ours, real in zip(sizes, inspected.sizes, strict=True):
+        assert (ours.name, ours.tier, ours.nbytes) == (real.name, real.tier, real.nbytes)
+        assert abs(ours.shard_nbytes - real.shard_nbytes) <= PAGE * len(real.pieces)
+    engine.destroy()
+
+
+def test_groups_of_experts_stay_in_files(tmp_path: Path) -> None:
+    """The tensors of an expert are apart in the files, and the router's loss is that of the model."""
+    write_mixture(tmp_path / "model")
     results = []
     for block in ({"run": "files"}, {"run": "copied", "frozen_files": False}, {"tier": "cpu"}):
         engine = start(tmp_path / "model", tmp_path / "swap", dtype="fp32", targets=["q_proj", "v_proj"], **block)
@@ -213,28 +283,37 @@ def same_size(path: Path) -> None:
     [
         (cut_short, "safetensors"),
         (lambda path: path.unlink(), "is missing"),
-        (same_size, "Bad message|changed|use as frozen weights"),
+        (same_size, "other bytes of the same size"),
     ],
 )
-def test_changed_files_stop_a_resume_or_its_first_read(
-    change: Callable[[Path], None], reason: str, folder: Path, tmp_path: Path
-) -> None:
+def test_changed_files_stop_a_resume(change: Callable[[Path], None], reason: str, folder: Path, tmp_path: Path) -> None:
     engine = start(folder, tmp_path, durability="step")
     step(engine, 0)
     engine.destroy()
     last = sorted(folder.glob("*.safetensors"))[-1]
     change(last)
     with pytest.raises((OffloadError, IoError), match=reason):
-        engine = start(folder, tmp_path, durability="step", resume="must")
-        step(engine, 1)
-    if change is same_size:
-        with pytest.raises(EngineFailed):
-            engine.step()
-        engine.destroy()
+        start(folder, tmp_path, durability="step", resume="must")
     verified = CliRunner().invoke(app, ["verify", str(tmp_path / "default"), "--json"])
     assert verified.exit_code == 1 and str(last.name) in verified.output
     assert CliRunner().invoke(app, ["rm", str(tmp_path / "default"), "--yes"]).exit_code == 0
     assert list(folder.iterdir())
+
+
+def test_bytes_that_no_sample_has_seen_stop_the_first_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    testing.replace(monkeypatch, "size.file_sample", 8)
+    engine = start(folder, tmp_path, durability="step")
+    step(engine, 0)
+    engine.destroy()
+    same_size(sorted(folder.glob("*.safetensors"))[-1])
+    engine = start(folder, tmp_path, durability="step", resume="must")
+    with pytest.raises(IoError, match="use as frozen weights"):
+        step(engine, 1)
+    with pytest.raises(EngineFailed):
+        engine.step()
+    engine.destroy()
 
 
 def test_a_file_with_other_places_of_tensors_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -270,6 +349,28 @@ def test_a_checkpoint_has_the_frozen_weights_and_loads_only_over_the_same(folder
         engine.load_checkpoint(tmp_path / "saved")
     assert_equal(before, weights(engine))
     engine.destroy()
+
+
+def test_an_export_of_adapters_is_loaded_by_peft(folder: Path, tmp_path: Path) -> None:
+    """The base model's weights, which the run reads from its files, are not exported."""
+    engine = start(folder, tmp_path / "swap", durability="step")
+    step(engine, 0)
+    engine.save_pretrained(tmp_path / "direct")
+    engine.destroy()
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "swap" / "default"), str(tmp_path / "exported")])
+    assert done.exit_code == 0, done.output
+    direct, exported = (
+        safetensors.torch.load_file(tmp_path / each / "adapter_model.safetensors") for each in ("direct", "exported")
+    )
+    assert_equal(direct, exported)
+    configs = [json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("direct", "exported")]
+    for config in configs:
+        config["target_modules"] = sorted(config["target_modules"])
+    assert configs[0] | {"auto_mapping": None} == configs[1] | {"auto_mapping": None}
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "exported")
+    found = {name: value for name, value in loaded.state_dict().items() if "lora_" in name}
+    assert found and all(torch.equal(value, direct[name.replace(".default.", ".")]) for name, value in found.items())
 
 
 def test_a_run_in_part_frozen_is_exported_converted_and_verified(folder: Path, tmp_path: Path) -> None:

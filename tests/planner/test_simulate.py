@@ -185,6 +185,28 @@ def test_twenty_six_bytes_for_each_parameter() -> None:
     assert (found.undelivered, found.uses, found.hits) == (0, 2 * n, 2 * n - 1)
 
 
+def test_a_block_of_experts_is_read_once_for_its_recomputation_and_its_backward() -> None:
+    """Its groups fit into both caches together, and groups of no other block take their place between the two."""
+    layers, groups = 4, 8
+    forward, backward = list[Use](), list[Use]()
+    for layer in range(layers):
+        first = layer * (groups + 1)
+        experts = tuple(range(first + 1, first + 1 + groups))
+        for at_once in (False, True):
+            held = Use(first, held=groups + 1)
+            chosen = [Use(expert) for expert in experts]
+            chosen[0] = chosen[0]._replace(expects=Expected(experts, experts, at_once=at_once))
+            if not at_once:
+                forward += [held, *chosen]
+            else:
+                backward = [held, *chosen, *(Use(expert) for expert in reversed(experts)), Use(first), *backward]
+    units = layers * (groups + 1) + 1
+    uses = [*forward, Use(units - 1), *backward]
+    sizes, updates = [unit(1)] * units, [None] * units
+    found = simulate([uses] * 4, sizes, updates, Budgets(6 * PAGE, 4 * PAGE))
+    assert found.moved.weights_read <= 2.2 * units * PAGE, "once for the forward, and once for the rest"
+
+
 def test_a_region_that_has_no_room_is_an_error() -> None:
     uses = [Use(0, held=3), Use(1, held=2), Use(2)]
     with pytest.raises(BudgetError, match="1 pages needs"):

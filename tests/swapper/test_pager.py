@@ -285,6 +285,29 @@ def test_experts_that_are_expected_come_first_and_backwards_again() -> None:
     assert list(trace.order) == [0, 10, 12, 14, 1, 2, 1, 14, 12, 10, 0]
 
 
+def test_a_recomputation_is_followed_by_its_backward_at_once() -> None:
+    """Units 10 to 15 are the experts of layer 0; the run before has used 11 and 13 there, and then layer 3."""
+    trace = access_order([2, 0, 11, 13, 11, 0, 3])
+    for unit in (2, 0):
+        trace.use(unit)
+    trace.expect([10, 12, 14], range(10, 16), at_once=True)
+    assert [trace.distance(unit) for unit in (10, 12, 14, 0, 3)] == [0, 1, 2, 5, 6]
+    assert list(trace.upcoming()) == [10, 12, 14, 0, 3]
+    trace.use(10)
+    assert trace.distance(10) == 3, "its backward comes before the uses of other layers"
+    assert list(trace.until(10)) == [12, 14, 12]
+    for unit in (12, 14):
+        assert trace.distance(unit) == 0
+        trace.use(unit)
+    trace.use(14)  # one use serves the end of the recomputation and the begin of the backward
+    for unit in (12, 10, 0, 3):
+        assert trace.distance(unit) == 0
+        trace.use(unit)
+    assert trace.unforeseen == 0
+    trace.finish()
+    assert list(trace.order) == [2, 0, 10, 12, 14, 12, 10, 0, 3]
+
+
 def test_a_lookup_of_rows_is_no_use_of_its_units() -> None:
     """Units 0 to 3 are pieces of a table that the head uses too; the run before has fetched 0 and 2 for its lookup."""
     trace = access_order([0, 2, 4, 5, 0, 1, 2, 3, 5, 4])
@@ -301,12 +324,12 @@ def test_a_lookup_of_rows_is_no_use_of_its_units() -> None:
     assert list(trace.order) == uses
 
 
-@given(orders, st.lists(st.tuples(st.sets(st.integers(4, 7)), orders), max_size=8))
-def test_expected_experts_never_fail(order: list[int], steps: list[tuple[set[int], list[int]]]) -> None:
+@given(orders, st.lists(st.tuples(st.sets(st.integers(4, 7)), st.booleans(), orders), max_size=8))
+def test_expected_experts_never_fail(order: list[int], steps: list[tuple[set[int], bool, list[int]]]) -> None:
     """Whatever is used, and whatever was expected, the order answers every question."""
     trace = access_order(order)
-    for expected, uses in steps:
-        trace.expect(sorted(expected), range(4, 8))
+    for expected, at_once, uses in steps:
+        trace.expect(sorted(expected), range(4, 8), at_once=at_once)
         for unit in uses:
             trace.use(unit)
             ahead = list(trace.upcoming())
@@ -316,7 +339,7 @@ def test_expected_experts_never_fail(order: list[int], steps: list[tuple[set[int
                 assert distance >= 0 and (distance == NEVER or len(list(trace.until(other))) == distance)
     trace.finish()
     assert list(trace.order) == (
-        _without_repeats([unit for _, uses in steps for unit in uses]) or _without_repeats(order)
+        _without_repeats([unit for _, _, uses in steps for unit in uses]) or _without_repeats(order)
     )
 
 

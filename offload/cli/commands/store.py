@@ -162,10 +162,9 @@ def export(
     from offload.runs.as_folder import tokenizer_writer
     from offload.runs.export import (
         check_target,
-        described_names,
-        make_plan,
         note_saved,
         open_source,
+        plan_export,
         read_nbytes,
         shard_size,
         with_states,
@@ -201,9 +200,10 @@ def export(
                 with _bar(console, states.nbytes) as progress:
                     done = write_all(trained, out, states, progress)
             else:
-                plan = make_plan(source, dtype, shard_nbytes, saved=described_names(source.about))
+                plan, adapter = plan_export(source, dtype, shard_nbytes)
+                writer = tokenizer_writer(source.client_state)
                 with _bar(console, read_nbytes(plan)) as progress:
-                    done = write(source, out, plan, queue, progress, tokenizer, tokenizer_writer(source.client_state))
+                    done = write(source, out, plan, queue, progress, tokenizer, writer, adapter)
             note_saved(source, path)
     for notice in done.notices:
         echo(notice, err=True)

@@ -48,6 +48,10 @@ class Expected(NamedTuple):
     units: tuple[int, ...] = ()
     """Empty if nothing is known."""
     group: Collection[int] = ()
+    backward: bool = True
+    """False for a lookup, whose backward needs no weights."""
+    at_once: bool = False
+    """True in a recomputation, whose backward follows at once."""
 
 
 class Input(NamedTuple):

@@ -535,7 +535,12 @@ _MANIFEST = fields(
         "drive": whole(0, 1023),
         "model_files": fields(
             {
-                "files": rows(fields({"path": text("/[^\0]*", "the path of a file"), "nbytes": whole(0, 1 << 56)})),
+                "files": rows(
+                    fields(
+                        {"path": text("/[^\0]*", "the path of a file"), "nbytes": whole(0, 1 << 56)},
+                        {"sample": whole(0, (1 << 32) - 1)},
+                    )
+                ),
                 "units": rows(
                     fields({"unit": whole(), "crc": whole(0, (1 << 32) - 1), "tensors": rows(rows(whole(), 4, 4), 1)})
                 ),

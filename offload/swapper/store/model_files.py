@@ -16,6 +16,7 @@ from offload.aio.protocols import Future, Queue
 from offload.errors import IoError, StoreError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow
 from offload.fileio.cache_file import Stamp
+from offload.fileio.inner_files import sampled_crc32
 from offload.sizes import PAGE, align_up
 from offload.states import State
 from offload.swapper.store.format import ChecksumRange, Extent, PageSums
@@ -145,6 +146,7 @@ class ModelFiles:
         self._files: dict[str, DirectFile] = {}
         self._sums: dict[int, PageSums] = {}
         self._crcs: dict[int, int] = {}
+        self._samples: dict[str, int] = {}
         try:
             for path in self._paths():
                 # Opened for reads only: a model's folder may belong to another user, and this library writes no files
@@ -219,9 +221,12 @@ class ModelFiles:
         def submit(at: int, memory: memoryview) -> Future:
             return self._queue.read(file, at, memory, priority=priority, checksum=sums is not None)
 
-        future = submit(start, buffer)
-        if sums is not None:
-            future = CheckedRead(sums, start, buffer, submit, partial(self._damaged, unit))
+        # A checked read submits itself.
+        future = (
+            submit(start, buffer)
+            if sums is None
+            else CheckedRead(sums, start, buffer, submit, partial(self._damaged, unit))
+        )
         return Unchanged(future, partial(self._check, [part.path for part in file.parts()]))
 
     def _damaged(self, unit: int, damage: range) -> IoError:
@@ -261,7 +266,7 @@ class ModelFiles:
     def expect(self, recorded: Mapping[str, Any], folder: Path) -> None:
         """Compares the files with those that a run in `folder` has recorded, and later every read with its checksum.
 
-        Raises `StoreError` if they differ in number, size or the places of tensors.
+        Raises `StoreError` if they differ in number, size, samples of their bytes, or the places of tensors.
         """
         self._crcs = {unit["unit"]: unit["crc"] for unit in recorded.get("units", ())}
         here = self.described() if self._crcs.keys() == self._layouts.keys() else {"files": [], "units": []}
@@ -273,6 +278,14 @@ class ModelFiles:
                 raise StoreError(
                     f"the run in {folder} reads frozen weights from {was}, and the model is read from {found}: give "
                     "the files with which the run began, in any folder, or choose another run name"
+                )
+        for now_there, before in zip(here["files"], recorded.get("files", ()), strict=True):
+            # Absent in runs of earlier versions, where the first read notices it.
+            if before.get("sample", now_there["sample"]) != now_there["sample"]:
+                raise StoreError(
+                    f"the run in {folder} reads frozen weights from {before['path']}, and {now_there['path']} has "
+                    "other bytes of the same size: give the files with which the run began, in any folder, or choose "
+                    "another run name"
                 )
         if here["units"] != list(recorded["units"]):
             raise StoreError(
@@ -288,7 +301,9 @@ class ModelFiles:
         """Returns, as JSON, the files and the place and checksum of each unit in them."""
         paths = list(self._files)
         return {
-            "files": [{"path": path, "nbytes": self._stamps[path].nbytes} for path in paths],
+            "files": [
+                {"path": path, "nbytes": self._stamps[path].nbytes, "sample": self._sample(path)} for path in paths
+            ],
             "units": [
                 {
                     "unit": unit,
@@ -298,6 +313,12 @@ class ModelFiles:
                 for unit, layout in self._layouts.items()
             ],
         }
+
+    def _sample(self, path: str) -> int:
+        """Returns the checksum of samples of a file, which distinguish another model with tensors of equal sizes."""
+        if path not in self._samples:
+            self._samples[path] = sampled_crc32(Path(path))
+        return self._samples[path]
 
     def close(self) -> None:
         """Closes the files; idempotent."""
