@@ -24,31 +24,10 @@ from tests.support.processes.user_script import (
     Setup,
     assert_equal,
     multi_step,
-    one_cycle,
     step_schedule,
     train,
     warm_up,
 )
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "setup",
-    [
-        Setup("ours", draws=True),
-        Setup("ours", schedule=multi_step),
-        Setup("ours", registered=warm_up, draws=True),
-        Setup("plain 0", schedule=step_schedule),
-        Setup("plain 0", registered=one_cycle),
-        Setup("plain 2", registered=multi_step, draws=True),
-    ],
-    ids=Setup.title,
-)
-def test_a_resumed_loop_equals_the_unbroken_one(setup: Setup, tmp_path: Path) -> None:
-    """Before the first step, in the middle of a pass, at its end, and one step later."""
-    whole = train(tmp_path / "whole", setup, steps=8)
-    assert_equal(whole, train(tmp_path / "parts", setup, breaks=(0, 3, 5, 6), steps=8))
 
 
 def _until_killed(folder: Path, log: Path, setup: Setup) -> None:

@@ -32,11 +32,9 @@ from tests.support.modules.mixtures import FAMILIES, few_tokens, mixtral, qwen, 
 from tests.support.oracle import (
     Job,
     Result,
-    accumulated_step,
     assert_same,
     assert_same_tensors,
     config,
-    kill_and_resume,
     run,
     same_bits,
     start,
@@ -142,25 +140,6 @@ def test_a_forward_with_another_implementation_uses_all_experts(tmp_path: Path) 
     each = run(job, DISK, tmp_path / "each")
     assert each.losses == whole.losses
     assert_same_tensors(each.weights, whole.weights)
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("options", [{}, {"activations": "cpu"}, {"activations": "nvme", "schedule": "layer_major"}])
-def test_blocks_that_are_computed_again_visit_the_same_experts(options: dict[str, Any], tmp_path: Path) -> None:
-    job = SIXTEEN._replace(accumulation=2)
-    plain = run(job, MEMORY, tmp_path / "plain", accumulated_step)
-    assert_same(run(job, DISK, tmp_path / "again", accumulated_step, **options), plain)
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("experts", ["each", "visited"])
-def test_a_killed_run_resumes(experts: str, tmp_path: Path) -> None:
-    job = SIXTEEN._replace(model=partial(qwen, 16, 1), steps=8, dtype="bf16")
-    unbroken = run(job, MEMORY, tmp_path / "unbroken", experts=experts)
-    (tmp_path / "killed").mkdir()
-    assert_same(kill_and_resume(job, DISK, tmp_path / "killed", kills=1, experts=experts), unbroken)
 
 
 @pytest.mark.sample(1)
@@ -278,17 +257,6 @@ def large() -> nn.Module:
     config = transformers.MixtralConfig(**widths, num_local_experts=8)
     adapters = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     return peft.get_peft_model(transformers.MixtralForCausalLM(config), adapters)
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("form", ["int8", "nf4"])
-def test_frozen_experts_in_blocks_are_those_of_whole_stacks(form: str, tmp_path: Path) -> None:
-    job = Job(large, few_tokens, steps=2, clip=0.0)
-    whole = run(job, MEMORY, tmp_path / "whole", experts="whole", frozen=form)
-    each = same_bits(job, tmp_path, (MEMORY, DISK), frozen=form)
-    assert each.losses == whole.losses
-    assert_same_tensors(each.weights, whole.weights)
 
 
 def test_values_are_read_and_set_as_those_of_any_parameter(tmp_path: Path) -> None:
@@ -458,17 +426,6 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     assert_same_tensors(weights_of(engine), weights)
     engine.destroy(remove=True)
     return weights
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("experts", ["each", "whole"])
-def test_a_checkpoint_of_two_ranks_loads_on_one(experts: str, ranks: RankPool, tmp_path: Path) -> None:
-    weights = ranks.run(saved, tmp_path)[0]
-    engine = start_ranks(JOB._replace(seed=5), HOST, tmp_path / "one", experts=experts)
-    engine.load_checkpoint(tmp_path / "saved")
-    assert_same_tensors(weights_of(engine), weights)
-    engine.destroy(remove=True)
 
 
 def test_the_loop_takes_the_place_of_an_implementation_that_needs_all(tmp_path: Path) -> None:

@@ -435,11 +435,6 @@ def test_a_run_sends_a_fifth(kind: str, ranks: RankPool, tmp_path: Path) -> None
     check_bytes(ranks, kind, 2, tmp_path)
 
 
-@pytest.mark.slow
-def test_a_run_of_four_ranks_sends_a_fifth(four: RankPool, tmp_path: Path) -> None:
-    check_bytes(four, "OneBitAdam", 4, tmp_path)
-
-
 # -- losses --------------------------------------------------------------------------------------------
 
 

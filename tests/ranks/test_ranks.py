@@ -140,7 +140,7 @@ def threads_after_engines(job: Job, folder: Path) -> list[int]:
             engine = start(job, DISK, folder / str(number))
             found.append(threads_of_groups())
             engine.destroy(remove=True)
-            deadline = time.monotonic() + 10  # the kernel lists a thread for a moment after it was joined
+            deadline = time.monotonic() + 60  # the kernel lists a thread for a moment after it was joined
             while threads_of_groups() > found[0] and time.monotonic() < deadline:
                 time.sleep(0.01)
             found.append(threads_of_groups())
