@@ -213,7 +213,7 @@ def least_device(this: Job) -> int:
 @WITH_BITSANDBYTES
 @pytest.mark.works(AREA, "killed and resumed", "right")
 def test_a_killed_run_resumes_with_the_same_bits(values: Path, tmp_path: Path) -> None:
-    this = job(values, "nf4, scales quantized too")._replace(steps=20)
+    this = job(values, "nf4, scales quantized too")._replace(steps=8)
     expected = run(this, DISK, tmp_path / "unbroken")
     found = kill_and_resume(this, DISK, tmp_path, 1)
     assert_same(expected, found)
