@@ -339,12 +339,10 @@ def in_tiles_of_rank(job: Job, folder: Path) -> Any:
 def test_placements_have_the_same_bits(options: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
     job = JOB._replace(**options)
     memory = ranks.run(train_and_look, job, MEMORY, tmp_path / "memory")
-    host = ranks.run(train_and_look, job, HOST, tmp_path / "host")
     disk = ranks.run(in_tiles_of_rank, job, tmp_path / "disk")
-    for one, *others in zip(memory, host, disk, strict=True):
-        for other in others:
-            assert_same(one.result, other.result, "placements")
-            assert one.checksums == other.checksums
+    for one, other in zip(memory, disk, strict=True):
+        assert_same(one.result, other.result, "placements")
+        assert one.checksums == other.checksums
     if job.optimizer != "ZeroOneAdam":
         one, other = memory
         assert_same_tensors(one.result.weights, other.result.weights)
