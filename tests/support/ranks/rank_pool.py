@@ -33,9 +33,7 @@ _ports = itertools.count()
 def free_port() -> int:
     """Returns a free port below those that the kernel gives to connections, so that none takes it before its use."""
     while True:
-        port = (
-            10_000 + (97 * os.getpid() + next(_ports)) % 20_000
-        )  # others begin elsewhere
+        port = 10_000 + (97 * os.getpid() + next(_ports)) % 20_000  # others begin elsewhere
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
