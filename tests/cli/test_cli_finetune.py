@@ -1,4 +1,4 @@
-"""`offload train` fine-tunes a folder's model on texts, on several ranks, and goes on after a kill."""
+"""`offload train` fine-tunes a folder's model on texts, on several ranks, and evaluates on rows that it holds out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offload plan`, `offload train` and the stock Trainer in `offload run` take the four files that DeepSpeed users have.
+"""`offload plan` and the stock Trainer in `offload run` take the four files that DeepSpeed users have.
 
 The files are those of `tests/config/test_reference_configs.py`, nothing in them is changed.
 """

@@ -14,10 +14,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 import offload
 from offload import testing
-from offload.config import load_config
 from offload.errors import StoreError, UsageError
 from offload.layout.experts import cut_stacks
-from offload.layout.memory_plan import Division, division_of
+from offload.layout.memory_plan import Division
 from offload.layout.modes import ADAM
 from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
@@ -34,7 +33,6 @@ from tests.support.oracle import (
     Result,
     assert_same,
     assert_same_tensors,
-    config,
     run,
     same_bits,
     start,
@@ -188,26 +186,6 @@ def test_what_nobody_visits_keeps_its_bits_if_asked(tmp_path: Path) -> None:
                 assert not same or not bool(moment[expert].any())
     assert len(every) < 32
     engine.destroy(remove=True)
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_plan_divides_as_the_run_does(family: str, tmp_path: Path) -> None:
-    """Also for a model whose own implementation goes by the router's choice, which a plan does not know."""
-    for options, experts in (({}, True), ({"experts": "whole"}, False)):
-        job = Job(FAMILIES[family], models.language_loss, steps=1)
-        content = config(job, DISK, tmp_path, **options)
-        shape = from_training(FAMILIES[family](), 16, torch.float32, division_of(load_config(content)), {})
-        engine = start(job, DISK, tmp_path, **options)
-        assert shape.layouts == testing.inspect(engine).layouts
-        train_step(engine, job, 0)
-        used = [unit for unit in testing.inspect(engine).pager.end_step()]
-        engine.destroy(remove=True)
-        planned = [use.unit for use in drawn(shape, 10_000, 0).uses]
-        assert len(planned) == len(set(planned)), "each unit is used once in a forward"
-        assert set(used) <= set(planned)
-        assert any(shape.layouts[unit].name.endswith("]") for unit in planned) == experts
 
 
 def test_a_plan_counts_the_experts_that_so_many_tokens_visit() -> None:

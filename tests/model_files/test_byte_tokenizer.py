@@ -1,4 +1,4 @@
-"""A preset learns bytes, and what is saved or exported of it has the tokenizer of bytes, which scores and generates."""
+"""A preset learns bytes, and a run of a preset alone has the tokenizer of bytes."""
 
 from __future__ import annotations
 

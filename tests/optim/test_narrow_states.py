@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -679,38 +673,6 @@ def test_what_cannot_be_converted_is_refused_and_json_names_the_new_run(tmp_path
     done = convert(run, "--moments", "int8", "--run", "damaged")
     assert done.exit_code == 2 and "is damaged, and is not converted" in done.output, done.output
     assert not (tmp_path / "damaged").exists()
-
-
-@pytest.mark.slow
-def test_a_killed_conversion_leaves_the_run_and_can_be_made_again(tmp_path: Path) -> None:
-    job = JOB._replace(model=lambda: models.gpt2(layers=8, width=256))
-    weights, moments = trained_moments(job, tmp_path)
-    kept = files(tmp_path / "default")
-    command = [sys.executable, "-m", "offload", "convert", str(tmp_path / "default"), "--moments", "int8"]
-    chance = random.Random(0)
-    killed = 0
-    for _ in range(3):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
-        made = tmp_path / "default-int8" / "rank0"
-        while process.poll() is None and not made.exists():  # it is about to write
-            time.sleep(0.002)
-        with_luck = chance.random() * 0.1
-        time.sleep(with_luck)
-        process.send_signal(signal.SIGKILL)
-        killed += process.wait() < 0
-        assert files(tmp_path / "default") == kept
-        if (made / "commit").exists() and process.returncode == 0:
-            break
-        if convert(tmp_path / "default-int8").exit_code != 2:
-            raise AssertionError("no form was given")
-    assert killed
-    if not _is_whole(tmp_path / "default-int8"):
-        done = convert(tmp_path / "default", "--moments", "int8")
-        assert done.exit_code == 0, done.output
-    engine = start(job, DISK, tmp_path, moments="int8", run="default-int8", resume="must")
-    assert_same_tensors(weights, weights_of(engine))
-    assert_converted(moments_of(engine), moments, "int8")
-    engine.destroy(remove=True)
 
 
 def _is_whole(run: Path) -> bool:
