@@ -279,7 +279,8 @@ def interrupt_a_wait() -> None:
     """Sends Ctrl-C as soon as the main thread is in a round, whose end needs the other rank."""
     main = threading.main_thread().ident
     while not any(
-        "agreement.py" in frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._current_frames()[main])
+        "/distributed/agreement.py" in frame.f_code.co_filename
+        for frame, _ in traceback.walk_stack(sys._current_frames()[main])
     ):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
@@ -296,7 +297,7 @@ def interrupted(folder: Path) -> str:
         caught = folder / "caught"
         if rank == 1:
             threading.Thread(target=interrupt_a_wait, daemon=True).start()
-        for _ in range(12_000 if rank == 0 else 0):
+        for _ in range(5000 if rank == 0 else 0):
             if caught.exists():
                 break
             time.sleep(0.01)

@@ -739,7 +739,7 @@ def test_four_ranks_of_a_low_stage_equal_one_rank_in_every_placement(
     stage: int, four: RankPool, tmp_path: Path
 ) -> None:
     job = SUMS._replace(stage=stage)
-    found = four.run(train_in_all, job, tmp_path, [MEMORY, ("none", "cpu"), DISK])[0]
+    found = four.run(train_in_all, job, tmp_path, [MEMORY, DISK])[0]
     rounding_bounds.same_training(found, train(job, DISK, tmp_path / "one"), job, reordered=True)
 
 
