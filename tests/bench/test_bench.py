@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import host_time, score
+from bench import checkpoint, host_time, score
 from bench.memory_limit import MemoryLimit, Usage, controller
 from offload.bench import child_process
 from tests.support.oracle import processes
@@ -43,6 +43,14 @@ def test_bench_host_time_reports_its_figures(capsys: pytest.CaptureFixture[str])
     finally:
         torch.set_num_threads(threads)
     assert _figures(capsys)["plain_forward_us"] > 0
+
+
+@pytest.mark.slow
+def test_bench_checkpoint_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint.main([str(tmp_path), "--model", "gpt2-tiny", "--layers", "2", "--rounds", "1"])
+    figures: dict[str, dict[str, float]] = _figures(capsys)  # type: ignore[assignment]
+    assert all(figures[name]["seconds"] > 0 and figures[name]["kept"] for name in ("save", "load"))
+    assert not list(tmp_path.glob("bench-checkpoint-saved")), "it cleans up"
 
 
 VERSIONS = {

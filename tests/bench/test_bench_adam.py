@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,3 +63,12 @@ def test_bytes_are_those_of_the_arrays(dtype: str, nbytes: int) -> None:
 def test_bad_input_is_refused(arguments: list[str], words: str) -> None:
     done = CliRunner().invoke(app, ["bench", "adam", *arguments])
     assert done.exit_code == 2 and words in done.stderr, done.output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_a_table_and_a_plot(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    arguments = ["bench", "adam", "--numel", "10k", "--rounds", "1", "--threads", "1", "--plot", str(path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0 and "of probe" in done.stdout and path.read_bytes()[:4] == b"\x89PNG"

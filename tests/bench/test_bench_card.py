@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,12 @@ from offload.errors import ConfigError
 from offload.hardware.probe import DriveRates, DtypeRates, Probed, Rates, as_json
 from offload.planner.hardware import Drive, Hardware, described
 from offload.planner.model_shape import from_preset
+from offload.planner.request import ready
 from offload.presets import PRESETS
 from offload.report.links import Span
 from offload.sizes import GIB
 from tests.support.drives import filesystems
+from tests.support.processes import warm_process
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 TINY = card.Kind(("gpt2-tiny",), 16, (1,), 2, "gpt2-tiny", "gpt2-tiny", (1, 16), 1e8, {card.TEXT: 1.0, card.PEERS: 1.0})
@@ -48,6 +51,27 @@ FIGURES: dict[str, Any] = {
 def probed(folder: Path) -> Probed:
     machine = {"gpu": None, "gpu_memory_bytes": 0, "processor": "a processor", "cores": 2}
     return Probed(machine, RATES, (DriveRates(str(folder), "sda", 2e9, 1e9, 1e9),), "2026-11-29", 1.0)
+
+
+@WITHOUT_GPU
+@pytest.mark.slow  # the whole command, in six processes; its parts have tests of their own
+def test_a_row_and_a_run_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"CPU": TINY, "STEPS": 4, "KILLED_AFTER": 2, "_PROBE_SECONDS": 0.2, "_TIMED": 1}.items():
+        monkeypatch.setattr(card, name, value)
+    monkeypatch.setattr(sys, "executable", str(warm_process.commands(tmp_path / "bin") / "python"))
+    folder, output = tmp_path / "drive", tmp_path / "card.json"
+    folder.mkdir()
+    words = ["--only", "text", "--only", "gpt2-tiny", "--output", str(output)]
+    done = CliRunner().invoke(app, ["bench", "card", str(folder), *words])
+    assert done.exit_code == 0, done.output
+    found = json.loads(output.read_text())
+    assert found["text"]["equal_bits"] and 0 < found["text"]["resumed_after"] <= 2
+    assert found["text"]["largest_difference"] < 1e-2
+    (row,) = found["rows"]
+    divided = row["figures"]["divided"]
+    assert divided["compute"] > 0 and row["resources"].keys() == {"products", "AdamW", "drive"}
+    assert "equal bits of losses and weights" in done.output and "gpt2-tiny: predicted" in done.output
+    assert list(folder.iterdir()) == [], "the folder is as it was"
 
 
 @pytest.mark.parametrize(
@@ -215,6 +239,26 @@ def test_the_page_of_a_gpu(tmp_path: Path) -> None:
 def test_with_a_slow_processor_both_of_its_tasks_are_one_resource() -> None:
     assert card.bound({"products": 2.0, "AdamW": 1.0, "drive": 2.5}) == 3.0
     assert card.bound({"kernels": 2.0, "AdamW": 1.0, "drive": 2.5}) == 2.5
+
+
+@pytest.mark.slow
+@pytest.mark.test_device
+def test_a_planned_step_runs_on_a_device_with_memory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card, "GPU", TINY)
+    monkeypatch.setattr(card, "_TIMED", 1)
+    plan = card.CardPlan(tmp_path, torch.device("test"), None, 12.0, ())
+    planned = card.planned_row(plan, gpu(), "gpt2-tiny", tmp_path)
+    settings = ready(planned)
+    settings["zero_optimization"] |= {name: {"device": "cpu"} for name in ("offload_param", "offload_optimizer")}
+    settings["offload"] |= {"device": "test", "run": "bench-card"}
+    settings["offload"].pop("host_memory", None)  # of the plan, which has everything on the device
+    seen: list[dict[str, Any]] = []
+    about = card.prediction(planned)
+    job = {name: about[name] for name in card._OF_WORK if name in about} | {"model": "gpt2-tiny", "limit": None}
+    card.row(job | {"settings": settings, "folder": str(tmp_path), "device": "test", "until": math.inf}, seen.append)
+    assert seen[-1]["uploaded_bytes_per_parameter"] > 0 and seen[-1]["divided"]["compute"] > 0
 
 
 def test_an_installation_without_transformers_is_told_what_to_install(

@@ -34,6 +34,7 @@ from offload.bench.gpu.parts import (
 )
 from offload.bench.gpu.training import (
     LOOPS,
+    MICRO_BATCHES,
     PLACEMENTS,
     TRAIN_BATCH,
     Work,
@@ -291,6 +292,32 @@ def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -
     ):
         assert word in output
     assert max(map(len, output.splitlines())) < 200
+
+
+@pytest.mark.slow
+@pytest.mark.test_device
+def test_the_loop_of_trainers_fetches_weights_twice_a_step_and_sends_gradients_once(tmp_path: Path) -> None:
+    work = small(tmp_path)._replace(
+        device=torch.device("test"), accumulation=3, recompute=True, loops=LOOPS, grad_dtype="fp32"
+    )
+    settings = config_for("cpu/cpu", work, "bf16", work.accumulation)
+    assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
+    settings["offload"]["device_memory"] = 4 * MIB  # of 7 of all weights
+    seen: list[dict[str, Any]] = []
+    measure_steps(work, settings, seen.append)
+    found = seen[-1]
+    other = found["other_loops"][MICRO_BATCHES]
+    assert (found["loop"], found["schedule"], other["loop"]) == (TRAIN_BATCH, "layer_major", MICRO_BATCHES)
+    assert found.keys() - {"other_loops"} == other.keys() == FIGURES
+    weight, total = 2, 4
+    assert found["uploaded_bytes_per_parameter"] <= 2.01 * weight
+    assert found["downloaded_bytes_per_parameter"] <= 1.01 * total
+    assert other["uploaded_bytes_per_parameter"] > 2.5 * weight
+    assert other["downloaded_bytes_per_parameter"] >= 3 * weight, "with each micro-batch, in the weights' dtype"
+    words = report.words(
+        {"machine": report.machine(torch.device("cpu")), "parts": {"7B": {"figures": found, "state": "done"}}}
+    )
+    assert "48 tokens in 3 micro-batches" in words and "7B by micro_batches" in words
 
 
 def test_rates_are_measured_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,33 @@ def test_every_backend_and_operation(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_several_paths_and_a_sweep(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    answer = _json(
+        *(
+            "bench",
+            "io",
+            *map(str, folders),
+            *SMALL,
+            "--op",
+            "read",
+            "--no-fio",
+            "--depth",
+            "1",
+            "--block-size",
+            "4096",
+        ),
+        *("--backend", "threads"),
+    )
+    shapes = [(row["block_bytes"], row["depth"]) for row in answer["rows"]]
+    assert shapes == [(65536, 4), (65536, 1), (4096, 4), (4096, 1)]
+    assert all(row["of_fio"] is None for row in answer["rows"]) and answer["paths"] == [str(f) for f in folders]
+    assert not any(list(folder.iterdir()) for folder in folders)
+
+
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 def test_fio_is_measured_in_the_same_run(tmp_path: Path) -> None:
     rows = _json("bench", "io", str(tmp_path), *SMALL, "--backend", "threads")["rows"]

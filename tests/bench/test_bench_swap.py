@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import offload
 from offload.bench.swap import SwapPlan, SwapRow, find_limit, make_plan
 from offload.cli.main import app
 from offload.errors import ConfigError
+from tests.support.processes import warm_process
 
 MIB = 1 << 20
 UNITS, UNIT_BYTES = 32, 1 << 18
@@ -58,6 +60,21 @@ def test_bytes_are_those_of_training(tmp_path: Path) -> None:
     assert row["read_bytes"] + row["written_bytes"] == pytest.approx(row["bytes_per_parameter"] * NUMEL, rel=0.01)
     assert row["step_seconds"] > 0 and row["limit"] in ("compute", "drive", "order", "budgets")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_it_says_nothing_of_a_config_that_nobody_wrote(tmp_path: Path) -> None:
+    """Neither the start of its engines nor the speed of bf16 is the user's; what the drive refuses is in the result."""
+    process = warm_process.begin(
+        ["-m", "offload", "bench", "swap", str(tmp_path), *SMALL, "--backend", "threads"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    output, errors = process.communicate()
+    assert process.returncode == 0 and errors == "", errors
+    assert output is not None and output.startswith(f"{UNITS} units of 256.0 KiB, "), output
+    for words in ("exposed", "host budget", "at 0 ms a unit", "limit"):
+        assert words in output, "a table, and a sentence"
 
 
 @pytest.mark.sample(1)

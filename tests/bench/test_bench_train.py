@@ -92,6 +92,15 @@ def test_the_same_training_in_memory_and_from_files(tmp_path: Path, quick: None)
     assert "<svg" in chart.read_text()
 
 
+@pytest.mark.slow
+def test_layer_major_has_the_losses_of_plain_pytorch_with_activations_computed_again(
+    tmp_path: Path, quick: None
+) -> None:
+    answer, rows = rows_of(tmp_path, "--only", "offload cpu/cpu layer-major", "--micro-batches", "2", "--recompute")
+    assert list(rows) == ["plain", "offload cpu/cpu layer-major"] and answer["recompute"]
+    assert rows["offload cpu/cpu layer-major"]["forward_seconds"] is None, "micro-batches take turns"
+
+
 def test_a_contender_that_fails_is_a_row_with_its_words_and_takes_no_further_turns(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

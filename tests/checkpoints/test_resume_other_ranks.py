@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,13 +38,14 @@ from offload.swapper.store.recovery import check_startable
 from offload.swapper.store.store import Store
 from tests.checkpoints.test_checkpoint_ranks import train
 from tests.models.test_weights_in_fp32 import JOB as IN_FP32
+from tests.support import models
 from tests.support.drives.fault_injection import die
 from tests.support.drives.filesystems import disk
 from tests.support.modules.matrix_models import MUON
 from tests.support.oracle import Job, assert_same_tensors, config, dies, train_step, weights_of
 from tests.support.oracle import start as start_runs
 from tests.support.ranks import tensor_parallel as tp
-from tests.support.ranks.rank_jobs import JOBS
+from tests.support.ranks.rank_jobs import JOBS, language_rows_loss, rows_loss
 from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, shared_pool, start
 
 DISK, CACHED = ("nvme", "nvme"), ("cpu", "nvme")
@@ -172,6 +174,20 @@ def test_another_number_of_ranks_goes_on_with_the_same_states(
 ) -> None:
     both = (alone, ranks.run) if more else (ranks.run, alone)
     check(CASES[name], tmp_path, *both)
+
+
+def with_whole_batches(case: Case) -> Case:
+    """Returns the case with a loss of all rows on every rank: four rows are none of the third of three ranks."""
+    whole = {language_rows_loss: models.GPT2.loss, rows_loss: models.MIXTURE.loss}
+    return dataclasses.replace(case, job=case.job._replace(loss=whole.get(case.job.loss, case.job.loss)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_become_three(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Borders between partitions then lie within those of before."""
+    with pool(3) as three:
+        check(with_whole_batches(CASES[name]), tmp_path, ranks.run, three.run)
 
 
 def on_two_drives(case: Case, folder: Path, function: Callable[..., Any]) -> Any:
@@ -519,6 +535,7 @@ def test_a_kill_between_two_columns_leaves_a_run_for_either_number(
 
 RUNS_DISK = ("nvme", "nvme")
 RUNS_JOB = JOBS["gpt2"]
+GRID = Job(tp.Net, tp.one_loss, lr=3e-4)
 REFUSED = r"{} has the swap files of another run than \S+/{}: run id (\w+), expected (?!\1)\w+\. Folders of two runs"
 
 Weights = dict[str, torch.Tensor]
@@ -536,6 +553,17 @@ def begun_runs(folder: Path, first: int) -> Weights:
     return weights
 
 
+def begun_without_id(folder: Path, ranks: tuple[int, ...]) -> Weights:
+    """The same, where `ranks` store no id, as older versions of the package do."""
+    create = Store.create
+
+    def older(store: Store, over: bool = False, run_id: str | None = None) -> None:
+        create(store, over, None if rank_and_size()[0] in ranks else run_id)
+
+    with mock.patch.object(Store, "create", older):
+        return begun_runs(folder, 0)
+
+
 def resumed_runs(folder: Path, resume: str = "must") -> str | Weights:
     """Starts, and returns the weights, or the words of the error."""
     try:
@@ -545,6 +573,22 @@ def resumed_runs(folder: Path, resume: str = "must") -> str | Weights:
     weights = weights_of(engine)
     engine.destroy(remove=False)
     return weights
+
+
+def grid_begun(folder: Path, first: int) -> None:
+    """Two steps of two processes that divide each weight."""
+    engine = tp.start(GRID, "weights", 2, RUNS_DISK, folder)
+    for step in range(first, first + 2):
+        train_step(engine, GRID, step)
+    engine.destroy(remove=False)
+
+
+def grid_resumed(folder: Path) -> str:
+    try:
+        tp.start(GRID, "weights", 2, RUNS_DISK, folder, resume="must").destroy(remove=False)
+    except StoreError as error:
+        return str(error)
+    return ""
 
 
 # -- what is in a folder ---------------------------------------------------------------------------------
@@ -611,7 +655,42 @@ def test_commands_refuse_them_too(mixed: Path, tmp_path: Path) -> None:
         assert f"{rank['run_id']}, made {rank['created']}" in shown.output
 
 
+@pytest.mark.slow
+def test_a_grid_refuses_columns_of_two_runs(tmp_path: Path, ranks: RankPool) -> None:
+    ranks.run(grid_begun, tmp_path / "one", 0)
+    ranks.run(grid_begun, tmp_path / "other", 5)
+    assert {*ids(tmp_path / "one" / COLUMNS[0])} == {*ids(tmp_path / "one" / COLUMNS[1])}
+    replace(tmp_path / "one" / COLUMNS[1], tmp_path / "other" / COLUMNS[1])
+    before = contents(tmp_path / "one")
+    for message in ranks.run(grid_resumed, tmp_path / "one"):
+        assert re.search(REFUSED.format(f"{COLUMNS[1]}/rank0", f"{COLUMNS[0]}/rank0"), message), message
+    with shared_pool(4) as four:  # which would divide each column anew
+        for message in four.run(grid_resumed, tmp_path / "one"):
+            assert re.search(REFUSED.format(f"{COLUMNS[1]}/rank0", f"{COLUMNS[0]}/rank0"), message), message
+    assert contents(tmp_path / "one") == before
+
+
 # -- one run ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_id_until_it_starts_over(runs: Path, ranks: RankPool, tmp_path: Path) -> None:
+    shutil.copytree(runs / "one", tmp_path / "copy")
+    run = tmp_path / "copy" / "default"
+    first, second = ids(run)
+    assert first == second and first not in ids(runs / "other" / "default")
+    resumed_runs(tmp_path / "copy")
+    assert ids(run) == [first], "another number of ranks goes on with the run"
+    ranks.run(resumed_runs, tmp_path / "copy")
+    assert ids(run) == [first] * 2
+    # A copy is of the same run: at one commit it has the same bytes.
+    shutil.copytree(run, tmp_path / "again")
+    replace(run / "rank1", tmp_path / "again" / "rank1")
+    assert all(isinstance(each, dict) for each in ranks.run(resumed_runs, tmp_path / "copy"))
+    assert ids(run) == [first] * 2
+    ranks.run(resumed_runs, tmp_path / "copy", "restart")
+    anew = ids(run)
+    assert anew[0] == anew[1] != first
 
 
 def test_a_conversion_is_another_run(runs: Path, tmp_path: Path) -> None:
@@ -622,3 +701,22 @@ def test_a_conversion_is_another_run(runs: Path, tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
     found = [ids(run.parent / name) for name in ("default", "new", "again")]
     assert len({each for every in found for each in every}) == 3 and all(len({*every}) == 1 for every in found)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("without", [(1,), (0, 1)])
+def test_a_run_of_an_older_version_is_read_as_before(without: tuple[int, ...], ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(begun_without_id, tmp_path, without)
+    run = tmp_path / "default"
+    assert [look(run / f"rank{rank}").run_id is None for rank in range(2)] == [rank in without for rank in range(2)]
+    for weights, before in zip(ranks.run(resumed_runs, tmp_path), expected, strict=True):
+        assert_same_tensors(weights, before)
+    assert CliRunner().invoke(app, ["verify", str(run)]).exit_code == 0
+    with IoQueue() as queue:
+        source = StoreSource(run, queue)
+        assert (source.run_id is None) == (len(without) == 2)
+        source.close()
+    weights = resumed_runs(tmp_path)  # on another number of ranks
+    assert isinstance(weights, dict)
+    assert_same_tensors(weights, expected[0])

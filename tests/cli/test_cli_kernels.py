@@ -1,14 +1,18 @@
-"""`offload train` in Liger's kernels: a run keeps the kernels with which it began.
+"""`offload train` in Liger's kernels and in compiled blocks: a run keeps the kernels with which it began.
 
 Liger itself needs Triton, so a module of its names stands in for it.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.support.model_folders import make_folder
 from tests.support.processes.cli_in_process import all_lines, call, log, run_folder
@@ -79,3 +83,28 @@ def test_a_run_keeps_liger_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lost.exit_code == 2 and "the run has begun with --kernels liger, which cannot run here" in lost.stderr
     changed = call(*resumed, "--kernels", "eager")
     assert changed.exit_code == 0 and "resumed, and --kernels was liger, is eager" in changed.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch.compile itself
+def test_a_run_keeps_its_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=backend))
+    torch.compiler.reset()
+    call(*RUN, "--steps", "2", "--log", "eager", "--run", "eager")
+    assert not graphs
+    call(*RUN, "--steps", "1", "--log", "log", "--kernels", "compile", "--keep", "--activations", "device")
+    assert any("scaled_dot_product" in str(graph.graph) and "silu" in str(graph.graph) for graph in graphs), (
+        "all of one"
+    )
+    torch.compiler.reset()
+    graphs.clear()
+    done = call(*RUN, "--steps", "2", "--log", "log", "--resume", "must")
+    assert "blocks run as torch.compile makes them, which the first step waits for, with which" in done.stdout
+    assert graphs and losses("log") == losses("eager")
+    torch.compiler.reset()

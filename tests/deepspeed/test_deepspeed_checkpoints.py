@@ -30,6 +30,7 @@ from tests import ROOT
 from tests.support import rounding_bounds
 from tests.support.oracle import Job, assert_same_tensors
 from tests.support.processes import warm_process
+from tests.support.ranks.rank_pool import RankPool
 
 pytest.importorskip("transformers")
 from tests.deepspeed.deepspeed_run import AFTER, BEFORE, VOCABULARY, config, losses, model
@@ -93,6 +94,23 @@ def test_losses_go_on_as_deepspeeds(case: str, data: Path, tmp_path: Path) -> No
         rounding_bounds.same_losses(mine, theirs["after"], Job(model, lambda *_: torch.zeros(()), dtype=dtype))
     assert engine.get_lr() == pytest.approx(theirs["lr"])
     engine.destroy(remove=True)
+
+
+def go_on(saved: Path, folder: Path) -> list[float]:
+    """Returns the losses after a checkpoint, of one rank of several."""
+    engine = start(folder)
+    engine.load_checkpoint(saved)
+    found = losses(engine, range(BEFORE, BEFORE + AFTER))
+    engine.destroy(remove=True)
+    return found
+
+
+@pytest.mark.slow
+def test_several_ranks_go_on(data: Path, ranks: RankPool, tmp_path: Path) -> None:
+    """From a checkpoint of one rank. All have the same batches, as in DeepSpeed then."""
+    theirs = json.loads((data / "z1-fp32-1" / "losses.json").read_text())
+    for mine in ranks.run(go_on, data / "z1-fp32-1", tmp_path):
+        assert mine == pytest.approx(theirs["after"], abs=1e-5)
 
 
 @pytest.mark.sample(1)

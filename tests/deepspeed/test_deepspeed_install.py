@@ -344,3 +344,12 @@ def test_a_script_of_deepspeed_prints_the_same_with_all_on_nvme(script: str, tmp
     assert printed(script, *usual, *more, cwd=tmp_path) == memory
     if script == "hello_deepspeed.py":
         rounding_bounds.same_numbers(memory["losses"], BY_DEEPSPEED, 1e-6)
+
+
+@pytest.mark.slow  # processes that import torch and transformers
+def test_a_script_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """Of DeepSpeed's call: `load_checkpoint` and its client state."""
+    arguments = ("--stage", "3", "--offload", "nvme", "--checkpoint_dir", "saved")
+    whole = printed("hello_deepspeed.py", *arguments, cwd=tmp_path)["losses"]
+    resumed = printed("hello_deepspeed.py", *arguments, "--load_checkpoint_dir", "saved", cwd=tmp_path)["losses"]
+    assert len(resumed) == 3 and resumed == whole[3:]

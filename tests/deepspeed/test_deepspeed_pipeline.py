@@ -184,6 +184,37 @@ def train_with_interval(job: Job, folder: Path, interval: int) -> Result:
     return train(job, folder, 2, activation_checkpoint_interval=interval)
 
 
+class WeighedLoss(nn.Module):
+    """A loss as a module with a buffer, as `CrossEntropyLoss(weight=...)` is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.tensor(2.0))
+
+    def forward(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return models.token_loss(output, labels) * self.weight
+
+
+def weighed_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return models.token_loss(output, labels) * 2.0
+
+
+def losses_and_names(job: Job, folder: Path, loss: Callable[..., Any]) -> tuple[list[float], list[str]]:
+    model = PipelineModule(layers(False), num_stages=2, loss_fn=loss, seed_layers=True, base_seed=SEED)
+    engine, *_ = deepspeed.initialize(model=model, config=config(job, DISK, folder))
+    data = batches(job, 0, 1)
+    losses = [float(engine.train_batch(data)) for _ in range(2)] + [float(engine.eval_batch(data))]
+    names = list(engine.module.state_dict())
+    engine.destroy(remove=True)
+    return losses, names
+
+
+@pytest.mark.slow
+def test_a_loss_may_be_a_module_and_is_no_part_of_the_model(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run(losses_and_names, JOB, tmp_path / "module", WeighedLoss())
+    assert found == ranks.run(losses_and_names, JOB, tmp_path / "function", weighed_loss)
+
+
 @pytest.mark.slow
 @pytest.mark.works("Several ranks", "layers that are tied between two stages (`TiedLayerSpec`)", "right")
 @pytest.mark.numeric

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -87,3 +88,44 @@ def test_grpo_on_two_ranks_is_that_of_two_plain_ranks(runs: Runs) -> None:
     paged = logged(offload, "run", *launcher, str(runs.config), *kinds)
     compare(paged, plain)
     assert plain["GRPO"] != runs.plain["GRPO"]  # which one rank draws
+
+
+ROWS = {
+    "dpo": '{"prompt": "abc", "chosen": " yes", "rejected": " no"}\n' * 8,
+    "reward": '{"prompt": "abc", "chosen": " yes", "rejected": " no"}\n' * 8,
+    "kto": 4
+    * ('{"prompt": "abc", "completion": " yes", "label": true}\n{"prompt": "d", "completion": " e", "label": false}\n'),
+    "grpo": '{"prompt": "abc"}\n' * 8,
+}
+
+
+@pytest.mark.slow  # two processes that import trl, each of which starts another
+@pytest.mark.parametrize("command", ROWS)
+def test_commands_of_trl_print_the_losses_of_those_without(command: str, runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text(ROWS[command])
+    (tmp_path / "rewards.py").write_text(
+        "def brief(completions, **_):\n    return [-len(text) for text in completions]\n"
+    )
+    kind = "LlamaForSequenceClassification" if command == "reward" else "LlamaForCausalLM"
+    words = f"trl {command} --model_name_or_path {runs.folder / kind} --dataset_name data --output_dir out".split()
+    words += (
+        "--use_cpu --bf16 False --dtype float32 --per_device_train_batch_size 2 --max_steps 3 --logging_steps 1".split()
+    )
+    words += "--report_to none --save_strategy no --disable_tqdm True --learning_rate 1e-3".split()
+    if command == "grpo":
+        words += "--reward_funcs rewards.brief --num_generations 2 --max_completion_length 6 --beta 0.1".split()
+
+    def losses(*command: str) -> list[dict[str, str]]:
+        program = str(Path(sys.executable).with_name(command[0]))
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            [program, *command[1:]], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+        logs = [ast.literal_eval(line) for line in done.stdout.splitlines() if line.startswith("{'loss'")]
+        return [{key: log[key] for key in ("loss", "grad_norm", "reward") if key in log} for log in logs]
+
+    plain = losses(*words)
+    assert len(plain) == STEPS
+    assert losses("offload", "run", *words, "--deepspeed", str(runs.config)) == plain  # in the digits that trl prints

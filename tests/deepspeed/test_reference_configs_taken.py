@@ -1,4 +1,4 @@
-"""`offload plan` and the stock Trainer in `offload run` take the four files that DeepSpeed users have.
+"""`offload plan`, `offload train` and the stock Trainer in `offload run` take the four files that DeepSpeed users have.
 
 The files are those of `tests/config/test_reference_configs.py`, nothing in them is changed.
 """
@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from offload.cli.main import app
 from offload.deepspeed.config import check_comments
 from offload.errors import ConfigError
+from offload.presets import PRESETS
 from tests import ROOT
 from tests.config.test_reference_configs import MEANINGS, each_file, written
 from tests.support import rounding_bounds
@@ -39,6 +40,22 @@ def test_a_plan_is_made_of_it(name: str, tmp_path: Path) -> None:
     text = called("plan", "gpt2-tiny", "--details", "--config", str(written(meaning, tmp_path)), *MACHINE)
     assert f"weights on {meaning.tier}, states on {meaning.tier}" in text
     assert f"a step is {meaning.batch.accumulation} x {meaning.batch.micro} x 1024 tokens" in text
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@each_file
+def test_offload_train_takes_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, meaning = PRESETS["gpt2-tiny"], MEANINGS[name]
+    monkeypatch.setitem(PRESETS, "gpt2-tiny", tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64}))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    log, file = tmp_path / "log.jsonl", written(meaning, tmp_path)
+    options = ["--config", str(file), "--log", str(log), "--steps", "2", "--seq-len", "8", "--device", "cpu"]
+    called("train", *options, "--eval-every", "0")
+    assert [json.loads(line)["lr"] for line in log.read_text().splitlines()] == pytest.approx(
+        meaning.rates[:2] if meaning.optimizer else [3e-4] * 2
+    )
 
 
 @pytest.mark.slow  # processes that import transformers

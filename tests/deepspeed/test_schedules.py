@@ -266,6 +266,26 @@ def kill(engine: offload.Engine) -> None:
     testing.abandon(engine, remove=False)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", TABLES)
+def test_a_run_that_is_killed_has_the_rates_of_the_table(name: str, tmp_path: Path) -> None:
+    """Again and again; what the next step will have is there as soon as the run has begun."""
+    table, found = TABLES[name], []
+    script = start(tmp_path, table.block)
+    for step, _ in enumerate(table.rates):
+        if step in (0, 1, 3, 4, 6):
+            kill(script.engine)
+            script = start(tmp_path, table.block)
+            assert script.engine.global_steps == step
+        found.append((script.engine.get_lr()[0], script.optimizer.param_groups[0]["betas"][0]))
+        script.step()
+    assert [rate for rate, _ in found] == pytest.approx(table.rates, rel=1e-6, abs=0)
+    if table.momenta:
+        assert [momentum for _, momentum in found] == pytest.approx(table.momenta)
+    script.engine.destroy(remove=True)
+
+
 def test_a_resumed_schedule_equals_the_unbroken_one(tmp_path: Path) -> None:
     """Losses, norms and weights too, with rates and momenta that move."""
     setup = Setup(config={"scheduler": TABLES["cycle"].block})

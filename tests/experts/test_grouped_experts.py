@@ -35,9 +35,11 @@ from tests.support.modules.mixtures import FAMILIES, grouped, mixtral, qwen, sta
 from tests.support.oracle import (
     Job,
     Result,
+    accumulated_step,
     assert_same,
     assert_same_tensors,
     config,
+    kill_and_resume,
     plain_loop,
     run,
     same_bits,
@@ -99,6 +101,15 @@ def test_an_expert_without_a_token_is_updated_as_torch_updates_it(rule: str, tmp
     """In a group with a token, and in one without."""
     job = FEW._replace(clip=0.0, optimizer=rule, lr=1e-2)
     assert_as_whole(run(job, DISK, tmp_path / "groups"), run(job, MEMORY, tmp_path / "whole", experts="whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("options", [{}, {"activations": "cpu"}, {"activations": "nvme", "schedule": "layer_major"}])
+def test_blocks_that_are_computed_again_visit_the_same_groups(options: dict[str, Any], tmp_path: Path) -> None:
+    job = FEW._replace(accumulation=2)
+    plain = run(job, MEMORY, tmp_path / "plain", accumulated_step)
+    assert_same(run(job, DISK, tmp_path / "again", accumulated_step, **options), plain)
 
 
 def large_groups() -> nn.Module:
@@ -333,6 +344,14 @@ def test_the_least_device_memory_holds_experts_beside_the_rest_of_their_layer(ex
 
 
 # -- runs and checkpoints --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes(tmp_path: Path) -> None:
+    job = FEW._replace(model=partial(grouped, partial(qwen, 16, 1)), steps=8, dtype="bf16")
+    unbroken = run(job, MEMORY, tmp_path / "unbroken")
+    (tmp_path / "killed").mkdir()
+    assert_same(kill_and_resume(job, DISK, tmp_path / "killed", kills=1), unbroken)
 
 
 @pytest.mark.parametrize("begun", ["each", "whole", "grouped"])

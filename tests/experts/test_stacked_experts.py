@@ -14,9 +14,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 import offload
 from offload import testing
+from offload.config import load_config
 from offload.errors import StoreError, UsageError
 from offload.layout.experts import cut_stacks
-from offload.layout.memory_plan import Division
+from offload.layout.memory_plan import Division, division_of
 from offload.layout.modes import ADAM
 from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
@@ -31,8 +32,11 @@ from tests.support.modules.mixtures import FAMILIES, few_tokens, mixtral, qwen, 
 from tests.support.oracle import (
     Job,
     Result,
+    accumulated_step,
     assert_same,
     assert_same_tensors,
+    config,
+    kill_and_resume,
     run,
     same_bits,
     start,
@@ -140,6 +144,25 @@ def test_a_forward_with_another_implementation_uses_all_experts(tmp_path: Path) 
     assert_same_tensors(each.weights, whole.weights)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("options", [{}, {"activations": "cpu"}, {"activations": "nvme", "schedule": "layer_major"}])
+def test_blocks_that_are_computed_again_visit_the_same_experts(options: dict[str, Any], tmp_path: Path) -> None:
+    job = SIXTEEN._replace(accumulation=2)
+    plain = run(job, MEMORY, tmp_path / "plain", accumulated_step)
+    assert_same(run(job, DISK, tmp_path / "again", accumulated_step, **options), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("experts", ["each", "visited"])
+def test_a_killed_run_resumes(experts: str, tmp_path: Path) -> None:
+    job = SIXTEEN._replace(model=partial(qwen, 16, 1), steps=8, dtype="bf16")
+    unbroken = run(job, MEMORY, tmp_path / "unbroken", experts=experts)
+    (tmp_path / "killed").mkdir()
+    assert_same(kill_and_resume(job, DISK, tmp_path / "killed", kills=1, experts=experts), unbroken)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("experts", ["each", "visited"])
 def test_only_visited_experts_are_read(experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +209,26 @@ def test_what_nobody_visits_keeps_its_bits_if_asked(tmp_path: Path) -> None:
                 assert not same or not bool(moment[expert].any())
     assert len(every) < 32
     engine.destroy(remove=True)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_divides_as_the_run_does(family: str, tmp_path: Path) -> None:
+    """Also for a model whose own implementation goes by the router's choice, which a plan does not know."""
+    for options, experts in (({}, True), ({"experts": "whole"}, False)):
+        job = Job(FAMILIES[family], models.language_loss, steps=1)
+        content = config(job, DISK, tmp_path, **options)
+        shape = from_training(FAMILIES[family](), 16, torch.float32, division_of(load_config(content)), {})
+        engine = start(job, DISK, tmp_path, **options)
+        assert shape.layouts == testing.inspect(engine).layouts
+        train_step(engine, job, 0)
+        used = [unit for unit in testing.inspect(engine).pager.end_step()]
+        engine.destroy(remove=True)
+        planned = [use.unit for use in drawn(shape, 10_000, 0).uses]
+        assert len(planned) == len(set(planned)), "each unit is used once in a forward"
+        assert set(used) <= set(planned)
+        assert any(shape.layouts[unit].name.endswith("]") for unit in planned) == experts
 
 
 def test_a_plan_counts_the_experts_that_so_many_tokens_visit() -> None:
@@ -235,6 +278,17 @@ def large() -> nn.Module:
     config = transformers.MixtralConfig(**widths, num_local_experts=8)
     adapters = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     return peft.get_peft_model(transformers.MixtralForCausalLM(config), adapters)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_frozen_experts_in_blocks_are_those_of_whole_stacks(form: str, tmp_path: Path) -> None:
+    job = Job(large, few_tokens, steps=2, clip=0.0)
+    whole = run(job, MEMORY, tmp_path / "whole", experts="whole", frozen=form)
+    each = same_bits(job, tmp_path, (MEMORY, DISK), frozen=form)
+    assert each.losses == whole.losses
+    assert_same_tensors(each.weights, whole.weights)
 
 
 def test_values_are_read_and_set_as_those_of_any_parameter(tmp_path: Path) -> None:
@@ -404,6 +458,17 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     assert_same_tensors(weights_of(engine), weights)
     engine.destroy(remove=True)
     return weights
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("experts", ["each", "whole"])
+def test_a_checkpoint_of_two_ranks_loads_on_one(experts: str, ranks: RankPool, tmp_path: Path) -> None:
+    weights = ranks.run(saved, tmp_path)[0]
+    engine = start_ranks(JOB._replace(seed=5), HOST, tmp_path / "one", experts=experts)
+    engine.load_checkpoint(tmp_path / "saved")
+    assert_same_tensors(weights_of(engine), weights)
+    engine.destroy(remove=True)
 
 
 def test_the_loop_takes_the_place_of_an_implementation_that_needs_all(tmp_path: Path) -> None:

@@ -415,6 +415,17 @@ def test_a_cut_cable_ends_all_ranks_and_they_resume_bit_for_bit(hosts: Hosts, wh
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_a_killed_rank_restarts_the_ranks_of_both_hosts(hosts: Hosts, whole: Path, tmp_path: Path) -> None:
+    """By torchrun's rendezvous c10d, each start with a store of its own."""
+    run = begin_network(tmp_path, hosts, "--max_restarts", "3")
+    wait_for_steps(tmp_path, run)
+    os.kill(int((tmp_path / "pid1").read_text()), 9)
+    finish(run)
+    assert_same_run(tmp_path, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.works("Several ranks", "two hosts, and a cable that is out for 45 s: the run goes on", "right")
 def test_a_cable_that_is_put_back_ends_no_rank(hosts: Hosts, whole: Path, tmp_path: Path) -> None:
     run = begin_network(tmp_path, hosts)

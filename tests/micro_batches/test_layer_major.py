@@ -31,7 +31,11 @@ from offload.swapper.memory.device import DeviceRoom
 from tests.device.module import mem_get_info
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, use_device
-from tests.support.oracle import Job, accumulated_step, room_for, start, train_step
+from tests.support.oracle import Job, accumulated_step, assert_same_tensors, room_for, start, train_step, weights_of
+from tests.support.param_states import gpt2
+from tests.support.ranks.rank_jobs import language_rows_loss
+from tests.support.ranks.rank_pool import RankPool
+from tests.support.ranks.rank_pool import start as start_ranks
 
 JOB = models.GPT2._replace(accumulation=3, steps=3)
 
@@ -91,6 +95,38 @@ def test_one_forward_shows_that_micro_batches_may_take_turns(caches: bool, tmp_p
     behind_one = [(0, 0), (0, 1), *((micro, block) for block in range(2) for micro in (1, 2))]
     one_by_one = [(micro, block) for micro in range(3) for block in range(2)]
     assert orders == [one_by_one if caches else behind_one, turns]
+
+
+def loss_from_the_second_step_on(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    """Returns a loss whose gradients are zero in the first step, which runs one micro-batch after the other."""
+    return language_rows_loss(model, step, micro) * min(step, 1)
+
+
+RANKS_JOB = Job(gpt2, loss_from_the_second_step_on, accumulation=4, steps=2)
+
+
+def train(
+    job: Job, folder: Path, schedule: str, options: dict[str, str]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = start_ranks(job, ("nvme", "nvme"), folder, schedule=schedule, **options)
+    losses = [accumulated_step(engine, job, step) for step in range(job.steps)]
+    found = losses, weights_of(engine)
+    engine.destroy(remove=True)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("dtype", "options"), [("bf16", {}), ("fp32", {"activations": "cpu"})])
+def test_two_ranks_have_the_same_bits(ranks: RankPool, dtype: str, options: dict[str, str], tmp_path: Path) -> None:
+    """In stage 1 each rank has all sums; in stages 2 and 3 those of one or two units at a time, by turns."""
+    job = RANKS_JOB._replace(dtype=dtype)
+    plain = ranks.run(train, job._replace(stage=1), tmp_path / "sums", "micro_batch_major", options)
+    for stage in (2, 3):
+        in_turns = ranks.run(train, job._replace(stage=stage), tmp_path / str(stage), "layer_major", options)
+        for one, other in zip(plain, in_turns, strict=True):
+            assert one[0] == other[0]
+            assert_same_tensors(one[1], other[1])
 
 
 GIB = 1 << 30

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from tests.support.oracle import Job, assert_same_tensors, processes, train_step
 from tests.support.ranks import pipelines, rank_pool
 from tests.support.ranks import tensor_parallel as tp
 from tests.support.ranks.pipelines import Plan
-from tests.support.ranks.rank_pool import RankPool
+from tests.support.ranks.rank_pool import RankPool, shared_pool
 
 
 def image_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
@@ -187,6 +188,12 @@ GRID_LLAMA = TENSOR._replace(model=tp.llama)
 PIPELINE = pipelines.JOB._replace(accumulation=2, steps=1, dtype="bf16")
 
 
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with shared_pool(4) as ranks:
+        yield ranks
+
+
 def start(kind: str, folder: Path) -> offload.Engine:
     """An engine that has trained a step."""
     if kind in ("sequence", "transformers"):
@@ -229,6 +236,12 @@ def command(*arguments: object, code: int = 0) -> Any:
 )
 def test_the_weights_are_those_of_one_process(kind: str, ranks: RankPool, tmp_path: Path) -> None:
     check(kind, ranks.run(save, kind, tmp_path), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sequence", "pipeline", "both"])
+def test_beside_zero_too(kind: str, four: RankPool, tmp_path: Path) -> None:
+    check(kind, four.run(save, kind, tmp_path), tmp_path)
 
 
 def check(kind: str, found: list[dict[str, torch.Tensor]], folder: Path) -> None:

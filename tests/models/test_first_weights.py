@@ -21,6 +21,8 @@ from tests.support.frozen_blocks import deep
 from tests.support.modules import mixtures
 from tests.support.oracle import Job, assert_same_tensors, config, start, train_step, weights_of
 from tests.support.processes.process_measures import peak_rss, resident
+from tests.support.ranks.rank_pool import RankPool, rank_and_size
+from tests.support.ranks.rank_pool import start as start_rank
 from tests.swapper.test_memory import forked
 
 SMALL = 4096
@@ -79,6 +81,31 @@ def test_an_update_leaves_the_checksums_of_frozen_weights(
         assert checking.run(queue).whole
     finally:
         checking.close()
+
+
+def drawn_from(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return models.llama()
+
+
+def of_a_rank(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns the first weights, made in chunks, where each rank was given others."""
+    job = Job(partial(drawn_from, rank_and_size()[0]), models.language_loss, dtype="bf16")
+    with pytest.MonkeyPatch.context() as patch:
+        testing.replace(patch, "size.first_weights", SMALL)
+        engine = start_rank(job, ("nvme", "nvme"), folder)
+        try:
+            return weights_of(engine)
+        finally:
+            engine.destroy(remove=True)
+
+
+@pytest.mark.slow
+def test_all_ranks_have_those_of_the_first(ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(partial(drawn_from, 0), models.language_loss, dtype="bf16")
+    one = first_weights(job, ("none", "none"), tmp_path / "one")
+    for found in ranks.run(of_a_rank, tmp_path / "ranks"):
+        assert_same_tensors(found, one)
 
 
 def _grown(folder: str) -> tuple[int, int]:

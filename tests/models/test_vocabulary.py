@@ -36,6 +36,7 @@ from tests.support.oracle import (
     assert_same,
     assert_same_tensors,
     config,
+    kill_and_resume,
     plain_loop,
     run,
     same_bits,
@@ -317,6 +318,18 @@ def test_the_head_s_gradients_of_a_tied_table_are_kept_in_the_first_step_alone(
 
 
 # -- files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_in_its_own_division(tmp_path: Path) -> None:
+    job = Job(partial(llama, tied=True), loss, steps=6, dtype="bf16")
+    unbroken = run(job, MEMORY, tmp_path / "unbroken", vocabulary="pieces")
+    (tmp_path / "killed").mkdir()
+    assert_same(kill_and_resume(job, DISK, tmp_path / "killed", kills=1, device_memory=ROOM), unbroken)
+    start(job, DISK, tmp_path / "first", device_memory=ROOM).destroy()
+    engine = start(job, DISK, tmp_path / "first", resume="must")
+    assert pieces_of(engine)
+    engine.destroy(remove=True)
 
 
 @pytest.mark.sample(1)

@@ -38,6 +38,7 @@ from tests.support.oracle import (
     weights_of,
 )
 from tests.support.ranks.rank_jobs import my_rows
+from tests.support.ranks.rank_pool import RankPool, train
 
 
 class Gate(nn.Module):
@@ -230,6 +231,22 @@ def test_every_form_of_states_has_the_same_bits_on_disk_and_in_memory(name: str,
     optimizer, options = OPTIMIZERS[name]
     job = JOB._replace(optimizer=optimizer)
     same_bits(job, tmp_path, (PLACEMENTS[0], PLACEMENTS[-1]), **options)
+
+
+def loss_of_all_rows(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    rows = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * step + micro))
+    return (model(rows).float() - 1).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_ranks_with_the_same_rows_have_the_bits_of_one(stage: int, ranks: RankPool, tmp_path: Path) -> None:
+    """The mean of two equal gradients is either of them, unless one is rounded on its way."""
+    job = JOB._replace(loss=loss_of_all_rows, accumulation=2, stage=stage, clip=0.0)
+    alone = train(job, PLACEMENTS[-1], tmp_path / "one")
+    for result in ranks.run(train, job, PLACEMENTS[0], tmp_path / "two"):
+        assert_same(result._replace(norms=alone.norms), alone)
 
 
 def after(steps: int, job: Job, folder: Path, checkpoint: Path | None = None) -> offload.Engine:

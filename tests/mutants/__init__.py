@@ -6,7 +6,7 @@ one is, the tables have them by room, `importing` puts one in, `__main__` is the
 
 from __future__ import annotations
 
-from tests.mutants import device, gradients, store, swapper, updates
+from tests.mutants import device, gradients, store, storm, swapper, updates
 
 MUTANTS = (
     *swapper.MUTANTS,
@@ -14,4 +14,5 @@ MUTANTS = (
     *gradients.MUTANTS,
     *updates.MUTANTS,
     *device.MUTANTS,
+    *storm.MUTANTS,
 )

@@ -21,6 +21,8 @@ from offload.optimizers.matrices import Workspace, balance, orthogonalize
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import from_training
 from offload.precision import has_products_in_bf16, products_in_bf16
+from tests.optim.test_narrow_states import JOB, bytes_of_a_parameter
+from tests.optim.test_optimizers import assert_resumes_and_loads
 from tests.support import rounding_bounds
 from tests.support.models import gpt2, llama, mixtral
 from tests.support.modules.matrix_models import MUON, SINKGD, Words, words_loss
@@ -29,6 +31,7 @@ from tests.support.oracle import (
     assert_same,
     assert_same_tensors,
     config,
+    kill_and_resume,
     least_host_memory,
     plain_loop,
     run,
@@ -145,6 +148,13 @@ def test_a_small_budget_has_the_same_bits(job: Job, tmp_path: Path) -> None:
     job = job._replace(dtype="bf16")
     least = least_host_memory(job, tmp_path / "least")
     assert_same(run(job, DISK, tmp_path / "small", host_memory=least), run(job, ("none", "none"), tmp_path / "large"))
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@BOTH
+def test_a_run_is_resumed_and_saved_with_its_states(job: Job, tmp_path: Path) -> None:
+    assert_resumes_and_loads(job._replace(dtype="bf16"), tmp_path, units=["blocks.0", "embed"])
 
 
 def test_its_state_dict_names_the_states_as_torch(tmp_path: Path) -> None:
@@ -345,6 +355,16 @@ def test_it_does_what_its_paper_has_bit_for_bit(dtype: str, accumulation: int, t
     assert_same_tensors(mine.weights, plain.weights)
 
 
+@pytest.mark.slow
+def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
+    """No state is read or written: a weight and its low bits each way, and 2 as the backward reads weights.
+
+    Of a matrix that begins within a page, the page is read whole for its checksum.
+    """
+    found = bytes_of_a_parameter(tmp_path, JOB._replace(optimizer="SinkGD"))
+    assert found.moved <= 10.35 and 8 < found.stored <= 8.4
+
+
 def test_rows_and_columns_get_their_norms() -> None:
     """After the last pass the columns have their norm but for roundings, and the rows nearly, by convergence."""
     for rows, columns in ((40, 24), (24, 40), (2, 2), (1, 5)):
@@ -401,3 +421,12 @@ def test_of_several_ranks_each_has_its_parts_of_matrices_in_one_tile() -> None:
         assert [each for tile in found for each in tile] == list(range(len(part)))
         of_matrices = [tile for tile in found if tile.stop > len(layout.rest(rank, 2))]
         assert of_matrices == [range(len(layout.rest(rank, 2)), len(part))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Muon", "Muon, bf16 moments", "SinkGD"])
+def test_twenty_kills_leave_the_same_bits(name: str, tmp_path: Path) -> None:
+    job = (SINKGD if name == "SinkGD" else MUON)._replace(steps=300, dtype="bf16")
+    options = {"moments": "bf16"} if "moments" in name else {}
+    killed = kill_and_resume(job, DISK, tmp_path / "killed", 20, late=0.005, **options)
+    assert_same(killed, run(job, DISK, tmp_path / "whole", **options))

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +30,11 @@ from offload.kernels import Noise, Partition, PlainSGDStep, Segment, SGDStep, _n
 from offload.kernels.update import BLOCK
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
-from offload.planner.memory import Room, settle
+from offload.planner.activations import Load
+from offload.planner.hardware import described, parse_drive
+from offload.planner.memory import Room, settings, settle
+from offload.planner.model_shape import from_count
+from offload.planner.recommend import advise, plan
 from offload.runs.inspection import inspect
 from offload.sizes import GIB
 from offload.states import State
@@ -41,6 +51,7 @@ from tests.support.oracle import (
     assert_same,
     assert_same_tensors,
     config,
+    kill_and_resume,
     run,
     same_bits,
     small_pieces,
@@ -145,6 +156,20 @@ def test_an_update_under_the_backward_and_its_repetition_round_alike(form: str, 
         finally:
             engine.destroy(remove=True)
         assert_same(late, early, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "late"), [("AdamW", 0.02), ("Lamb", 0.0), ("Lion", 0.0)])
+def test_killed_and_resumed_is_unbroken(name: str, late: float, form: str, tmp_path: Path) -> None:
+    job = RULES[name]._replace(steps=40 if late else 120)
+    assert_unbroken(job, form, 3, late, tmp_path)
+
+
+def assert_unbroken(job: Job, form: str, kills: int, late: float, folder: Path) -> None:
+    (folder / "killed").mkdir()
+    killed = kill_and_resume(job, DISK, folder / "killed", kills=kills, late=late, **FORMS[form])
+    assert_same(run(job, DISK, folder / "whole", **FORMS[form]), killed, "unbroken and killed")
 
 
 def on_two_ranks(job: Job, form: str, folder: Path) -> Result:
@@ -383,6 +408,24 @@ def assert_close_to_nearest(found: torch.Tensor, exact: torch.Tensor, root: bool
         assert ((one - other).abs() <= 1.01 * bound).all()
 
 
+@pytest.mark.slow
+def test_a_plan_counts_them_and_names_them_as_a_change() -> None:
+    """12 bytes of disk in place of 24, and 12 of 24 bytes of updates; the drive is the bound, so a step is shorter."""
+    shape, machine = from_count(7_000_000_000, 32, 1024), described("24GB", 16 * GIB, [parse_drive("7GB/s,5GB/s")])
+    content = settings("nvme", "nvme", dtype="bf16", batch=1)
+    fp32, int8 = (
+        plan(shape, machine, Load(1), each)
+        for each in (content, settings("nvme", "nvme", dtype="bf16", batch=1, moments="int8"))
+    )
+    assert int8.memory.stored / fp32.memory.stored == pytest.approx(12 / 24, rel=0.01)
+    moved = [each.timing.moved.read + each.timing.moved.written for each in (fp32, int8)]
+    numel = sum(fp32.memory.parts.trainable_numel)
+    assert (moved[0] - moved[1]) / numel == pytest.approx(12, rel=0.05)
+    assert int8.timing.seconds < fp32.timing.seconds
+    assert "moments in int8" in [change.words for change in advise(fp32).changes]
+    assert "moments in int8" not in [change.words for change in advise(int8).changes]
+
+
 BF24: dict[str, Any] = {"master": "bf24"}
 SMALL: dict[str, Any] = {"master": "bf24", "moments": "int8"}
 MUON = JOB._replace(optimizer="Muon", lr=1e-2, clip=0.0)
@@ -532,6 +575,24 @@ def convert(*given: object) -> Any:
     return CliRunner().invoke(app, ["convert", *map(str, given)])
 
 
+@pytest.mark.slow
+def test_a_run_of_muon_is_converted(tmp_path: Path) -> None:
+    """Matrices begin elsewhere, and lack a moment."""
+    engine = trained_masters(tmp_path, MUON)
+    exact, moments = masters(engine), engine.optimizer.state_dict()["state"]
+    engine.destroy()
+    assert convert(tmp_path / "default", "--master", "bf24", "--moments", "bf16").exit_code == 0
+    engine = start(MUON, DISK, tmp_path, run="default-bf24-bf16", resume="must", master="bf24", moments="bf16")
+    assert_same_tensors(masters(engine), {key: nearest(each) for key, each in exact.items()})
+    states = engine.optimizer.state_dict()["state"]
+    for number, state in moments.items():
+        for key, value in state.items():
+            expected = value if key == "step" else value.bfloat16().float()
+            assert torch.equal(states[number][key], expected), key
+    train_step(engine, MUON, 2)
+    engine.destroy(remove=True)
+
+
 # -- plans --------------------------------------------------------------------------------------------
 
 
@@ -608,6 +669,48 @@ def test_a_converted_run_goes_on(name: str, dtype: str, before: str, after: str,
     engine.destroy(remove=True)
 
 
+@pytest.mark.slow
+def test_units_of_several_chunks_are_converted_and_loaded(tmp_path: Path) -> None:
+    """A unit of 2.1 million elements, whose parameters begin within blocks where moments are not in 8 bits."""
+    job, folder = JOB._replace(model=lambda: models.gpt2(layers=1, width=416)), tmp_path / "my files"
+    engine = trained_masters(folder, job)
+    moments = moments_of(engine)
+    expected = {key: nearest(each) for key, each in masters(engine).items()}
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    engine.destroy()
+    done = convert(folder / "default", "--moments", "int8", "--master", "bf24", "--run", "other")
+    assert done.exit_code == 0 and f"`offload rm '{folder}/default'` deletes" in done.output, "no line to paste"
+    engine = start(job, DISK, folder, run="other", resume="must", **SMALL)
+    assert_same_tensors(masters(engine), expected)
+    assert_converted(moments_of(engine), moments, "int8")
+    engine.load_checkpoint(str(tmp_path / "saved"))
+    assert_same_tensors(masters(engine), expected)
+    narrow = moments_of(engine)
+    assert_converted(narrow, moments, "int8")
+    engine.destroy()
+    assert convert(folder / "other", "--moments", "fp32", "--run", "wide").exit_code == 0
+    engine = start(job, DISK, folder, run="wide", resume="must", **BF24)
+    assert_same_tensors(moments_of(engine), narrow)
+    engine.destroy(remove=True)
+
+
+@pytest.mark.slow
+def test_there_and_back_is_the_same_run(tmp_path: Path) -> None:
+    """fp32 holds every value of 8 bits, and they are encoded to the same codes: both runs train with the same bits."""
+    trained_moments(JOB, tmp_path, moments="int8")
+    assert convert(tmp_path / "default", "--moments", "fp32", "--run", "wide").exit_code == 0
+    assert convert(tmp_path / "wide", "--moments", "int8", "--run", "again").exit_code == 0
+    results = []
+    for run_name in ("default", "again"):
+        engine = start(JOB, DISK, tmp_path, moments="int8", run=run_name, resume="must")
+        for step in (2, 3):
+            train_step(engine, JOB, step)
+        results.append((weights_of(engine), moments_of(engine)))
+        engine.destroy(remove=True)
+    for one, other in zip(*results, strict=True):
+        assert_same_tensors(one, other)
+
+
 def on_two_ranks_masters(job: Job, folder: Path, run: str, moments: str) -> dict[str, torch.Tensor]:
     engine = start(job, DISK, folder, run=run, moments=moments, resume="auto")
     for step in range(engine.global_steps, 2):
@@ -673,6 +776,38 @@ def test_what_cannot_be_converted_is_refused_and_json_names_the_new_run(tmp_path
     done = convert(run, "--moments", "int8", "--run", "damaged")
     assert done.exit_code == 2 and "is damaged, and is not converted" in done.output, done.output
     assert not (tmp_path / "damaged").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_conversion_leaves_the_run_and_can_be_made_again(tmp_path: Path) -> None:
+    job = JOB._replace(model=lambda: models.gpt2(layers=8, width=256))
+    weights, moments = trained_moments(job, tmp_path)
+    kept = files(tmp_path / "default")
+    command = [sys.executable, "-m", "offload", "convert", str(tmp_path / "default"), "--moments", "int8"]
+    chance = random.Random(0)
+    killed = 0
+    for _ in range(3):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+        made = tmp_path / "default-int8" / "rank0"
+        while process.poll() is None and not made.exists():  # it is about to write
+            time.sleep(0.002)
+        with_luck = chance.random() * 0.1
+        time.sleep(with_luck)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() < 0
+        assert files(tmp_path / "default") == kept
+        if (made / "commit").exists() and process.returncode == 0:
+            break
+        if convert(tmp_path / "default-int8").exit_code != 2:
+            raise AssertionError("no form was given")
+    assert killed
+    if not _is_whole(tmp_path / "default-int8"):
+        done = convert(tmp_path / "default", "--moments", "int8")
+        assert done.exit_code == 0, done.output
+    engine = start(job, DISK, tmp_path, moments="int8", run="default-int8", resume="must")
+    assert_same_tensors(weights, weights_of(engine))
+    assert_converted(moments_of(engine), moments, "int8")
+    engine.destroy(remove=True)
 
 
 def _is_whole(run: Path) -> bool:

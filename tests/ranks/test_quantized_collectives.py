@@ -168,6 +168,26 @@ def test_a_rank_that_reads_stored_weights_alone_is_an_error_on_all(tmp_path: Pat
     assert any("accesses a state of a parameter" in message for message in messages) and all(messages)
 
 
+def edit_one(folder: Path, words: str) -> dict[str, torch.Tensor]:
+    """Changes one element of a matrix. Returns masters."""
+    job = JOB._replace(quantized=words, dtype="bf16")
+    engine = start(job, HOST, folder)
+    parameter = engine.module.get_parameter("transformer.h.0.mlp.c_fc.weight")
+    with offload.gathered(parameter, modify=True):
+        parameter.data.view(-1)[7] = 3.0
+    engine.module.load_state_dict(engine.module.state_dict())
+    masters = {name: offload.safe_get_full_fp32_param(each) for name, each in engine.module.named_parameters()}
+    engine.destroy(remove=True)
+    return {name: values for name, values in masters.items() if values is not None}
+
+
+@pytest.mark.slow
+def test_an_edit_changes_what_the_user_changed_alone(ranks: RankPool, tmp_path: Path) -> None:
+    exact = ranks.run(edit_one, tmp_path, "")[0]
+    for masters in ranks.run(edit_one, tmp_path, "weights"):
+        assert_same_tensors(masters, exact)
+
+
 class Made(NamedTuple):
     """Of one rank."""
 
@@ -275,6 +295,15 @@ def test_a_step_sends_a_byte_an_element_and_a_scale_a_block(ranks: RankPool, tmp
         assert (found.sent.weights, found.sent.gradients) == (other.sent.weights, Sent(len(found.units), codes(shard)))
 
 
+@pytest.mark.slow
+def test_replicas_send_codes_of_their_sums(four: RankPool, tmp_path: Path) -> None:
+    """To each of the other replicas all of a shard's."""
+    for found in four.run(second_step, JOB._replace(shard_size=2, quantized="weights gradients"), tmp_path):
+        units, shard = len(found.units), sum(trainable for trainable, _ in found.units) // 2
+        assert found.sent.weights == Sent(units, codes(shard))
+        assert found.sent.gradients == Sent(2 * units, 2 * codes(shard))
+
+
 def with_many_replicas(job: Job, folder: Path) -> Step:
     """Two replicas that take themselves for too many."""
     with pytest.MonkeyPatch.context() as patch:
@@ -307,6 +336,23 @@ def test_frozen_weights_are_sent_as_the_config_says(ranks: RankPool, tmp_path: P
             changing = [(one // 2, other // 2) for one, other in found.units if one]
             expected = sum(of_trainable(one) + of_frozen(other) for one, other in changing)
             assert found.sent.weights.nbytes == expected, words
+
+
+def frozen_in_blocks(job: Job, folder: Path) -> tuple[Step, Seen]:
+    return second_step(job, folder / "step", frozen="int8"), train_and_look(job, folder / "look", frozen="int8")
+
+
+@pytest.mark.slow
+def test_frozen_weights_that_are_codes_already_are_sent_as_they_are(ranks: RankPool, tmp_path: Path) -> None:
+    """Their blocks are no values of which codes could be made."""
+    job = JOBS["adapters"]._replace(dtype="bf16")
+    exact = ranks.run(frozen_in_blocks, job, tmp_path / "exact")
+    coded = ranks.run(frozen_in_blocks, job._replace(quantized="nontrainable_weights"), tmp_path / "coded")
+    for (step, seen), (other, expected) in zip(coded, exact, strict=True):
+        assert step.sent.weights == other.sent.weights
+        bases = [name for name in seen.used if "base" in name]
+        assert len(bases) == 6 and any("weight" in name for name in bases)
+        assert_same_tensors({name: seen.used[name] for name in bases}, {name: expected.used[name] for name in bases})
 
 
 def least(folder: Path, job: Job) -> int:

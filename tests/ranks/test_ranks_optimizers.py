@@ -187,6 +187,21 @@ def test_ranks_with_rows_of_their_own_train_as_one_process(name: str, ranks: Ran
         rounding_bounds.same_norms(result.norms, alone.norms, job)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Muon, bf16", "Adafactor"])
+def test_three_ranks(name: str, tmp_path: Path) -> None:
+    """The second has parts of two matrices, and no part of some."""
+    job = MATRIX_JOBS[name]
+    with shared_pool(3) as three:
+        results = three.run(train, job, DISK, tmp_path / "three")
+    with one_thread():
+        alone = train(job, DISK, tmp_path / "alone")
+    for each in results:
+        # A third of three equal gradients is none of them to the bit.
+        rounding_bounds.same_losses(each.losses[:1], alone.losses[:1], job)
+        assert_same(results[0], each, "ranks")
+
+
 class Half(nn.Module):
     """A unit of two matrices, of which the model uses one."""
 
@@ -245,6 +260,34 @@ def test_ranks_whose_drives_differ_step_matrices_in_one_order(ranks: RankPool, t
 
 
 # -- states --------------------------------------------------------------------------------------------
+
+
+def step_matrices_in_two_parts(
+    job: Job, options: dict[str, Any], folder: Path
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    norms = []
+    for resume, steps in (("never", range(2)), ("must", range(2, job.steps))):
+        engine = start(job, DISK, folder, resume=resume, **options)
+        for step in steps:
+            train_step(engine, job, step)
+            norms.append(engine.get_global_grad_norm())
+        weights = weights_of(engine)
+        engine.destroy(remove=steps.stop == job.steps)
+    return norms, weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Muon, bf16", "Muon, bf16 moments", "Adafactor"])
+def test_a_run_resumes_with_the_same_bits(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    job, options = MATRIX_JOBS[name], OPTIONS.get(name, {})
+    unbroken, _ = ranks.run(train_with, job, options, tmp_path / "whole")
+    for norms, weights in ranks.run(step_matrices_in_two_parts, job, options, tmp_path / "parts"):
+        assert norms == unbroken.norms
+        assert_same_tensors(weights, unbroken.weights)
+
+
+def train_with(job: Job, options: dict[str, Any], folder: Path) -> Result:
+    return train(job, DISK, folder, **options)
 
 
 def saved(job: Job, folder: Path) -> dict[str, dict[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ import offload
 from offload.distributed.process_group import Sent
 from offload.errors import ConfigError, OffloadError
 from tests.support import models, rounding_bounds
-from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, room_for
+from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, room_for, weights_of
 from tests.support.ranks import sequence_parallel as sp
 from tests.support.ranks.rank_pool import RankPool, rank_and_size
 from tests.support.ranks.rank_pool import train as train_alone
@@ -117,6 +117,32 @@ def test_an_evaluation_has_the_loss_of_the_sequence_and_the_logits_of_a_part(ran
         assert logits == (2, 16, 128) and tokens == 16 and size == 2
         # In each of two layers 4 + 2 + 2 heads of 16 numbers of each of 2 * 16 tokens, and back 4: half to the other.
         assert sent == Sent(2 * 2 + 1, 2 * (4 + 2 + 2 + 4) * 16 * 2 * 16 * 4 // 2 + 4)
+
+
+def stop_and_resume(job: Job, folder: Path) -> None:
+    unbroken = sp.train(job, 2, DISK, folder / "unbroken")
+    engine = sp.start(job, 2, DISK, folder / "run")
+    model = engine.module
+    sp.steps(engine, job, 0, 1)
+    engine.destroy()
+    assert model.config._attn_implementation == "sdpa"
+    engine = sp.start(job, 2, DISK, folder / "run", resume="must")
+    rest = sp.steps(engine, job, 1, job.steps)
+    engine.destroy()
+    assert rest.losses == unbroken.losses[1:]
+    assert_same_tensors(rest.weights, unbroken.weights)
+    # Swap files know nothing of sequences: another size goes on from them.
+    engine = sp.start(job, 1, DISK, folder / "run", resume="must")
+    assert engine.global_steps == job.steps
+    assert_same_tensors(weights_of(engine), unbroken.weights)
+    engine.destroy(remove=True)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_and_a_destroyed_engine_leaves_the_model_its_own_attention(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(stop_and_resume, LLAMA, tmp_path)
 
 
 # -- what is refused -----------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import logging.handlers
 import re
 import sys
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from offload.errors import StoreError
 from tests.support.drives.fault_injection import die
 from tests.support.models import GPT2, MIXTURE
 from tests.support.oracle import Result, assert_same, config, dies, start, train_step, weights_of
+from tests.support.ranks import rank_pool
 
 DISK = ("nvme", "nvme")
 JOB = GPT2._replace(steps=2)
@@ -247,3 +250,50 @@ def test_a_run_that_trains_is_reported_as_such(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=r"in use by process \d+ on .*; call destroy\(\) on that engine of"):
             script(tmp_path, resume=resume)
     engine.destroy(remove=True)
+
+
+def _on_ranks(folder: Path) -> tuple[Result, tuple[str, ...]]:
+    engine = rank_pool.start(JOB, DISK, folder)
+    losses = [train_step(engine, JOB, step) for step in range(JOB.steps)]
+    found = Result(losses, [], weights_of(engine))
+    engine.destroy()
+    return found, engine.notices
+
+
+def _exits_on_ranks(folder: Path) -> list[str]:
+    sys.__dict__.pop("last_value", None)
+    engine = rank_pool.start(JOB, DISK, folder)
+    train_step(engine, JOB, 0)
+    records = logging.handlers.BufferingHandler(99)
+    logging.getLogger("offload").addHandler(records)
+    testing.leave(engine)
+    logging.getLogger("offload").removeHandler(records)
+    return [record.getMessage() for record in records.buffer]
+
+
+@pytest.mark.slow
+def test_on_several_ranks_rank_0_notes_the_end_for_all(tmp_path: Path) -> None:
+    with rank_pool.pool(2) as ranks:
+        (line,), others = ranks.run(_exits_on_ranks, tmp_path)
+    assert "a start without it begins anew" in line and others == []
+
+
+def _refused_on_ranks(folder: Path) -> str:
+    with pytest.raises(StoreError) as refused:
+        rank_pool.start(OTHERS["learning rate"][0], DISK, folder)
+    return str(refused.value)
+
+
+@pytest.mark.slow
+def test_on_several_ranks_another_job_is_refused_on_each_and_the_same_replaces(
+    ranks: rank_pool.RankPool, tmp_path: Path
+) -> None:
+    first = ranks.run(_on_ranks, tmp_path)
+    words = ranks.run(_refused_on_ranks, tmp_path)
+    assert words[0].startswith(f"{tmp_path}/default holds a run that ended at step 2 and that nothing has saved")
+    assert words[1].startswith(f"rank 0 could not replace the run, so no rank did: StoreError: {words[0][:40]}")
+    again = ranks.run(_on_ranks, tmp_path)
+    for (one, _), (other, _) in zip(first, again, strict=True):
+        assert_same(one, other)
+    messages = [any("is replaced" in line for line in notices) for _, notices in again]
+    assert messages == [True, False], "the first rank says it for all"

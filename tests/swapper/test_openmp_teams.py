@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from offload.swapper.memory.device import Device
+from tests.support.oracle import Job, accumulated_step, start
 
 ELEMENTS = 1 << 20
 """Of a tensor that torch computes with by several threads."""
+
+MICRO_BATCHES = 4
 
 
 def threads() -> int:
@@ -57,3 +62,37 @@ def test_copies_of_the_librarys_threads_take_no_team() -> None:
     before, after = on_a_thread(work)
     assert after == before
     assert all(torch.equal(destination, source) for destination in destinations)
+
+
+class Wide(nn.Module):
+    """Blocks whose operations torch cuts into pieces for its threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+            seen.append(threads())
+        return hidden
+
+
+seen: list[int] = []
+
+
+def wide_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    return model(torch.ones(1024, 64)).pow(2).mean()
+
+
+@pytest.mark.slow
+def test_micro_batches_that_wait_keep_no_team(tmp_path: Path) -> None:
+    job = Job(Wide, wide_loss, accumulation=MICRO_BATCHES)
+    engine = start(job, ("nvme", "nvme"), tmp_path, schedule="layer_major")
+    for step in range(2):
+        before = threads()
+        seen.clear()
+        accumulated_step(engine, job, step)
+        # A thread each, the team of the one that computes, and what has not quite ended of another's.
+        assert max(seen) <= before + MICRO_BATCHES + 2
+    engine.destroy(remove=True)

@@ -19,7 +19,7 @@ from torch.nn import functional
 import offload
 from offload.config.script_values import ScriptValue, filled
 from offload.engine.params import handle_of
-from offload.errors import UsageError
+from offload.errors import BudgetError, UsageError
 from offload.hf import Accelerator, OffloadMixin, OffloadTrainer
 from offload.hf.trainer import OVERRIDDEN
 from offload.report.figures import figures
@@ -89,6 +89,15 @@ def test_bf16_keeps_fp32_masters_and_follows_fp32(tmp_path: Path) -> None:
     for one, other in zip(mine.logs, plain.logs, strict=True):
         rounding_bounds.same_losses([one["loss"]], [other["loss"]], as_job(plain.logs, models.shallow, "bf16"))
         assert one["learning_rate"] == other["learning_rate"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch.compile itself
+def test_torch_compile_compiles_each_block(tmp_path: Path) -> None:
+    """The stock Trainer compiles the whole model."""
+    compiled = {"torch_compile_backend": "aot_eager"}
+    mine, plain = offloaded(tmp_path / "mine", **compiled), stock(tmp_path / "stock", **compiled)
+    assert_close(mine, plain)
 
 
 @pytest.mark.numeric
@@ -265,6 +274,22 @@ def test_training_is_the_stock_trainers(tmp_path: Path) -> None:
     with offloaded_reference(tmp_path / "memory", "none") as mine:
         mine.train()
         assert_same(result(mine), on_disk)
+
+
+@pytest.mark.slow
+def test_device_memory_is_that_of_both(tmp_path: Path) -> None:
+    with offloaded_reference(tmp_path / "alone") as mine:
+        mine.evaluate()
+        needed = mine.engine.device_memory, mine.accelerator.references[0].device_memory
+    with offloaded_reference(tmp_path / "given", device_memory=sum(needed)) as mine:
+        mine.evaluate()
+        assert mine.engine.device_memory + mine.accelerator.references[0].device_memory <= sum(needed)
+    for left in (0, 4096):
+        with (
+            offloaded_reference(tmp_path / str(left), device_memory=needed[1] + left) as mine,
+            pytest.raises(BudgetError),
+        ):
+            mine.evaluate()
 
 
 def test_a_reference_that_comes_later_finds_no_device_memory(tmp_path: Path) -> None:
@@ -586,3 +611,33 @@ def draw_on_one_rank(folder: Path) -> list[float]:
 def test_ranks_take_one_order_where_the_model_of_one_alone_draws_random_numbers(two: RankPool, tmp_path: Path) -> None:
     one, other = two.run(draw_on_one_rank, tmp_path)
     assert len(one) == 4 and one == other
+
+
+def accelerated(folder: Path) -> list[float]:
+    _, size = rank_and_size()
+    torch.manual_seed(0)
+    model = models.shallow()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(Texts(24), batch_size=4 // size)
+    accelerator = Accelerator(cpu=True, offload_config=config(folder))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    assert accelerator.engine is not None
+    accelerator.engine.destroy(remove=True)
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.numeric
+def test_accelerate_on_two_ranks(two: RankPool, tmp_path: Path) -> None:
+    one = accelerated(tmp_path / "one")
+    mine, other = two.run(accelerated, tmp_path / "two")
+    assert mine == other
+    rounding_bounds.same_losses(mine, one, models.SHALLOW)

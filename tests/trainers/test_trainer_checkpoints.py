@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
@@ -77,6 +78,16 @@ def test_resumed_is_the_unbroken_run(changed: dict[str, Any], tmp_path: Path) ->
     complete = offloaded(tmp_path / "whole", model=models.shallow_dropout, **changed)
     broken_off(tmp_path / "broken", 3, **changed)
     assert_same(complete, resumed(tmp_path / "broken", **changed))
+
+
+@pytest.mark.slow
+def test_resumed_where_a_sampler_draws_from_the_generator_of_all(tmp_path: Path) -> None:
+    """The order of an epoch's rows is drawn again before the resumed batch, whose dropout comes of later numbers."""
+    old = "group_by_length" in inspect.signature(transformers.TrainingArguments).parameters
+    grouped = {"group_by_length": True} if old else {"train_sampling_strategy": "group_by_length"}
+    complete = offloaded(tmp_path / "whole", model=models.shallow_dropout, **grouped)
+    broken_off(tmp_path / "broken", 3, **grouped)
+    assert_same(complete, resumed(tmp_path / "broken", **grouped))
 
 
 def test_transformers_and_an_engine_of_ones_own_load_what_a_checkpoint_holds(tmp_path: Path) -> None:

@@ -60,6 +60,18 @@ def evaluations(trainer: Any) -> list[float]:
     return [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
 
 
+@pytest.mark.slow
+def test_evaluation_before_training(tmp_path: Path) -> None:
+    with ended(trainer(tmp_path / "mine", rows=FEW)) as mine:
+        before = mine.evaluate()["eval_loss"]
+        engine = mine.engine
+        assert before == pytest.approx(4.45, abs=0.1)
+        mine.train()
+        assert mine.engine is engine
+        assert_same(result(mine), unbroken())
+        assert mine.evaluate()["eval_loss"] < before - 0.1
+
+
 @pytest.mark.numeric
 def test_prediction_by_a_model_that_trains_nothing(tmp_path: Path) -> None:
     mine = trainer(tmp_path)
@@ -149,6 +161,20 @@ def test_lora_equals_the_stock_trainer(tmp_path: Path) -> None:
     mine = unbroken(lora)
     assert_close(mine, stock(tmp_path / "stock", model=lora), lora)
     assert_same(mine, offloaded(tmp_path / "memory", MEMORY, model=lora))
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_lora_loads_its_best_model(save_only_model: bool, tmp_path: Path) -> None:
+    """The best is the one with the largest loss here: an early one."""
+    best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    best |= {"load_best_model_at_end": True, "save_only_model": save_only_model, "greater_is_better": True}
+    with ended(trainer(tmp_path, model=lora, rows=FEW, **best)) as mine:
+        mine.train()
+        losses = evaluations(mine)
+        assert max(losses) > losses[-1] + 1e-3
+        assert mine.evaluate()["eval_loss"] == max(losses)
 
 
 # -- trl ----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 import transformers
 
 from offload.hf import OffloadTrainer
@@ -27,6 +28,7 @@ from tests.support.trainer_runs import (
     result,
     seeded,
     stock,
+    unbroken,
 )
 
 LAYERED, ONE_BY_ONE = "layer_major", "micro_batch_major"
@@ -235,6 +237,34 @@ def test_code_that_must_not_run_in_parts_runs_one_by_one_and_is_told_once(
     with caplog.at_level(logging.WARNING, "offload"):
         assert_same(plain, trained(tmp_path, LAYERED, kind=kind))
     assert caplog.text.count("micro-batches pass through the model one after the other: " + reason) == 1
+
+
+@pytest.mark.slow
+def test_a_step_that_a_script_sets_on_the_trainer_runs_one_by_one(tmp_path: Path) -> None:
+    plain = trained(tmp_path, ONE_BY_ONE, chunked_loss=False)
+    with ended(trainer(tmp_path / LAYERED, LAYERED, chunked_loss=False)) as mine:
+        usual, seen = mine.training_step, []
+        mine.training_step = lambda model, inputs, *args: seen.append(1) or usual(model, inputs, *args)
+        mine.train()
+        assert len(seen) == 10
+        assert_same(plain, result(mine))
+
+
+@pytest.mark.slow
+def test_a_step_beside_the_loops_runs_as_ever(tmp_path: Path) -> None:
+    """A callback may run a batch of its own, whose gradients count in the step."""
+
+    class Beside(transformers.TrainerCallback):
+        def on_substep_end(self, *_: Any, **__: Any) -> None:
+            batch = {name: value[None] for name, value in Texts()[21].items()}
+            mine.training_step(mine.model, batch, torch.tensor(11))
+
+    with ended(trainer(tmp_path, LAYERED, max_grad_norm=0.0)) as mine:
+        mine.add_callback(Beside())
+        mine.train()
+        logs = result(mine).logs
+    assert len(logs) == 3 and logs[0]["loss"] == pytest.approx(unbroken().logs[0]["loss"], abs=1e-3)
+    assert logs[0]["grad_norm"] > 4
 
 
 @pytest.mark.slow
