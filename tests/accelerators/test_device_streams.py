@@ -12,8 +12,6 @@ import torch
 
 import offload
 from offload import kernels, testing
-from offload.engine import assembly
-from offload.engine.gradient_transfer import DeviceToHost
 from offload.errors import EngineFailed
 from offload.layout.flat_layout import lay_out
 from offload.layout.units import find_units
@@ -85,38 +83,6 @@ def test_random_lateness_changes_no_bit(
         result, device = runs(monkeypatch, tmp_path / f"{seed}-{lateness}", seed, lateness, placement, **options)
         assert_same(expected, result)
         assert device.broken == [] and device.copies > 50
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_where_the_device_sums_no_squares_the_host_does(
-    accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU without kernels of ours. A gradient that has the dtype of its place is copied there, and summed."""
-    job = JOB._replace(accumulation=accumulation)
-    expected = run(job, ("nvme", "nvme"), tmp_path / "plain")
-    make = assembly._downloads
-    without: list[DeviceToHost] = []
-    placed: list[bool] = []
-
-    def made(*given: Any) -> DeviceToHost:
-        without.append(make(*given))
-        without[-1].sums = False
-        collect = without[-1].collect
-
-        def collected(title: str, place: Any, source: Any, target: Any, receive: Any) -> None:
-            placed.append(target is not None and receive is not None)
-            collect(title, place, source, target, receive)
-
-        without[-1].collect = collected  # type: ignore[method-assign]
-        return without[-1]
-
-    testing.replace(monkeypatch, "gradient.downloads", made)
-    device = LateDevice(0, 0.9)
-    use_device(monkeypatch, device)
-    assert_same(expected, train(job, ("nvme", "nvme"), tmp_path / "late", device))
-    assert without and device.broken == []
-    assert placed and set(placed) == {accumulation == 1}, "two micro-batches are added up in fp32"
 
 
 @pytest.mark.sample(1)
@@ -229,19 +195,6 @@ def test_gradients_on_the_device_are_read_and_set(tmp_path: Path, monkeypatch: p
             engine.destroy(remove=True)
     assert found["plain"][1] == found["late"][1]
     assert all(torch.equal(one.cpu(), other) for one, other in zip(found["plain"][0], found["late"][0], strict=True))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("optimizer", ["Lion", "Lamb"])
-def test_what_has_no_kernel_there_is_updated_on_the_host(
-    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = JOB._replace(optimizer=optimizer)
-    expected = run(job, ("none", "none"), tmp_path / "plain")
-    device = LateDevice(0, 0.9)
-    use_device(monkeypatch, device)
-    assert_same(expected, train(job, ("none", "none"), tmp_path / "late", device, device_memory=ALL_UNITS))
-    assert device.broken == [] and device.downloads > job.steps
 
 
 def test_a_gradient_that_cannot_leave_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,9 +370,3 @@ def test_a_random_plan_that_adds_up_on_the_device(seed: int, tmp_path: Path, mon
     accumulation = chance.choice([2, 3, 4])
     plan = plan._replace(job=plan.job._replace(accumulation=accumulation), device=30.0)
     assert check(plan, seed, tmp_path, monkeypatch), plan
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(16, 216))
-def test_many_random_plans(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(draw(random.Random(seed)), seed, tmp_path, monkeypatch)

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -266,8 +266,7 @@ def test_a_ctrl_c_at_a_wait_leaves_the_memory_to_the_request(
         assert train_step(engine, DEEP, 0) == expected[0]
         stuck.armed = True
         with pytest.raises(KeyboardInterrupt):
-            engine.backward(square_loss(engine, 1, 0))
-            time.sleep(10)
+            _interrupted(engine, 1, lambda: True)
         engine.zero_grad()
         gc.collect()
         assert stuck.reached
@@ -298,10 +297,13 @@ def _signal_at(call: int, number: int, only_waits: bool = False) -> Iterator[lis
         sys.setprofile(None)
 
 
-def _interrupted(engine: offload.Engine, step: int) -> None:
-    """A forward and a backward. The signal may arrive a moment later than it was sent."""
+def _interrupted(engine: offload.Engine, step: int, is_coming: Callable[[], bool]) -> None:
+    """A forward and a backward. A signal that was sent may arrive a moment later."""
     engine.backward(square_loss(engine, step, 0))
-    time.sleep(1)
+    for _ in range(6000):  # one long sleep would miss a signal that comes just before its system call
+        if not is_coming():
+            break
+        time.sleep(0.01)
 
 
 def _goes_on(engine: offload.Engine, expected: list[float]) -> None:
@@ -325,7 +327,7 @@ def test_a_ctrl_c_at_a_call_gives_everything_back(
         assert train_step(engine, DEEP, 0) == expected[0]
         try:
             with _signal_at(call, signal.SIGINT, only_waits) as counted:
-                _interrupted(engine, 1)
+                _interrupted(engine, 1, lambda: counted[0] >= call)
         except KeyboardInterrupt:
             pass
         else:
@@ -343,7 +345,7 @@ def test_a_handler_may_destroy_the_engine(
 ) -> None:
     """The call that was interrupted raises the handler's error, or that the engine is closed."""
     use_queue(monkeypatch, lambda: LateQueue(call, 0.003))
-    before = process_memory().needed_bytes
+    before, stopped = process_memory().needed_bytes, threading.Event()
 
     class Stopped(Exception):
         pass
@@ -351,14 +353,16 @@ def test_a_handler_may_destroy_the_engine(
     with running(DEEP, tmp_path, activations="nvme") as engine:
 
         def stop(number: int, frame: Any) -> None:
+            stopped.set()
             engine.destroy()
             if raises:
                 raise Stopped
 
         signal.signal(signal.SIGTERM, stop)
         train_step(engine, DEEP, 0)
-        with pytest.raises((Stopped, UsageError, EngineFailed)), _signal_at(call, signal.SIGTERM, only_waits):
-            _interrupted(engine, 1)  # the signal may come after both, or never
+        sent = _signal_at(call, signal.SIGTERM, only_waits)
+        with pytest.raises((Stopped, UsageError, EngineFailed)), sent as counted:
+            _interrupted(engine, 1, lambda: counted[0] >= call and not stopped.is_set())  # it may never be sent
             engine.destroy()
             raise Stopped
     assert process_memory().needed_bytes == before

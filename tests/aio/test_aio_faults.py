@@ -270,8 +270,8 @@ def test_ctrl_c_ends_a_wait(tmp_path: Path, backend: str) -> None:
 import os, signal, threading, time
 from offload.aio import DirectFile, IoQueue
 file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue({backend!r}, threads=1)
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     while True:
         queue.write(file, 0, bytes(16 << 20)).wait()
 except KeyboardInterrupt:

@@ -11,7 +11,6 @@ import torch
 import transformers
 
 from offload import testing
-from offload.finetune.output import Identity
 from tests.support import models, rounding_bounds
 from tests.support.model_folders import make_folder
 from tests.support.oracle import Job
@@ -107,22 +106,3 @@ def test_a_resumed_run_computes_its_loss_as_it_began(typed: tuple[str, ...], cal
     assert done.exit_code == 0 and "resuming after step 2" in done.stdout, done.output
     assert losses("log") == losses("whole") and len(losses("log")) == 8
     assert bool(calls) == (not typed) == (f"{AT_ONCE}: the run has begun with all logits" not in done.stdout)
-
-
-@pytest.mark.slow
-def test_a_run_of_an_earlier_version_is_resumed_with_all_logits(
-    calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its commits say nothing of the loss."""
-    call(*RUN, "--no-chunked-loss", "--log", "whole", "--run", "whole")
-    identity = Identity._asdict
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            Identity,
-            "_asdict",
-            lambda self: {key: value for key, value in identity(self).items() if key != "chunked_loss"},
-        )
-        call(*RUN, "--no-chunked-loss", "--log", "log", "--steps", "2", "--keep")
-    done = call(*RUN, "--log", "log", "--resume", "must")
-    assert done.exit_code == 0 and f"{AT_ONCE}: the run has begun with all logits" in done.stdout, done.output
-    assert losses("log") == losses("whole") and not calls

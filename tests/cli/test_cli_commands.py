@@ -241,18 +241,6 @@ def test_keep_on_a_disk_that_is_too_small_is_an_error(monkeypatch: pytest.Monkey
     assert result.exit_code == 2 and "4.0 MiB" in result.stderr and "3.0 MiB" in result.stderr and not swap_files()
 
 
-@pytest.mark.slow
-def test_another_text_or_length_is_reported() -> None:
-    assert call("--steps", "1", "--keep").exit_code == 0
-    more = ("--keep", "--resume", "auto")
-    assert "resumed, and" not in call("--steps", "2", *more).stdout
-    output = " ".join(call("--steps", "3", "--seq-len", "16", *more).stdout.split())
-    assert "resumed, and the data differ (seq-len was 32, is 16" in output
-    Path("other.py").write_text("def half(number):\n    return number // 2\n\n" * 50)
-    output = " ".join(call("--steps", "4", "--seq-len", "16", *more, text="other.py").stdout.split())
-    assert "the data differ" in output and "checksum was" in output and "seq-len" not in output
-
-
 FILE: dict[str, Any] = {
     "train_batch_size": 32,
     "train_micro_batch_size_per_gpu": 4,

@@ -6,16 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
-import torch
-import transformers
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from offload.cli.main import app
-from offload.swapper.store.inspection import look
-from tests.support.frozen_blocks import through_blocks
 from tests.support.model_folders import MARKING_TEMPLATE, make_folder, write_lines
 
 SMALL = ("--model", "model", "--data", "chats.jsonl", "--seq-len", "64", "--batch-size", "2", "--device", "cpu")
@@ -38,32 +32,6 @@ def call(*arguments: str) -> Any:
     result = CliRunner().invoke(app, ["train", *SMALL, *arguments])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("option", "form"), [("--load-in-4bit", "nf4"), ("--load-in-8bit", "int8")])
-def test_adapters_train_over_the_values_of_the_folders_weights(option: str, form: str) -> None:
-    done = call(*LORA, option, "--steps", "4", "--dtype", "fp32", "--output", "out", "--keep")
-    assert done.exit_code == 0, done.output
-    manifest = look(Path("swap/default/rank0")).manifest
-    assert manifest is not None and manifest.spec.fingerprint["frozen"] == form
-    assert f"frozen matrices are stored in {form}: " in done.output
-    # The same job over a folder that contains the values.
-    model = transformers.AutoModelForCausalLM.from_pretrained("model")
-    for name, parameter in model.named_parameters():
-        if "_proj" in name:
-            parameter.data = through_blocks(parameter, form, torch.float32)
-    model.save_pretrained("values")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
-        if Path("model", name).exists():
-            Path("values", name).write_bytes(Path("model", name).read_bytes())
-    plain = call(*LORA, "--steps", "4", "--dtype", "fp32", "--output", "other", "--run", "b", "--model", "values")
-    assert plain.exit_code == 0, plain.output
-    ours, theirs = (load_file(f"{folder}/adapter_model.safetensors") for folder in ("out", "other"))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    back = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained("model"), "out")
-    assert back.peft_config
 
 
 WRONG = {

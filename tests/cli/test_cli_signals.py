@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from offload.cli.signals import exit_on_signal, signals
-from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
 from tests.support.model_folders import make_folder
 from tests.support.processes import warm_process
 
@@ -47,32 +45,12 @@ def stopped(process: warm_process.Process, number: int) -> str:
     return errors
 
 
-def wait_for(process: warm_process.Process, text: str) -> None:
-    """Wait until it says so on stderr."""
-    assert process.stderr is not None
-    for line in process.stderr:
-        if text in line:
-            return
-    raise AssertionError(f"it ended with {process.wait()} and never said {text!r}")
-
-
 def there(process: warm_process.Process, found: Callable[[], Any]) -> None:
     end = time.monotonic() + LONG
     while not found():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("at", ["the drive", "matrix products in bf16"])
-def test_a_probe_ends_on_a_signal(number: int, at: str, tmp_path: Path) -> None:
-    process = begin(tmp_path, "probe", ".", "--size", "64MiB", "--device", "cpu")
-    wait_for(process, f"measuring {at}")
-    stopped(process, number)
-    assert not list((tmp_path / "cache").rglob("*.json")) and not list(tmp_path.glob(".offload-probe*"))
 
 
 @pytest.mark.sample(1)
@@ -90,29 +68,6 @@ def test_what_measures_a_drive(command: tuple[str, ...], tmp_path: Path) -> None
     there(process, lambda: list(tmp_path.iterdir()))
     stopped(process, signal.SIGTERM)
     assert not list(tmp_path.iterdir()), "its files are gone"
-
-
-@pytest.mark.slow
-def test_a_model_that_is_measured(tmp_path: Path) -> None:
-    """Within one call of torch as well: `exit_on_signal` below."""
-    keep_rates(tmp_path)
-    config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=4096
-    )
-    config.save_pretrained(tmp_path / "model")
-    process = begin(tmp_path, "plan", "--model", "model", "--seq-len", "2048", "--batch-size", "8", "--measure")
-    wait_for(process, "measuring forward and backward, pass 1")
-    stopped(process, signal.SIGINT)
-
-
-def keep_rates(folder: Path) -> None:
-    from offload.hardware.info import machine
-
-    about = machine() | {"name": "here", "gpu": None, "gpu_memory_bytes": 0}
-    rates = Rates(*(1e10,) * 5, dict.fromkeys(DTYPES, DtypeRates(*(1e10,) * 5)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        keep(Probed(about, rates, (), "2026-11-22", 1.0))
 
 
 NATIVE = "[ctypes.CDLL(None).pthread_mutex_lock(mutex) for _ in range(2)]"

@@ -24,7 +24,7 @@ from offload.fileio.jsonl import check_log, cut_log, hold_log
 from offload.finetune import model as language_model
 from offload.hardware import probe, sustained
 from offload.swapper.store import run_status
-from tests.support.model_folders import make_folder, write_lines
+from tests.support.model_folders import write_lines
 from tests.support.processes.cli_in_process import all_lines, call, facts, isolated_cache, log, run_folder, swap_files
 
 STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "read_bytes", "written_bytes", "drives", "time"}
@@ -446,19 +446,6 @@ def test_a_probe_that_was_disturbed_is_named_beside_its_prediction(monkeypatch: 
     assert told["doubts"] == [doubt] and told["others_share"] == pytest.approx(0.4)
     text = " ".join(done.stderr.split())
     assert text.count(doubt) == 2, "with the prediction at the start, and beside what came"
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("more", [(), ("--activation-checkpointing", "--lora", "r=2,dropout=0.5,targets=all-linear")])
-def test_losses_are_the_same_with_a_prediction(more: tuple[str, ...]) -> None:
-    make_folder(Path("model"))
-    arguments = ("--model", "model", "--steps", "2", *more)
-    before = facts_prediction(*arguments)
-    keep()
-    after = facts_prediction(*arguments)
-    assert not before["predicted"] and after["predicted"]
-    assert after["losses"] == before["losses"] and after["grad_norms"] == before["grad_norms"]
 
 
 @pytest.mark.sample(1)

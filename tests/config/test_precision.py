@@ -250,22 +250,6 @@ def test_train_chooses_a_dtype_and_reports_it(monkeypatch: pytest.MonkeyPatch) -
     assert output.startswith("dtype fp32: on this processor it is 7.1 times as fast") and "\nfp32 on cpu: " in output
 
 
-@pytest.mark.slow
-def test_train_keeps_the_dtype_of_options_and_files(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    machine(monkeypatch, SLOW)
-    assert train("--steps", "1", "--dtype", "bf16").startswith("bf16 on cpu: ")
-    assert len(warnings_of(caplog)) == 1
-    for content, dtype in (({"enabled": True}, "bf16"), ({"enabled": False}, "fp32"), (None, "fp32")):
-        Path("ds.json").write_text(json.dumps({"bf16": content, "gradient_clipping": 1.0}))
-        assert train("--steps", "1", "--config", "ds.json").startswith(f"{dtype} on cpu: ")
-    machine(monkeypatch, FAST)
-    assert train("--steps", "1", "--config", "ds.json").startswith("fp32 on cpu: "), "as in DeepSpeed"
-    Path("ds.json").write_text(json.dumps({"bf16": {"enabled": "auto"}, "gradient_clipping": 1.0}))
-    assert train("--steps", "1", "--config", "ds.json").startswith("bf16 on cpu: ")
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("there", "here", "dtype"), [(FAST, SLOW, "bf16"), (SLOW, FAST, "fp32")])
 def test_a_run_that_goes_on_elsewhere_stays_as_it_is(

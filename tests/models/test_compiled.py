@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -164,36 +163,3 @@ def test_what_cannot_be_compiled_is_an_error_and_leaves_the_model(tmp_path: Path
         engine.compile(compiled_autograd_enabled=True)
     assert not any(is_compiled(engine.module))
     engine.destroy(remove=True)
-
-
-def llama(recompute: bool, compiled: bool) -> nn.Module:
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    numbers = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
-    config = LlamaConfig(**numbers, max_position_embeddings=32, vocab_size=64, use_cache=False)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
-    if recompute:
-        model.gradient_checkpointing_enable()
-    for block in model.model.layers if compiled else ():
-        block.compile(backend="aot_eager")
-    return model
-
-
-def llama_loss(model: Any, step: int, micro: int) -> torch.Tensor:
-    ids = models.tokens(step, micro, (2, 16), 64)
-    return model(input_ids=ids, labels=ids).loss
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_layers_of_a_llama(recompute: bool, tmp_path: Path) -> None:
-    """The modules within have no hooks: with activation checkpointing these are run alone, uncompiled."""
-    eager = Job(functools.partial(llama, recompute, False), llama_loss, steps=2)
-    room = room_for(eager, 2)
-    expected = run(eager, DISK, tmp_path / "eager", device_memory=room)
-    compiled = eager._replace(model=functools.partial(llama, recompute, True))
-    for placement, options in ((DISK, {"device_memory": room}), (MEMORY, {})):
-        found = run(compiled, placement, tmp_path / placement[0], **options)
-        assert found.losses == expected.losses and found.norms == expected.norms

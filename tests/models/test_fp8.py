@@ -57,13 +57,6 @@ def test_the_block_fp8_is_the_conversion_by_hand(tmp_path: Path) -> None:
 
 
 @needs_torchao
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
-def test_recipes_of_fp8_have_the_same_bits_in_every_tier(recipe: str, tmp_path: Path) -> None:
-    assert_same(*(run(of_key(recipe), tier, tmp_path / tier[0]) for tier in (IN_MEMORY, DISK)), recipe)
-
-
-@needs_torchao
 def test_an_error_after_the_conversion_gives_the_layers_back(tmp_path: Path) -> None:
     model = models.llama()
     layers = list(model.modules())

@@ -131,17 +131,6 @@ def test_the_first_line_says_that_the_probe_was_disturbed(shape: Shape) -> None:
     assert cautions(plan(shape, machine, Load(1)), Asked())[0] == doubts[-1]
 
 
-@pytest.mark.slow
-def test_advice_is_a_prediction_of_its_own(shape: Shape) -> None:
-    machine = described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")])
-    planned = recommend.choose(shape, machine, Load(1), None)
-    found = {change.words: change for change in recommend.advise(planned).changes}
-    many = planned.given._replace(accumulation=4)
-    again = recommend.plan(shape, machine, many, planned.content)
-    assert found["4 micro-batches a step"].seconds == again.timing.seconds
-    assert all(change.gain >= 1.05 for change in found.values())
-
-
 def test_the_recommended_host_budget_is_what_pays(shape: Shape) -> None:
     machine = described("RTX 4090", 512 * GIB, [parse_drive("7GB/s,4GB/s")])
     by_default, tight = (plan(shape, machine, Load(1, 1, True), host_memory=n) for n in (None, 30 * GIB))
@@ -266,18 +255,6 @@ def test_a_part_of_a_name_is_the_card_that_users_mean(text: str, name: str) -> N
     assert find_gpu(text)[0].name == name
 
 
-@pytest.mark.slow
-def test_a_card_without_units_for_bf16_is_planned_in_fp32_as_train_would() -> None:
-    count = ("--parameters", "1B", "--layers", "4", "--gpu", "T4")
-    plain, half = found(*count), found(*count, "--dtype", "fp16")
-    assert not {"bf16", "fp16"} & plain["config"].keys()
-    assert any("--dtype fp16 is faster there" in each for each in plain["machine"]["assumed"])
-    assert not any("--dtype fp16" in each for each in half["machine"]["assumed"])
-    assert half["step"]["compute_seconds"] < plain["step"]["compute_seconds"]
-    rates = {dtype: described("T4", dtype=dtype).matmul for dtype in ("fp32", "bf16", "fp16")}
-    assert rates["bf16"] < rates["fp32"] < rates["fp16"]
-
-
 def test_ram_is_as_large_as_it_is_sold() -> None:
     assert parse_memory("64GB") == parse_memory("64GiB") == parse_memory("64 gb") == parse_memory("64G") == 64 * GIB
     assert found(*TINY, *MACHINE)["machine"]["ram"] == int(0.9 * 64 * GIB)
@@ -307,33 +284,6 @@ def test_what_a_run_saves_of_adapters_is_their_bytes_alone() -> None:
 
 
 # -- activations --------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_report_says_where_inputs_are() -> None:
-    report = found(*COUNT, *OWN_MACHINE, "--activations", "auto", "--chunked-loss", "--batch-size", "24")
-    tiers = report["activation_tiers"]
-    assert sum(tiers["inputs"].values()) == 8 and tiers["inputs"]["device"] >= 1
-    assert tiers["host"] > 24 * 2 * 2048 * 5120 and tiers["device"] == report["activations"]
-    assert report["step"]["recompute"] and report["step"]["chunked_loss"] and report["step"]["tile_tokens"] == 24 * 2048
-    assert report["config"]["offload"]["activations"] == "auto"
-    ways = {row["activations"]: row for row in report["ways"]}
-    assert ways["auto"]["batch"] >= 24 > ways["device"]["batch"] and ways["device"]["seconds"] is None
-    done = run(
-        *COUNT,
-        *OWN_MACHINE,
-        "--activations",
-        "cpu",
-        "--chunked-loss",
-        "--tile-mlp",
-        "16",
-        "--batch-size",
-        "8",
-        "--details",
-    )
-    for words in ("inputs of 8 blocks: 1 on the device, 7 in host memory", "loss in chunks", "tiles of 1024 tokens"):
-        assert words in done.stdout, done.stdout
-    assert "longest sequence with 8 in a micro-batch" in done.stdout and "does not fit" in done.stdout
 
 
 def test_a_config_with_activations_is_planned_and_written(tmp_path: Path) -> None:

@@ -271,41 +271,6 @@ def test_the_longest_sequence_is_the_last_that_fits(shape: Shape, wish: Wish, in
         assert fits(shape.at(256), load._replace(batch=sequences), wish, room) is has_room
 
 
-@pytest.mark.slow
-def test_the_table_tells_what_fits_and_what_it_costs(shape: Shape) -> None:
-    planned = recommend.plan(shape, card(), Load(2, chunked_loss=True), config("device"))
-    rows = {row.way.tier: row for row in reach.reach(planned)}
-    assert list(rows) == [None, "device", "cpu", "nvme", "auto"]
-    assert rows["device"].seconds == planned.timing.seconds
-    assert rows[None].seconds is None and rows[None].batch < planned.load.batch
-    for tier, row in rows.items():
-        if tier is None:
-            continue
-        content = reach.with_way(planned.content, row.way, card())
-        load = planned.load._replace(recompute=False, batch=row.batch)
-        recommend.plan(shape, card(), load, content)
-        with pytest.raises(BudgetError):
-            recommend.plan(shape, card(), load._replace(batch=row.batch + 1), content)
-        longest = shape.at(row.sequence_chunked)
-        recommend.plan(longest, card(), load._replace(batch=2), content)
-        with pytest.raises(BudgetError):
-            recommend.plan(shape.at(row.sequence_chunked + 1), card(), load._replace(batch=2), content)
-
-
-@pytest.mark.slow
-def test_attention_is_kept_where_a_long_sequence_gets_a_shorter_step() -> None:
-    short, long = (
-        recommend.choose(from_count(2_600_000_000, 8, tokens), card(), Load(1, chunked_loss=True), None)
-        for tokens in (8192, 16384)
-    )
-    assert not short.load.keep_attention and long.load.keep_attention
-    content = reach.with_way(long.content, reach.Way("the same, attention again", "device"), card())
-    again = recommend.plan(long.shape, card(), long.given, content)
-    assert long.timing.seconds * 1.03 < again.timing.seconds
-    outputs = sum(long.shape.uses[block.uses[0]].boundary for block in long.shape.blocks)
-    assert outputs < long.needed.device - again.needed.device < 1.1 * outputs
-
-
 def test_a_way_by_which_nothing_fits_is_a_line_and_no_row(shape: Shape) -> None:
     planned = recommend.plan(shape, card(), Load(1, chunked_loss=True), config("device"))
     kept = reach.Reach(reach.Way("all kept", None), 0, 0, 0, None)

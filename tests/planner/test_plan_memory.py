@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from dataclasses import replace
@@ -38,7 +37,6 @@ from offload.swapper.memory.limits import free_host_memory
 from offload.torch_internals import TorchDispatchMode, tree_leaves
 from tests.support import models
 from tests.support.frozen_blocks import deep
-from tests.support.model_folders import make_folder
 from tests.support.oracle import config, start
 from tests.support.sampling import examples
 
@@ -301,22 +299,6 @@ def test_bytes_are_those_of_the_run(form: str, tmp_path: Path) -> None:
 def command(*options: str) -> Any:
     machine = ("--gpu", "24GB", "--ram", "16GB", "--drive", "7GB/s,4GB/s", "--seq-len", "64")
     return CliRunner().invoke(app, ["plan", *machine, *options])
-
-
-@pytest.mark.slow
-def test_the_command_plans_adapters_over_codes(tmp_path: Path) -> None:
-    make_folder(tmp_path / "model", weights=False, hidden_size=128, intermediate_size=512)
-    given = ("--model", str(tmp_path / "model"), "--lora", "r=4", "--write", str(tmp_path / "config.json"))
-    done = command(*given, "--load-in-4bit")
-    assert done.exit_code == 0, done.output
-    content = json.loads((tmp_path / "config.json").read_text())
-    assert content["offload"]["frozen"] == "nf4" and content["optimizer"]["params"]["lr"] == 2e-4
-    stored = {
-        option: json.loads(command(*given[:4], option, "--json").stdout)["model"]["parameters"]
-        for option in ("--load-in-4bit", "--load-in-8bit")
-    }
-    assert len(set(stored.values())) == 1, "parameters are counted, not codes"
-    assert command(*given[:4], "--config", str(tmp_path / "config.json")).exit_code == 0
 
 
 WRONG = {

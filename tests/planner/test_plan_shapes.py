@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -307,22 +306,6 @@ def probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["plan", *arguments, "--seq-len", str(TOKENS)])
-
-
-@pytest.mark.slow
-def test_the_command_reports_what_was_measured(probed: None, tmp_path: Path) -> None:
-    name = save_config(tmp_path / "model", layers=2)
-    done = plan("--model", name, "--measure", "--json")
-    assert done.exit_code == 0, done.output
-    report = json.loads(done.stdout)
-    assert (report["machine"]["measured"]["layers"], report["machine"]["measured"]["of"]) == (2, 2)
-    plain = json.loads(plan("--model", name, "--json").stdout)
-    assert plain["machine"]["measured"] is None
-    assert plain["tiers"] == report["tiers"], "bytes do not depend on it"
-    assert (
-        "measured: forward and backward of a micro-batch with 2 of 2 layers"
-        in plan("--model", name, "--measure", "--details").stdout
-    )
 
 
 def test_only_a_model_on_this_machine_can_be_measured(probed: None, tmp_path: Path) -> None:

@@ -281,22 +281,6 @@ def test_an_update_that_cannot_be_undone_waits_for_step(options: dict[str, Any],
     assert found.timing.simulation.speculated == () and found.timing.miss_seconds == 0
 
 
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("model", "ram", "most"), [("llama-13b", 128, 47), ("llama-7b", 64, 26)], ids=["13B", "7B"])
-def test_a_step_without_durability_is_no_slower_than_a_durable_one(model: str, ram: int, most: float) -> None:
-    """Each layer on the drive has two slots either way; without commits, states in RAM are not written too."""
-    shape, load = from_name(model, 2048, torch.bfloat16), Load(4, 4, chunked_loss=True)
-    on = described("RTX 4090", ram * GIB, [parse_drive("7GB/s,5GB/s")])
-    without, durable = (recommend.choose(shape, on, load, None, durability=each) for each in ("none", "step"))
-    assert without.timing.seconds <= min(most, durable.timing.seconds)
-    assert without.memory.slots == 1 and without.memory.stored < durable.memory.stored
-    seldom = recommend.choose(shape, on, load, None, durability={"every": 10})
-    assert seldom.timing.seconds == durable.timing.seconds and seldom.memory.stored > durable.memory.stored
-    late = recommend.plan(shape, on, without.given._replace(speculate=False), without.content)
-    assert late.timing.seconds > 1.3 * without.timing.seconds and late.memory.stored < without.memory.stored
-
-
 @pytest.mark.parametrize(
     ("durability", "slots"),
     [
@@ -366,17 +350,6 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["plan", *MODEL, *MACHINE, *arguments])
 
 
-@pytest.mark.slow
-def test_the_command_takes_an_order() -> None:
-    done = run("--accumulation", "2", "--schedule", "micro_batch_major", "--no-speculate", "--details")
-    assert done.exit_code == 0, done.output
-    assert "micro-batch-major: the config asks for it" in done.output and "if it clips" in done.output
-    done = run("--schedule", "rows")
-    assert (
-        done.exit_code == 2 and "expected --schedule of auto, layer_major, micro_batch_major, got 'rows'" in done.output
-    )
-
-
 UNIFIED = [gpu for gpu in GPUS if gpu.unified]
 COUNT = ("plan", "--parameters", "1B", "--layers", "16", "--seq-len", "1024", "--ram", "64GB", "--drive", "7GB/s,5GB/s")
 
@@ -416,18 +389,6 @@ def test_a_card_without_a_figure_reaches_what_its_generation_reaches(gpu: str, d
     (rate,) = [rate for rate in machine.rates if rate.name.startswith("matrix products")]
     assert rate.origin == "assumed"
     assert (f", as other cards of {card.generation} reached" in rate.source) == (share != 0.5)
-
-
-@pytest.mark.slow
-def test_the_plan_prints_a_line_for_each_origin() -> None:
-    done = CliRunner().invoke(app, [*COUNT, "--gpu", "RTX 4090", "--pcie", "20GB/s", "--details"])
-    lines = {line.partition(":")[0]: " ".join(line.split()) for line in done.stdout.splitlines()}
-    assert done.exit_code == 0 and "Tflop/s" in done.stdout
-    assert lines["published"].startswith("published: matrix products in bf16 165 Tflop/s (github.com/")
-    assert lines["given"].startswith(
-        "given: copies to and from the GPU, each way, 20 GB/s (--pcie); reads of the drive 7"
-    )
-    assert lines["assumed"]
 
 
 @pytest.mark.slow

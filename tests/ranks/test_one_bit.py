@@ -339,12 +339,10 @@ def in_tiles_of_rank(job: Job, folder: Path) -> Any:
 def test_placements_have_the_same_bits(options: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
     job = JOB._replace(**options)
     memory = ranks.run(train_and_look, job, MEMORY, tmp_path / "memory")
-    host = ranks.run(train_and_look, job, HOST, tmp_path / "host")
     disk = ranks.run(in_tiles_of_rank, job, tmp_path / "disk")
-    for one, *others in zip(memory, host, disk, strict=True):
-        for other in others:
-            assert_same(one.result, other.result, "placements")
-            assert one.checksums == other.checksums
+    for one, other in zip(memory, disk, strict=True):
+        assert_same(one.result, other.result, "placements")
+        assert one.checksums == other.checksums
     if job.optimizer != "ZeroOneAdam":
         one, other = memory
         assert_same_tensors(one.result.weights, other.result.weights)
@@ -417,27 +415,23 @@ STEPS, WARM = 20, 3
 def check_bytes(pool: RankPool, kind: str, size: int, folder: Path) -> None:
     job = JOB._replace(steps=STEPS, optimizer=kind, params=(("freeze_step", WARM),))
     both = pool.run(sent_in, job, folder / "signs", WARM, STEPS - WARM)
-    adam = pool.run(sent_in, job._replace(optimizer="AdamW", params=()), folder / "adam", STEPS)
+    adam = pool.run(sent_in, job._replace(optimizer="AdamW", params=()), folder / "adam", 1, 1)
     for rank, (found, plain) in enumerate(zip(both, adam, strict=True)):
         (warm, signs), numels = found
+        (_, step), _ = plain
         assert warm.parameters == Sent(0, 0) and warm.gradients.nbytes > 0
         assert signs.gradients == Sent(0, 0), "after the warm-up no gradient leaves its rank"
         rows = [numel // SIGN_BLOCK for numel in numels]
         own = [len(range(rank, count, size)) for count in rows]
         a_step = sum(count - mine + (size - 1) * mine for count, mine in zip(rows, own, strict=True)) * ROW_NBYTES
         assert signs.parameters.nbytes == (STEPS - WARM) * a_step
-        assert 5 * (warm.gradients.nbytes + signs.parameters.nbytes) < plain[0][0].gradients.nbytes
-        assert 5 * (warm.total.nbytes + signs.total.nbytes) < plain[0][0].total.nbytes
+        assert 5 * (warm.gradients.nbytes + signs.parameters.nbytes) < STEPS * step.gradients.nbytes
+        assert 5 * (warm.total.nbytes + signs.total.nbytes) < STEPS * step.total.nbytes
 
 
 @pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb"])
 def test_a_run_sends_a_fifth(kind: str, ranks: RankPool, tmp_path: Path) -> None:
     check_bytes(ranks, kind, 2, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_run_of_four_ranks_sends_a_fifth(four: RankPool, tmp_path: Path) -> None:
-    check_bytes(four, "OneBitAdam", 4, tmp_path)
 
 
 # -- losses --------------------------------------------------------------------------------------------
@@ -517,13 +511,16 @@ def in_two_parts(job: Job, stop: int, folder: Path) -> tuple[Any, ...]:
     ("job", "stop"), [(JOB, 3), (ZERO_ONE, 7), (LAMB, 3)], ids=["1-bit Adam", "0/1 Adam", "1-bit LAMB"]
 )
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(job: Job, stop: int, ranks: RankPool, tmp_path: Path) -> None:
-    """0/1 Adam resumes between two exchanges, where ranks have weights of their own."""
+    """0/1 Adam resumes between two exchanges, where ranks have weights of their own. A checkpoint has no errors."""
     for unbroken, resumed in ranks.run(in_two_parts, job, stop, tmp_path):
         assert unbroken[0] == resumed[0]
         assert_same_tensors(unbroken[1], resumed[1])
     torch.manual_seed(0)
     with pytest.raises(StoreError, match=r"2 ranks.*1 rank.*errors of its own.*save_checkpoint"):
         offload.initialize(model=job.model(), config=config(job, DISK, tmp_path / "two", resume="must"))
+    if job is not ZERO_ONE:
+        for errors, moments in ranks.run(from_checkpoint, job, tmp_path):
+            assert moments and not errors
 
 
 @pytest.mark.works("Several ranks", "SIGKILL of one rank that trains by 1-bit Adam, resume of all", "right")
@@ -559,10 +556,3 @@ def from_checkpoint(job: Job, folder: Path) -> tuple[bool, bool]:
     engine.step()
     engine.destroy(remove=True)
     return any(states["errors"]), any(states["moments"])
-
-
-@pytest.mark.parametrize("job", [JOB, pytest.param(LAMB, marks=pytest.mark.slow)], ids=["1-bit Adam", "1-bit LAMB"])
-def test_a_checkpoint_begins_with_errors_of_zero(job: Job, ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(in_two_parts, job, 3, tmp_path)
-    for errors, moments in ranks.run(from_checkpoint, job, tmp_path):
-        assert moments and not errors

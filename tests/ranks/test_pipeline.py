@@ -133,14 +133,6 @@ def test_eight_ranks_in_three_dimensions_equal_one_process(alone: Callable[..., 
     rounding_bounds.same_training(found, alone(CLIPPED), CLIPPED, reordered=True)
 
 
-@pytest.mark.slow
-def test_a_process_has_the_first_and_the_last_stage(
-    ranks: RankPool, alone: Callable[..., Result], tmp_path: Path
-) -> None:
-    found = ranks.run(in_memory_and_on_disk, JOB, Plan("ZBVZeroBubble", stages=4), tmp_path / "two")
-    same_bits(pipelines.together(found), alone(JOB))
-
-
 AGAIN = {"activations": "nvme", "units": ["Block"]}
 OTHERS: dict[str, tuple[Job, dict[str, Any]]] = {
     "blocks computed again": (JOB, AGAIN),

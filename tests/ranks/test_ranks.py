@@ -140,7 +140,7 @@ def threads_after_engines(job: Job, folder: Path) -> list[int]:
             engine = start(job, DISK, folder / str(number))
             found.append(threads_of_groups())
             engine.destroy(remove=True)
-            deadline = time.monotonic() + 10  # the kernel lists a thread for a moment after it was joined
+            deadline = time.monotonic() + 60  # the kernel lists a thread for a moment after it was joined
             while threads_of_groups() > found[0] and time.monotonic() < deadline:
                 time.sleep(0.01)
             found.append(threads_of_groups())
@@ -739,7 +739,7 @@ def test_four_ranks_of_a_low_stage_equal_one_rank_in_every_placement(
     stage: int, four: RankPool, tmp_path: Path
 ) -> None:
     job = SUMS._replace(stage=stage)
-    found = four.run(train_in_all, job, tmp_path, [MEMORY, ("none", "cpu"), DISK])[0]
+    found = four.run(train_in_all, job, tmp_path, [MEMORY, DISK])[0]
     rounding_bounds.same_training(found, train(job, DISK, tmp_path / "one"), job, reordered=True)
 
 

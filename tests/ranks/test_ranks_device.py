@@ -96,10 +96,10 @@ def same_bits_alone(device_type: str, folder: Path) -> None:
     with closing(DeviceRankPool(device_type, 1)) as one:
         for stage in (1, 2, 3):
             job, placements = JOB._replace(stage=stage), [("none", "none"), ("nvme", "nvme")]
-            [silent] = one.run(train_in, job, folder, placements)
+            [[silent]] = one.run(train_in, job, folder, placements[:1])
             [loud] = one.run(train_in, job, folder, placements, True)
-            for expected, found in zip(silent, loud, strict=True):
-                assert_same(expected, found, f"stage {stage}")
+            for found in loud:
+                assert_same(silent, found, f"stage {stage}")
 
 
 def test_a_process_that_trains_alone_has_the_same_bits_with_every_collective(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import json
 import logging
 import random
 import re
-import shutil
 import socket
 import sys
 import threading
@@ -34,7 +33,7 @@ from tests.support.oracle import Job, assert_same_tensors, processes, train_step
 from tests.support.ranks import sequence_parallel as sp
 from tests.support.ranks import tensor_parallel as tp
 from tests.support.ranks.rank_jobs import JOBS, language_rows_loss
-from tests.support.ranks.rank_pool import RankPool, free_port, meet, pool, rank_and_size, start
+from tests.support.ranks.rank_pool import RankPool, free_port, meet, rank_and_size, start
 
 DISK = ("nvme", "nvme")
 JOB = models.GPT2._replace(loss=language_rows_loss, steps=5, dtype="bf16")
@@ -379,24 +378,9 @@ def refused(folder: Path) -> str:
     return ""
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_far_behind_is_not_advised_to_start_again(tmp_path: Path) -> None:
-    run = tmp_path / "default"
-    with pool(2) as ranks:
-        ranks.run(trained, tmp_path, 1)
-        shutil.copytree(run / "rank1", tmp_path / "before")
-        ranks.run(trained, tmp_path, 3)
-        shutil.rmtree(run / "rank1")
-        shutil.copytree(tmp_path / "before", run / "rank1")
-        zero, one = ranks.run(refused, tmp_path)
-    assert zero.startswith("StoreError: ") and "but the ranks agreed on commit" in zero
-    assert one.startswith("RankError: rank 0 ") and "but the ranks agreed on commit" in one
-    assert "could not start" in one and "fix that first" in one
-    assert rank_and_size() == (0, 1)
-
-
-LONGEST = 0.3
-SILENT = "torch's key-value store has not answered for 0.3 s"
+LONGEST = 3.0
+"""Seconds for a call: many times what one takes on a busy machine."""
+SILENT = f"torch's key-value store has not answered for {LONGEST:g} s"
 
 
 class Cable:

@@ -26,7 +26,7 @@ from tests.checkpoints.test_resume_other_ranks import Case, begun, loaded, resum
 from tests.ranks.test_agreement import Experts
 from tests.support import models, rounding_bounds
 from tests.support.modules.matrix_models import MUON
-from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, small_pieces, trained
+from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, trained
 from tests.support.ranks.rank_jobs import JOBS, rows_loss
 from tests.support.ranks.rank_pool import RankPool, rank_and_size, start, train
 
@@ -76,23 +76,6 @@ def test_two_replicas_have_the_bits_of_one(name: str, ranks: RankPool, tmp_path:
     for result, checksums in ranks.run(train_and_look, job._replace(shard_size=1), DISK, tmp_path / "both"):
         assert_same(result, alone.result)
         assert checksums == alone.checksums
-
-
-def train_in_pieces(job: Job, folder: Path) -> Trained:
-    """Trains on disk with tiles that are far smaller than a unit."""
-    with pytest.MonkeyPatch.context() as patches:
-        small_pieces(patches)
-        return train_and_look(job, DISK, folder)
-
-
-@pytest.mark.slow
-def test_two_replicas_step_matrices_tile_by_tile(ranks: RankPool, tmp_path: Path) -> None:
-    """A rank with whole units has no parts of matrices, so it needs no tile that has all of them."""
-    job = MUON._replace(dtype="fp16", steps=2)
-    one = train_in_pieces(job, tmp_path / "one")
-    for result, checksums in ranks.run(train_in_pieces, job._replace(shard_size=1), tmp_path / "both"):
-        assert_same(result, one.result)
-        assert checksums == one.checksums
 
 
 @pytest.mark.numeric

@@ -264,18 +264,6 @@ def test_a_device_without_room_for_it_is_an_error_that_names_the_key() -> None:
         check_room(kept, 3 << 30, 2 << 30)
 
 
-@pytest.mark.slow
-def test_a_node_of_all_ranks_keeps_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    """The primary partition is within the node already."""
-    plain_job = JOB._replace(steps=1)
-    job = plain_job._replace(node=2)
-    plain = ranks.run(train_in_little_room, plain_job, HOST, tmp_path / "plain", 1 << 16)
-    for one, other in zip(ranks.run(train_in_little_room, job, HOST, tmp_path / "one", 1 << 16), plain, strict=True):
-        assert_same(one.result, other.result)
-        assert one.sent == other.sent
-        assert any("zero_hpz_partition_size has no effect" in notice for notice in one.notices)
-
-
 # -- runs ---------------------------------------------------------------------------------------------
 
 

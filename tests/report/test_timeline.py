@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli.main import app
-from offload.engine.engine import IoBytes
 from offload.errors import ConfigError
 from offload.presets import PRESETS
 from offload.timeline import Row, Timeline, path_of
@@ -37,8 +36,6 @@ from tests.support.oracle import (
     trained,
 )
 from tests.support.processes import warm_process
-from tests.support.ranks.rank_pool import RankPool
-from tests.support.ranks.rank_pool import start as start_rank
 
 DISK = ("nvme", "nvme")
 
@@ -310,28 +307,6 @@ def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_done(where
         offload.initialize(model=model, config=config(JOB, DISK, tmp_path / "swap", trace=str(tmp_path / where)))
     assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
     assert_same_tensors(before, model.state_dict())
-
-
-def _train_and_count(folder: Path) -> IoBytes:
-    engine = start_rank(JOB, DISK, folder / "swap", trace=str(folder / "trace.json"))
-    before = engine.io_bytes()
-    for step in range(2):
-        train_step(engine, JOB, step)
-    engine.destroy(remove=True)
-    after = engine.io_bytes()
-    return IoBytes(after.read - before.read, after.written - before.written)
-
-
-@pytest.mark.slow
-def test_each_of_two_ranks_writes_its_time_line(ranks: RankPool, tmp_path: Path) -> None:
-    moved = ranks.run(_train_and_count, tmp_path)
-    for rank in range(2):
-        content = read(tmp_path / f"trace.rank{rank}.json")
-        assert {event["pid"] for event in content["traceEvents"]} == {rank + 1} and content["otherData"]["rank"] == rank
-        assert sum(span.nbytes for span in row(content, Row.READS)) == moved[rank].read
-        assert sum(span.nbytes for span in row(content, Row.WRITES)) == moved[rank].written
-        assert {"agree on a step", "agree to gather h.0", "gather"} <= names(content, Row.RANKS)
-    assert sorted(path.name for path in tmp_path.glob("trace*")) == ["trace.rank0.json", "trace.rank1.json"]
 
 
 # -- offload train ------------------------------------------------------------------------------------

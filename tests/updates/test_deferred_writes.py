@@ -38,6 +38,7 @@ def written(engine: offload.Engine) -> int:
     return sum(drive.life_bytes for drive in engine.drive_writes())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="/".join)
 @pytest.mark.parametrize("job", [JOB, LORA._replace(steps=8)], ids=["all", "lora"])
 def test_a_step_between_commits_writes_nothing(job: Job, placement: tuple[str, str], tmp_path: Path) -> None:
@@ -93,6 +94,7 @@ def finish(engine: offload.Engine) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="/".join)
 def test_a_save_between_commits_has_the_newest_states(placement: tuple[str, str], tmp_path: Path) -> None:
     usual = run(JOB, placement, tmp_path / "usual")

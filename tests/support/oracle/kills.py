@@ -84,17 +84,23 @@ def _until_killed(
     by: Callable[..., float],
     late: float,
     options: dict[str, Any],
+    last: int,
 ) -> None:
-    """Trains in a process that may be killed, and writes a line of JSON for each step that `step()` has ended."""
+    """Trains to step `last`, and writes a line of JSON for each step that `step()` has ended.
+
+    Before the end of the job it then waits to be killed, however long that takes.
+    """
     logging.disable(logging.CRITICAL)
     if late:
         use_queue(pytest.MonkeyPatch(), lambda: LateQueue(os.getpid(), late))
     engine = start(job, placement, folder, resume="auto", **options)
     with log.open("a") as lines:
-        while engine.global_steps < job.steps:
+        while engine.global_steps < last:
             step = engine.global_steps
             loss = by(engine, job, step)
             print(json.dumps([step, loss, engine.get_global_grad_norm()]), file=lines, flush=True)
+    while last < job.steps:
+        time.sleep(1)
     torch.save(weights_of(engine), log.with_suffix(".weights"))
     engine.destroy(remove=True)
 
@@ -118,7 +124,10 @@ def kill_and_resume(
     chance = random.Random(seed)
     log = folder / "steps.jsonl"
     for attempt in range(kills + 1):
-        process = processes().Process(target=_until_killed, args=(job, placement, folder, log, by, late, options))
+        # At least one step is left for each later process.
+        last = job.steps - (kills - attempt)
+        arguments = (job, placement, folder, log, by, late, options, last)
+        process = processes().Process(target=_until_killed, args=arguments)
         seen = log.stat().st_size if log.exists() else 0
         process.start()
         if attempt < kills:
@@ -126,11 +135,9 @@ def kill_and_resume(
             while process.is_alive() and (log.stat().st_size if log.exists() else 0) == seen:
                 time.sleep(0.005)
             time.sleep(chance.uniform(0.0, 0.2))
-            assert process.is_alive(), "the process ended before it was killed: give the job more steps"
             process.kill()
         process.join()
-        if attempt == kills:
-            assert process.exitcode == 0, f"the last process ended with {process.exitcode}"
+        assert process.exitcode == (-signal.SIGKILL if attempt < kills else 0), f"it ended with {process.exitcode}"
     losses: dict[int, tuple[float, float]] = {}
     for line in log.read_text().splitlines():
         step, loss, norm = json.loads(line)

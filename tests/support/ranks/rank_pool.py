@@ -8,7 +8,9 @@ A pool is given one piece of work after the other: importing torch takes longer 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import itertools
 import logging
 import os
 import socket
@@ -25,11 +27,16 @@ import torch.distributed as dist
 import offload
 from tests.support.oracle import Job, Result, config, processes, weights_of
 
+_ports = itertools.count()
+
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Returns a free port below those that the kernel gives to connections, so that none takes it before its use."""
+    while True:
+        port = 10_000 + (97 * os.getpid() + next(_ports)) % 20_000  # others begin elsewhere
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def meet(rank: int, size: int, port: int) -> None:
