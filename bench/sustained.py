@@ -15,9 +15,8 @@ import tempfile
 from typing import Any
 
 import offload
-from bench.measure import options, report
+from bench.measure import in_process, options, report
 from bench.throttle import falling, throttled
-from offload.bench.child_process import in_process
 from offload.bench.measure import random_ids, seconds_of
 from offload.hardware import sustained
 from offload.hardware.probe import DTYPES, probe
