@@ -419,6 +419,21 @@ POINTS: Mapping[str, Sequence[str]] = {
     "size.device_blocks": ("offload.kernels.blocks:_DEVICE_BLOCKS",),
     "size.tokens_in_memory": ("offload.finetune.corpus.token_stream:_IN_RAM",),
     "size.text_piece": ("offload.finetune.corpus.packing:_AT_ONCE",),
+    # Threads.
+    "threads.module": (
+        "offload.activations.kept_inputs:threading",
+        "offload.engine.gradient_transfer:threading",
+        "offload.engine.gradients:threading",
+        "offload.engine.unit_views:threading",
+        "offload.engine.update:threading",
+        "offload.swapper.memory.lock:threading",
+        "offload.swapper.store.format:threading",
+        "offload.swapper.store.requests:threading",
+        "offload.swapper.store.spill_file:threading",
+        "offload.distributed.process_group:threading",
+    ),
+    "threads.clock": ("offload.distributed.process_group:time", "offload.engine.update:time"),
+    "threads.queue": ("offload.distributed.process_group:queue",),
     # What the machine says.
     "clock.steps": ("offload.metrics.meter:wall_clock",),
     "clock.interrupts": ("offload.interrupts:_RETRY_S",),

@@ -40,8 +40,14 @@ def use_backward_thread(monkeypatch: pytest.MonkeyPatch, always: bool = True) ->
     monkeypatch.setattr(autograd, "_engine_run_backward", on_another_thread(_RUN, always))
 
 
-def on_another_thread(run: Callable[..., Any], always: bool = True) -> Callable[..., Any]:
-    """Returns torch's `run`, which starts a graph task, on another thread; see `use_backward_thread`."""
+def on_another_thread(
+    run: Callable[..., Any], always: bool = True, hand_over: Callable[[_Work], None] | None = None
+) -> Callable[..., Any]:
+    """Returns torch's `run`, which starts a graph task, on another thread; see `use_backward_thread`.
+
+    `hand_over` runs what it is given on another thread, and returns when it has ended; by default on that of all tests.
+    """
+    hand_over = hand_over or _hand_over
 
     def start(*args: Any, **kwargs: Any) -> Any:
         # A backward within a backward, as of a reentrant checkpoint, stays on the device's thread.
@@ -49,7 +55,6 @@ def on_another_thread(run: Callable[..., Any], always: bool = True) -> Callable[
             return run(*args, **kwargs)
         modes = _get_current_dispatch_mode_stack()
         hooks = top_saved_tensor_hooks()
-        done: torch.futures.Future[None] = torch.futures.Future()
         result: list[Any] = []
         error: list[BaseException] = []
 
@@ -64,23 +69,32 @@ def on_another_thread(run: Callable[..., Any], always: bool = True) -> Callable[
                     result.append(run(*args, **kwargs))
             except BaseException as caught:
                 error.append(caught)
-            finally:
-                done.set_result(None)
 
-        interrupts: list[KeyboardInterrupt] = []
-        _queue().put(work)
-        while not done.done():
-            try:
-                done.wait()  # in C++, as torch's own wait: Ctrl-C is handled when it returns
-            except KeyboardInterrupt as caught:  # it came before the wait began, or as it ended
-                interrupts.append(caught)
-        if interrupts:
-            raise interrupts.pop()
+        hand_over(work)
         if error:
             raise error.pop()
         return result.pop()
 
     return start
+
+
+def _hand_over(work: _Work) -> None:
+    """Runs `work` on this process's thread, and waits for its end."""
+    done: torch.futures.Future[None] = torch.futures.Future()
+
+    def run() -> None:
+        work()
+        done.set_result(None)
+
+    interrupts: list[KeyboardInterrupt] = []
+    _queue().put(run)
+    while not done.done():
+        try:
+            done.wait()  # in C++, as torch's own wait: Ctrl-C is handled when it returns
+        except KeyboardInterrupt as caught:  # it came before the wait began, or as it ended
+            interrupts.append(caught)
+    if interrupts:
+        raise interrupts.pop()
 
 
 def _queue() -> queue.SimpleQueue[_Work]:

@@ -1,0 +1,532 @@
+"""Small steps of an engine under every order of its threads: `python -m tests.storm.interleavings --seed 7 --count 1000`.
+
+One interleaving is the life of an engine over a tiny model, in which the `scheduler` decides at each point which thread
+goes on, which request of the drive ends, and which copy of the device is carried out:
+
+    the caller   autograd's thread   the update worker   the receiver of gradients   the callbacks of the queue
+    the drive    copies to the device, copies from it, compute
+
+Its losses, norms and weights have the bits of the calm run in memory, it leaks nothing, and it never stands still. In
+some interleavings the power fails at a point: a second engine resumes from what the drives may have then.
+
+A seed fixes all of it. The choices of a failure are dropped one after the other as long as it still fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import logging
+import os
+import random
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import autograd, nn
+from torch.nn import functional
+
+from offload import testing
+from offload.aio import File
+from offload.swapper.memory.host_arena import process_memory
+from tests.storm.scheduler import Event, Listed, Scheduler, Seeded, shrunk
+from tests.support.devices.backward_thread import on_another_thread
+from tests.support.devices.late_device import LateDevice, Ticks, use_device
+from tests.support.drives.power_cut import Cut, Disk, everything, nothing, put, some, some_events
+from tests.support.drives.write_recorder import Done, PlainQueue, Recorder
+from tests.support.least_budget import budget
+from tests.support.oracle import Job, start, train_step, weights_of
+
+# -- the world -------------------------------------------------------------------------------------------
+
+
+class _Request:
+    """A request of a `Drive`, under way until the scheduler ends it."""
+
+    def __init__(self, drive: Drive, operation: str, carry_out: Callable[[], Done], checksum: bool) -> None:
+        self._drive, self.operation, self._carry_out, self._checksum = drive, operation, carry_out, checksum
+        self._result: tuple[int, int, bytes] | None = None
+        self._callbacks: list[Callable[[Any], object]] = []
+
+    def end(self) -> None:
+        done = self._carry_out()
+        # The checksums now: the buffer belongs to the queue no longer.
+        self._result = done.wait(), done.crc32c() if self._checksum else 0, done.page_crcs() if self._checksum else b""
+        self._drive.ended(self, self._callbacks)
+
+    def done(self) -> bool:
+        self._drive.scheduler.point(f"{self.operation}, asked")
+        return self._result is not None
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._drive.scheduler.point(f"a {self.operation}", lambda: self._result is not None)
+        assert self._result is not None
+        return self._result[0]
+
+    def crc32c(self) -> int:
+        self.wait()
+        assert self._result is not None
+        return self._result[1]
+
+    def page_crcs(self) -> bytes:
+        self.wait()
+        assert self._result is not None
+        return self._result[2]
+
+    def add_done_callback(self, function: Callable[[Any], object]) -> None:
+        if self._result is None:
+            self._callbacks.append(function)
+            self._drive.begin_callbacks()
+        else:
+            function(self)
+
+
+class Drive:
+    """A queue whose requests end when the scheduler chooses, in any order; until then a read's buffer holds NaN."""
+
+    backend, refusals, window_bytes = "scheduled", (), 0
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self._plain, self._flying = PlainQueue(), list[_Request]()
+        self._due: list[tuple[Callable[[Any], object], _Request]] = []
+        self._thread: Any = None
+        self._closed = False
+        scheduler.world.append(self._events)
+
+    def read(self, file: File, offset: int, buffer: memoryview, *, checksum: bool = False, **_: Any) -> _Request:
+        buffer[:] = b"\xff" * len(buffer)
+        return self._submit("read", functools.partial(self._plain.read, file, offset, buffer), checksum)
+
+    def write(self, file: File, offset: int, buffer: memoryview, *, checksum: bool = False, **_: Any) -> _Request:
+        return self._submit("write", functools.partial(self._plain.write, file, offset, buffer), checksum)
+
+    def _submit(self, operation: str, carry_out: Callable[[], Done], checksum: bool) -> _Request:
+        request = _Request(self, operation, carry_out, checksum)
+        self._flying.append(request)
+        self.scheduler.point(f"{operation}, submitted")
+        return request
+
+    def _events(self) -> list[Event]:
+        return [Event(f"{request.operation}s", request.end) for request in self._flying]
+
+    def ended(self, request: _Request, callbacks: list[Callable[[Any], object]]) -> None:
+        self._flying.remove(request)
+        self._due += [(function, request) for function in callbacks]
+
+    def begin_callbacks(self) -> None:
+        if self._thread is None:
+            self._thread = self.scheduler.threads.Thread(target=self._call, name="callbacks", daemon=True)
+            self._thread.start()
+
+    def _call(self) -> None:
+        """Runs on the thread of callbacks."""
+        while True:
+            self.scheduler.point("a callback", lambda: bool(self._due) or (self._closed and not self._flying))
+            if not self._due:
+                return
+            function, request = self._due.pop(0)
+            function(request)
+
+    def close(self) -> None:
+        self.scheduler.point("the end of all requests", lambda: not self._flying)
+        self._closed = True
+        if self._thread is not None:
+            self._thread.join()
+        self.scheduler.world.remove(self._events)
+
+
+class Device(LateDevice):
+    """A late device whose copies are carried out, and whose compute goes on, when the scheduler chooses."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(0, 1.0)
+        scheduler.world.append(self._events)
+
+    def _events(self) -> list[Event]:
+        events = [Event(f"{name}s", self._end(stream)) for name, stream in self._streams.items() if self._may_end(stream)]
+        if self.progress < self._clock:
+            events.append(Event("compute", self._compute))
+        return events
+
+    @staticmethod
+    def _may_end(stream: list[Any]) -> bool:
+        return bool(stream) and stream[0].ready()
+
+    @staticmethod
+    def _end(stream: list[Any]) -> Callable[[], None]:
+        return lambda: stream.pop(0).finish()
+
+    def _compute(self) -> None:
+        self.progress = self._clock
+
+
+# -- scenarios -------------------------------------------------------------------------------------------
+
+WIDTH, ROWS = 24, 2
+
+
+class _Layers(nn.Module):
+    """Four small units; `pause` is called where a unit computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(100 * step + micro)
+    x = torch.randn(ROWS, WIDTH, generator=chance)
+    dtype = next(model.module.parameters()).dtype
+    return functional.mse_loss(model(x.to(dtype)).float(), torch.flip(x, [1]))
+
+
+class Scenario(NamedTuple):
+    """What is trained, and where its states are."""
+
+    name: str
+    placement: tuple[str, str] = ("nvme", "nvme")
+    options: Mapping[str, Any] = {}
+    host: float | None = None
+    """How far the host budget is above the least, in times of it; None for the default."""
+    device: float | None = None
+    """The same of the device's budget."""
+    late: bool = False
+    """True for a device with memory and streams of its own."""
+    cut: bool = False
+    """True if the power fails at a point that the seed chooses."""
+    accumulation: int = 1
+    steps: int = 3
+
+    def job(self) -> Job:
+        return Job(_Layers, _loss, steps=self.steps, accumulation=self.accumulation, dtype="bf16")
+
+
+SCENARIOS = (
+    Scenario("all on drives", options={"durability": "step"}, host=0.0, device=0.0),
+    Scenario("power cut", options={"durability": "step"}, host=0.2, device=0.0, cut=True),
+    Scenario("late device", options={"durability": "step", "speculate": False}, host=0.0, device=0.0, late=True),
+    Scenario("under the backward", options={"durability": "step", "speculate": True}, host=1.0, device=0.0, late=True),
+    Scenario("weights in host memory", ("cpu", "cpu"), {"durability": "none"}, device=0.0, late=True),
+    Scenario("states on drives", ("cpu", "nvme"), {"durability": "step"}, host=0.0, device=0.0, late=True),
+)
+
+
+class Outcome(NamedTuple):
+    """What came of an interleaving."""
+
+    faults: list[str]
+    """What was wrong."""
+    choices: dict[int, int]
+    """The choices that were not calm."""
+    points: int
+    trace: list[str]
+
+
+# -- one interleaving ------------------------------------------------------------------------------------
+
+_POINTS = ("kernel.update", "store.commit", "store.sync", "device.copy", "gradient.begin_download")
+"""Points of `offload.testing` that a thread passes beside its locks and waits, where it works on memory of others."""
+
+
+@contextlib.contextmanager
+def _scheduled(
+    scheduler: Scheduler, scenario: Scenario, recorder: Recorder | None = None
+) -> Iterator[LateDevice | None]:
+    """Gives the threads, the clock, the queue and the device of engines that are made inside to the scheduler."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        _small(patch)
+        testing.replace(patch, "threads.module", scheduler.threads)
+        testing.replace(patch, "threads.clock", scheduler.clock)
+        testing.replace(patch, "io.queue", lambda *_, **__: Drive(scheduler))
+        # A drive that forgets stands for what a sync is for.
+        patch.setattr(os, "fsync", lambda _: None)
+        patch.setattr(os, "fdatasync", lambda _: None)
+        if recorder is not None:
+            stack.enter_context(recorder.recording())
+        for point in _POINTS:
+            testing.intercept(patch, point, functools.partial(_passing, scheduler, point))
+        device = None
+        if scenario.late:
+            device = Device(scheduler)
+            use_device(patch, device)
+            hand_over = functools.partial(_on_its_thread, scheduler)
+            patch.setattr(autograd, "_engine_run_backward", on_another_thread(_RUN, hand_over=hand_over))
+        yield device
+
+
+_RUN = autograd._engine_run_backward
+"""Torch's own."""
+
+
+def _small(patch: pytest.MonkeyPatch) -> None:
+    """Makes pieces of states and gradients small."""
+    testing.replace(patch, "size.chunk", 1024)
+    testing.replace(patch, "size.first_weights", 8192)
+    testing.replace(patch, "size.tile_buffers", 2)
+    testing.replace(patch, "size.gradient_window", 8192)
+    testing.replace(patch, "size.stream", 8192)
+    testing.replace(patch, "size.update_tile", range(16_000, 48_000))
+
+
+def _passing(scheduler: Scheduler, point: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    scheduler.point(point)
+    return real(*args, **kwargs)
+
+
+def _on_its_thread(scheduler: Scheduler, work: Callable[[], None]) -> None:
+    """Runs a backward on a thread of autograd."""
+    thread = scheduler.threads.Thread(target=work, name="autograd", daemon=True)
+    thread.start()
+    thread.join()
+
+
+class _Log(NamedTuple):
+    """What a life has seen."""
+
+    steps: dict[int, tuple[float, float]]
+    """Loss and norm of each step."""
+    weights: dict[str, int]
+    """Checksums of the final weights."""
+
+
+def _sums(engine: Any) -> dict[str, int]:
+    return {name: zlib.crc32(value.view(torch.uint8).numpy().tobytes()) for name, value in weights_of(engine).items()}
+
+
+def _lived(
+    scenario: Scenario,
+    setting: _Setting,
+    scheduler: Scheduler,
+    folder: Path,
+    log: _Log,
+    recorder: Recorder | None = None,
+) -> list[str]:
+    """Trains from the last commit to the last step; returns what differs from the calm run, or was left."""
+    job, found = scenario.job(), list[str]()
+    with _scheduled(scheduler, scenario, recorder) as device:
+        engine = start(job, scenario.placement, folder, resume="auto", **scenario.options, **setting.budgets)
+        first = engine.global_steps
+        try:
+            for layer in engine.module.layers:
+                layer.register_forward_pre_hook(lambda *_: scheduler.point("forward of a layer"))
+            with contextlib.nullcontext() if device is None else Ticks(device):
+                while (step := engine.global_steps) < job.steps:
+                    log.steps[step] = (train_step(engine, job, step), engine.get_global_grad_norm())
+                    scheduler.progress()
+                log.weights.update(_sums(engine))
+            testing.settle(engine)
+            parts = testing.inspect(engine)
+            found += [f"{nbytes} bytes are left in {tier}" for tier, nbytes in parts.unaccounted_memory().items() if nbytes]
+            found += [f"{unit} is in use after the last step" for unit in parts.busy_units]
+        finally:
+            engine.destroy()
+        scheduler.close()
+    if device is not None:
+        found += [f"the device: {what}" for what in sorted(set(device.broken))]
+    found += _wrong(setting.expected, log, first)
+    return found
+
+
+def _wrong(expected: _Log, log: _Log, first: int) -> Iterator[str]:
+    """Yields what differs from the calm run, from step `first` on."""
+    for step, values in expected.steps.items():
+        if step >= first and log.steps.get(step) != values:
+            yield f"step {step} is {log.steps.get(step)} in place of {values}"
+    names = [name for name, value in expected.weights.items() if log.weights.get(name) != value]
+    if names:
+        yield f"weights differ: {', '.join(names)}"
+
+
+def interleave(scenario: Scenario, chooser: Listed | Seeded, folder: Path, seed: int = 0) -> Outcome:
+    """Runs one interleaving in a folder, which is removed at the end.
+
+    Args:
+        scenario: what is trained.
+        chooser: who decides.
+        folder: for swap files.
+        seed: when the power fails, and what reaches the drive by then.
+    """
+    setting = _setting(scenario, folder.parent)
+    scheduler, log, before = Scheduler(chooser), _Log({}, {}), process_memory().needed_bytes
+    found: list[str] = []
+    folder.mkdir(parents=True)
+    # Finalizers would run at other points each time.
+    gc.disable()
+    try:
+        recorder = _Recorder(folder, log, setting.events, seed) if scenario.cut else None
+        found += _lived(scenario, setting, scheduler, folder, log, recorder)
+        if recorder is not None and recorder.image is not None:
+            shutil.rmtree(folder)
+            put(recorder.image, folder)
+            found += _resumed(scenario, setting, folder, recorder.done)
+    except Exception as error:
+        found.append(_told(error))
+    finally:
+        shutil.rmtree(folder)
+        gc.enable()
+    if not found and process_memory().needed_bytes > before:
+        found.append("host memory is left")
+    return Outcome(found, chooser.choices, scheduler.now, scheduler.trace)
+
+
+def _told(error: BaseException) -> str:
+    causes = []
+    cause: BaseException | None = error
+    while cause is not None and len(causes) < 4:
+        causes.append(f"{type(cause).__name__}: {str(cause)[:400]}")
+        cause = cause.__cause__ or cause.__context__
+    return " <- ".join(causes)
+
+
+def _resumed(scenario: Scenario, setting: _Setting, folder: Path, done: int) -> Iterator[str]:
+    """Resumes, in the calm order, from what a power cut has left after `done` steps; yields what is wrong."""
+    log = _Log({}, {})
+    for words in _lived(scenario, setting, Scheduler(Listed()), folder, log):
+        yield f"resumed: {words}"
+    first = min(log.steps, default=scenario.steps)
+    if first < done - 1:
+        yield f"resumed after step {first}, though {done} steps had ended"
+
+
+# -- what holds for all interleavings of a scenario ------------------------------------------------------
+
+
+class _Setting(NamedTuple):
+    expected: _Log
+    """Of the run in memory."""
+    budgets: dict[str, int]
+    events: range
+    """After one of these the power fails: what the calm run does to the drive after its start."""
+
+
+_settings: dict[str, _Setting] = {}
+
+
+def _setting(scenario: Scenario, folder: Path) -> _Setting:
+    """Returns the setting of a scenario, which needs some runs: once in a process."""
+    if scenario.name not in _settings:
+        setting = _Setting(_in_memory(scenario, folder), _budgets(scenario, folder), range(1))
+        if scenario.cut:
+            place = folder / "events"
+            place.mkdir()
+            recorder = _Recorder(place, _Log({}, {}), range(1), 0)
+            wrong = _lived(scenario, setting, Scheduler(Listed()), place, _Log({}, {}), recorder)
+            assert not wrong, f"the calm run: {wrong}"
+            setting = setting._replace(events=range(len(recorder.log) // 3, len(recorder.log)))
+            shutil.rmtree(place)
+        _settings[scenario.name] = setting
+    return _settings[scenario.name]
+
+
+def _in_memory(scenario: Scenario, folder: Path) -> _Log:
+    job, log = scenario.job(), _Log({}, {})
+    with pytest.MonkeyPatch.context() as patch:
+        _small(patch)
+        engine = start(job, ("none", "none"), folder / "memory")
+        for step in range(job.steps):
+            log.steps[step] = (train_step(engine, job, step), engine.get_global_grad_norm())
+        log.weights.update(_sums(engine))
+        engine.destroy(remove=True)
+    return log
+
+
+def _budgets(scenario: Scenario, folder: Path) -> dict[str, int]:
+    budgets: dict[str, int] = {}
+    with _scheduled(scheduler := Scheduler(Listed()), scenario):
+        for which, above in (("device_memory", scenario.device), ("host_memory", scenario.host)):
+            budgets |= budget(
+                scenario.job(), scenario.placement, which, above, folder, **scenario.options, **budgets
+            )
+        scheduler.close()
+    return budgets
+
+
+class _Recorder(Recorder):
+    """Records what is done to the drive, and keeps an image of what a power cut at one moment leaves."""
+
+    def __init__(self, root: Path, log: _Log, events: range, seed: int) -> None:
+        self._chance = random.Random(f"cut {seed}")
+        self._at, self._steps = self._chance.choice(events), log.steps
+        self.image: Mapping[str, bytes | None] | None = None
+        self.done = 0
+        """Number of steps that had ended by then."""
+        super().__init__(root)
+
+    def add(self, what: str, *arguments: Any) -> None:
+        super().add(what, *arguments)
+        if len(self.log) == self._at:
+            self.done = len(self._steps)
+            disk = Disk()
+            for event in self.log:
+                disk.carry_out(event)
+            self.image = disk.image(self._cut())
+
+    def _cut(self) -> Cut:
+        share = self._chance.choice([0.1, 0.5, 0.9])
+        return self._chance.choice([everything, nothing, some(self._chance, share), some_events(self._chance, share)])
+
+
+# -- seeds -----------------------------------------------------------------------------------------------
+
+
+def run(seed: int, folder: Path, choices: Mapping[int, int] | None = None) -> Outcome:
+    """Runs the interleaving of a seed, or its scenario with the listed choices."""
+    scenario = SCENARIOS[seed % len(SCENARIOS)]
+    chooser = Seeded(seed) if choices is None else Listed(choices)
+    return interleave(scenario, chooser, folder / f"seed{seed}", seed)
+
+
+def shortest(seed: int, folder: Path, choices: Mapping[int, int]) -> dict[int, int]:
+    """Returns the fewest choices found with which the interleaving of a seed still fails."""
+    return shrunk(choices, lambda fewer: bool(run(seed, folder, fewer).faults))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.storm.interleavings", description="orders of threads")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--count", type=int, default=500, help="so many seeds")
+    parser.add_argument("--choices", help='those of one seed, as a failure prints them: "12:1 40:2"')
+    parser.add_argument("--stop", action="store_true", help="begin none after the first failure")
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    failed = points = 0
+    with tempfile.TemporaryDirectory(prefix="offload-orders-", dir="/dev/shm") as name:
+        folder = Path(name)
+        listed = None
+        if arguments.choices is not None:
+            listed = {int(point): int(choice) for point, _, choice in (c.partition(":") for c in arguments.choices.split())}
+        for seed in range(arguments.seed, arguments.seed + (1 if listed is not None else arguments.count)):
+            outcome = run(seed, folder, listed)
+            points += outcome.points
+            if not outcome.faults:
+                continue
+            failed += 1
+            choices = outcome.choices if listed is not None else shortest(seed, folder, outcome.choices)
+            print(f"seed {seed} ({SCENARIOS[seed % len(SCENARIOS)].name}) FAILED, with {len(outcome.choices)} choices")
+            for words in outcome.faults[:6]:
+                print(f"    {words}")
+            words = " ".join(f"{point}:{choice}" for point, choice in sorted(choices.items()))
+            print(f'    {len(choices)} are enough: python -m tests.storm.interleavings --seed {seed} --choices "{words}"')
+            if arguments.stop:
+                break
+    print(f"{arguments.count} interleavings, {points} points, {time.process_time():.1f} s of CPU; {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
