@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import errno
 import functools
 import gc
 import logging
@@ -36,6 +38,7 @@ from torch.nn import functional
 
 from offload import testing
 from offload.aio import File
+from offload.errors import IoError, OffloadError
 from offload.swapper.memory.host_arena import process_memory
 from tests.storm.scheduler import Event, Listed, Scheduler, Seeded, shrunk
 from tests.support.devices.backward_thread import on_another_thread
@@ -53,13 +56,16 @@ class _Request:
 
     def __init__(self, drive: Drive, operation: str, carry_out: Callable[[], Done], checksum: bool) -> None:
         self._drive, self.operation, self._carry_out, self._checksum = drive, operation, carry_out, checksum
-        self._result: tuple[int, int, bytes] | None = None
+        self._result: tuple[int, int, bytes] | IoError | None = None
         self._callbacks: list[Callable[[Any], object]] = []
 
     def end(self) -> None:
-        done = self._carry_out()
-        # The checksums now: the buffer belongs to the queue no longer.
-        self._result = done.wait(), done.crc32c() if self._checksum else 0, done.page_crcs() if self._checksum else b""
+        try:
+            done, sums = self._carry_out(), self._checksum
+            # The checksums now: the buffer belongs to the queue no longer.
+            self._result = done.wait(), done.crc32c() if sums else 0, done.page_crcs() if sums else b""
+        except IoError as error:
+            self._result = error
         self._drive.ended(self, self._callbacks)
 
     def done(self) -> bool:
@@ -67,19 +73,20 @@ class _Request:
         return self._result is not None
 
     def wait(self, timeout: float | None = None) -> int:
-        self._drive.scheduler.point(f"a {self.operation}", lambda: self._result is not None)
-        assert self._result is not None
-        return self._result[0]
+        return self._ended()[0]
 
     def crc32c(self) -> int:
-        self.wait()
-        assert self._result is not None
-        return self._result[1]
+        return self._ended()[1]
 
     def page_crcs(self) -> bytes:
-        self.wait()
+        return self._ended()[2]
+
+    def _ended(self) -> tuple[int, int, bytes]:
+        self._drive.scheduler.point(f"a {self.operation}", lambda: self._result is not None)
         assert self._result is not None
-        return self._result[2]
+        if isinstance(self._result, IoError):
+            raise copy.copy(self._result)
+        return self._result
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         if self._result is None:
@@ -94,8 +101,9 @@ class Drive:
 
     backend, refusals, window_bytes = "scheduled", (), 0
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, fails: int = -1) -> None:
+        """Begins without a request; the one with the number `fails` will end with an error."""
+        self.scheduler, self.requests, self._fails = scheduler, 0, fails
         self._plain, self._flying = PlainQueue(), list[_Request]()
         self._due: list[tuple[Callable[[Any], object], _Request]] = []
         self._thread: Any = None
@@ -104,12 +112,28 @@ class Drive:
 
     def read(self, file: File, offset: int, buffer: memoryview, *, checksum: bool = False, **_: Any) -> _Request:
         buffer[:] = b"\xff" * len(buffer)
-        return self._submit("read", functools.partial(self._plain.read, file, offset, buffer), checksum)
+        return self._submit("read", self._plain.read, file, offset, buffer, checksum)
 
     def write(self, file: File, offset: int, buffer: memoryview, *, checksum: bool = False, **_: Any) -> _Request:
-        return self._submit("write", functools.partial(self._plain.write, file, offset, buffer), checksum)
+        return self._submit("write", self._plain.write, file, offset, buffer, checksum)
 
-    def _submit(self, operation: str, carry_out: Callable[[], Done], checksum: bool) -> _Request:
+    def _submit(
+        self,
+        operation: str,
+        plain: Callable[[File, int, memoryview], Done],
+        file: File,
+        offset: int,
+        buffer: memoryview,
+        checksum: bool,
+    ) -> _Request:
+        fails = self.requests == self._fails
+        self.requests += 1
+
+        def carry_out() -> Done:
+            if fails:
+                raise IoError(file.path, offset, len(buffer), errno.EIO, operation)
+            return plain(file, offset, buffer)
+
         request = _Request(self, operation, carry_out, checksum)
         self._flying.append(request)
         self.scheduler.point(f"{operation}, submitted")
@@ -206,10 +230,16 @@ class Scenario(NamedTuple):
     """The same of the device's budget."""
     late: bool = False
     """True for a device with memory and streams of its own."""
-    cut: bool = False
-    """True if the power fails at a point that the seed chooses."""
+    fault: str = ""
+    """"power" or "error": the power fails, or a request does, at a moment that the seed chooses; a second life resumes."""
     accumulation: int = 1
-    steps: int = 3
+    steps: int = 6
+
+    @property
+    def may_lose(self) -> int:
+        """Steps that a fault may take."""
+        every = self.options["durability"]
+        return 1 if every == "step" else every["every"] + 1
 
     def job(self) -> Job:
         return Job(_Layers, _loss, steps=self.steps, accumulation=self.accumulation, dtype="bf16")
@@ -217,11 +247,22 @@ class Scenario(NamedTuple):
 
 SCENARIOS = (
     Scenario("all on drives", options={"durability": "step"}, host=0.0, device=0.0),
-    Scenario("power cut", options={"durability": "step"}, host=0.2, device=0.0, cut=True),
+    Scenario("power cut", options={"durability": "step"}, host=0.2, device=0.0, fault="power"),
     Scenario("late device", options={"durability": "step", "speculate": False}, host=0.0, device=0.0, late=True),
     Scenario("under the backward", options={"durability": "step", "speculate": True}, host=1.0, device=0.0, late=True),
     Scenario("weights in host memory", ("cpu", "cpu"), {"durability": "none"}, device=0.0, late=True),
     Scenario("states on drives", ("cpu", "nvme"), {"durability": "step"}, host=0.0, device=0.0, late=True),
+    Scenario("power cut between commits", options={"durability": {"every": 2}, "speculate": True}, host=1.0, fault="power"),
+    Scenario("two micro-batches", options={"durability": "none"}, host=0.0, device=0.0, late=True, accumulation=2),
+    Scenario("failed request", options={"durability": {"every": 2}}, host=1.0, device=0.0, accumulation=2, fault="error"),
+    Scenario(
+        "failed request under the backward",
+        options={"durability": "step", "speculate": True},
+        host=1.0,
+        device=0.0,
+        late=True,
+        fault="error",
+    ),
 )
 
 
@@ -242,30 +283,41 @@ _POINTS = ("kernel.update", "store.commit", "store.sync", "device.copy", "gradie
 """Points of `offload.testing` that a thread passes beside its locks and waits, where it works on memory of others."""
 
 
+class _World(NamedTuple):
+    """What surrounds an engine."""
+
+    drives: list[Drive]
+    device: LateDevice | None
+
+
 @contextlib.contextmanager
 def _scheduled(
-    scheduler: Scheduler, scenario: Scenario, recorder: Recorder | None = None
-) -> Iterator[LateDevice | None]:
+    scheduler: Scheduler, scenario: Scenario, recorder: Recorder | None = None, fails: int = -1
+) -> Iterator[_World]:
     """Gives the threads, the clock, the queue and the device of engines that are made inside to the scheduler."""
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         _small(patch)
+        world = _World([], Device(scheduler) if scenario.late else None)
+
+        def drive(*_: Any, **__: Any) -> Drive:
+            world.drives.append(Drive(scheduler, fails))
+            return world.drives[-1]
+
         testing.replace(patch, "threads.module", scheduler.threads)
         testing.replace(patch, "threads.clock", scheduler.clock)
-        testing.replace(patch, "io.queue", lambda *_, **__: Drive(scheduler))
-        # A drive that forgets stands for what a sync is for.
+        testing.replace(patch, "io.queue", drive)
+        # A power cut takes what was not synced from the recorder's image, so no real sync is needed.
         patch.setattr(os, "fsync", lambda _: None)
         patch.setattr(os, "fdatasync", lambda _: None)
         if recorder is not None:
             stack.enter_context(recorder.recording())
         for point in _POINTS:
             testing.intercept(patch, point, functools.partial(_passing, scheduler, point))
-        device = None
-        if scenario.late:
-            device = Device(scheduler)
-            use_device(patch, device)
+        if world.device is not None:
+            use_device(patch, world.device)
             hand_over = functools.partial(_on_its_thread, scheduler)
             patch.setattr(autograd, "_engine_run_backward", on_another_thread(_RUN, hand_over=hand_over))
-        yield device
+        yield world
 
 
 _RUN = autograd._engine_run_backward
@@ -307,48 +359,61 @@ def _sums(engine: Any) -> dict[str, int]:
     return {name: zlib.crc32(value.view(torch.uint8).numpy().tobytes()) for name, value in weights_of(engine).items()}
 
 
-def _lived(
-    scenario: Scenario,
-    setting: _Setting,
-    scheduler: Scheduler,
-    folder: Path,
-    log: _Log,
-    recorder: Recorder | None = None,
-) -> list[str]:
-    """Trains from the last commit to the last step; returns what differs from the calm run, or was left."""
-    job, found = scenario.job(), list[str]()
-    with _scheduled(scheduler, scenario, recorder) as device:
-        engine = start(job, scenario.placement, folder, resume="auto", **scenario.options, **setting.budgets)
-        first = engine.global_steps
+class _Life:
+    """A life of an engine in a world that the scheduler owns."""
+
+    def __init__(self, scenario: Scenario, setting: _Setting, chooser: Listed | Seeded) -> None:
+        self.log = _Log({}, {})
+        self.scheduler = Scheduler(chooser)
+        self.first = self.requests = 0
+        """The step after which it began, and the number of requests to the drive."""
+        self._scenario, self._setting = scenario, setting
+
+    def live(self, folder: Path, recorder: Recorder | None = None, fails: int = -1) -> list[str]:
+        """Trains from the last commit to the last step; returns what differs from the calm run, or was left."""
+        found: list[str] = []
+        with _scheduled(self.scheduler, self._scenario, recorder, fails) as world:
+            try:
+                found += self._train(folder, world.device)
+            except OffloadError as error:
+                if not (0 <= fails and any(isinstance(cause, IoError) for cause in _causes(error))):
+                    raise
+            self.scheduler.close()
+        self.requests = sum(drive.requests for drive in world.drives)
+        if world.device is not None:
+            found += [f"the device: {what}" for what in sorted(set(world.device.broken))]
+        return found
+
+    def _train(self, folder: Path, device: LateDevice | None) -> list[str]:
+        scenario, log, job = self._scenario, self.log, self._scenario.job()
+        options = {**scenario.options, **self._setting.budgets}
+        engine = start(job, scenario.placement, folder, resume="auto", **options)
+        self.first = engine.global_steps
         try:
             for layer in engine.module.layers:
-                layer.register_forward_pre_hook(lambda *_: scheduler.point("forward of a layer"))
+                layer.register_forward_pre_hook(lambda *_: self.scheduler.point("forward of a layer"))
             with contextlib.nullcontext() if device is None else Ticks(device):
                 while (step := engine.global_steps) < job.steps:
                     log.steps[step] = (train_step(engine, job, step), engine.get_global_grad_norm())
-                    scheduler.progress()
+                    self.scheduler.progress()
                 log.weights.update(_sums(engine))
             testing.settle(engine)
             parts = testing.inspect(engine)
-            found += [f"{nbytes} bytes are left in {tier}" for tier, nbytes in parts.unaccounted_memory().items() if nbytes]
-            found += [f"{unit} is in use after the last step" for unit in parts.busy_units]
+            left = [f"{nbytes} bytes are left in {tier}" for tier, nbytes in parts.unaccounted_memory().items() if nbytes]
+            left += [f"{unit} is in use after the last step" for unit in parts.busy_units]
         finally:
             engine.destroy()
-        scheduler.close()
-    if device is not None:
-        found += [f"the device: {what}" for what in sorted(set(device.broken))]
-    found += _wrong(setting.expected, log, first)
-    return found
+        return [*left, *self._wrong()]
 
-
-def _wrong(expected: _Log, log: _Log, first: int) -> Iterator[str]:
-    """Yields what differs from the calm run, from step `first` on."""
-    for step, values in expected.steps.items():
-        if step >= first and log.steps.get(step) != values:
-            yield f"step {step} is {log.steps.get(step)} in place of {values}"
-    names = [name for name, value in expected.weights.items() if log.weights.get(name) != value]
-    if names:
-        yield f"weights differ: {', '.join(names)}"
+    def _wrong(self) -> Iterator[str]:
+        """Yields what differs from the run in memory."""
+        expected, log = self._setting.expected, self.log
+        for step, values in expected.steps.items():
+            if step >= self.first and log.steps.get(step) != values:
+                yield f"step {step} is {log.steps.get(step)} in place of {values}"
+        names = [name for name, value in expected.weights.items() if log.weights.get(name) != value]
+        if names:
+            yield f"weights differ: {', '.join(names)}"
 
 
 def interleave(scenario: Scenario, chooser: Listed | Seeded, folder: Path, seed: int = 0) -> Outcome:
@@ -361,45 +426,47 @@ def interleave(scenario: Scenario, chooser: Listed | Seeded, folder: Path, seed:
         seed: when the power fails, and what reaches the drive by then.
     """
     setting = _setting(scenario, folder.parent)
-    scheduler, log, before = Scheduler(chooser), _Log({}, {}), process_memory().needed_bytes
+    life, chance, before = _Life(scenario, setting, chooser), random.Random(f"fault {seed}"), process_memory().needed_bytes
     found: list[str] = []
     folder.mkdir(parents=True)
     # Finalizers would run at other points each time.
     gc.disable()
     try:
-        recorder = _Recorder(folder, log, setting.events, seed) if scenario.cut else None
-        found += _lived(scenario, setting, scheduler, folder, log, recorder)
+        recorder = _Recorder(folder, life, chance, setting) if scenario.fault == "power" else None
+        found += life.live(folder, recorder, chance.choice(setting.requests) if scenario.fault == "error" else -1)
+        done = len(life.log.steps)
         if recorder is not None and recorder.image is not None:
+            done = recorder.done
             shutil.rmtree(folder)
             put(recorder.image, folder)
-            found += _resumed(scenario, setting, folder, recorder.done)
+        if scenario.fault and not found:
+            found += _resumed(_Life(scenario, setting, Listed()), folder, done - scenario.may_lose)
     except Exception as error:
-        found.append(_told(error))
+        found.append(" <- ".join(f"{type(cause).__name__}: {str(cause)[:400]}" for cause in _causes(error)[:4]))
     finally:
         shutil.rmtree(folder)
         gc.enable()
     if not found and process_memory().needed_bytes > before:
         found.append("host memory is left")
-    return Outcome(found, chooser.choices, scheduler.now, scheduler.trace)
+    return Outcome(found, chooser.choices, life.scheduler.now, life.scheduler.trace)
 
 
-def _told(error: BaseException) -> str:
-    causes = []
-    cause: BaseException | None = error
-    while cause is not None and len(causes) < 4:
-        causes.append(f"{type(cause).__name__}: {str(cause)[:400]}")
-        cause = cause.__cause__ or cause.__context__
-    return " <- ".join(causes)
-
-
-def _resumed(scenario: Scenario, setting: _Setting, folder: Path, done: int) -> Iterator[str]:
-    """Resumes, in the calm order, from what a power cut has left after `done` steps; yields what is wrong."""
-    log = _Log({}, {})
-    for words in _lived(scenario, setting, Scheduler(Listed()), folder, log):
+def _resumed(life: _Life, folder: Path, least: int) -> Iterator[str]:
+    """Resumes, in the calm order, from what a fault has left; yields what is wrong."""
+    for words in life.live(folder):
         yield f"resumed: {words}"
-    first = min(log.steps, default=scenario.steps)
-    if first < done - 1:
-        yield f"resumed after step {first}, though {done} steps had ended"
+    if life.first < least:
+        yield f"resumed after step {life.first}, though {least} steps were durable"
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Returns an error and its causes, each once: two errors may be causes of each other."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return causes
 
 
 # -- what holds for all interleavings of a scenario ------------------------------------------------------
@@ -409,8 +476,10 @@ class _Setting(NamedTuple):
     expected: _Log
     """Of the run in memory."""
     budgets: dict[str, int]
-    events: range
-    """After one of these the power fails: what the calm run does to the drive after its start."""
+    events: range = range(1)
+    """What the calm run does to the drive after its start: after one of these the power fails."""
+    requests: range = range(1)
+    """The requests of the calm run after its start, one of which fails."""
 
 
 _settings: dict[str, _Setting] = {}
@@ -419,14 +488,16 @@ _settings: dict[str, _Setting] = {}
 def _setting(scenario: Scenario, folder: Path) -> _Setting:
     """Returns the setting of a scenario, which needs some runs: once in a process."""
     if scenario.name not in _settings:
-        setting = _Setting(_in_memory(scenario, folder), _budgets(scenario, folder), range(1))
-        if scenario.cut:
-            place = folder / "events"
+        setting = _Setting(_in_memory(scenario, folder), _budgets(scenario, folder))
+        if scenario.fault:
+            place = folder / "calm"
             place.mkdir()
-            recorder = _Recorder(place, _Log({}, {}), range(1), 0)
-            wrong = _lived(scenario, setting, Scheduler(Listed()), place, _Log({}, {}), recorder)
+            life = _Life(scenario, setting, Listed())
+            recorder = _Recorder(place, life, random.Random(), setting)
+            wrong = life.live(place, recorder)
             assert not wrong, f"the calm run: {wrong}"
-            setting = setting._replace(events=range(len(recorder.log) // 3, len(recorder.log)))
+            events, requests = len(recorder.log), life.requests
+            setting = setting._replace(events=range(events // 3, events), requests=range(requests // 10, requests))
             shutil.rmtree(place)
         _settings[scenario.name] = setting
     return _settings[scenario.name]
@@ -458,9 +529,8 @@ def _budgets(scenario: Scenario, folder: Path) -> dict[str, int]:
 class _Recorder(Recorder):
     """Records what is done to the drive, and keeps an image of what a power cut at one moment leaves."""
 
-    def __init__(self, root: Path, log: _Log, events: range, seed: int) -> None:
-        self._chance = random.Random(f"cut {seed}")
-        self._at, self._steps = self._chance.choice(events), log.steps
+    def __init__(self, root: Path, life: _Life, chance: random.Random, setting: _Setting) -> None:
+        self._steps, self._chance, self._at = life.log.steps, chance, chance.choice(setting.events)
         self.image: Mapping[str, bytes | None] | None = None
         self.done = 0
         """Number of steps that had ended by then."""
@@ -490,9 +560,9 @@ def run(seed: int, folder: Path, choices: Mapping[int, int] | None = None) -> Ou
     return interleave(scenario, chooser, folder / f"seed{seed}", seed)
 
 
-def shortest(seed: int, folder: Path, choices: Mapping[int, int]) -> dict[int, int]:
-    """Returns the fewest choices found with which the interleaving of a seed still fails."""
-    return shrunk(choices, lambda fewer: bool(run(seed, folder, fewer).faults))
+def shortest(seed: int, folder: Path, choices: Mapping[int, int], most: int) -> dict[int, int]:
+    """Returns the fewest choices, found in `most` runs, with which the interleaving of a seed still fails."""
+    return shrunk(choices, lambda fewer: bool(run(seed, folder, fewer).faults), most)
 
 
 def main() -> int:
@@ -500,6 +570,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=500, help="so many seeds")
     parser.add_argument("--choices", help='those of one seed, as a failure prints them: "12:1 40:2"')
+    parser.add_argument("--shrink", type=int, default=100, help="runs that look for the fewest choices of a failure")
     parser.add_argument("--stop", action="store_true", help="begin none after the first failure")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -516,12 +587,13 @@ def main() -> int:
             if not outcome.faults:
                 continue
             failed += 1
-            choices = outcome.choices if listed is not None else shortest(seed, folder, outcome.choices)
-            print(f"seed {seed} ({SCENARIOS[seed % len(SCENARIOS)].name}) FAILED, with {len(outcome.choices)} choices")
+            spent = f"{seed - arguments.seed + 1} seeds and {time.process_time():.0f} s of CPU"
+            choices = outcome.choices if listed is not None else shortest(seed, folder, outcome.choices, arguments.shrink)
+            print(f"seed {seed} ({SCENARIOS[seed % len(SCENARIOS)].name}) FAILED, after {spent}")
             for words in outcome.faults[:6]:
                 print(f"    {words}")
             words = " ".join(f"{point}:{choice}" for point, choice in sorted(choices.items()))
-            print(f'    {len(choices)} are enough: python -m tests.storm.interleavings --seed {seed} --choices "{words}"')
+            print(f'    {len(choices)} of {len(outcome.choices)} choices are enough: python -m tests.storm.interleavings --seed {seed} --choices "{words}"')
             if arguments.stop:
                 break
     print(f"{arguments.count} interleavings, {points} points, {time.process_time():.1f} s of CPU; {failed} failed")

@@ -75,22 +75,26 @@ class Listed:
 class Seeded:
     """Draws choices from a seed, and lists those that are not calm in `choices`.
 
-    Each seed has its own rate of switches, and each actor a pace that changes now and then: an even choice at each
-    point would let all actors advance alike, and a fault that needs a slow one would hardly be met.
+    A switch comes at a rate, and each actor has a pace. Both are drawn anew now and then: an even choice at each point
+    would let all actors advance alike, and a fault that needs a slow one would hardly be met.
     """
 
     def __init__(self, seed: int) -> None:
         self.choices: dict[int, int] = {}
         self._chance = random.Random(f"order {seed}")
-        self._rate = self._chance.choice([0.005, 0.03, 0.1, 0.3])
         self._paces: dict[str, float] = {}
+        self._change()
+
+    def _change(self) -> None:
+        self._rate = self._chance.choice([0.0, 0.003, 0.03, 0.1, 0.3])
+        self._paces.clear()
 
     def moves(self, now: int) -> bool:
         return self._chance.random() < self._rate
 
     def pick(self, now: int, actors: Sequence[str]) -> int:
-        if self._chance.random() < 0.02:
-            self._paces.clear()
+        if self._chance.random() < 0.01:
+            self._change()
         for actor in actors:
             if actor not in self._paces:
                 self._paces[actor] = 10 ** self._chance.uniform(-2, 0)
