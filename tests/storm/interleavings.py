@@ -27,7 +27,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -553,50 +553,60 @@ class _Recorder(Recorder):
 # -- seeds -----------------------------------------------------------------------------------------------
 
 
+def scenario_of(seed: int) -> Scenario:
+    """Returns what a seed trains."""
+    return SCENARIOS[seed % len(SCENARIOS)]
+
+
 def run(seed: int, folder: Path, choices: Mapping[int, int] | None = None) -> Outcome:
-    """Runs the interleaving of a seed, or its scenario with the listed choices."""
-    scenario = SCENARIOS[seed % len(SCENARIOS)]
+    """Runs the life of a seed, in the order that the seed draws or that `choices` list."""
     chooser = Seeded(seed) if choices is None else Listed(choices)
-    return interleave(scenario, chooser, folder / f"seed{seed}", seed)
+    return interleave(scenario_of(seed), chooser, folder / f"seed{seed}", seed)
 
 
-def shortest(seed: int, folder: Path, choices: Mapping[int, int], most: int) -> dict[int, int]:
-    """Returns the fewest choices, found in `most` runs, with which the interleaving of a seed still fails."""
-    return shrunk(choices, lambda fewer: bool(run(seed, folder, fewer).faults), most)
+def shortest(seed: int, folder: Path, most: int) -> dict[int, int]:
+    """Returns the fewest choices, found in `most` runs, with which the life of a seed still fails as it does."""
+
+    def fails(choices: dict[int, int]) -> bool:
+        return bool(run(seed, folder, choices).faults)
+
+    return shrunk(run(seed, folder).choices, fails, most)
+
+
+def told(seed: int, faults: Sequence[str], choices: Mapping[int, int]) -> str:
+    """Returns lines about a failure, with the command that repeats it."""
+    listed = " ".join(f"{point}:{choice}" for point, choice in sorted(choices.items()))
+    repeat = f'python -m tests.storm.interleavings --seed {seed} --choices "{listed}"'
+    return "\n    ".join([f"seed {seed} ({scenario_of(seed).name}) FAILED", *faults[:6], f"repeat: {repeat}"])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.storm.interleavings", description="orders of threads")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--count", type=int, default=500, help="so many seeds")
-    parser.add_argument("--choices", help='those of one seed, as a failure prints them: "12:1 40:2"')
+    parser.add_argument("--count", type=int, default=100, help="so many seeds, each a life of some steps")
+    parser.add_argument("--choices", help="in place of the seed's own choices: those that a failure has printed")
     parser.add_argument("--shrink", type=int, default=100, help="runs that look for the fewest choices of a failure")
     parser.add_argument("--stop", action="store_true", help="begin none after the first failure")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    failed = points = 0
-    with tempfile.TemporaryDirectory(prefix="offload-orders-", dir="/dev/shm") as name:
-        folder = Path(name)
-        listed = None
-        if arguments.choices is not None:
-            listed = {int(point): int(choice) for point, _, choice in (c.partition(":") for c in arguments.choices.split())}
-        for seed in range(arguments.seed, arguments.seed + (1 if listed is not None else arguments.count)):
-            outcome = run(seed, folder, listed)
+    listed = None
+    if arguments.choices is not None:
+        arguments.count = 1
+        listed = {int(at): int(choice) for at, _, choice in (each.partition(":") for each in arguments.choices.split())}
+    failed = points = count = 0
+    with tempfile.TemporaryDirectory(prefix="offload-interleavings-") as name:
+        for count in range(1, arguments.count + 1):
+            seed = arguments.seed + count - 1
+            outcome = run(seed, Path(name), listed)
             points += outcome.points
-            if not outcome.faults:
-                continue
-            failed += 1
-            spent = f"{seed - arguments.seed + 1} seeds and {time.process_time():.0f} s of CPU"
-            choices = outcome.choices if listed is not None else shortest(seed, folder, outcome.choices, arguments.shrink)
-            print(f"seed {seed} ({SCENARIOS[seed % len(SCENARIOS)].name}) FAILED, after {spent}")
-            for words in outcome.faults[:6]:
-                print(f"    {words}")
-            words = " ".join(f"{point}:{choice}" for point, choice in sorted(choices.items()))
-            print(f'    {len(choices)} of {len(outcome.choices)} choices are enough: python -m tests.storm.interleavings --seed {seed} --choices "{words}"')
-            if arguments.stop:
+            if outcome.faults:
+                failed += 1
+                choices = outcome.choices if listed is not None else shortest(seed, Path(name), arguments.shrink)
+                print(told(seed, outcome.faults, choices), flush=True)
+            if failed and arguments.stop:
                 break
-    print(f"{arguments.count} interleavings, {points} points, {time.process_time():.1f} s of CPU; {failed} failed")
+    print(f"{count} lives, {points} points, {time.process_time():.1f} s of CPU; {failed} failed")
     return 1 if failed else 0
 
 

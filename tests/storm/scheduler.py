@@ -127,6 +127,10 @@ def shrunk(choices: Mapping[int, int], fails: Callable[[dict[int, int]], bool], 
     return kept
 
 
+def _no() -> bool:
+    return False
+
+
 # -- scheduler -----------------------------------------------------------------------------------------
 
 
@@ -176,7 +180,9 @@ class Scheduler:
             get_ident=threading.get_ident,
         )
         """Stands for the module `threading`."""
-        self.clock = SimpleNamespace(monotonic=lambda: self.time, time=lambda: self.time, perf_counter=lambda: self.time)
+        self.queues = SimpleNamespace(Queue=lambda most=0: _Queue(self, most))
+        """Stands for the module `queue`."""
+        self.clock = SimpleNamespace(monotonic=lambda: self.time, sleep=lambda seconds: self.point("sleep", _no, seconds))
         """Stands for the module `time`."""
 
     def progress(self) -> None:
@@ -370,6 +376,21 @@ class _Flag:
     def wait(self, timeout: float | None = None) -> bool:
         self._scheduler.point("an event", self.is_set, timeout)
         return self._set
+
+
+class _Queue:
+    """A `Queue`."""
+
+    def __init__(self, scheduler: Scheduler, most: int) -> None:
+        self._scheduler, self._most, self._things = scheduler, most, list[Any]()
+
+    def put(self, thing: Any) -> None:
+        self._scheduler.point("room in a queue", lambda: not self._most or len(self._things) < self._most)
+        self._things.append(thing)
+
+    def get(self) -> Any:
+        self._scheduler.point("a queue", lambda: bool(self._things))
+        return self._things.pop(0)
 
 
 class _Thread:
