@@ -1,4 +1,4 @@
-"""Small steps of an engine under every order of its threads: `python -m tests.storm.interleavings --seed 7 --count 1000`.
+"""Small steps under orders of threads that a seed draws: `python -m tests.storm.interleavings --seed 7 --count 100`.
 
 One interleaving is the life of an engine over a tiny model, in which the `scheduler` decides at each point which thread
 goes on, which request of the drive ends, and which copy of the device is carried out:
@@ -176,7 +176,9 @@ class Device(LateDevice):
         scheduler.world.append(self._events)
 
     def _events(self) -> list[Event]:
-        events = [Event(f"{name}s", self._end(stream)) for name, stream in self._streams.items() if self._may_end(stream)]
+        events = [
+            Event(f"{name}s", self._end(stream)) for name, stream in self._streams.items() if self._may_end(stream)
+        ]
         if self.progress < self._clock:
             events.append(Event("compute", self._compute))
         return events
@@ -231,7 +233,7 @@ class Scenario(NamedTuple):
     late: bool = False
     """True for a device with memory and streams of its own."""
     fault: str = ""
-    """"power" or "error": the power fails, or a request does, at a moment that the seed chooses; a second life resumes."""
+    """"power" or "error": the power fails, or a request does, when the seed says; a second life resumes."""
     accumulation: int = 1
     steps: int = 6
 
@@ -252,9 +254,13 @@ SCENARIOS = (
     Scenario("under the backward", options={"durability": "step", "speculate": True}, host=1.0, device=0.0, late=True),
     Scenario("weights in host memory", ("cpu", "cpu"), {"durability": "none"}, device=0.0, late=True),
     Scenario("states on drives", ("cpu", "nvme"), {"durability": "step"}, host=0.0, device=0.0, late=True),
-    Scenario("power cut between commits", options={"durability": {"every": 2}, "speculate": True}, host=1.0, fault="power"),
+    Scenario(
+        "power cut between commits", options={"durability": {"every": 2}, "speculate": True}, host=1.0, fault="power"
+    ),
     Scenario("two micro-batches", options={"durability": "none"}, host=0.0, device=0.0, late=True, accumulation=2),
-    Scenario("failed request", options={"durability": {"every": 2}}, host=1.0, device=0.0, accumulation=2, fault="error"),
+    Scenario(
+        "failed request", options={"durability": {"every": 2}}, host=1.0, device=0.0, accumulation=2, fault="error"
+    ),
     Scenario(
         "failed request under the backward",
         options={"durability": "step", "speculate": True},
@@ -399,7 +405,9 @@ class _Life:
                 log.weights.update(_sums(engine))
             testing.settle(engine)
             parts = testing.inspect(engine)
-            left = [f"{nbytes} bytes are left in {tier}" for tier, nbytes in parts.unaccounted_memory().items() if nbytes]
+            left = [
+                f"{nbytes} bytes are left in {tier}" for tier, nbytes in parts.unaccounted_memory().items() if nbytes
+            ]
             left += [f"{unit} is in use after the last step" for unit in parts.busy_units]
         finally:
             engine.destroy()
@@ -426,7 +434,11 @@ def interleave(scenario: Scenario, chooser: Listed | Seeded, folder: Path, seed:
         seed: when the power fails, and what reaches the drive by then.
     """
     setting = _setting(scenario, folder.parent)
-    life, chance, before = _Life(scenario, setting, chooser), random.Random(f"fault {seed}"), process_memory().needed_bytes
+    life, chance, before = (
+        _Life(scenario, setting, chooser),
+        random.Random(f"fault {seed}"),
+        process_memory().needed_bytes,
+    )
     found: list[str] = []
     folder.mkdir(parents=True)
     # Finalizers would run at other points each time.
@@ -519,9 +531,7 @@ def _budgets(scenario: Scenario, folder: Path) -> dict[str, int]:
     budgets: dict[str, int] = {}
     with _scheduled(scheduler := Scheduler(Listed()), scenario):
         for which, above in (("device_memory", scenario.device), ("host_memory", scenario.host)):
-            budgets |= budget(
-                scenario.job(), scenario.placement, which, above, folder, **scenario.options, **budgets
-            )
+            budgets |= budget(scenario.job(), scenario.placement, which, above, folder, **scenario.options, **budgets)
         scheduler.close()
     return budgets
 

@@ -1,8 +1,8 @@
 """A scheduler that owns the order of threads: exactly one runs at a time, and a chooser decides which one goes on.
 
 Threads are real. Each stops at named points: before a lock is taken, after it is released, at a wait, at the start and
-the end of a thread, and wherever a test calls `point`. There the chooser either lets the thread go on or chooses another
-one, or an event of the world, such as the end of a request. So a seed, or a list of choices, fixes the whole order:
+the end of a thread, and wherever a test calls `point`. There the chooser lets the thread go on, or chooses another one,
+or an event of the world, such as the end of a request. So a seed, or a list of choices, fixes the whole order:
 
     thread A   ──● point ──┐                 ┌── goes on
     thread B               └──● point ─┐     │
@@ -12,8 +12,8 @@ A thread that waits names the condition for which it waits, so the scheduler kno
 deadlock, found at once. Time is simulated: it passes only where every thread waits and one of them has a limit. A
 number of points without `progress` is a livelock.
 
-`threads` stands for the module `threading` in modules of the package (`offload.testing.POINTS`, "threads.module"): locks,
-events and threads that are made there belong to the scheduler.
+`threads` stands for the module `threading` in modules of the package (the point "threads.module" of `offload.testing`):
+locks, events and threads that are made there belong to the scheduler.
 """
 
 from __future__ import annotations
@@ -182,7 +182,9 @@ class Scheduler:
         """Stands for the module `threading`."""
         self.queues = SimpleNamespace(Queue=lambda most=0: _Queue(self, most))
         """Stands for the module `queue`."""
-        self.clock = SimpleNamespace(monotonic=lambda: self.time, sleep=lambda seconds: self.point("sleep", _no, seconds))
+        self.clock = SimpleNamespace(
+            monotonic=lambda: self.time, sleep=lambda seconds: self.point("sleep", _no, seconds)
+        )
         """Stands for the module `time`."""
 
     def progress(self) -> None:
