@@ -100,7 +100,7 @@ def test_a_seed_fixes_the_order(program: Program) -> None:
         assert run(program, Seeded(seed)) == first
         assert run(program, Listed(chooser.choices)) == first
         traces.append(first[0])
-    assert len(set(map(tuple, traces))) > 5
+    assert len(set(map(tuple, traces))) > 2
 
 
 @pytest.mark.parametrize(

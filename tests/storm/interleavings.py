@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import autograd, nn
+from torch import nn
 from torch.nn import functional
 
 from offload import testing
@@ -41,7 +41,7 @@ from offload.aio import File
 from offload.errors import IoError, OffloadError
 from offload.swapper.memory.host_arena import process_memory
 from tests.storm.scheduler import Event, Listed, Scheduler, Seeded, shrunk
-from tests.support.devices.backward_thread import on_another_thread
+from tests.support.devices.backward_thread import use_backward_thread
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.drives.power_cut import Cut, Disk, everything, nothing, put, some, some_events
 from tests.support.drives.write_recorder import Done, PlainQueue, Recorder
@@ -201,7 +201,7 @@ WIDTH, ROWS = 24, 2
 
 
 class _Layers(nn.Module):
-    """Four small units; `pause` is called where a unit computes."""
+    """Four small units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,13 +321,8 @@ def _scheduled(
             testing.intercept(patch, point, functools.partial(_passing, scheduler, point))
         if world.device is not None:
             use_device(patch, world.device)
-            hand_over = functools.partial(_on_its_thread, scheduler)
-            patch.setattr(autograd, "_engine_run_backward", on_another_thread(_RUN, hand_over=hand_over))
+            use_backward_thread(patch, hand_over=functools.partial(_on_its_thread, scheduler))
         yield world
-
-
-_RUN = autograd._engine_run_backward
-"""Torch's own."""
 
 
 def _small(patch: pytest.MonkeyPatch) -> None:
@@ -396,11 +391,11 @@ class _Life:
         engine = start(job, scenario.placement, folder, resume="auto", **options)
         self.first = engine.global_steps
         try:
-            for layer in engine.module.layers:
+            for layer in engine.module.get_submodule("layers").children():
                 layer.register_forward_pre_hook(lambda *_: self.scheduler.point("forward of a layer"))
             with contextlib.nullcontext() if device is None else Ticks(device):
                 while (step := engine.global_steps) < job.steps:
-                    log.steps[step] = (train_step(engine, job, step), engine.get_global_grad_norm())
+                    log.steps[step] = (train_step(engine, job, step), engine.get_global_grad_norm() or 0.0)
                     self.scheduler.progress()
                 log.weights.update(_sums(engine))
             testing.settle(engine)
@@ -521,7 +516,7 @@ def _in_memory(scenario: Scenario, folder: Path) -> _Log:
         _small(patch)
         engine = start(job, ("none", "none"), folder / "memory")
         for step in range(job.steps):
-            log.steps[step] = (train_step(engine, job, step), engine.get_global_grad_norm())
+            log.steps[step] = (train_step(engine, job, step), engine.get_global_grad_norm() or 0.0)
         log.weights.update(_sums(engine))
         engine.destroy(remove=True)
     return log

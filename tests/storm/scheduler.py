@@ -29,6 +29,10 @@ PATIENCE = 20_000
 """Points without progress until the order of threads is taken for a livelock. A step of a storm passes some hundred."""
 
 
+_LOOP = 1_000
+"""Points of a thread after which it does not end by itself."""
+
+
 class Stuck(Exception):
     """No thread can go on, or none has made progress."""
 
@@ -144,6 +148,8 @@ class _Task:
         self.until: float | None = None
         """Simulated time at which its wait ends in any case."""
         self.at = "start"
+        self.refused = 0
+        """Number of its points since the scheduler has given up."""
         self.turn = threading.Lock()
         self.turn.acquire()
 
@@ -168,7 +174,6 @@ class Scheduler:
         self._thread = threading.get_ident()
         self._real: list[threading.Thread] = []
         self._errors: list[BaseException] = []
-        self._told = False
         self.threads = SimpleNamespace(
             Lock=lambda: _Lock(self, False),
             RLock=lambda: _Lock(self, True),
@@ -210,11 +215,10 @@ class Scheduler:
         task.ready = None
 
     def _refuse(self, task: _Task, ready: Callable[[], bool] | None) -> None:
-        """Ends a wait that no thread will end. The first thread learns of the failure in any case."""
-        first = task is self._tasks[0]
-        if (first and not self._told) or (ready is not None and not ready()):
-            self._told = self._told or first
-            raise Stuck(self.failure) if first else Abandoned
+        """Ends the thread's loop, which may make no progress, or a wait that no thread will end."""
+        task.refused += 1
+        if task.refused % _LOOP == 1 or (ready is not None and not ready()):
+            raise Stuck(self.failure) if task is self._tasks[0] else Abandoned
 
     def close(self) -> None:
         """Waits until every other thread has ended, and raises the error that has ended one."""
@@ -401,7 +405,7 @@ class _Thread:
     def __init__(
         self,
         scheduler: Scheduler,
-        target: Callable[..., object],
+        target: Callable[..., Any],
         name: str,
         args: Sequence[Any] = (),
         daemon: bool | None = None,

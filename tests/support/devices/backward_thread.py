@@ -29,25 +29,23 @@ _queues: dict[int, queue.SimpleQueue[_Work]] = {}
 """What the thread shall run, by process: a forked child has no such thread."""
 
 
-def use_backward_thread(monkeypatch: pytest.MonkeyPatch, always: bool = True) -> None:
+def use_backward_thread(
+    monkeypatch: pytest.MonkeyPatch, always: bool = True, hand_over: Callable[[_Work], None] | None = None
+) -> None:
     """Runs backwards on another thread than their callers'.
 
     Args:
         monkeypatch: ends it.
         always: False leaves a backward on the caller's thread where the caller has asked torch for that, by
             `torch.autograd.set_multithreading_enabled(False)`.
+        hand_over: runs what it is given on another thread, and returns when it has ended; None for that of all tests.
     """
-    monkeypatch.setattr(autograd, "_engine_run_backward", on_another_thread(_RUN, always))
+    run = on_another_thread(_RUN, always, hand_over or _hand_over)
+    monkeypatch.setattr(autograd, "_engine_run_backward", run)
 
 
-def on_another_thread(
-    run: Callable[..., Any], always: bool = True, hand_over: Callable[[_Work], None] | None = None
-) -> Callable[..., Any]:
-    """Returns torch's `run`, which starts a graph task, on another thread; see `use_backward_thread`.
-
-    `hand_over` runs what it is given on another thread, and returns when it has ended; by default on that of all tests.
-    """
-    hand_over = hand_over or _hand_over
+def on_another_thread(run: Callable[..., Any], always: bool, hand_over: Callable[[_Work], None]) -> Callable[..., Any]:
+    """Returns torch's `run`, which starts a graph task, on another thread; see `use_backward_thread`."""
 
     def start(*args: Any, **kwargs: Any) -> Any:
         # A backward within a backward, as of a reentrant checkpoint, stays on the device's thread.
