@@ -13,7 +13,7 @@ from tests.storm import heartbeats, interleavings
 from tests.storm.interleavings import SCENARIOS, told
 from tests.storm.scheduler import Seeded
 
-LIVES, ALL_LIVES = 9, 170
+LIVES, ALL_LIVES = 8, 160
 """Of each scenario; a life has six steps."""
 RANKS, ALL_RANKS = 10, 1_000
 

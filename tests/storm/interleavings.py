@@ -197,15 +197,16 @@ class Device(LateDevice):
 
 # -- scenarios -------------------------------------------------------------------------------------------
 
-WIDTH, ROWS = 24, 2
+ROWS = 2
+"""Of a micro-batch."""
 
 
 class _Layers(nn.Module):
     """Four small units."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -213,9 +214,9 @@ class _Layers(nn.Module):
         return x
 
 
-def _loss(model: Any, step: int, micro: int) -> torch.Tensor:
+def _loss(width: int, model: Any, step: int, micro: int) -> torch.Tensor:
     chance = torch.Generator().manual_seed(100 * step + micro)
-    x = torch.randn(ROWS, WIDTH, generator=chance)
+    x = torch.randn(ROWS, width, generator=chance)
     dtype = next(model.module.parameters()).dtype
     return functional.mse_loss(model(x.to(dtype)).float(), torch.flip(x, [1]))
 
@@ -234,6 +235,8 @@ class Scenario(NamedTuple):
     """True for a device with memory and streams of its own."""
     fault: str = ""
     """"power" or "error": the power fails, or a request does, when the seed says; a second life resumes."""
+    width: int = 24
+    """Of a layer."""
     accumulation: int = 1
     steps: int = 6
 
@@ -244,7 +247,8 @@ class Scenario(NamedTuple):
         return 1 if every == "step" else every["every"] + 1
 
     def job(self) -> Job:
-        return Job(_Layers, _loss, steps=self.steps, accumulation=self.accumulation, dtype="bf16")
+        model, loss = functools.partial(_Layers, self.width), functools.partial(_loss, self.width)
+        return Job(model, loss, steps=self.steps, accumulation=self.accumulation, dtype="bf16")
 
 
 SCENARIOS = (
@@ -269,6 +273,7 @@ SCENARIOS = (
         late=True,
         fault="error",
     ),
+    Scenario("streamed units", options={"durability": "step"}, host=0.0, device=0.0, late=True, width=80),
 )
 
 
