@@ -273,7 +273,7 @@ SCENARIOS = (
         late=True,
         fault="error",
     ),
-    Scenario("streamed units", options={"durability": "step"}, host=0.0, device=0.0, late=True, width=80),
+    Scenario("streamed units", options={"durability": "step"}, host=0.0, device=0.0, late=True, width=80, steps=3),
 )
 
 
