@@ -36,9 +36,7 @@ def test_no_order_of_threads_and_requests_changes_a_bit_or_stops_a_step(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[scenario.name for scenario in SCENARIOS])
 def test_no_order_of_ten_thousand_steps_does(tmp_path: Path, number: int) -> None:
-    live(number, range(pytestmark = pytest.mark.timeout(3600)  # two threads that hand over to each other are slow on a busy machine
-
-LIVES, ALL_LIVES), tmp_path)
+    live(number, range(LIVES, ALL_LIVES), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["power cut", "under the backward", "failed request"])
