@@ -1,13 +1,13 @@
 """Small steps under orders of threads that a seed draws: `python -m tests.storm.interleavings --seed 7 --count 100`.
 
-One interleaving is the life of an engine over a tiny model, in which the `scheduler` decides at each point which thread
-goes on, which request of the drive ends, and which copy of the device is carried out:
+A life of an engine over a tiny model takes some steps, in which the `scheduler` decides at each point which thread goes
+on, which request of the drive ends, and which copy of the device is carried out:
 
     the caller   autograd's thread   the update worker   the receiver of gradients   the callbacks of the queue
     the drive    copies to the device, copies from it, compute
 
-Its losses, norms and weights have the bits of the calm run in memory, it leaks nothing, and it never stands still. In
-some interleavings the power fails at a point: a second engine resumes from what the drives may have then.
+Its losses, norms and weights have the bits of the run in memory, it leaks nothing, and it never stands still. In some
+lives the power or a request fails: a second engine resumes from what the drives may have then.
 
 A seed fixes all of it. The choices of a failure are dropped one after the other as long as it still fails.
 """
@@ -376,7 +376,10 @@ class _Life:
         self._scenario, self._setting = scenario, setting
 
     def live(self, folder: Path, recorder: Recorder | None = None, fails: int = -1) -> list[str]:
-        """Trains from the last commit to the last step; returns what differs from the calm run, or was left."""
+        """Trains from the last commit to the last step; returns what differs from the run in memory, or was left.
+
+        With `fails`, the number of a request that ends with an error, the life may end with that error too.
+        """
         found: list[str] = []
         with _scheduled(self.scheduler, self._scenario, recorder, fails) as world:
             try:
@@ -385,6 +388,7 @@ class _Life:
                 if not (0 <= fails and any(isinstance(cause, IoError) for cause in _causes(error))):
                     raise
             self.scheduler.close()
+        found += self._wrong()
         self.requests = sum(drive.requests for drive in world.drives)
         if world.device is not None:
             found += [f"the device: {what}" for what in sorted(set(world.device.broken))]
@@ -411,15 +415,15 @@ class _Life:
             left += [f"{unit} is in use after the last step" for unit in parts.busy_units]
         finally:
             engine.destroy()
-        return [*left, *self._wrong()]
+        return left
 
     def _wrong(self) -> Iterator[str]:
-        """Yields what differs from the run in memory."""
+        """Yields what differs from the run in memory, of all that was logged."""
         expected, log = self._setting.expected, self.log
-        for step, values in expected.steps.items():
-            if step >= self.first and log.steps.get(step) != values:
-                yield f"step {step} is {log.steps.get(step)} in place of {values}"
-        names = [name for name, value in expected.weights.items() if log.weights.get(name) != value]
+        for step, values in log.steps.items():
+            if expected.steps[step] != values:
+                yield f"step {step} is {values} in place of {expected.steps[step]}"
+        names = [name for name, value in log.weights.items() if expected.weights[name] != value]
         if names:
             yield f"weights differ: {', '.join(names)}"
 
