@@ -59,7 +59,7 @@ def test_a_run_whose_budgets_change_at_random_has_the_bits_of_an_undisturbed_one
     small_pieces(monkeypatch)
     placement, chance = (weights, states), random.Random(f"{weights}-{states}")
     options: dict[str, Any] = {"host_memory": PROMOTED, "durability": {"every": 2}, "debug": {"poison": False}}
-    options["device_memory"] = 4 * room_for(JOB, 3)
+    options["device_memory"] = 4 * room_for(JOB, 3) + (PROMOTED if "none" in placement else 0)
     expected = run(JOB, placement, tmp_path / "calm", **options)
     engine = start(JOB, placement, tmp_path / "breathes", **options)
     first = engine.resize()
