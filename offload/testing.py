@@ -8,6 +8,9 @@ changes this file, and no test.
   exit of the process, an error of a thread.
 * `replace` and `intercept` change a named point, such as "store.commit" or "size.update_tile", for one test. A point
   is a row of `POINTS`; a run that uses none executes no code of this module.
+* "threads.module", "threads.clock" and "threads.queue" stand for `threading`, `time` and `queue` in each module whose
+  threads meet: the update worker, the receiver of gradients, the pager's lock, the store, heartbeats. A test that
+  replaces them owns every lock, wait and thread of an engine that it makes, and so the order of its threads.
 
     from offload import testing
 
@@ -419,6 +422,22 @@ POINTS: Mapping[str, Sequence[str]] = {
     "size.device_blocks": ("offload.kernels.blocks:_DEVICE_BLOCKS",),
     "size.tokens_in_memory": ("offload.finetune.corpus.token_stream:_IN_RAM",),
     "size.text_piece": ("offload.finetune.corpus.packing:_AT_ONCE",),
+    # Threads: wherever an engine of one process makes a lock, an event or a thread. A lock that is missing here blocks
+    # for ever under a test that owns the order of threads.
+    "threads.module": (
+        "offload.activations.kept_inputs:threading",
+        "offload.engine.gradient_transfer:threading",
+        "offload.engine.gradients:threading",
+        "offload.engine.unit_views:threading",
+        "offload.engine.update:threading",
+        "offload.swapper.memory.lock:threading",
+        "offload.swapper.store.format:threading",
+        "offload.swapper.store.requests:threading",
+        "offload.swapper.store.spill_file:threading",
+        "offload.distributed.process_group:threading",
+    ),
+    "threads.clock": ("offload.distributed.process_group:time", "offload.engine.update:time"),
+    "threads.queue": ("offload.distributed.process_group:queue",),
     # What the machine says.
     "clock.steps": ("offload.metrics.meter:wall_clock",),
     "clock.interrupts": ("offload.interrupts:_RETRY_S",),

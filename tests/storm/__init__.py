@@ -8,4 +8,10 @@
     shrink    the simplest plan that still fails
 
 `python -m tests.storm --minutes 5` draws one seed after the other; a failure prints the command that repeats it.
+
+A storm leaves the order of threads to the machine. Three more modules own it, in small steps:
+
+    scheduler      lets one thread run at a time, and chooses which
+    interleavings  steps of an engine under orders that a seed draws
+    heartbeats     the same of ranks that notice the loss of others
 """

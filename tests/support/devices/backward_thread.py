@@ -29,18 +29,22 @@ _queues: dict[int, queue.SimpleQueue[_Work]] = {}
 """What the thread shall run, by process: a forked child has no such thread."""
 
 
-def use_backward_thread(monkeypatch: pytest.MonkeyPatch, always: bool = True) -> None:
+def use_backward_thread(
+    monkeypatch: pytest.MonkeyPatch, always: bool = True, hand_over: Callable[[_Work], None] | None = None
+) -> None:
     """Runs backwards on another thread than their callers'.
 
     Args:
         monkeypatch: ends it.
         always: False leaves a backward on the caller's thread where the caller has asked torch for that, by
             `torch.autograd.set_multithreading_enabled(False)`.
+        hand_over: runs what it is given on another thread, and returns when it has ended; None for that of all tests.
     """
-    monkeypatch.setattr(autograd, "_engine_run_backward", on_another_thread(_RUN, always))
+    run = on_another_thread(_RUN, always, hand_over or _hand_over)
+    monkeypatch.setattr(autograd, "_engine_run_backward", run)
 
 
-def on_another_thread(run: Callable[..., Any], always: bool = True) -> Callable[..., Any]:
+def on_another_thread(run: Callable[..., Any], always: bool, hand_over: Callable[[_Work], None]) -> Callable[..., Any]:
     """Returns torch's `run`, which starts a graph task, on another thread; see `use_backward_thread`."""
 
     def start(*args: Any, **kwargs: Any) -> Any:
@@ -49,7 +53,6 @@ def on_another_thread(run: Callable[..., Any], always: bool = True) -> Callable[
             return run(*args, **kwargs)
         modes = _get_current_dispatch_mode_stack()
         hooks = top_saved_tensor_hooks()
-        done: torch.futures.Future[None] = torch.futures.Future()
         result: list[Any] = []
         error: list[BaseException] = []
 
@@ -64,23 +67,32 @@ def on_another_thread(run: Callable[..., Any], always: bool = True) -> Callable[
                     result.append(run(*args, **kwargs))
             except BaseException as caught:
                 error.append(caught)
-            finally:
-                done.set_result(None)
 
-        interrupts: list[KeyboardInterrupt] = []
-        _queue().put(work)
-        while not done.done():
-            try:
-                done.wait()  # in C++, as torch's own wait: Ctrl-C is handled when it returns
-            except KeyboardInterrupt as caught:  # it came before the wait began, or as it ended
-                interrupts.append(caught)
-        if interrupts:
-            raise interrupts.pop()
+        hand_over(work)
         if error:
             raise error.pop()
         return result.pop()
 
     return start
+
+
+def _hand_over(work: _Work) -> None:
+    """Runs `work` on this process's thread, and waits for its end."""
+    done: torch.futures.Future[None] = torch.futures.Future()
+
+    def run() -> None:
+        work()
+        done.set_result(None)
+
+    interrupts: list[KeyboardInterrupt] = []
+    _queue().put(run)
+    while not done.done():
+        try:
+            done.wait()  # in C++, as torch's own wait: Ctrl-C is handled when it returns
+        except KeyboardInterrupt as caught:  # it came before the wait began, or as it ended
+            interrupts.append(caught)
+    if interrupts:
+        raise interrupts.pop()
 
 
 def _queue() -> queue.SimpleQueue[_Work]:
