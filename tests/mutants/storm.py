@@ -1,4 +1,4 @@
-"""Faults of the store and of threads that only a storm is asked to find: `python -m tests.mutants storm`."""
+"""Faults of the store and of threads that only orders of threads are asked to find: `python -m tests.mutants storm`."""
 
 from __future__ import annotations
 
