@@ -412,7 +412,7 @@ def replay(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Compute steps again from a kept commit, and compare them with the log.
+    """Compute steps of a run again, and prove its log bit for bit.
 
     Replays runs of `offload train` of one process that had --log, and --keep-every or --keep. Compared are all bits of
     each step's loss and gradient norm, and of the last step's states, if that step is kept. The run is only read: a
