@@ -333,7 +333,10 @@ def in_tiles_of_rank(job: Job, folder: Path) -> Any:
         {"dtype": "bf16", "accumulation": 2},
         pytest.param({"dtype": "fp16", "stage": 0, "overlap": True}, marks=pytest.mark.slow),
         {"optimizer": "ZeroOneAdam", "params": KINDS["ZeroOneAdam"], "steps": 10},
-        {"optimizer": "OneBitLamb", "params": KINDS["OneBitLamb"], "dtype": "bf16", "accumulation": 2},
+        pytest.param(
+            {"optimizer": "OneBitLamb", "params": KINDS["OneBitLamb"], "dtype": "bf16", "accumulation": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_placements_have_the_same_bits(options: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
@@ -508,7 +511,9 @@ def in_two_parts(job: Job, stop: int, folder: Path) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("job", "stop"), [(JOB, 3), (ZERO_ONE, 7), (LAMB, 3)], ids=["1-bit Adam", "0/1 Adam", "1-bit LAMB"]
+    ("job", "stop"),
+    [(JOB, 3), (ZERO_ONE, 7), pytest.param(LAMB, 3, marks=pytest.mark.slow)],
+    ids=["1-bit Adam", "0/1 Adam", "1-bit LAMB"],
 )
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(job: Job, stop: int, ranks: RankPool, tmp_path: Path) -> None:
     """0/1 Adam resumes between two exchanges, where ranks have weights of their own. A checkpoint has no errors."""
