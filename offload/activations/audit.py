@@ -137,16 +137,17 @@ class _Call:
                     for buffer, before in values:
                         buffer.copy_(before)
 
-    def _read_generators(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _read_generators(self) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
         of_device = None
         if self._device is not None:
             of_device = torch.get_device_module(self._device).get_rng_state(self._device)
-        return torch.get_rng_state(), of_device
+        return random.getstate(), torch.get_rng_state(), of_device
 
-    def _put_generators(self, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        torch.set_rng_state(states[0])
+    def _put_generators(self, states: tuple[Any, torch.Tensor, torch.Tensor | None]) -> None:
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
         if self._device is not None:
-            torch.get_device_module(self._device).set_rng_state(states[1], self._device)
+            torch.get_device_module(self._device).set_rng_state(states[2], self._device)
 
 
 class RandomAudit(Extension):

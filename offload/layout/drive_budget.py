@@ -73,7 +73,10 @@ def opened(now: float) -> Account:
 
 def spend(account: Account, budget: DriveBudget, now: float, nbytes: float, commit: float) -> Account:
     """Returns the account after `nbytes` more were written. A commit writes `commit` bytes."""
-    now = max(now, account.at)  # a clock that was set back stands still
+    if (
+        now < account.at
+    ):  # the clock was set back, perhaps from far ahead: without this no commit would be due for as long
+        account = account._replace(at=now, since=min(account.since, now), committed=min(account.committed, now))
     credit = min(account.credit + budget.rate * (now - account.at), _CREDITS * commit)
     periods = math.floor((now - account.since) / budget.seconds)
     return account._replace(

@@ -110,6 +110,11 @@ def replay(
             f"{first + 1} on can be computed again; `{shell_command('log', path)}` lists all"
         )
     command, client_state = _command(commits, start, wanted, queue)
+    if command["arithmetic"] != (now := arithmetic()):
+        differing = [
+            f"{name} {was}, now {now.get(name)}" for name, was in command["arithmetic"].items() if now.get(name) != was
+        ]
+        say(f"bits may differ, since the steps were computed with {'; '.join(differing)}")
     log = log or command["options"].get("log")
     if log is None:
         raise UsageError(
@@ -130,10 +135,17 @@ def replay(
         end = commits.get(wanted[-1])
         states = None if end is None else _compared_states(sums_of(end), sums_of(forked.run))
     rows = [_compared(step, logged[step], computed[step]) for step in wanted]
+    equal = all(row["equal"] for row in rows) and (states is None or states["equal"])
+    if not equal and _changes(commits, start, wanted, queue):
+        stop = min((step for step in commits if step >= wanted[-1]), default=wanted[-1])
+        raise StoreError(
+            f"the run was resumed with other options between steps {start} and {stop}, and no commit tells which steps "
+            "had which: expected steps between two commits of one command"
+        )
     return {
         "run": str(path),
         "from": {"commit": commits[start].name, "step": start},
-        "equal": all(row["equal"] for row in rows) and (states is None or states["equal"]),
+        "equal": equal,
         "steps": rows,
         "states": states,
         "log": {"path": str(log), "sha256": hashlib.sha256(Path(log).read_bytes()).hexdigest()},
@@ -193,8 +205,7 @@ def _command(
     later = min((step for step in commits if step >= wanted[0]), default=start)
     for step in dict.fromkeys((later, start)):
         try:
-            with contextlib.closing(StoreSource(commits[step], queue)) as source:
-                client_state = source.client_state
+            client_state = _client_state(commits[step], queue)
         except StoreError:
             if step == start:
                 raise
@@ -206,6 +217,24 @@ def _command(
         f"{commits[start]} does not contain the command that trained it: offload replay computes runs of "
         "`offload train` again, of this version on; fork it, and train it by its own script"
     )
+
+
+def _client_state(commit: Path, queue: Queue) -> Mapping[str, Any]:
+    with contextlib.closing(StoreSource(commit, queue)) as source:
+        state: Mapping[str, Any] = source.client_state
+        return state
+
+
+def _changes(commits: Mapping[int, Path], start: int, wanted: range, queue: Queue) -> bool:
+    """Returns True if the commits from `start` to the first one after the steps do not all have the same command."""
+    last = min((step for step in commits if step >= wanted[-1]), default=wanted[-1])
+    commands = []
+    for step, commit in commits.items():
+        if start <= step <= last:
+            with contextlib.suppress(StoreError):  # a process trains the run
+                command = _client_state(commit, queue).get("command") or {}
+                commands.append((command.get("options"), command.get("config")))
+    return any(command != commands[0] for command in commands[1:])
 
 
 def _logged(log: Path, wanted: range) -> dict[int, Mapping[str, Any]]:

@@ -118,6 +118,17 @@ def test_a_run_that_was_resumed_with_other_options_is_computed_by_those_of_its_s
     assert json.loads(done.stdout)["states"]["equal"]
 
 
+def test_steps_of_two_commands_without_a_commit_between_them_are_refused() -> None:
+    """A longer run has another schedule: step 6 is of the first command, and the next kept step, 8, of the second."""
+    options = ("--log", "log", "--keep-every", "4", "--keep", "--seed", "3", "--eval-every", "0")
+    assert call("--steps", "6", *options).exit_code == 0
+    assert call("--steps", "10", *options, "--resume", "must").exit_code == 0
+    refused = replay("--steps", "5..8")
+    assert refused.exit_code == 2, refused.output
+    assert "resumed with other options between steps 4 and 8" in refused.stderr
+    assert replay("--steps", "9..10").exit_code == 0
+
+
 def test_what_cannot_be_computed_again_is_refused() -> None:
     assert call("--steps", "4", *KEPT).exit_code == 0
     before = contents()

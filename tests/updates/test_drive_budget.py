@@ -145,6 +145,14 @@ def test_a_run_that_was_stopped_for_a_week_does_not_catch_up() -> None:
     assert spend(account, budget, 6 * DAY, 0.0, 1e10).credit == 2e10, "a clock that was set back"
 
 
+def test_a_clock_that_was_ahead_stops_no_commit() -> None:
+    budget = DriveBudget.of("1B/day")
+    account = spend(opened(1000 * DAY), budget, 3 * DAY, 0.0, 1e10)
+    assert account.since == account.committed == 3 * DAY
+    assert not commit_is_due(spend(account, budget, 3.5 * DAY, 0.0, 1e10), 1e10)
+    assert commit_is_due(spend(account, budget, 4 * DAY, 0.0, 1e10), 1e10)
+
+
 def test_a_commit_is_made_once_a_day_whatever_the_budget() -> None:
     budget = DriveBudget.of("1GB/day")
     account = spend(opened(0.0), budget, LONGEST - 1, 5e12, 1e12)
