@@ -31,11 +31,11 @@ from offload.sizes import MIB, parse_size
 from offload.swapper.memory.limits import free_host_memory
 
 _PROBED = 16 * MIB
-"""Bytes of the file by which the drive's rates before the fall are measured."""
+"""Size of the file that measures the drive's rates before the fall, in bytes."""
 _UNCOUNTED = 2
 """Steps of the run: the first records the order of uses, the second has no update beside it yet."""
 _LONGER = 1.6
-"""Bytes that are written for each byte before the fall."""
+"""Ratio of all bytes that the probe writes to those before the fall."""
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -225,6 +225,14 @@ def _client_state(commit: Path, queue: Queue) -> Mapping[str, Any]:
         return state
 
 
+def _computing(command: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the options and the config that compute the steps, without what a run writes besides its states."""
+    options = {key: value for key, value in command["options"].items() if key in _KEPT_OPTIONS}
+    config = {key: block for key, block in command["config"].items() if key not in _OUTPUTS}
+    config["offload"] = {key: value for key, value in config.get("offload", {}).items() if key not in _OUTPUTS}
+    return options, config
+
+
 def _changes(commits: Mapping[int, Path], start: int, wanted: range, queue: Queue) -> bool:
     """Returns True if the commits from `start` to the first one after the steps do not all have the same command."""
     last = min((step for step in commits if step >= wanted[-1]), default=wanted[-1])
@@ -232,8 +240,11 @@ def _changes(commits: Mapping[int, Path], start: int, wanted: range, queue: Queu
     for step, commit in commits.items():
         if start <= step <= last:
             with contextlib.suppress(StoreError):  # a process trains the run
-                command = _client_state(commit, queue).get("command") or {}
-                commands.append((command.get("options"), command.get("config")))
+                command = _client_state(commit, queue).get("command")
+                if command is not None:
+                    options, config = _computing(command)
+                    config["offload"].pop("resume", None)
+                    commands.append((options, config))
     return any(command != commands[0] for command in commands[1:])
 
 
@@ -263,10 +274,9 @@ def _reports(
     say: Callable[[str], None],
 ) -> Generator[StepReport, None, None]:
     """Yields a report of each step of a fork. Once the caller leaves the loop, the last step is committed."""
-    kept = {key: value for key, value in command["options"].items() if key in _KEPT_OPTIONS}
-    config = command["config"]
+    kept, config = _computing(command)
     # A run that was left to choose has commits, or there would be no fork of one.
-    durability = config.get("offload", {}).get("durability") or "auto"
+    durability = config["offload"].get("durability") or "auto"
     options = replace(
         from_record(kept | dict(placement)),
         durability="step" if durability == "auto" else None,
@@ -276,9 +286,6 @@ def _reports(
         no_output=True,
         keep_every=0,
     )
-    # What the run writes besides its states stays as it is.
-    config = {key: block for key, block in config.items() if key not in _OUTPUTS}
-    config["offload"] = {key: value for key, value in config.get("offload", {}).items() if key not in _OUTPUTS}
     # Most lines of a start are about a training that goes on. Other data cannot give the bits of the log.
     job = prepare(options, config, lambda line: say(line) if _OTHER_DATA in line else None)
     assert isinstance(job, Job), "a run that must be resumed is no finished one"

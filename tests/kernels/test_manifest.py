@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -422,7 +423,7 @@ def _loss() -> Control:
 
 
 CONTROLS: Mapping[str, Callable[[], Control]] = {
-    **{name: lambda name=name: _rule(name) for name in ("adamw", "adagrad", "lion", "sgd")},  # type: ignore[misc]
+    **{name: functools.partial(_rule, name) for name in ("adamw", "adagrad", "lion", "sgd")},
     "plain_sgd": lambda: _rule("sgd without momentum"),
     "lamb": _lamb,
     "lamb_ratio": _lamb_ratio,
