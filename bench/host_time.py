@@ -45,7 +45,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.before(x)
         query, key, value = (
-            each(y).unflatten(-1, (_HEADS, -1)).transpose(1, 2) for each in (self.query, self.key, self.value)
+            projection(y).unflatten(-1, (_HEADS, -1)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
         )
         x = x + self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2))
         y = self.between(x)

@@ -167,8 +167,8 @@ def _report(passes: dict[tuple[str, str], list[TimedTransfer]], nbytes: int, rou
         for (name, of), mine in passes.items():
             if of != operation:
                 continue
-            speed = statistics.median(each.nbytes / each.seconds for each in mine) / 1e9
-            cpu = statistics.median(each.cpu_seconds / each.nbytes for each in mine) * 1e9
+            speed = statistics.median(sample.nbytes / sample.seconds for sample in mine) / 1e9
+            cpu = statistics.median(sample.cpu_seconds / sample.nbytes for sample in mine) * 1e9
             ratios = [b.seconds / b.nbytes / (a.seconds / a.nbytes) for a, b in zip(ours, mine, strict=True)]
             ratio, (low, high) = statistics.median(ratios), interval(ratios)
             row = {"op": operation, "name": name, "gb_per_s": speed, "cpu_s_per_gb": cpu}

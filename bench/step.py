@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     memory = Contender(given, "none,none", "micro_batch_major", "false", "none", "auto")
     lists = (given.schedules, given.speculate, given.durability, given.vocabulary)
-    orders = list(itertools.product(*(each.split(",") for each in lists)))
+    orders = list(itertools.product(*(choices.split(",") for choices in lists)))
     disk = [Contender(given, given.tiers, *order) for order in orders]
     with drive_rates([given.folder / "bench-step.rates"], 256 * MIB) as drive:
         rates = [drive()]
@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _ratio(contender: Contender, base: Contender, field: str) -> float:
-    return median_ratio(*([getattr(turn, field) for turn in each.turns] for each in (contender, base)))
+    return median_ratio(*([getattr(turn, field) for turn in engine.turns] for engine in (contender, base)))
 
 
 # -- in a process of its own --------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def markdown(plan: TrainPlan, rates: DriveSpeeds, rows: Sequence[figures.TrainRo
     """Returns heading, table and remarks as Markdown."""
     table = [figures.TITLES, ["---"] * len(figures.TITLES), *(figures.cells(row) for row in rows if row.turns)]
     lines = [*(f"{line}.  " for line in figures.heading(plan, rates)), ""]
-    lines += ["| " + " | ".join(each) + " |" for each in table]
+    lines += ["| " + " | ".join(row) + " |" for row in table]
     said = figures.remarks(rows, plan.dtype)
     return "\n".join([*lines, *([""] if said else []), *(f"* {line}" for line in said)])
 

@@ -241,7 +241,7 @@ class RandomAudit(Extension):
         assert self._choice is not None
         module = self._modules[self._choice.block]
         with plain_tensors():
-            parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
+            parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
             edges = {name: get_gradient_edge(parameter) for name, parameter in parameters.items()}
         call.compute(module, edges, gradient)
         # autograd thread: only now, since the gradients that follow are those of this call.

@@ -22,10 +22,6 @@ class QueueShape(NamedTuple):
     depth: int
     block_bytes: int
 
-    @property
-    def in_flight_bytes(self) -> int:
-        return self.threads * self.depth * self.block_bytes
-
 
 DEFAULTS = {
     "io_uring": QueueShape(1, 32, 2 * MIB),
@@ -41,33 +37,25 @@ _DESCRIPTORS = "this process has no free file descriptor (ulimit -n)"
 
 
 class OpenedBackend(NamedTuple):
-    """The opened backend, messages with the reason for the refusal of each earlier backend, shape and window."""
+    """The opened backend, messages with the reason for the refusal of each earlier backend, and the shape."""
 
     backend: str
     refusals: tuple[str, ...]
     shape: QueueShape
-    window_bytes: int
 
 
 def open_native(
-    backend: str, threads: int | None, depth: int | None, block_bytes: int | None, window_bytes: int
+    backend: str, threads: int | None, depth: int | None, block_bytes: int | None
 ) -> tuple[Queue, OpenedBackend]:
-    """Opens a native queue on the backend `backend`, or with "auto" on the first one that this system permits.
-
-    Args:
-        window_bytes: bytes that move in one direction before the other direction's turn, at least twice the bytes in
-            flight; 0 to read and write at once.
-    """
+    """Opens a native queue on the backend `backend`, or with "auto" on the first one that this system permits."""
     if backend != "auto" and backend not in BACKENDS:
         raise ConfigError(f"there is no I/O backend {backend!r}: expected auto, {', '.join(BACKENDS)}")
     refusals: list[str] = []
     # Opening a queue is the only reliable test: only the system call reveals seccomp filters, sysctls and limits.
     for name in BACKENDS if backend == "auto" else (backend,):
         shape = _shape(name, threads, depth, block_bytes)
-        # With a window smaller than the bytes in flight, the queue would never be full.
-        window = max(window_bytes, 2 * shape.in_flight_bytes) if window_bytes else 0
         try:
-            return Queue(name, *shape, window), OpenedBackend(name, tuple(refusals), shape, window)
+            return Queue(name, *shape), OpenedBackend(name, tuple(refusals), shape)
         # The native code sets `filename` to the system call that failed, from which `refusal` derives its advice.
         except OSError as error:
             refusals.append(refusal(name, error))
@@ -91,7 +79,7 @@ def refusals() -> dict[str, str | None]:
     reasons: dict[str, str | None] = {}
     for name in BACKENDS:
         try:
-            Queue(name, 1, 1, MIB, 0).close()
+            Queue(name, 1, 1, MIB).close()
             reasons[name] = None
         except OSError as error:
             reasons[name] = refusal(name, error)

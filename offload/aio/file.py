@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from offload.aio.unanswered import aloud
 from offload.errors import ConfigError, IoError
@@ -215,81 +215,6 @@ class DirectFile:
         io_error = IoError(self.path, 0, nbytes, error.errno or errno.EIO, operation)
         io_error.strerror = error.strerror  # an opener's text may be more specific than the system's
         return io_error
-
-
-# -- windows -------------------------------------------------------------------------------------------
-#
-# The choice between reads and writes at once, and windows of one direction after the other. Pure functions.
-#
-# Let r be the bytes a second of a drive that only reads, w of a drive that only writes, and m in all if it reads and
-# writes equal numbers of bytes at once. To move S bytes in each direction takes
-#
-#     at once      2 S / m
-#     in windows   S / r + S / w + 2 T
-#
-# where T is the time of a turn: the blocks of one direction end before the blocks of the other direction start, so the
-# drive falls idle for about as long as it takes to move four blocks. A window has twice the bytes that a queue has in
-# flight by default. With a smaller window, the queue is never full for long. On the measured drive, windows as large as
-# the bytes in flight cost a twentieth of the speed, and windows half as large a third (docs/benchmarks/2026-11-io.md).
-# Two turns cost at most an eighth of their windows, whatever the drive's speed. A request waits for a window of the
-# other direction about twice as long as it waits for a full queue; urgent requests do not wait for it.
-
-
-WINDOW_BYTES = 128 * MIB
-"""Bytes of a window on one drive: twice the default bytes in flight, which are 32 blocks of 2 MiB."""
-_TURN_BYTES = 8 * MIB
-"""Bytes that the drive could have moved in the idle time of a turn, in its slower direction: four blocks."""
-_GAIN = 0.2
-"""Least fraction of the time that windows must save. Probes of one drive differ, and an update does not always have
-requests for a whole window. On drives where windows gained nothing, an update took 3 to 20 % longer in windows
-(docs/benchmarks/2026-11-io.md)."""
-
-
-class DirectionRates(Protocol):
-    """Bytes a second of a drive by itself."""
-
-    @property
-    def read(self) -> float:
-        """Only reads."""
-
-    @property
-    def write(self) -> float:
-        """Only writes."""
-
-    @property
-    def mixed(self) -> float:
-        """All bytes, if half of them are read and half written at once."""
-
-
-def seconds_at_once(rates: DirectionRates) -> float:
-    """Returns the seconds that a drive takes to read a window of bytes and write as many, both at once."""
-    return 2 * WINDOW_BYTES / rates.mixed
-
-
-def seconds_in_windows(rates: DirectionRates) -> float:
-    """Returns the seconds that a drive takes to read a window of bytes, then write as many, with a turn after each."""
-    turn = _TURN_BYTES / min(rates.read, rates.write)
-    return WINDOW_BYTES / rates.read + WINDOW_BYTES / rates.write + 2 * turn
-
-
-def rate_of_both(rates: DirectionRates) -> float:
-    """Returns the bytes a second that a drive moves in all, if it reads and writes equal parts in the better order."""
-    seconds = seconds_in_windows(rates) if window_bytes([rates]) else seconds_at_once(rates)
-    return 2 * WINDOW_BYTES / seconds
-
-
-def window_bytes(drives: Sequence[DirectionRates]) -> int:
-    """Returns the bytes of a window for a queue over `drives`; 0 if it should read and write at once.
-
-    Files are striped, so a request keeps all drives busy and the queue has one direction for all of them. It uses
-    windows if they save at least a fifth of the time on each drive.
-
-    Args:
-        drives: rates of the queue's drives; none of them means that they are unknown.
-    """
-    if not drives or any(seconds_in_windows(drive) > (1 - _GAIN) * seconds_at_once(drive) for drive in drives):
-        return 0
-    return WINDOW_BYTES * len(drives)
 
 
 # -- stripes -------------------------------------------------------------------------------------------

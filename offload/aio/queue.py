@@ -59,9 +59,6 @@ class IoQueue:
         depth: blocks in flight for each thread. Each thread of the backend "threads" moves one block at a time, so
             `depth` multiplies `threads`. The product is at most 16, or `threads` if that is larger.
         threads: number of native threads.
-        window_bytes: for a drive that is slower when it reads and writes at once: the bytes that move in one direction
-            before the other direction's turn. Urgent requests never wait for a turn. Raised to at least twice the bytes
-            in flight. None or 0: both directions at once.
 
     Raises:
         ValueError: a number is out of range.
@@ -78,22 +75,19 @@ class IoQueue:
         block_bytes: int | None = None,
         depth: int | None = None,
         threads: int | None = None,
-        window_bytes: int | None = None,
     ) -> None:
         for name, value, least, most in (
             ("threads", threads, 1, MOST_THREADS),
             ("depth", depth, 1, MOST_DEPTH),
             ("block_bytes", block_bytes, PAGE, GIB),
-            ("window_bytes", window_bytes, 0, GIB),
         ):
             if value is not None and not least <= value <= most:
                 raise ValueError(f"expected {name} from {least} to {most}, got {value}")
         self._closed = True  # nothing to close if the next lines raise
         self._pid = os.getpid()
-        self._queue, chosen = open_native(backend, threads, depth, block_bytes, window_bytes or 0)
+        self._queue, chosen = open_native(backend, threads, depth, block_bytes)
         self.backend, self.refusals = chosen.backend, chosen.refusals
         self.threads, self.depth, self.block_bytes = chosen.shape
-        self.window_bytes = chosen.window_bytes
         self._callbacks = Callbacks(self._queue)
         self._closed, self._opened = False, True
         # A weak set: the list for `_close_all` does not keep a queue alive.

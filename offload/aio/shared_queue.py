@@ -33,7 +33,6 @@ class SharedQueue:
         self._counts = threading.Lock()
         self._closed = False
         self.backend, self.refusals = self._queue.backend, self._queue.refusals
-        self.window_bytes = self._queue.window_bytes
         self.read_bytes = self.written_bytes = 0
         """Bytes that this engine has requested so far."""
 

@@ -32,7 +32,6 @@ import torch
 
 import offload
 from offload import precision
-from offload.aio.file import rate_of_both
 from offload.bench.child_process import growing_segments, run_child, write_json
 from offload.bench.configs import placed
 from offload.bench.gpu.report import machine
@@ -196,7 +195,7 @@ def row(job: Mapping[str, Any], save: Save) -> None:
 
     def watch(profile: Profile) -> None:
         seen.append(profile)
-        last["disk_bytes"] = sum(each.stat().st_blocks * 512 for each in folder.rglob("*") if each.is_file())
+        last["disk_bytes"] = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
     of_job = {name: job[name] for name in _OF_WORK}
     measure_steps(Work(device, folder, steps=_TIMED, seconds=seconds, **of_job), settings, keep, watch)
@@ -311,7 +310,7 @@ def divide(start: float, end: float, named: Mapping[str, Sequence[Interval]]) ->
 def resources(found: Probed, planned: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, float]:
     """Returns the least seconds in which each resource does its part of a step, at the rates of the same run."""
     of, numel, drive = found.rates.by_dtype[planned["dtype"]], figures["parameters"], found.drives[0]
-    speeds = DriveSpeeds(drive.read, drive.write, rate_of_both(drive))
+    speeds = DriveSpeeds(drive.read, drive.write, drive.mixed)
     moved = [numel * figures[f"{way}_bytes_per_parameter"] for way in ("read", "written", "uploaded", "downloaded")]
     # States that stay on a GPU are updated there, by kernels that count as such.
     updated = 0.0 if planned["tiers"].endswith("/none") and figures["profiled"] else numel / of.optimizer
@@ -536,7 +535,7 @@ class _Card:
 
     def _largest(self, found: Probed, dtype: str) -> None:
         """Adds the row of the largest preset that the planner places, unless there is one."""
-        have = max(_numel(each["model"]) for each in self.report["rows"])
+        have = max(_numel(row["model"]) for row in self.report["rows"])
         for model in reversed([name for name in MODELS if _numel(name) > have]):
             before = len(self.report["rows"])
             self._row(found, dtype, model)

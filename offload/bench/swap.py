@@ -127,9 +127,9 @@ def _check_numbers(plan: SwapPlan, unit_bytes: int, probe_bytes: int) -> None:
     for name in ("units", "steps", "rounds", "accumulation"):
         if getattr(plan, name) < 1:
             raise ConfigError(f"expected {name} >= 1, got {getattr(plan, name)}")
-    for each in plan.compute_ms:
-        if not 0 <= each <= 1e6:
-            raise ConfigError(f"expected compute-ms from 0 to 1000000, got {each:g}")
+    for ms in plan.compute_ms:
+        if not 0 <= ms <= 1e6:
+            raise ConfigError(f"expected compute-ms from 0 to 1000000, got {ms:g}")
     for name, nbytes in (("unit-size", unit_bytes), ("probe-size", probe_bytes)):
         if nbytes < PAGE:
             raise ConfigError(f"expected {name} of at least {PAGE} bytes, got {nbytes}")
@@ -395,7 +395,7 @@ def in_words(plan: SwapPlan, row: SwapRow) -> str:
     # If the row's compute time already suffices, the step was slower for another reason, and the hint would be wrong.
     hides = row.hiding_compute_ms is not None and row.hiding_compute_ms > row.compute_ms
     enough = f"; from about {row.hiding_compute_ms:.0f} ms on all could be hidden" if hides else ""
-    compute, io, order = (f"{each:.2f} s" for each in (row.compute_seconds, row.io_seconds, row.order_seconds))
+    compute, io, order = (f"{seconds:.2f} s" for seconds in (row.compute_seconds, row.io_seconds, row.order_seconds))
     if row.limit == "drive":
         return f"{start} the drive limits: {io} of I/O beside {compute} of compute{enough}"
     if row.limit == "order":
@@ -504,9 +504,9 @@ class _Model(nn.Module):
 def measure(plan: SwapPlan, tell: Callable[[str], None] = lambda _: None) -> Result:
     """Runs the workload, removes its files, and returns the figures with a row for each compute time."""
     load = Load(plan.unit_numel, plan.busy)
-    swapped: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
-    in_memory: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
-    rates: dict[float, list[DriveSpeeds]] = {each: [] for each in plan.compute_ms}
+    swapped: dict[float, list[Turn]] = {ms: [] for ms in plan.compute_ms}
+    in_memory: dict[float, list[Turn]] = {ms: [] for ms in plan.compute_ms}
+    rates: dict[float, list[DriveSpeeds]] = {ms: [] for ms in plan.compute_ms}
     with contextlib.ExitStack() as stack:
         tell(f"{count_of(plan.units, 'unit')} of {format_size(plan.unit_bytes)} into their tiers")
         engine = stack.enter_context(_engine(plan, load))
@@ -522,15 +522,15 @@ def measure(plan: SwapPlan, tell: Callable[[str], None] = lambda _: None) -> Res
         )
         # Drive, swapped model and model in memory take turns, since a shared machine's speed drifts within minutes.
         for turn in range(plan.rounds):
-            for each in plan.compute_ms:
-                load.seconds = each / 1e3
+            for ms in plan.compute_ms:
+                load.seconds = ms / 1e3
                 tell(f"round {turn + 1} of {plan.rounds}: the drive by itself")
-                rates[each].append(drive())
-                tell(f"round {turn + 1} of {plan.rounds}: {each:g} ms a unit, swapped")
-                swapped[each].append(_turn(engine, plan))
+                rates[ms].append(drive())
+                tell(f"round {turn + 1} of {plan.rounds}: {ms:g} ms a unit, swapped")
+                swapped[ms].append(_turn(engine, plan))
                 if beside is not None:
-                    tell(f"round {turn + 1} of {plan.rounds}: {each:g} ms a unit, in memory")
-                    in_memory[each].append(_turn(beside, plan))
+                    tell(f"round {turn + 1} of {plan.rounds}: {ms:g} ms a unit, in memory")
+                    in_memory[ms].append(_turn(beside, plan))
         return Result(
             sum(
                 path.stat().st_size
@@ -543,11 +543,8 @@ def measure(plan: SwapPlan, tell: Callable[[str], None] = lambda _: None) -> Res
             engine.resumable is not None,
             # Notices on what the machine or the drive refused, without `Remark`s on this module's own config.
             tuple(line for line in engine.notices if not isinstance(line, Remark)),
-            median_rates([each for turns in rates.values() for each in turns]),
-            tuple(
-                make_row(plan, each, median_rates(rates[each]), swapped[each], in_memory[each])
-                for each in plan.compute_ms
-            ),
+            median_rates([speeds for turns in rates.values() for speeds in turns]),
+            tuple(make_row(plan, ms, median_rates(rates[ms]), swapped[ms], in_memory[ms]) for ms in plan.compute_ms),
         )
 
 

@@ -75,7 +75,7 @@ def trials_of(passes: Mapping[tuple[Case, str], list[TimedTransfer]]) -> list[Tr
     """Returns the trials of all cases, best first."""
 
     def rate(case: Case, operation: str) -> float:
-        return statistics.median(each.nbytes / each.seconds for each in passes[case, operation])
+        return statistics.median(timed.nbytes / timed.seconds for timed in passes[case, operation])
 
     cases = dict.fromkeys(case for case, _ in passes)
     trials = [Trial(c.block_bytes, c.depth, Bandwidth(rate(c, "read"), rate(c, "write"))) for c in cases]

@@ -50,7 +50,7 @@ def make_console(**options: Any) -> Console:
 
         def print(self, *objects: Any, **more: Any) -> None:
             """Prints objects; see `rich.console.Console.print`."""
-            super().print(*(printable(each) if isinstance(each, str) else each for each in objects), **more)
+            super().print(*(printable(value) if isinstance(value, str) else value for value in objects), **more)
 
     return Printable(**options)
 

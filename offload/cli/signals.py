@@ -55,7 +55,7 @@ def signals() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         arrived.put(number)
         # Not inside a finalizer, where the exception would be lost, and not while an earlier one is being handled.
-        if not _in_finalizer(frame) and not any(each in raised for each in _handled()):
+        if not _in_finalizer(frame) and not any(error in raised for error in _handled()):
             raised.append(SystemExit(128 + number))
             raise raised[-1]
 

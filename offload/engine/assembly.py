@@ -71,7 +71,6 @@ from offload.engine.update import Updates, UpdateWorker
 from offload.engine.update_strategy import UpdateSetting
 from offload.errors import StoreError
 from offload.experts.stacks import StackedExperts, TargetedParameters, ZeroGradients, stack_handles
-from offload.hardware.probe import kept_window
 from offload.launch.environment import rank_number
 from offload.layout.drive_budget import DriveBudget, Written
 from offload.layout.fingerprint import describe
@@ -547,17 +546,14 @@ def _queue(config: Config) -> SharedQueue:
         block_bytes=config.aio.block_size,
         depth=config.aio.queue_depth,
         threads=config.aio.intra_op_parallelism,
-        window_bytes=kept_window(config.drives),
     )
 
 
 def _io_notices(queue: SharedQueue | None, asked: Aio) -> tuple[str, ...]:
-    """Returns notices if the system refuses the fastest backend, if drives are used in windows, and if little moves."""
+    """Returns notices if the system refuses the fastest backend, and if little moves."""
     if queue is None:
         return ()
     refused = f"I/O by {queue.backend}: {'; '.join(queue.refusals)}"
-    window = format_size(queue.window_bytes)
-    windows = f"reads and writes go in windows of {window}: `offload probe` measured that both at once are slower here"
     auto = DEFAULTS["io_uring"]
     block = asked.block_size or auto.block_bytes
     in_flight = (asked.intra_op_parallelism or auto.threads) * (asked.queue_depth or auto.depth) * block
@@ -567,7 +563,6 @@ def _io_notices(queue: SharedQueue | None, asked: Aio) -> tuple[str, ...]:
     )
     return (
         *((refused,) if queue.refusals else ()),
-        *((windows,) if queue.window_bytes else ()),
         *((little,) if block < _SMALL_BLOCK or in_flight < _LITTLE else ()),
     )
 

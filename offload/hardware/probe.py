@@ -25,7 +25,7 @@ import torch
 
 from offload import kernels
 from offload.aio import DirectFile, IoQueue, aligned_empty
-from offload.aio.file import open_new, window_bytes
+from offload.aio.file import open_new
 from offload.aio.measure import OPERATIONS, move, remove
 from offload.errors import ConfigError, OffloadError
 from offload.fileio import cache_file, own_cache_folder, read_cache, write_cache
@@ -161,7 +161,7 @@ def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 5, seconds: 
                     taken[name].append(each.nbytes / each.seconds)
     finally:
         remove(path)
-    found = {name: statistics.median(each) for name, each in taken.items()}
+    found = {name: statistics.median(seconds) for name, seconds in taken.items()}
     return DriveRates(
         os.path.realpath(folder), about_drive(folder)["device"], found["read"], found["write"], found["mixed"]
     )
@@ -326,8 +326,10 @@ def _moving(numel: int) -> Callable[[], object]:
 
 def _slice_of(whole: kernels.Partition, start: int, stop: int) -> kernels.Partition:
     span = slice(start, stop)
-    beside = [None if each is None else each[span] for each in (whole.residual, whole.master)]
-    return kernels.Partition(whole.weight[span], whole.grad[span], tuple(each[span] for each in whole.moments), *beside)
+    beside = [None if tensor is None else tensor[span] for tensor in (whole.residual, whole.master)]
+    return kernels.Partition(
+        whole.weight[span], whole.grad[span], tuple(moment[span] for moment in whole.moments), *beside
+    )
 
 
 # -- compute device: matrix products, the operations between them, new memory, copies ---------------
@@ -689,8 +691,8 @@ def keep(found: Probed) -> Path:
         raise OffloadError(f"the result is not stored: {'; '.join(reasons)}; {CURE}")
     path = cache_path()
     before = kept()
-    mine = {each.path for each in found.drives}
-    drives = [*(each for each in (before.drives if before else ()) if each.path not in mine), *found.drives]
+    mine = {drive.path for drive in found.drives}
+    drives = [*(drive for drive in (before.drives if before else ()) if drive.path not in mine), *found.drives]
     write_cache(path, json.dumps(as_json(found._replace(drives=tuple(drives))), indent=2) + "\n")
     return path
 
@@ -714,11 +716,13 @@ def kept() -> Probed | None:
 def drive_under(found: Probed, folder: str) -> DriveRates | None:
     """Returns the rates measured in `folder`, or else in another folder of the same file system; None without any."""
     path = os.path.realpath(folder)
-    for each in found.drives:
-        if each.path == path:
-            return each
+    for drive in found.drives:
+        if drive.path == path:
+            return drive
     system = _file_system(path)
-    return next((each for each in found.drives if os.path.isdir(each.path) and _file_system(each.path) == system), None)
+    return next(
+        (drive for drive in found.drives if os.path.isdir(drive.path) and _file_system(drive.path) == system), None
+    )
 
 
 def _file_system(path: str) -> int:
@@ -729,18 +733,6 @@ def _file_system(path: str) -> int:
     return os.stat(path).st_dev
 
 
-def kept_window(folders: Sequence[str]) -> int:
-    """Returns the bytes of a window of reads or writes for a queue over `folders`, from the cached measurement.
-
-    0 is to read and write at once, also if one of the drives was not measured.
-    """
-    found = kept() if folders else None
-    if found is None:
-        return 0
-    drives = [each for folder in folders if (each := drive_under(found, folder)) is not None]
-    return window_bytes(drives) if len(drives) == len(folders) else 0
-
-
 def as_json(found: Probed) -> dict[str, Any]:
     """Returns the content that `--json` prints and `keep` writes."""
     return {
@@ -748,9 +740,9 @@ def as_json(found: Probed) -> dict[str, Any]:
         "machine": found.machine,
         "rates": {
             **_rounded(found.rates),
-            "by_dtype": {name: _rounded(each) for name, each in found.rates.by_dtype.items()},
+            "by_dtype": {name: _rounded(dtype_rates) for name, dtype_rates in found.rates.by_dtype.items()},
         },
-        "drives": [_rounded(each) for each in found.drives],
+        "drives": [_rounded(drive) for drive in found.drives],
         "date": found.date,
         "seconds": round(found.seconds, 1),
         "doubts": list(found.doubts),
@@ -763,7 +755,7 @@ def from_json(content: Mapping[str, Any]) -> Probed:
     return Probed(
         content["machine"],
         Rates(**content["rates"] | {"by_dtype": by_dtype}),
-        tuple(DriveRates(**each) for each in content["drives"]),
+        tuple(DriveRates(**drive) for drive in content["drives"]),
         content["date"],
         content["seconds"],
         tuple(content["doubts"]),
@@ -791,14 +783,9 @@ def lines(found: Probed) -> list[tuple[str, str]]:
             ("optimizer", f"{of.optimizer / 1e6:.0f} M parameters a second"),
             ("gradients", f"{of.gradient / 1e6:.0f} M parameters a second"),
         ]
-    return rows + [(each.path, drive_line(each)) for each in found.drives]
+    return rows + [(drive.path, drive_line(drive)) for drive in found.drives]
 
 
 def drive_line(rates: DriveRates) -> str:
-    """Returns the rates of a drive in words, and the order in which a queue reads and writes there."""
-    window = window_bytes([rates])
-    order = f"in windows of {format_size(window)}" if window else "at once"
-    return (
-        f"reads {rates.read / 1e9:.2f}, writes {rates.write / 1e9:.2f}, both {rates.mixed / 1e9:.2f} GB/s: "
-        f"reads and writes go {order}"
-    )
+    """Returns the rates of a drive in words."""
+    return f"reads {rates.read / 1e9:.2f}, writes {rates.write / 1e9:.2f}, both {rates.mixed / 1e9:.2f} GB/s"

@@ -179,7 +179,7 @@ def measure(
         if latest.rate < least:
             slow.append(latest)
         else:
-            recovered += latest.nbytes + sum(each.nbytes for each in slow)
+            recovered += latest.nbytes + sum(sample.nbytes for sample in slow)
             slow.clear()
     return samples, found, (seconds, recovered)
 
@@ -303,8 +303,8 @@ def cache_path() -> Path:
 
 def keep(curve: Curve) -> Path:
     """Caches a curve for the planner, beside those of other drives, and returns the path."""
-    others = [each for each in kept() if each.path != curve.path]
-    content = {"version": _VERSION, **_machine(), "curves": [each._asdict() for each in (*others, curve)]}
+    others = [other for other in kept() if other.path != curve.path]
+    content = {"version": _VERSION, **_machine(), "curves": [one_curve._asdict() for one_curve in (*others, curve)]}
     write_cache(cache_path(), json.dumps(content, indent=2) + "\n")
     return cache_path()
 
@@ -317,9 +317,13 @@ def kept() -> list[Curve]:
         if content["version"] == _VERSION and all(content[key] == value for key, value in _machine().items()):
             return [
                 Curve(
-                    **{**each, "points": tuple(map(tuple, each["points"])), "temperature": _pair(each["temperature"])}
+                    **{
+                        **saved_curve,
+                        "points": tuple(map(tuple, saved_curve["points"])),
+                        "temperature": _pair(saved_curve["temperature"]),
+                    }
                 )
-                for each in content["curves"]
+                for saved_curve in content["curves"]
             ]
     return []
 

@@ -211,13 +211,13 @@ def disks(folder: str, device: str, system: Path = _SYSTEM) -> list[dict[str, An
     ):  # btrfs, for example, reports an anonymous device number: take the mounted device's
         number = os.stat(device).st_rdev
     entry = system / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
-    return [_disk(each) for each in _physical_disks(entry.resolve())] if entry.exists() else []
+    return [_disk(disk) for disk in _physical_disks(entry.resolve())] if entry.exists() else []
 
 
 def _physical_disks(device: Path) -> list[Path]:
     below = sorted((device / "slaves").glob("*"))
     if below:
-        return list(dict.fromkeys(disk for each in below for disk in _physical_disks(each.resolve())))
+        return list(dict.fromkeys(disk for entry_below in below for disk in _physical_disks(entry_below.resolve())))
     return [device.parent] if (device / "partition").exists() else [device]
 
 
@@ -302,10 +302,10 @@ def folder_notices(folders: Iterable[str]) -> Iterator[str]:
     """
     for name in folders:
         path = Path(os.path.realpath(name))
-        there = next(each for each in (path, *path.parents) if os.path.exists(each))
+        there = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
         mount = mount_of(there)
         on = f"the drive of {mount.point} ({mount.device}, {format_size(shutil.disk_usage(there).free)} free)"
-        if _is_with_root(there) and any(path.is_relative_to(each) for each in _FOR_DRIVES):
+        if _is_with_root(there) and any(path.is_relative_to(root) for root in _FOR_DRIVES):
             yield (
                 f"swap files go to {path} on {on}: no drive is mounted there; if the path is mistyped or its drive not "
                 "mounted, stop"

@@ -288,7 +288,7 @@ def _devices(host: Host, environ: Mapping[str, str]) -> dict[str, str]:
     """
     if host.slots == tuple(range(len(host.slots))):
         return {}
-    shown = [each for each in environ.get(_DEVICES, "").split(",") if each]
+    shown = [device for device in environ.get(_DEVICES, "").split(",") if device]
     if shown and host.slots[-1] >= len(shown):
         raise UsageError(f"{_DEVICES} shows {len(shown)} GPUs, and slot {host.slots[-1]} of {host.name} is asked for")
     return {_DEVICES: ",".join(shown[slot] if shown else str(slot) for slot in host.slots)}

@@ -117,14 +117,14 @@ def _expand(part: str) -> Iterator[str]:
     pieces = _BRACKETS.split(part)
     # Plain text and bracket contents alternate; plain text has a single expansion.
     choices = [_bounded(_numbers(piece)) if index % 2 else [piece] for index, piece in enumerate(pieces)]
-    for each in itertools.product(*choices):
-        yield "".join(each)
+    for choice in itertools.product(*choices):
+        yield "".join(choice)
 
 
 def _numbers(text: str) -> Iterator[str]:
     """Yields the numbers of a text such as `01-03,7`, with their leading zeros."""
-    for each in text.split(","):
-        first, _, last = each.partition("-")
+    for part in text.split(","):
+        first, _, last = part.partition("-")
         for number in range(int(first), int(last or first) + 1):
             yield f"{number:0{len(first)}d}"
 

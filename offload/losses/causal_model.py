@@ -380,7 +380,11 @@ def _ends_in_loss_of(text: ast.AST | None, head: str) -> bool:
 
 def _cap_in(text: Any) -> ast.If | None:
     """Returns the statement of a forward that caps its logits; None if the forward has none, or several."""
-    caps = [each for each in text.body[0].body if isinstance(each, ast.If) and ast.unparse(each) in _CAPS]
+    caps = [
+        statement
+        for statement in text.body[0].body
+        if isinstance(statement, ast.If) and ast.unparse(statement) in _CAPS
+    ]
     return caps[0] if len(caps) == 1 else None
 
 

@@ -175,8 +175,8 @@ class _Loss(torch.autograd.Function):
         # A retained graph may run backward again, and reads the sums then.
         keeps = graph_is_retained()
         scaled = [
-            None if each is None else _scaled(each, scale, dtype, in_place=not keeps)
-            for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            None if gradient is None else _scaled(gradient, scale, dtype, in_place=not keeps)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None, None, None
 
@@ -373,7 +373,7 @@ def _loss_of_pieces(
         local = torch.where(counts, labels - piece.rows.start, -1)
         given = (wide, piece.leaf(), own_bias, values, local, terms.softcap, chunk_tokens, piece)
         found.append(piece.on_device(partial(_Statistics.apply, *given)))
-    of_lse, at_label, sums = (torch.stack(each, -1) for each in zip(*found, strict=True))
+    of_lse, at_label, sums = (torch.stack(parts, -1) for parts in zip(*found, strict=True))
     lse = of_lse.logsumexp(-1)
     average = sums.sum(-1) / words if terms.label_smoothing else 0.0
     losses = (

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offload.aio.file import rate_of_both
 from offload.errors import ConfigError
 from offload.hardware import gpus
 from offload.hardware.gpus import Origin, Rate, find_gpu, sentences
@@ -50,8 +49,7 @@ class Drive(NamedTuple):
     read: float
     write: float
     mixed: float
-    """Total rate while half of the bytes are read and half are written: at once, or in alternating windows where these
-    are faster (`offload.aio.file`)."""
+    """Total rate while half of the bytes are read and half are written at once."""
     free: int | None = None
     """Free bytes; None if unknown."""
 
@@ -357,4 +355,4 @@ def _drive(rates: DriveRates) -> Drive:
         free = shutil.disk_usage(rates.path).free
     except OSError:
         free = None
-    return Drive(rates.path, rates.read, rates.write, rate_of_both(rates), free)
+    return Drive(rates.path, rates.read, rates.write, rates.mixed, free)

@@ -71,7 +71,7 @@ def bytes_unit(most: float) -> Unit:
 def decimal_unit(most: float) -> Unit:
     """Returns the decimal unit for sizes up to `most` bytes, as drives' endurance is rated."""
     named = (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6))
-    return next((Unit(*each) for each in named if most >= each[1]), Unit("kB", 1e3))
+    return next((Unit(*unit) for unit in named if most >= unit[1]), Unit("kB", 1e3))
 
 
 def rate_unit(most: float) -> Unit:
@@ -181,7 +181,7 @@ class _Axes:
 def _steps(first: float, last: float) -> list[int]:
     if last - first < 7:
         return list(range(math.ceil(first), math.floor(last) + 1))
-    return [int(each) for each in ticks(first, last, 4) if first <= each <= last and each == int(each)]
+    return [int(tick) for tick in ticks(first, last, 4) if first <= tick <= last and tick == int(tick)]
 
 
 def lines(
@@ -199,10 +199,10 @@ def lines(
     Series and bounds are in base units; `unit` selects the shown unit. Without a `note`, the chart counts missing
     values.
     """
-    drawn = [each for each in series if any(value is not None for value in each.values)]
+    drawn = [curve for curve in series if any(value is not None for value in curve.values)]
     if not drawn:
         return Markup()
-    shown = [points(steps, each.values) for each in drawn]
+    shown = [points(steps, curve.values) for curve in drawn]
     every = [value for row in shown for p in row for value in (p.least, p.most) if value is not None]
     # Bounds extend the axis, so that a budget far above the values is visible too.
     every += [value for _, value in bounds]
@@ -216,8 +216,8 @@ def lines(
         body.append(f'<line class="bound" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         position = f'x="{_WIDTH - _RIGHT - 4}" y="{y - 4:.1f}" text-anchor="end"'
         body.append(f'<text class="tick label" {position}>{escape(name)}</text>')
-    for each, row in zip(drawn, shown, strict=True):
-        body += _line(axes, each, row, used)
+    for curve, row in zip(drawn, shown, strict=True):
+        body += _line(axes, curve, row, used)
     # JSON stores NaN and infinity of a loss as null, so such steps have no value.
     missing = sum(value is None for value in drawn[0].values)
     if missing and not note:
@@ -274,10 +274,10 @@ def stack(
 
     The layers come from the bottom up, in base units; None counts as 0.
     """
-    drawn = [each for each in series if any(each.values)]
+    drawn = [curve for curve in series if any(curve.values)]
     if not drawn:
         return Markup()
-    shown = [points(steps, each.values) for each in drawn]
+    shown = [points(steps, curve.values) for curve in drawn]
     tops = [sum(row[index].mean or 0.0 for row in shown) for index in range(len(shown[0]))]
     used = unit(max(tops))
     # Half a column more at either end gives the first and the last column room.
@@ -287,10 +287,10 @@ def stack(
     inner = _Columns(axes, shown[0], width)
     body = [axes.frame()]
     below = [0.0] * len(shown[0])
-    for each, row in zip(drawn, shown, strict=True):
+    for curve, row in zip(drawn, shown, strict=True):
         above = [under + (point.mean or 0.0) / used.size for under, point in zip(below, row, strict=True)]
         path = inner.path(below, above)
-        body.append(f'<path class="area" style="--c: var({each.color})" d="{path}"/>')
+        body.append(f'<path class="area" style="--c: var({curve.color})" d="{path}"/>')
         below = above
     body.append(axes.resumed(resumed))
     rows = [[None if p.mean is None else format_number(p.mean / used.size) for p in row] for row in shown]
@@ -330,7 +330,7 @@ def _figure(
     about = {
         "x": [round(axes.x((p.first + p.last) / 2), 1) for p in row],
         "step": [f"step {p.first:,}" if p.first == p.last else f"steps {p.first:,} to {p.last:,}" for p in row],
-        "names": [each.name for each in series],
+        "names": [curve.name for curve in series],
         "rows": rows,
         "unit": unit.name,
     }

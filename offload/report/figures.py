@@ -103,7 +103,7 @@ def compare(predicted: Any, steps: Sequence[Mapping[str, Any]]) -> list[dict[str
     for name, label in _STEP.items():
         expected, values = predicted.get(name), column(steps, name)
         if name == "seconds" and len(falling := _by_prediction(steps)) > 1:
-            rows += [_row(name, label + words, *each) for words, each in zip(_FALLS, falling, strict=False)]
+            rows += [_row(name, label + words, *values) for words, values in zip(_FALLS, falling, strict=False)]
         elif is_number(expected) and values:
             measured = max(values) if "peak" in name else statistics.median(values)
             rows.append(_row(name, label, expected, measured))

@@ -65,10 +65,10 @@ def read_log(path: Path) -> Log:
             continue
         # The run resumed from an earlier step: lines from that step on describe weights that no longer exist.
         if step in steps_by_number or (steps_by_number and step < next(reversed(steps_by_number))):
-            for late in [each for each in steps_by_number if each >= step]:
+            for late in [number for number in steps_by_number if number >= step]:
                 del steps_by_number[late]
                 again += 1
-            abouts = [each for each in abouts if each[0] < step]
+            abouts = [about for about in abouts if about[0] < step]
         steps_by_number[step] = values
         if isinstance(values.get("about"), dict):
             abouts.append((step, values["about"]))

@@ -62,7 +62,7 @@ class Window:
             for row in COLORS
             if any(s.row == row for s in self.spans)
         }
-        return {row: total(each) / 1e6 for row, each in covered.items()}
+        return {row: total(intervals) / 1e6 for row, intervals in covered.items()}
 
 
 def read_window(path: Path, within: Interval | None = None) -> Window:
@@ -143,7 +143,7 @@ def _step(spans: Sequence[Span]) -> tuple[float, float, str]:
         return min(s.start for s in spans), max(s.end for s in spans), "the complete run"
     # `median_low` is one of the values, so a step of exactly this duration exists.
     middle = statistics.median_low([end - start for start, end, _ in steady])
-    return next(each for each in steady if each[1] - each[0] == middle)
+    return next(interval for interval in steady if interval[1] - interval[0] == middle)
 
 
 def rows(window: Window) -> Markup:

@@ -158,12 +158,12 @@ class StateConverter:
         new, old = self._regions(chunk, buffer)
         mode, before = self._after.mode_of(chunk.unit), self._before.mode_of(chunk.unit)
         if old:
-            states = {state: torch.frombuffer(each, dtype=mode.states[state]) for state, each in new.items()}
-            saved = {state: torch.frombuffer(each, dtype=before.states[state]) for state, each in old.items()}
+            states = {state: torch.frombuffer(region, dtype=mode.states[state]) for state, region in new.items()}
+            saved = {state: torch.frombuffer(region, dtype=before.states[state]) for state, region in old.items()}
             for run in self._runs(chunk):
-                part = {state: each[run.at : run.at + run.numel] for state, each in saved.items()}
+                part = {state: values[run.at : run.at + run.numel] for state, values in saved.items()}
                 if State.WEIGHT in states:
-                    split(join(part), {state: each[run.at : run.at + run.numel] for state, each in states.items()})
+                    split(join(part), {state: values[run.at : run.at + run.numel] for state, values in states.items()})
                 else:
                     self._convert_moments(chunk, run, part, states)
         writes = []

@@ -127,7 +127,10 @@ def _groups(facts: Mapping[str, Any], plan: StatesPlan) -> list[dict[str, Any]]:
         )
     # An imported checkpoint does not contain this setting: it is taken for AdamW's.
     decoupled = facts["settings"].get(DECOUPLED, [True] * len(groups))
-    counts = [len(each) if isinstance(each, Sized) else 0 for each in (groups, facts["configured"], members, decoupled)]
+    counts = [
+        len(collection) if isinstance(collection, Sized) else 0
+        for collection in (groups, facts["configured"], members, decoupled)
+    ]
     if len(set(counts)) > 1:
         raise StoreError(f"the facts on a step are damaged, or made up: they are of {counts} groups of parameters")
     return [
@@ -159,9 +162,9 @@ class _Writing:
             # A model's state dict has a tied parameter under all its names.
             others = (name for name, first in self._tied.items() if first == parameter)
             paths = [("model", name) for name in (parameter, *others)]
-        for each in paths:
+        for key_path in paths:
             # The length is known when the file is complete.
-            self._enter(".".join(each), each, tensor, path.name, 0, 0)
+            self._enter(".".join(key_path), key_path, tensor, path.name, 0, 0)
         return path, tensor
 
     def finish(self, state: Mapping[str, Any]) -> None:

@@ -38,8 +38,8 @@ def find_own(path: Path, tag: str | None = None) -> Path | None:
 
 def of_trainer(output: Path) -> list[Path]:
     """Returns the checkpoints in the folders `checkpoint-<step>` of a Trainer, in the order of their steps."""
-    steps = [each for each in output.glob("checkpoint-*") if each.name.removeprefix("checkpoint-").isdecimal()]
+    steps = [folder for folder in output.glob("checkpoint-*") if folder.name.removeprefix("checkpoint-").isdecimal()]
     # A save that was cut short has not written `latest` yet.
-    whole = [each for each in sorted(steps, key=lambda each: int(each.name[11:])) if (each / LATEST).is_file()]
-    found = (find(each, None) for each in whole)
-    return [Path(each) for each in found if each is not None and is_checkpoint(Path(each))]
+    whole = [step for step in sorted(steps, key=lambda step: int(step.name[11:])) if (step / LATEST).is_file()]
+    found = (find(folder, None) for folder in whole)
+    return [Path(path) for path in found if path is not None and is_checkpoint(Path(path))]

@@ -145,7 +145,7 @@ def write_states(source: Source, plan: StatesPlan, place: StateFile, progress: C
     def end(chunk: _StateChunk, buffer: memoryview) -> tuple[()]:
         regions = _regions(plan, chunk, buffer)
         dtypes = plan.mode_of(chunk.unit).states
-        states = {state: torch.frombuffer(each, dtype=dtypes[state]) for state, each in regions.items()}
+        states = {state: torch.frombuffer(region, dtype=dtypes[state]) for state, region in regions.items()}
         values = join(states) if State.WEIGHT in states or State.MASTER in states else next(iter(states.values()))
         for segment in plan.layouts[chunk.unit].segments:
             start, stop = max(chunk.start, segment.start), min(chunk.start + chunk.numel, segment.stop)

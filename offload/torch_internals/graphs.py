@@ -116,7 +116,7 @@ def adds_up(parameters: Iterable[torch.Tensor], behind: Any) -> bool:
     if torch.autograd._is_checkpoint_valid():
         return bool(runs(behind))
     try:
-        return any(runs(torch.autograd.graph.get_gradient_edge(each).node) for each in parameters)
+        return any(runs(torch.autograd.graph.get_gradient_edge(parameter).node) for parameter in parameters)
     # Torch's answer on a leaf whose gradient is returned.
     except RuntimeError:
         return False

@@ -244,7 +244,6 @@ def _buffer(request: Request) -> memoryview:
     st.integers(1, 3),
     st.integers(1, 300).map(lambda pages: pages * 4096),
     st.lists(st.floats(0.5, 4), min_size=0, max_size=3),
-    st.sampled_from([0, 0, 4096, MIB]),
     st.integers(0, 2**32),
 )
 def test_bytes_are_those_of_a_reference(
@@ -255,7 +254,6 @@ def test_bytes_are_those_of_a_reference(
     threads: int,
     block_bytes: int,
     weights: list[float],
-    window_bytes: int,
     seed: int,
 ) -> None:
     """Writes one after the other where they overlap, else at once; then all reads at once, in another order."""
@@ -265,7 +263,7 @@ def test_bytes_are_those_of_a_reference(
     for path in paths:
         path.unlink(missing_ok=True)
     file = StripedFile(paths, weights, create=True) if weights else DirectFile(paths[0], create=True)
-    shape = {"threads": threads, "depth": depth, "block_bytes": block_bytes, "window_bytes": window_bytes}
+    shape = {"threads": threads, "depth": depth, "block_bytes": block_bytes}
     with file, IoQueue(backend, **shape) as queue:
         file.reserve(len(reference))
         assert file.size() >= len(reference)

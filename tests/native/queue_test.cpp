@@ -56,45 +56,6 @@ TEST(queue_moves_every_byte_whatever_the_kernel_does) {
     }
 }
 
-TEST(queue_moves_every_byte_in_windows_of_reads_and_writes) {
-    for (const auto [threads, depth] : kShapes) {
-        for (const std::size_t window : {std::size_t{1}, 8 * kPage, 1000 * kPage}) {
-            Storm storm({.file = kFile, .seed = 17 + depth, .bad = {}});
-            Disk disk(storm.file_bytes());
-            disk.trouble = true;
-            Queue queue(opener(disk, depth), threads, depth, 2 * kPage, window);
-            storm.rage(queue);
-            CHECK(storm.fits(disk.bytes.data()) && storm.failed() == 0);
-            queue.close();
-            for (const auto operation : {Operation::kRead, Operation::kWrite}) {
-                CHECK(queue.moved_bytes(operation) == storm.asked_bytes(operation));
-            }
-        }
-    }
-}
-
-TEST(queue_in_windows_keeps_reads_and_writes_apart) {
-    Disk disk(8 * kPage);
-    disk.open_gate(false);
-    Memory memory(8 * kPage);
-    Queue queue(opener(disk, 8), 1, 8, kPage, 100 * kPage);
-    const auto read = ask(Operation::kRead, Priority::kNormal, 0, memory.data(), 2 * kPage);
-    const auto write =
-        ask(Operation::kWrite, Priority::kNormal, 4 * kPage, memory.data() + 4 * kPage, 2 * kPage);
-    CHECK(queue.submit(read));
-    disk.wait_for_held(2);
-    CHECK(queue.submit(write));
-    const auto urgent =
-        ask(Operation::kWrite, Priority::kUrgent, 7 * kPage, memory.data() + 7 * kPage, kPage);
-    CHECK(queue.submit(urgent));
-    disk.wait_for_held(3);  // the urgent block, past the write that waits for its window
-    disk.open_gate(true);
-    for (const auto& request : {read, write, urgent}) storm::wait(*request);
-    queue.close();
-    const std::vector<std::uint64_t> expected{0, kPage, 7 * kPage, 4 * kPage, 5 * kPage};
-    CHECK(disk.offsets == expected);
-}
-
 TEST(queue_keeps_an_error_to_its_request) {
     for (const auto [threads, depth] : kShapes) {
         Plan plan{.file = kFile, .seed = 7, .bad = {250'000, 262'001}};

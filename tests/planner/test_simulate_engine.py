@@ -34,7 +34,7 @@ class PromptQueue:
 
     def __init__(self) -> None:
         self._inner = IoQueue()
-        self.backend, self.refusals, self.window_bytes = self._inner.backend, self._inner.refusals, 0
+        self.backend, self.refusals = self._inner.backend, self._inner.refusals
 
     def read(self, *args: Any, **kwargs: Any) -> Any:
         future = self._inner.read(*args, **kwargs)

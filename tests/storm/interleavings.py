@@ -99,7 +99,7 @@ class _Request:
 class Drive:
     """A queue whose requests end when the scheduler chooses, in any order; until then a read's buffer holds NaN."""
 
-    backend, refusals, window_bytes = "scheduled", (), 0
+    backend, refusals = "scheduled", ()
 
     def __init__(self, scheduler: Scheduler, fails: int = -1) -> None:
         """Begins without a request; the one with the number `fails` will end with an error."""

@@ -217,7 +217,7 @@ class Watched:
 
     def __init__(self) -> None:
         self._inner, self._lock = IoQueue(), threading.Lock()
-        self.backend, self.refusals, self.window_bytes = self._inner.backend, self._inner.refusals, 0
+        self.backend, self.refusals = self._inner.backend, self._inner.refusals
         self._flying: list[Request] = []
         self.memory: set[tuple[int, int]] = set()
         self.sharing: list[tuple[str, Request]] = []

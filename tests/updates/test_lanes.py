@@ -103,7 +103,7 @@ class HoldingQueue:
 
     def __init__(self, kind: str) -> None:
         self._inner, self.go, self.held, self.held_nbytes = IoQueue(), threading.Event(), 0, 0
-        self.backend, self.refusals, self.window_bytes = self._inner.backend, self._inner.refusals, 0
+        self.backend, self.refusals = self._inner.backend, self._inner.refusals
         self.go.set()
         setattr(self, kind, functools.partial(self._hold, kind))
 

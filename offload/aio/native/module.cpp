@@ -193,7 +193,7 @@ Kind kind_of(const std::string& name) {
 class PythonQueue {
   public:
     PythonQueue(const std::string& backend, unsigned threads, unsigned depth,
-                std::size_t block_bytes, std::size_t window_bytes)
+                std::size_t block_bytes)
         : pid_(getpid()) {
         const Kind kind = kind_of(backend);
         offload::Refused refused{0, ""};
@@ -201,7 +201,7 @@ class PythonQueue {
             Unlocked unlocked;
             queue_ = std::make_unique<offload::Queue>(
                 [kind, depth] { return offload::open_backend(kind, depth); }, threads,
-                kind == Kind::kThreads ? 1 : depth, block_bytes, window_bytes);
+                kind == Kind::kThreads ? 1 : depth, block_bytes);
         } catch (const offload::Refused& error) {
             refused = error;
         } catch (const std::system_error& error) {

@@ -70,9 +70,8 @@ double Latencies::quantile(double fraction) const {
     return 0;
 }
 
-Queue::Queue(const Opener& open, unsigned threads, unsigned depth, std::size_t block_bytes,
-             std::size_t window_bytes)
-    : schedule_(std::size_t{threads} * depth, block_bytes, window_bytes) {
+Queue::Queue(const Opener& open, unsigned threads, unsigned depth, std::size_t block_bytes)
+    : schedule_(std::size_t{threads} * depth, block_bytes) {
     try {
         const NoSignals guard;
         for (unsigned i = 0; i < threads; ++i) {

@@ -42,9 +42,8 @@ class Queue {
 
     // Starts `threads` drivers, each with a backend from `open` and at most `depth` blocks in
     // flight. Throws `Refused` if a backend cannot be opened, std::system_error if a thread cannot
-    // be started. `window_bytes`: see `Schedule`.
-    Queue(const Opener& open, unsigned threads, unsigned depth, std::size_t block_bytes,
-          std::size_t window_bytes = 0);
+    // be started.
+    Queue(const Opener& open, unsigned threads, unsigned depth, std::size_t block_bytes);
 
     // Closes the queue. A forked child must not call this: it contains no threads to join.
     ~Queue() { close(); }

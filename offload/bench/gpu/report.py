@@ -33,7 +33,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         # The file is meant to be published, so UUID and PCI address of the user's card are left out.
-        "devices": [{key: each[key] for key in _OF_A_DEVICE} for each in seen["devices"]] if cuda else [],
+        "devices": [{key: gpu[key] for key in _OF_A_DEVICE} for gpu in seen["devices"]] if cuda else [],
         "processor": processor(),
         "torch": torch.__version__,
         "offload": offload.__version__,

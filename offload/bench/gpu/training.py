@@ -341,7 +341,7 @@ def _time_loop(
     for seconds, loss in timed(work, end, act):
         losses.append(loss)
         measured.append(engine.measured)
-        waits = [Waits.of(each) for each in measured]
+        waits = [Waits.of(step) for step in measured]
         after, moved = engine.io_bytes(), len(seconds) * engine.parameter_count
         figures = sizes(work, engine.parameter_count) | times(work, seconds, engine.parameter_count)
         figures |= {
@@ -353,7 +353,7 @@ def _time_loop(
             "read_bytes_per_parameter": (after.read - before.read) / moved,
             "written_bytes_per_parameter": (after.written - before.written) / moved,
             **{
-                f"{way}_bytes_per_parameter": sum(each[f"{way}_bytes"] for each in measured) / moved
+                f"{way}_bytes_per_parameter": sum(step[f"{way}_bytes"] for step in measured) / moved
                 for way in ("uploaded", "downloaded")
             },
             "host_memory": engine.host_memory,

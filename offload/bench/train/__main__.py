@@ -23,7 +23,7 @@ _BEGIN: dict[str, Callable[[TrainJob, Contender], Trainer]] = {
 def main(job_json: str, figures: Path) -> None:
     """Takes a turn and writes its figures, or the error that ended it, which is then raised."""
     job = TrainJob(**json.loads(job_json))
-    contender = next(each for each in CONTENDERS if each.name == job.contender)
+    contender = next(known for known in CONTENDERS if known.name == job.contender)
     try:
         write_json(figures, take_turn(job, lambda job: _BEGIN[contender.kind](job, contender)))
     except Exception as error:

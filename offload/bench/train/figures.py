@@ -82,7 +82,7 @@ def _row(
     refused = result.refused.get(name)
     if not turns:
         return TrainRow(name=name, refused=refused)
-    seconds = [each for turn in turns for each in turn["seconds"]]
+    seconds = [seconds_of_step for turn in turns for seconds_of_step in turn["seconds"]]
     step = statistics.median(seconds)
     moved = [_mean(turns, f"{way}_bytes") for way in ("read", "written")]
     # Plain PyTorch moves nothing, so its step is the compute.
@@ -125,7 +125,7 @@ def loss_difference(turns: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[
         for mine, theirs in zip(turn["losses"], expected, strict=True)
     ]
     # A comparison with NaN is false, so `max` would ignore NaN.
-    return max(each if each == each else float("inf") for each in differences)
+    return max(difference if difference == difference else float("inf") for difference in differences)
 
 
 def _over(turns: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> float | None:
@@ -144,13 +144,13 @@ def _bound(rates: DriveSpeeds, plain: Sequence[Mapping[str, Any]], moved: Sequen
     """Returns the larger of plain PyTorch's step and the drive's seconds for the bytes of a step."""
     if not plain:
         return None
-    compute: float = statistics.median(each for turn in plain for each in turn["seconds"])
-    read, written = (each or 0.0 for each in moved)
+    compute: float = statistics.median(seconds_of_step for turn in plain for seconds_of_step in turn["seconds"])
+    read, written = (nbytes or 0.0 for nbytes in moved)
     return max(compute, rates.seconds(read, written))
 
 
 def _median(turns: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    found: list[float] = [each for turn in turns for each in turn[key] if each is not None]
+    found: list[float] = [value for turn in turns for value in turn[key] if value is not None]
     return statistics.median(found) if found else None
 
 
@@ -212,9 +212,9 @@ def cells(row: TrainRow) -> list[str]:
         f"{_number(row.least_seconds, '.3f')}-{_number(row.most_seconds, '.3f')}",
         *(_number(getattr(row, f"{phase}_seconds"), ".3f") for phase in PHASES),
         _number(row.tokens_per_second, ".0f"),
-        *("" if each is None else format_size(each) for each in (row.peak_host_bytes, row.read_bytes)),
+        *("" if nbytes is None else format_size(nbytes) for nbytes in (row.peak_host_bytes, row.read_bytes)),
         "" if row.written_bytes is None else format_size(row.written_bytes),
-        *(_number(each, ".2f") for each in (row.over_plain, row.bound_seconds, row.of_bound)),
+        *(_number(figure, ".2f") for figure in (row.over_plain, row.bound_seconds, row.of_bound)),
         losses,
     ]
 

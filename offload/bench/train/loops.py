@@ -86,7 +86,7 @@ def batches_of(job: TrainJob, vocabulary: int) -> list[Batch]:
     """Returns the micro-batches of every step: the same tokens again, so that a wrong update shows in the next loss."""
     shape = (job.batch_size, job.seq_len)
     ids = [random_ids(shape, vocabulary, seed).to(job.device) for seed in range(job.micro_batches)]
-    return [{"input_ids": each, "labels": each} for each in ids]
+    return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def in_phases(
@@ -398,11 +398,11 @@ def measure(plan: TrainPlan, tell: Callable[[str], None] = lambda _: None, until
     takes no further turns. Turns end at the latest when the clock `time.monotonic` is at `until`.
     """
     rates: list[DriveSpeeds] = []
-    turns: dict[str, list[dict[str, Any]]] = {each.name: [] for each in plan.contenders}
+    turns: dict[str, list[dict[str, Any]]] = {contender.name: [] for contender in plan.contenders}
     refused: dict[str, str] = {}
-    for each in plan.contenders:
-        if reason := reason_to_skip(each, plan.device):
-            refused[each.name] = f"skipped: {reason}"
+    for contender in plan.contenders:
+        if reason := reason_to_skip(contender, plan.device):
+            refused[contender.name] = f"skipped: {reason}"
     with tempfile.TemporaryDirectory(prefix="bench-train-", dir=plan.folder) as name:
         folder = Path(name)
         tell("the weights with which all begin")
@@ -414,15 +414,15 @@ def measure(plan: TrainPlan, tell: Callable[[str], None] = lambda _: None, until
             for number in range(plan.rounds):
                 tell(f"round {number + 1} of {plan.rounds}: the drive")
                 rates.append(drive())
-                for each in plan.contenders:
-                    if each.name in refused:
+                for contender in plan.contenders:
+                    if contender.name in refused:
                         continue
-                    tell(f"round {number + 1} of {plan.rounds}: {each.name}")
-                    figures = _turn(plan, each, folder, min(_LONGEST, until - time.monotonic()))
+                    tell(f"round {number + 1} of {plan.rounds}: {contender.name}")
+                    figures = _turn(plan, contender, folder, min(_LONGEST, until - time.monotonic()))
                     if "error" in figures:
-                        refused[each.name] = figures["error"]
+                        refused[contender.name] = figures["error"]
                     else:
-                        turns[each.name].append(figures)
+                        turns[contender.name].append(figures)
             rates.append(drive())
     return Result(median_rates(rates), turns, refused)
 

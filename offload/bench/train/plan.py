@@ -150,17 +150,17 @@ def make_plan(
         recompute=recompute,
         gpu_memory=gpu_memory,
         threads=threads or settings.available_cores(),
-        contenders=tuple(each for each in chosen if micro_batches > 1 or each not in _LAYER_MAJOR),
+        contenders=tuple(contender for contender in chosen if micro_batches > 1 or contender not in _LAYER_MAJOR),
     )
 
 
 def _chosen(only: Sequence[str]) -> list[Contender]:
     """Returns the contenders whose names begin with one of `only`, and plain PyTorch."""
     for name in only:
-        if not any(each.name.startswith(name) for each in CONTENDERS):
-            names = ", ".join(each.name for each in CONTENDERS)
+        if not any(contender.name.startswith(name) for contender in CONTENDERS):
+            names = ", ".join(contender.name for contender in CONTENDERS)
             raise ConfigError(f"no contender's name begins with {name!r}; the contenders are {names}")
-    return [each for each in CONTENDERS if not only or each.name.startswith((PLAIN, *only))]
+    return [contender for contender in CONTENDERS if not only or contender.name.startswith((PLAIN, *only))]
 
 
 def reason_to_skip(contender: Contender, device: str) -> str | None:

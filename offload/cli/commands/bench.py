@@ -93,7 +93,7 @@ def bench_io(
         plan = io.make_plan(
             paths,
             backends=backend or (),
-            blocks=[parse_size(each) for each in block_size or ()],
+            blocks=[parse_size(size) for size in block_size or ()],
             depths=depth or (),
             operations=op or (),
             nbytes=parse_size(size),
@@ -289,14 +289,14 @@ def _engines_silent() -> Iterator[None]:
     Those that concern the drive are in the result.
     """
     loggers = [logging.getLogger(name) for name in ("offload", "offload.notices")]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.ERROR)
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @dataclass(frozen=True, kw_only=True)

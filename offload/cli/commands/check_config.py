@@ -66,7 +66,7 @@ def keys_of(file: Path) -> dict[str, Any]:
     # Params of torch's optimizers and of schedules are kept as one block, which the file calls "params".
     # Switches of older files stand for current keys, which such a file does not contain.
     honoured = sorted(
-        {name for each in findings.honoured if _is_in(content, name := each.replace("torch_params", "params"))}
+        {name for key in findings.honoured if _is_in(content, name := key.replace("torch_params", "params"))}
     )
     blocks = {name.rpartition(".")[0] for name in (*honoured, *findings.auto)}
     # Keys that a Trainer fills in are missing only until then.
@@ -101,7 +101,7 @@ def _is_missing(name: str, message: str) -> bool:
 def batch_errors(content: Mapping[str, Any]) -> list[str]:
     """Returns a message if no number of ranks can make up the batch of a config from its micro-batches."""
     total, *parts = [content.get(key) for key in _BATCH]
-    sizes = {key: each for key, each in zip(_BATCH[1:], parts, strict=True) if isinstance(each, int) and each > 0}
+    sizes = {key: size for key, size in zip(_BATCH[1:], parts, strict=True) if isinstance(size, int) and size > 0}
     # The batch is a multiple of the known sizes' product, for any number of ranks.
     made = math.prod(sizes.values())
     if not isinstance(total, int) or total % made == 0:

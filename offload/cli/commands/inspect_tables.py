@@ -154,17 +154,19 @@ def _age(seconds: float) -> str:
 def _checkpoints_table(found: Mapping[str, Any]) -> Table:
     """Returns one row per checkpoint of a folder, then the leftovers of interrupted saves."""
     table = Table("checkpoint", "step", "model", "mode", "ranks", "size", "saved", "", box=None)
-    for each in found["checkpoints"]:
-        words = ["latest"] if each["tag"] == found["latest"] else []
-        words += ["damaged"] if each["damaged"] else []
+    for checkpoint in found["checkpoints"]:
+        words = ["latest"] if checkpoint["tag"] == found["latest"] else []
+        words += ["damaged"] if checkpoint["damaged"] else []
         table.add_row(
-            escape(each["tag"]),
-            "" if each["epoch"] is None else str(each["epoch"]),
-            "" if each["model"] is None else escape(f"{each['model']['class']}, {each['model']['parameters']:,}"),
-            escape(each["mode"] or ""),
-            str(each["world_size"] or ""),
-            format_size(each["bytes"]),
-            "" if each["age_seconds"] is None else f"{_age(each['age_seconds'])} ago",
+            escape(checkpoint["tag"]),
+            "" if checkpoint["epoch"] is None else str(checkpoint["epoch"]),
+            ""
+            if checkpoint["model"] is None
+            else escape(f"{checkpoint['model']['class']}, {checkpoint['model']['parameters']:,}"),
+            escape(checkpoint["mode"] or ""),
+            str(checkpoint["world_size"] or ""),
+            format_size(checkpoint["bytes"]),
+            "" if checkpoint["age_seconds"] is None else f"{_age(checkpoint['age_seconds'])} ago",
             ", ".join(words),
         )
     by = found["saved_to_by"]

@@ -213,9 +213,9 @@ def score(typed: ScoreOptions) -> None:
                     batch_size=model.batch,
                     micro_batch_size=model.rows,
                 )
-                for each in found:
-                    total.add(each)
-                    write(each.line())
+                for record in found:
+                    total.add(record)
+                    write(record.line())
                 facts = measured.report(
                     f"{count_of(total.records, 'record')}, {count_of(total.tokens, 'token')}", total.tokens
                 )
@@ -267,7 +267,7 @@ def generate(typed: GenerateOptions) -> None:
                 torch.manual_seed(typed.seed)
                 sampling = {} if typed.temperature is None else {"temperature": typed.temperature}
                 count = tokens = 0
-                for each in completions(
+                for completion in completions(
                     model,
                     prompts,
                     batch_size=typed.batch_size,
@@ -277,12 +277,12 @@ def generate(typed: GenerateOptions) -> None:
                     do_sample=typed.do_sample,
                     **sampling,
                 ):
-                    count, tokens = count + 1, tokens + each.tokens
+                    count, tokens = count + 1, tokens + completion.tokens
                     if typed.prompt is not None and typed.output is None and not typed.json_output:
                         # A model may generate characters that control the terminal.
-                        print(printable(each.text) if sys.stdout.isatty() else each.text)
+                        print(printable(completion.text) if sys.stdout.isatty() else completion.text)
                     else:
-                        write(each.line())
+                        write(completion.line())
                 facts = measured.report(f"{count_of(count, 'prompt')}, {count_of(tokens, 'new token')}", tokens)
         if typed.json_output:
             _print_json({"prompts": count, "tokens": tokens, **facts, "completions": kept})
@@ -335,7 +335,7 @@ def _messages() -> Iterator[str]:
         if not line:
             return
         # Python represents bytes that are not UTF-8 by surrogates, which tokenizers reject.
-        if any("\ud800" <= each <= "\udfff" for each in line):
+        if any("\ud800" <= character <= "\udfff" for character in line):
             _say("a line that is not UTF-8 is left out")
         elif line.strip():
             yield line.strip()
@@ -357,7 +357,7 @@ def _check_generation(typed: GenerateOptions) -> None:
         raise ConfigError("--raw is for --prompt; a line of --data is a chat only if it contains messages")
     _check_sampling(typed)
     # Python represents arguments that are not UTF-8 by surrogates, which tokenizers reject.
-    if typed.prompt is not None and any("\ud800" <= each <= "\udfff" for each in typed.prompt):
+    if typed.prompt is not None and any("\ud800" <= character <= "\udfff" for character in typed.prompt):
         raise ConfigError("--prompt is not UTF-8: give a text in the terminal's encoding, or a file by --data")
     if typed.static_cache_on == "host" and typed.static_cache is None:
         raise ConfigError("--static-cache-on host needs --static-cache TOKENS, the size of the cache")

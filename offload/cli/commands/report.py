@@ -56,7 +56,9 @@ def report(
     with errors(BAD_INPUT):
         target = output or log.parent / f"{log.stem}.html"
         writes_page = output is not None or not json_output
-        if writes_page and os.path.realpath(target) in {os.path.realpath(each) for each in (log, trace, plan) if each}:
+        if writes_page and os.path.realpath(target) in {
+            os.path.realpath(source) for source in (log, trace, plan) if source
+        }:
             raise ConfigError(f"the page would replace {target}; give another --output")
         if writes_page and _is_foreign(target, named=output is not None):
             raise ConfigError(

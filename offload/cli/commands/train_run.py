@@ -190,7 +190,7 @@ def facts(job: Any, reports: Sequence[Any]) -> dict[str, Any]:
         "bound_by": None if by is None else by.by,
         "step_parts_seconds": {} if by is None else dict(by.parts),
         "drive_written_bytes": {
-            each.path: {"run": each.run_bytes, "life": each.life_bytes} for each in engine.drive_writes()
+            drive.path: {"run": drive.run_bytes, "life": drive.life_bytes} for drive in engine.drive_writes()
         },
         **early_updates([report.line() for report in reports]),
         "predicted": compare(job.predicted, _steady(reports)),
@@ -207,12 +207,12 @@ def rows(reports: Sequence[Any], result: Mapping[str, Any]) -> Iterator[tuple[st
     early = early_words(result)
     if early is not None:
         yield "updates under the backward", early
-    for path, each in result["drive_written_bytes"].items():
-        so_far = f", {format_decimal(each['life'])} in the life of the run" if each["life"] > each["run"] else ""
-        yield "written in all", f"{format_decimal(each['run'])} to {path}{so_far}"
-    for index, each in enumerate(result["predicted"]):
-        predicted, measured, difference = words(each)
-        told = f"{each['what']}: {predicted}, {measured}" + (f" ({difference})" if difference else "")
+    for path, nbytes in result["drive_written_bytes"].items():
+        so_far = f", {format_decimal(nbytes['life'])} in the life of the run" if nbytes["life"] > nbytes["run"] else ""
+        yield "written in all", f"{format_decimal(nbytes['run'])} to {path}{so_far}"
+    for index, prediction in enumerate(result["predicted"]):
+        predicted, measured, difference = words(prediction)
+        told = f"{prediction['what']}: {predicted}, {measured}" + (f" ({difference})" if difference else "")
         yield "" if index else "predicted, measured", told
     if result["predicted"]:
         for doubt in result["doubts"]:
@@ -289,7 +289,7 @@ class Signals:
             _leave_closed_terminal()
         if signal.SIGHUP in self._before:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        self._undo = exit_on_next_signal(AT_ONCE, *(each for each in self._before if each != signal.SIGHUP))
+        self._undo = exit_on_next_signal(AT_ONCE, *(number for number in self._before if number != signal.SIGHUP))
         self._held = Stopped(number)
         if not self._holding:
             raise self._held
@@ -599,7 +599,7 @@ class Training:
             steps=engine.global_steps,
             total_steps=job.steps,
             tokens_per_second=sum(r.tokens for r in reports) / seconds if reports else None,
-            evaluations=[each.line() for each in self.evaluations],
+            evaluations=[evaluation.line() for evaluation in self.evaluations],
             eval_loss=self.evaluations[-1].loss if self.evaluations else None,
             run=job.run,
             saved=_path(job.output),

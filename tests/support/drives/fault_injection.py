@@ -52,7 +52,7 @@ class LateQueue:
 
     def __init__(self, seed: int, delay: float, fails: Callable[[str, File, int], bool] = lambda *_: False) -> None:
         self._inner, self._pool = IoQueue(), ThreadPoolExecutor(16)
-        self.backend, self.refusals, self.window_bytes = self._inner.backend, self._inner.refusals, 0
+        self.backend, self.refusals = self._inner.backend, self._inner.refusals
         self._chance, self._delay, self._fails = random.Random(seed), delay, fails
 
     def read(self, file: File, offset: int, buffer: memoryview, **_: Any) -> _Late:
