@@ -3,9 +3,9 @@
     each call of the engine  ─► where memory is short, the host budget shrinks by clean copies of weights and states,
                                 which are on the drives too. It grows again when calls have left memory free for a while
     a batch larger than all before it, where the CPU computes:
-        before the model       ─► far more is free than any activations of this batch take: nothing more to look at.
-                                  Else malloc keeps no large block that is freed, from now on
-        before a layer         ─► free memory must hold the layer's results, and all that the backward will take
+        before the model       ─► far more is free than any activations of this batch take: nothing more to look at
+        before a layer         ─► free memory must hold the layer's results, and all that the backward will take. If it
+                                  cannot also hold what malloc may keep, malloc keeps no large block from now on
         before a chunked loss  ─► the same for the logits of one chunk, and for the head's gradient in fp32
 
 A start knows neither the length of a batch nor the loss of a loop (`layout/peak_memory.py`), nor what other processes
@@ -278,6 +278,10 @@ class MemoryGuard(Extension):
         """Tokens of the last layer of it."""
         self._second = 0
         """Bytes of the gradients of a tied matrix that torch adds up, beyond those of `peak`."""
+        self._free = self._results = 0
+        """Bytes that were free before the batch that is looked at, and bytes of the results of all its layers."""
+        self._keeps = True
+        """True while malloc may keep large blocks that are freed."""
         self._hook = outside_of_compiled_code(self._before)
         self._removers: list[Callable[[], None]] = []
         self._installed = [
@@ -303,11 +307,11 @@ class MemoryGuard(Extension):
         if numel <= max(self._largest[True], self._largest[gradients]):
             return
         self._second = 0
-        results = sum(layer.features for layer in self._layers.values()) * numel * _FP32
-        if tightest_limit(self._processes).free > self._reserve() + _CERTAIN * results:
+        self._results = sum(layer.features for layer in self._layers.values()) * numel * _FP32
+        self._free = tightest_limit(self._processes).free
+        if self._free > self._reserve() + _CERTAIN * self._results:
             self._largest[gradients] = numel
             return
-        release_heap(for_good=True)  # what malloc would keep is in no sum
         self._numel = numel
         self._removers = [module.register_forward_pre_hook(self._hook).remove for module in self._layers]
 
@@ -347,6 +351,13 @@ class MemoryGuard(Extension):
 
     def _check(self, nbytes: int) -> None:
         limit, reserve = tightest_limit(self._processes), self._reserve()
+        # What malloc keeps is in no sum: at most as much as the blocks in use, which are this forward's activations.
+        # To keep nothing costs a third of a step, in faults of pages, so it begins only where it must.
+        kept = max(self._free - limit.free, self._results)
+        if self._keeps and reserve + nbytes + kept > limit.free:
+            release_heap(for_good=True)
+            self._keeps = False
+            limit = tightest_limit(self._processes)
         if reserve + nbytes > limit.free:
             self._callbacks.give_host_memory(reserve + nbytes - limit.room)
             limit, reserve = tightest_limit(self._processes), self._reserve()

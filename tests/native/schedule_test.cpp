@@ -105,7 +105,7 @@ TEST(schedule_hands_everything_out_in_random_sequences) {
     for (std::uint64_t seed = 0; seed < 200; ++seed) {
         Random random(seed);
         const std::size_t slots = random.between(1, 12);
-        Schedule schedule(slots, kPage, seed % 2 == 0 ? 0 : random.between(1, 20 * kPage));
+        Schedule schedule(slots, kPage);
         std::map<Request*, std::size_t> left;
         std::vector<Block> moving;
         std::size_t ended = 0;

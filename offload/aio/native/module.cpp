@@ -321,7 +321,7 @@ NB_MODULE(_native, module) {
         .def_prop_ro("crc", &Flight::crc)
         .def_prop_ro("page_crcs", &Flight::page_crcs);
     nb::class_<PythonQueue>(module, "Queue")
-        .def(nb::init<const std::string&, unsigned, unsigned, std::size_t, std::size_t>())
+        .def(nb::init<const std::string&, unsigned, unsigned, std::size_t>())
         .def("submit", &PythonQueue::submit, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
              nb::arg().none())
         .def("announce", &PythonQueue::announce)
