@@ -61,8 +61,8 @@ def _rounds(given: argparse.Namespace) -> None:
     for _ in range(given.rounds):
         for (name, order), done in runs.items():
             weights, states = name.split("/")
-            found = probe([str(given.folder)], "cpu")
-            on = probed(found, free_host_memory(), dtype=given.dtype)
+            rates = probe([str(given.folder)], "cpu")
+            on = probed(rates, free_host_memory(), dtype=given.dtype)
             keys: dict[str, Any] = {"schedule": order.removesuffix(_EARLY), "speculate": order.endswith(_EARLY)}
             done.append(_run(given, shape, load._replace(**keys), (weights, states), on, keys))
             report("predict, one run", {"placement": name, "order": order, **done[-1]})

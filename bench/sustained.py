@@ -52,8 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
             with falling(**drive):
                 curve = sustained.probe(str(given.folder), int(_LONGER * given.bytes), idle_seconds=0)
             sustained.keep(curve)
-            found = {"burst_bytes": curve.burst_bytes, "of": given.bytes, "after_rate": curve.after}
-            report("sustained, the probe", {**found, "ratio": (curve.burst_bytes or 0) / given.bytes})
+            figures = {"burst_bytes": curve.burst_bytes, "of": given.bytes, "after_rate": curve.after}
+            report("sustained, the probe", {**figures, "ratio": (curve.burst_bytes or 0) / given.bytes})
             report("sustained, the run", _run(given, drive))
 
 

@@ -257,12 +257,12 @@ def text_batches(about: TrainJob) -> list[loops.Batch]:
     """Returns a batch for each step: bytes of the source of Python's standard library, one a token."""
     data = torch.from_numpy(read_bytes(find_files(standard_library())[:_FILES]))
     shape, generator = (about.batch_size, about.seq_len), torch.Generator().manual_seed(0)
-    found = []
+    batches = []
     for _ in range(about.steps):
         starts = torch.randint(len(data) - about.seq_len, shape[:1], generator=generator)
         ids = torch.stack([data[start : start + about.seq_len] for start in starts.tolist()]).long().to(about.device)
-        found.append({"input_ids": ids, "labels": ids})
-    return found
+        batches.append({"input_ids": ids, "labels": ids})
+    return batches
 
 
 # -- figures -------------------------------------------------------------------------------------------
@@ -298,18 +298,18 @@ def layers(profile: Profile, spans: Iterable[Span]) -> dict[str, list[Interval]]
 
 def divide(start: float, end: float, named: Mapping[str, Sequence[Interval]]) -> dict[str, float]:
     """Returns the seconds of a step by what `layers` names, and all other seconds. They add up to the step."""
-    found: dict[str, float] = {}
+    seconds_of: dict[str, float] = {}
     covered, seconds = list[Interval](), 0.0
     for name, intervals in named.items():
         covered = union([*covered, *intervals], start, end)
-        found[name] = total(covered) - seconds
+        seconds_of[name] = total(covered) - seconds
         seconds = total(covered)
-    return {**found, OTHER: end - start - seconds}
+    return {**seconds_of, OTHER: end - start - seconds}
 
 
-def resources(found: Probed, planned: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, float]:
+def resources(probed_machine: Probed, planned: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, float]:
     """Returns the least seconds in which each resource does its part of a step, at the rates of the same run."""
-    of, numel, drive = found.rates.by_dtype[planned["dtype"]], figures["parameters"], found.drives[0]
+    of, numel, drive = probed_machine.rates.by_dtype[planned["dtype"]], figures["parameters"], probed_machine.drives[0]
     speeds = DriveSpeeds(drive.read, drive.write, drive.mixed)
     moved = [numel * figures[f"{way}_bytes_per_parameter"] for way in ("read", "written", "uploaded", "downloaded")]
     # States that stay on a GPU are updated there, by kernels that count as such.
@@ -317,7 +317,7 @@ def resources(found: Probed, planned: Mapping[str, Any], figures: Mapping[str, A
     of_files = {"AdamW": updated, "drive": speeds.seconds(*moved[:2])}
     if figures["profiled"] is None:
         return {"products": planned["flops"] / of.matmul, **of_files}
-    rates = found.rates
+    rates = probed_machine.rates
     copies = {"copies up": moved[2] / rates.upload, "copies down": moved[3] / rates.download}
     return {"kernels": figures["profiled"]["kernels"], **copies, **of_files}
 
@@ -351,9 +351,9 @@ def compared(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 # -- plans ---------------------------------------------------------------------------------------------
 
 
-def machine_of(plan: CardPlan, found: Probed, dtype: str) -> Hardware:
+def machine_of(plan: CardPlan, probed_machine: Probed, dtype: str) -> Hardware:
     """Returns the probed machine, within the limit of GPU memory."""
-    on = probed(found, free_host_memory(), [str(plan.folder)], dtype)
+    on = probed(probed_machine, free_host_memory(), [str(plan.folder)], dtype)
     return on if plan.gpu_memory is None else replace(on, gpu_memory=min(plan.gpu_memory, on.gpu_memory))
 
 
@@ -433,10 +433,10 @@ class _Card:
     def run(self) -> None:
         """Runs all parts, the most important first."""
         plan, kind = self._plan, self._plan.kind
-        found: Probed | None = None
+        probed_machine: Probed | None = None
         with self._part("probe"):
-            found = self._probed()
-        if found is None:
+            probed_machine = self._probed()
+        if probed_machine is None:
             return
         if plan.has(TEXT) and self._has_time(TEXT, kind.seconds[TEXT]):
             with self._part(TEXT):
@@ -444,14 +444,14 @@ class _Card:
         dtype = precision.choose(plan.device).dtype
         names = [name for name in plan.only if name in MODELS] if plan.only else list(kind.models)
         for name in names[:2]:
-            self._row(found, dtype, name)
+            self._row(probed_machine, dtype, name)
         if plan.has(PEERS) and self._has_time(PEERS, kind.seconds[PEERS]):
             with self._part(PEERS):
                 self._peers(dtype)
         for name in names[2:]:
-            self._row(found, dtype, name)
+            self._row(probed_machine, dtype, name)
         if not plan.only:
-            self._largest(found, dtype)
+            self._largest(probed_machine, dtype)
 
     @contextlib.contextmanager
     def _part(self, name: str) -> Iterator[None]:
@@ -501,10 +501,10 @@ class _Card:
         self.report["probe"] = result["figures"]
         return from_json(result["figures"])
 
-    def _row(self, found: Probed, dtype: str, model: str) -> None:
+    def _row(self, probed_machine: Probed, dtype: str, model: str) -> None:
         files = self._folder / "swap"
         try:
-            planned = planned_row(self._plan, machine_of(self._plan, found, dtype), model, files)
+            planned = planned_row(self._plan, machine_of(self._plan, probed_machine, dtype), model, files)
         except (BudgetError, ConfigError) as error:
             self.report["rows"].append({"model": model, "does_not_fit": str(error)})
             self._tell(f"{model}: does not fit")
@@ -529,16 +529,16 @@ class _Card:
                 shutil.rmtree(files)
             if not self._fails(model, result):
                 figures = result["figures"]
-                needed = resources(found, predicted, figures)
+                needed = resources(probed_machine, predicted, figures)
                 row |= {"figures": figures, "resources": needed, "bound_seconds": bound(needed)}
                 self._save(self.report)
 
-    def _largest(self, found: Probed, dtype: str) -> None:
+    def _largest(self, probed_machine: Probed, dtype: str) -> None:
         """Adds the row of the largest preset that the planner places, unless there is one."""
         have = max(_numel(row["model"]) for row in self.report["rows"])
         for model in reversed([name for name in MODELS if _numel(name) > have]):
             before = len(self.report["rows"])
-            self._row(found, dtype, model)
+            self._row(probed_machine, dtype, model)
             if "planned" in self.report["rows"][before]:
                 return
 

@@ -50,8 +50,8 @@ def _heading(report: Mapping[str, Any]) -> str:
     software = f"torch {facts['torch']}, offload {facts['offload']}"
     lines = [f"{where}, {facts['cores']} cores, {format_size(facts['memory'])} of RAM; {software}"]
     if "probe" in report:
-        found = from_json(report["probe"])
-        (drive,), rates = found.drives, found.rates
+        probed = from_json(report["probe"])
+        (drive,), rates = probed.drives, probed.rates
         of = rates.by_dtype["bf16"]
         copies = f"copies {rates.upload / 1e9:.1f} and {rates.download / 1e9:.1f} GB/s, " if facts["gpu"] else ""
         drives = f"the drive reads {drive.read / 1e9:.2f} and writes {drive.write / 1e9:.2f} GB/s"
@@ -78,13 +78,13 @@ def _rows(report: Mapping[str, Any]) -> str:
                 [*cells, row["planned"]["tiers"] if "planned" in row else "", known, *[""] * (len(titles) - 3)]
             )
             continue
-        planned, found = row["planned"], row["figures"]
-        step = found["step_seconds"]
-        cells += [planned["tiers"], f"{step:.3f} s", f"{found['tokens_per_second']:,.0f}"]
+        planned, figures = row["planned"], row["figures"]
+        step = figures["step_seconds"]
+        cells += [planned["tiers"], f"{step:.3f} s", f"{figures['tokens_per_second']:,.0f}"]
         cells += [f"{seconds:.3f}" for seconds in row["resources"].values()]
         cells += [f"{row['bound_seconds'] / step:.0%}", f"{planned['seconds'] / step:.2f}"]
-        cells += [format_size(found["peak_device_bytes"])] if gpu else []
-        table.append([*cells, format_size(found["peak_host_bytes"]), format_size(found["disk_bytes"])])
+        cells += [format_size(figures["peak_device_bytes"])] if gpu else []
+        table.append([*cells, format_size(figures["peak_host_bytes"]), format_size(figures["disk_bytes"])])
     notes = [
         'Seconds of a resource are the least for its part of a step, measured in this run. "of bound" is the largest '
         "over the step."

@@ -112,11 +112,11 @@ def write_config(source: Path, target: Path, aio: dict[str, int]) -> None:
     atomic_write(target, set_in_block(text, "aio", aio, {"thread_count": "intra_op_parallelism"}))
 
 
-def as_json(found: Found) -> dict[str, Any]:
+def as_json(tuned: Found) -> dict[str, Any]:
     """Returns the content that `--json` prints."""
     return {
-        "backend": found.backend,
-        "aio": found.aio,
+        "backend": tuned.backend,
+        "aio": tuned.aio,
         "trials": [
             {
                 "block_size": trial.block_bytes,
@@ -124,6 +124,6 @@ def as_json(found: Found) -> dict[str, Any]:
                 "read_gb_per_s": round(trial.rate.read / 1e9, 3),
                 "write_gb_per_s": round(trial.rate.write / 1e9, 3),
             }
-            for trial in found.trials
+            for trial in tuned.trials
         ],
     }

@@ -98,16 +98,16 @@ def as_rows(
     for unit, segment in saved.values():
         if segment.rows is not None:
             groups.setdefault(segment.stack, []).append((unit, segment))
-    found: dict[str, tuple[int, ParameterSegment]] = {}
+    segments: dict[str, tuple[int, ParameterSegment]] = {}
     for segment in (segment for layout in layouts for segment in layout.segments if segment.stack):
         own = _rows(segment)
         if segment.stack in saved:
-            found[segment.name] = _row_of(saved[segment.stack], segment, own, 0)
+            segments[segment.name] = _row_of(saved[segment.stack], segment, own, 0)
         elif segment.name not in saved:
             for unit, group in groups.get(segment.stack, ()):
                 if group.rows is not None and group.rows.start <= own.start and own.stop <= group.rows.stop:
-                    found[segment.name] = _row_of((unit, group), segment, own, group.rows.start)
-    return found
+                    segments[segment.name] = _row_of((unit, group), segment, own, group.rows.start)
+    return segments
 
 
 def _rows(segment: ParameterSegment) -> range:
@@ -156,7 +156,7 @@ def _across(
 ) -> list[tuple[int, ParameterSegment]]:
     """Returns the places of a group's `rows` in several groups of a checkpoint; none if the checkpoint lacks a row."""
     groups = [(unit, at, at.rows) for unit, at in saved.values() if at.stack == segment.stack and at.rows is not None]
-    found: list[tuple[int, ParameterSegment]] = []
+    segments: list[tuple[int, ParameterSegment]] = []
     first = rows.start
     while first < rows.stop:
         group = next((group for group in groups if first in group[2]), None)
@@ -165,9 +165,9 @@ def _across(
         unit, at, of_group = group
         part = range(first, min(of_group.stop, rows.stop))
         piece = segment._replace(shape=(len(part), *segment.shape[1:]), rows=part)
-        found.append(_row_of((unit, at), piece, part, of_group.start))
+        segments.append(_row_of((unit, at), piece, part, of_group.start))
         first = part.stop
-    return found
+    return segments
 
 
 def parameter_shapes(named: Iterable[tuple[str, ParameterSegment]]) -> dict[str, tuple[int, ...]]:

@@ -157,10 +157,10 @@ def parse_count(text: str) -> int:
     Raises:
         ConfigError: `text` is not such a count, is less than 1, or is beyond the largest float.
     """
-    found = _COUNT.fullmatch(text.strip())
+    match = _COUNT.fullmatch(text.strip())
     # "b" for billion counts as "g", so that the position in the string is the power of 1000.
-    power = 0 if found is None else " kmgt".index((found[2] or " ").lower().replace("b", "g"))
-    amount = 0.0 if found is None else float(found[1]) * (1024 if found[3] else 1000) ** power
+    power = 0 if match is None else " kmgt".index((match[2] or " ").lower().replace("b", "g"))
+    amount = 0.0 if match is None else float(match[1]) * (1024 if match[3] else 1000) ** power
     if not 1 <= amount < math.inf:
         raise ConfigError(f"expected a number such as 250M, 64Mi, 1.5B or 2T, got {text!r}")
     return int(amount)

@@ -75,10 +75,10 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Returns name, command and arguments. No argument may be empty unless a script receives it."""
-        found = super().resolve_command(ctx, args)
-        if found[0] not in _OF_SCRIPTS:
+        resolved = super().resolve_command(ctx, args)
+        if resolved[0] not in _OF_SCRIPTS:
             _check_not_empty(args, ctx)
-        return found
+        return resolved
 
 
 app = typer.Typer(

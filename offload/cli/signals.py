@@ -79,8 +79,8 @@ def handlers(*numbers: signal.Signals) -> dict[signal.Signals, Any]:
 
     A parent that ignores a signal, as nohup and a shell's background jobs do, wants its children to do so too.
     """
-    found = {number: signal.getsignal(number) for number in numbers}
-    return {number: handler for number, handler in found.items() if handler != signal.SIG_IGN}
+    before = {number: signal.getsignal(number) for number in numbers}
+    return {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
 
 
 def _in_finalizer(frame: FrameType | None) -> bool:

@@ -161,9 +161,9 @@ def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 5, seconds: 
                     taken[name].append(each.nbytes / each.seconds)
     finally:
         remove(path)
-    found = {name: statistics.median(seconds) for name, seconds in taken.items()}
+    medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
     return DriveRates(
-        os.path.realpath(folder), about_drive(folder)["device"], found["read"], found["write"], found["mixed"]
+        os.path.realpath(folder), about_drive(folder)["device"], medians["read"], medians["write"], medians["mixed"]
     )
 
 
@@ -258,11 +258,11 @@ def device_of(name: str) -> torch.device:
 
 def machine_of(device: torch.device) -> dict[str, Any]:
     """Returns the properties of the machine, with its GPU if `device` is one."""
-    found = about_machine() | {"name": platform.node(), "gpu": None, "gpu_memory_bytes": 0}
+    facts = about_machine() | {"name": platform.node(), "gpu": None, "gpu_memory_bytes": 0}
     if device.type != "cpu":
         of = torch.get_device_module(device).get_device_properties(device)
-        found |= {"gpu": of.name, "gpu_memory_bytes": of.total_memory}
-    return found
+        facts |= {"gpu": of.name, "gpu_memory_bytes": of.total_memory}
+    return facts
 
 
 # -- host: memory and the optimizer, the CPU's work on every compute device -------------------------
@@ -662,38 +662,38 @@ def cache_path() -> Path:
     return cache_file("probe")
 
 
-def unusable(found: Probed) -> list[str]:
+def unusable(probed: Probed) -> list[str]:
     """Returns sentences on why a measurement is unusable; none for a usable one."""
     reasons = []
-    if found.spread > FAR:
-        reasons.append(f"a rate that was measured twice differs {found.spread:,.0f}-fold")
-    by_dtype = found.rates.by_dtype
+    if probed.spread > FAR:
+        reasons.append(f"a rate that was measured twice differs {probed.spread:,.0f}-fold")
+    by_dtype = probed.rates.by_dtype
     for name, rate, unit in (
         *((f"matrix products in {name}", of.matmul, "operations") for name, of in by_dtype.items()),
         ("norms, activations and sums in fp32", by_dtype["fp32"].elementwise, "bytes"),
-        ("memory", found.rates.memory, "bytes"),
+        ("memory", probed.rates.memory, "bytes"),
     ):
         if not rate >= SLOWEST:
             reasons.append(f"{name}: {rate:.3g} {unit} a second is no rate of a machine")
     return reasons
 
 
-def keep(found: Probed) -> Path:
+def keep(probed: Probed) -> Path:
     """Caches a measurement for the planner, and returns the path.
 
-    Drives that were measured earlier and are not in `found` are kept.
+    Drives that were measured earlier and are not in `probed` are kept.
 
     Raises:
         OffloadError: the measurement is unusable. The cache keeps its previous content.
         OSError: the file cannot be written.
     """
-    if reasons := unusable(found):
+    if reasons := unusable(probed):
         raise OffloadError(f"the result is not stored: {'; '.join(reasons)}; {CURE}")
     path = cache_path()
     before = kept()
-    mine = {drive.path for drive in found.drives}
-    drives = [*(drive for drive in (before.drives if before else ()) if drive.path not in mine), *found.drives]
-    write_cache(path, json.dumps(as_json(found._replace(drives=tuple(drives))), indent=2) + "\n")
+    paths = {drive.path for drive in probed.drives}
+    drives = [*(drive for drive in (before.drives if before else ()) if drive.path not in paths), *probed.drives]
+    write_cache(path, json.dumps(as_json(probed._replace(drives=tuple(drives))), indent=2) + "\n")
     return path
 
 
@@ -703,25 +703,25 @@ def kept() -> Probed | None:
         content = parse(read_cache(cache_path()))
         if content["version"] != _VERSION:
             return None
-        found = from_json(content)
+        probed = from_json(content)
     except (OSError, ValueError, KeyError, TypeError):
         return None  # none yet, or damaged: the next probe replaces it
-    if unusable(found):
+    if unusable(probed):
         return None  # earlier versions cached unusable measurements, too
     # A home folder may be shared by several machines, so the cache is checked against this one.
     here = about_machine()
-    return found if all(found.machine.get(key) == here[key] for key in ("processor", "cores")) else None
+    return probed if all(probed.machine.get(key) == here[key] for key in ("processor", "cores")) else None
 
 
-def drive_under(found: Probed, folder: str) -> DriveRates | None:
+def drive_under(probed: Probed, folder: str) -> DriveRates | None:
     """Returns the rates measured in `folder`, or else in another folder of the same file system; None without any."""
     path = os.path.realpath(folder)
-    for drive in found.drives:
+    for drive in probed.drives:
         if drive.path == path:
             return drive
     system = _file_system(path)
     return next(
-        (drive for drive in found.drives if os.path.isdir(drive.path) and _file_system(drive.path) == system), None
+        (drive for drive in probed.drives if os.path.isdir(drive.path) and _file_system(drive.path) == system), None
     )
 
 
@@ -733,19 +733,19 @@ def _file_system(path: str) -> int:
     return os.stat(path).st_dev
 
 
-def as_json(found: Probed) -> dict[str, Any]:
+def as_json(probed: Probed) -> dict[str, Any]:
     """Returns the content that `--json` prints and `keep` writes."""
     return {
         "version": _VERSION,
-        "machine": found.machine,
+        "machine": probed.machine,
         "rates": {
-            **_rounded(found.rates),
-            "by_dtype": {name: _rounded(dtype_rates) for name, dtype_rates in found.rates.by_dtype.items()},
+            **_rounded(probed.rates),
+            "by_dtype": {name: _rounded(dtype_rates) for name, dtype_rates in probed.rates.by_dtype.items()},
         },
-        "drives": [_rounded(drive) for drive in found.drives],
-        "date": found.date,
-        "seconds": round(found.seconds, 1),
-        "doubts": list(found.doubts),
+        "drives": [_rounded(drive) for drive in probed.drives],
+        "date": probed.date,
+        "seconds": round(probed.seconds, 1),
+        "doubts": list(probed.doubts),
     }
 
 
@@ -766,9 +766,9 @@ def _rounded(values: NamedTuple) -> dict[str, Any]:
     return {name: rounded(value) for name, value in values._asdict().items()}
 
 
-def lines(found: Probed) -> list[tuple[str, str]]:
+def lines(probed: Probed) -> list[tuple[str, str]]:
     """Returns the results for people, as pairs of name and value."""
-    host, rates = found.machine, found.rates
+    host, rates = probed.machine, probed.rates
     device = host["gpu"] or f"{host['processor']}, {count_of(host['cores'], 'core')}"
     rows = [
         ("compute", device),
@@ -783,7 +783,7 @@ def lines(found: Probed) -> list[tuple[str, str]]:
             ("optimizer", f"{of.optimizer / 1e6:.0f} M parameters a second"),
             ("gradients", f"{of.gradient / 1e6:.0f} M parameters a second"),
         ]
-    return rows + [(drive.path, drive_line(drive)) for drive in found.drives]
+    return rows + [(drive.path, drive_line(drive)) for drive in probed.drives]
 
 
 def drive_line(rates: DriveRates) -> str:

@@ -242,7 +242,7 @@ def probe(
 
             # The first writes after an opening are slower, and a fall is not looked for in them.
             move(queue, file, buffer[: min(chunk, _REQUEST)], "write", _REQUEST)
-            samples, found, recovery = measure(write, nbytes, chunk, idle, tell)
+            samples, fall, recovery = measure(write, nbytes, chunk, idle, tell)
     finally:
         remove(path)
     total = sum(sample.nbytes for sample in samples)
@@ -251,9 +251,9 @@ def probe(
         path=os.path.realpath(folder),
         device=about["device"],
         written=written,
-        burst=total / sum(sample.seconds for sample in samples) if found is None else found.burst,
-        burst_bytes=None if found is None else found.burst_bytes,
-        after=None if found is None else found.after,
+        burst=total / sum(sample.seconds for sample in samples) if fall is None else fall.burst,
+        burst_bytes=None if fall is None else fall.burst_bytes,
+        after=None if fall is None else fall.after,
         idle_seconds=None if recovery is None else recovery[0],
         recovered_bytes=None if recovery is None else recovery[1],
         temperature=None if warm is None or hot is None else (warm, hot),

@@ -82,13 +82,13 @@ def ranks_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def rank_number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
     """Returns a number that a launcher has set, such as the rank or the number of ranks, or else `otherwise`."""
-    found = environ.get(name, str(otherwise))
-    if not (found.isascii() and found.isdecimal() and len(found) <= _DIGITS):
+    text = environ.get(name, str(otherwise))
+    if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS):
         raise ConfigError(
-            f"the variable {name} is {found[:99]!r}, expected a number, which torchrun, srun and mpirun set; start the "
+            f"the variable {name} is {text[:99]!r}, expected a number, which torchrun, srun and mpirun set; start the "
             "ranks with one of them, or unset the variable"
         )
-    return int(found)
+    return int(text)
 
 
 def _of_mpi(environ: Mapping[str, str]) -> _Place | None:
@@ -122,7 +122,7 @@ def parse_environment_file(text: str, path: str) -> dict[str, str]:
 
     Lines are `NAME=value`. Empty lines and lines that begin with # are skipped. Values are taken unchanged.
     """
-    found = {}
+    variables = {}
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if line and not line.startswith("#"):
             name, equals, value = line.partition("=")
@@ -133,8 +133,8 @@ def parse_environment_file(text: str, path: str) -> dict[str, str]:
                     f"{path}:{number}: expected a line NAME=value, got {got}; a name has letters, digits and _, and no "
                     "`export` before it"
                 )
-            found[name.strip()] = value.strip()
-    return found
+            variables[name.strip()] = value.strip()
+    return variables
 
 
 def exported(environ: Mapping[str, str]) -> dict[str, str]:

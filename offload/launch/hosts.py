@@ -38,17 +38,17 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if not line or line.startswith("#"):
             continue
-        found = _LINE.fullmatch(line)
+        match = _LINE.fullmatch(line)
         # The length is checked before the conversion: Python refuses to convert thousands of digits.
-        count = int(found[2]) if found is not None and len(found[2]) <= len(str(_MOST_SLOTS)) else 0
-        if found is None or not 0 < count <= _MOST_SLOTS:
+        count = int(match[2]) if match is not None and len(match[2]) <= len(str(_MOST_SLOTS)) else 0
+        if match is None or not 0 < count <= _MOST_SLOTS:
             raise UsageError(
                 f"{path}:{number}: expected a line `host slots=4`, with at least one slot and at most {_MOST_SLOTS}, "
                 f"got {line[:99]!r}"
             )
-        if found[1] in hosts:
-            raise UsageError(f"{path}:{number}: the host {found[1]} has two lines; give it one, with all of its slots")
-        hosts[found[1]] = Host(found[1], tuple(range(count)))
+        if match[1] in hosts:
+            raise UsageError(f"{path}:{number}: the host {match[1]} has two lines; give it one, with all of its slots")
+        hosts[match[1]] = Host(match[1], tuple(range(count)))
     if not hosts:
         raise UsageError(f"{path} names no host: expected a line `host slots=4` for each")
     return [*hosts.values()]
@@ -107,10 +107,10 @@ def expand_nodelist(text: str) -> list[str]:
 
 def _bounded(values: Iterable[_Value]) -> list[_Value]:
     """Returns the values as a list; raises `ValueError` if there are more of them than nodes in any cluster."""
-    found = [*itertools.islice(values, _MOST_NODES + 1)]
-    if len(found) > _MOST_NODES:
+    bounded = [*itertools.islice(values, _MOST_NODES + 1)]
+    if len(bounded) > _MOST_NODES:
         raise ValueError(f"more than {_MOST_NODES} nodes")
-    return found
+    return bounded
 
 
 def _expand(part: str) -> Iterator[str]:
@@ -131,5 +131,5 @@ def _numbers(text: str) -> Iterator[str]:
 
 def expand_counts(text: str) -> list[int]:
     """Returns the numbers in a Slurm list; for `2(x3),1` these are 2, 2, 2, 1."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return _bounded(int(count) for count, times in found for _ in range(int(times or 1)))
+    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return _bounded(int(count) for count, times in pairs for _ in range(int(times or 1)))

@@ -113,13 +113,13 @@ def launcher_of(options: LaunchOptions, has_hostfile: bool, environ: Mapping[str
 
 def allocated_nodes(environ: Mapping[str, str]) -> list[str]:
     """Returns the nodes of the Slurm job that this process belongs to; none outside of a job."""
-    found = environ.get("SLURM_JOB_NODELIST", "")
+    node_list = environ.get("SLURM_JOB_NODELIST", "")
     try:
-        return expand_nodelist(found)
+        return expand_nodelist(node_list)
     except ValueError as error:
         raise ConfigError(
-            f"the variable SLURM_JOB_NODELIST is {found!r}, expected a list of nodes such as gpu[01-03], which Slurm "
-            "sets; start this command in a job of Slurm's, or unset the variable"
+            f"the variable SLURM_JOB_NODELIST is {node_list!r}, expected a list of nodes such as gpu[01-03], which "
+            "Slurm sets; start this command in a job of Slurm's, or unset the variable"
         ) from error
 
 

@@ -97,8 +97,8 @@ class SignedBackend(RendezvousBackend):
         return SIGNED
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        found = self._inner.get_state()
-        return None if found is None else (self._opened(found[0]), found[1])
+        state = self._inner.get_state()
+        return None if state is None else (self._opened(state[0]), state[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         found = self._inner.set_state(self._signature(state) + state, token)

@@ -142,29 +142,29 @@ def add_exposure(parts: Mapping[str, Mapping[str, Any]]) -> None:
 
 def invalid(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Returns the parts whose figures would mislead, each with the reason."""
-    found = {}
+    reasons = {}
     for name in parts:
         placement = name.partition(" in ")[0]
         missing = figures_of(parts, name).get("no_device_kernels")
         # States on the GPU are then copied to the host for each update and back: 12 bytes a parameter each way.
         if missing and placement in PLACEMENTS and placement.endswith("/none"):
-            found[name] = f"the host, not the GPU, updated states that are on the GPU: {missing}"
-    return found
+            reasons[name] = f"the host, not the GPU, updated states that are on the GPU: {missing}"
+    return reasons
 
 
 def refused(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Returns the parts whose figures are missing or incomplete, each with the reason."""
-    found = {}
+    reasons = {}
     for name, part in parts.items():
         if part["state"] == "failed":
-            found[name] = f"failed with exit code {part['exit_code']}: {(part['last_lines'] or ['no words'])[-1]}"
+            reasons[name] = f"failed with exit code {part['exit_code']}: {(part['last_lines'] or ['no words'])[-1]}"
         elif part["state"] == "stopped":
-            found[name] = "stopped when the budget was over" + ("" if part["figures"] else ", without figures")
+            reasons[name] = "stopped when the budget was over" + ("" if part["figures"] else ", without figures")
         elif part["state"] == "skipped":
-            found[name] = f"not run: {part['needs_seconds']:.0f} s did not fit into the budget"
+            reasons[name] = f"not run: {part['needs_seconds']:.0f} s did not fit into the budget"
         elif why := figures_of(parts, name).get("skipped"):
-            found[name] = why
-    return found
+            reasons[name] = why
+    return reasons
 
 
 def bounds(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -239,10 +239,10 @@ def _both(work: Work, device: Device, buffer: HostBuffer) -> dict[str, Any]:
         for stream in streams:
             stream.synchronize()
 
-    found = _rates(work, ours, theirs)
+    speeds = _rates(work, ours, theirs)
     ours()  # again, since the last copies were torch's
-    found["right"] = bool((there.cpu() == 7).all()) and bool((down == 5).all())
-    return found
+    speeds["right"] = bool((there.cpu() == 7).all()) and bool((down == 5).all())
+    return speeds
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -275,10 +275,10 @@ def rates(work: Work, save: Save) -> None:
     measured = measure_rates(work.device)._asdict()
     # Only the rates for bf16 are kept, since the benchmark trains in bf16.
     measured |= measured.pop("by_dtype")["bf16"]._asdict()
-    found = {"plain_matmul": plain_matmul(work.device, work.rounds), **measured}
-    save(found)
+    figures = {"plain_matmul": plain_matmul(work.device, work.rounds), **measured}
+    save(figures)
     drive = drive_rates(str(work.folder), _OF_A_COPY * work.copy_nbytes)
-    save(found | {"drive": {name: value for name, value in drive._asdict().items() if name != "path"}})
+    save(figures | {"drive": {name: value for name, value in drive._asdict().items() if name != "path"}})
 
 
 def plain_matmul(device: torch.device, rounds: int) -> float:
@@ -355,19 +355,19 @@ def bits(
     figures: dict[str, Any] = {"steps": steps, "jobs": {}}
     try:
         for job in jobs:
-            found: dict[str, Any] = {"equal": [], "different": {}, "failed": {}}
-            figures["jobs"][job] = found
+            verdict: dict[str, Any] = {"equal": [], "different": {}, "failed": {}}
+            figures["jobs"][job] = verdict
             expected = _train(job, "none/none", work, steps)
             for placement in placements:
                 try:
                     differences = _differences(expected, _train(job, placement, work, steps))
                 except Exception as error:  # the other placements can still be compared
-                    found["failed"][placement] = f"{type(error).__name__}: {error}"
+                    verdict["failed"][placement] = f"{type(error).__name__}: {error}"
                 else:
                     if differences:
-                        found["different"][placement] = differences
+                        verdict["different"][placement] = differences
                     else:
-                        found["equal"].append(placement)
+                        verdict["equal"].append(placement)
                 save(figures)
     finally:
         torch.use_deterministic_algorithms(before)
@@ -450,8 +450,8 @@ def gpu_tests(work: Work, save: Save, files: tuple[str, ...] = FILES, marked: st
     command += [str(work.folder / "pytest"), *files]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
-    found = {how: int(count) for count, how in re.findall(r"(\d+) (passed|failed|skipped|error)", (lines or [""])[-1])}
-    save({"exit_code": done.returncode, **found, "last_lines": lines[-_LAST_LINES:] if done.returncode else []})
+    counts = {how: int(count) for count, how in re.findall(r"(\d+) (passed|failed|skipped|error)", (lines or [""])[-1])}
+    save({"exit_code": done.returncode, **counts, "last_lines": lines[-_LAST_LINES:] if done.returncode else []})
 
 
 # -- deepspeed -----------------------------------------------------------------------------------------

@@ -89,12 +89,12 @@ def _machine_words(facts: Mapping[str, Any]) -> str:
 
 def _bits_words(figures: Mapping[str, Any]) -> str:
     lines = [f"bits: {figures['steps']} steps in each placement of weights/states against none/none"]
-    for job, found in figures["jobs"].items():
-        seen = [*found["equal"], *found["different"], *found["failed"]]
+    for job, verdict in figures["jobs"].items():
+        seen = [*verdict["equal"], *verdict["different"], *verdict["failed"]]
         absent = [name for name in PLACEMENTS if name not in seen]
-        lines.append(f"  {job:12} equal: {', '.join(found['equal']) or 'none of them'}")
-        lines += [f"  {'':12} DIFFERENT {name}: {'; '.join(how)}" for name, how in found["different"].items()]
-        lines += [f"  {'':12} FAILED {name}: {error}" for name, error in found["failed"].items()]
+        lines.append(f"  {job:12} equal: {', '.join(verdict['equal']) or 'none of them'}")
+        lines += [f"  {'':12} DIFFERENT {name}: {'; '.join(how)}" for name, how in verdict["different"].items()]
+        lines += [f"  {'':12} FAILED {name}: {error}" for name, error in verdict["failed"].items()]
         lines += [f"  {'':12} not compared: {', '.join(absent)}"] if absent else []
     return "\n".join(lines)
 

@@ -310,14 +310,14 @@ def _time_steps(
     first, *others = work.loops
     # Every loop may take an equal part of the time that is left.
     until = time.monotonic() + (end - time.monotonic()) / len(work.loops)
-    found = _time_loop(work, engine, ids, first, until, save, watch)
+    timed = _time_loop(work, engine, ids, first, until, save, watch)
     for number, loop in enumerate(others, 1):
         until = time.monotonic() + (end - time.monotonic()) / (len(work.loops) - number)
-        mine = found.setdefault("other_loops", {})
+        mine = timed.setdefault("other_loops", {})
 
         def save_beside(figures: dict[str, Any], mine: dict[str, Any] = mine, loop: str = loop) -> None:
             mine[loop] = figures
-            save(found)
+            save(timed)
 
         _time_loop(work, engine, ids, loop, until, save_beside, watch)
 

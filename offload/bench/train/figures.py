@@ -150,13 +150,13 @@ def _bound(rates: DriveSpeeds, plain: Sequence[Mapping[str, Any]], moved: Sequen
 
 
 def _median(turns: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    found: list[float] = [value for turn in turns for value in turn[key] if value is not None]
-    return statistics.median(found) if found else None
+    values: list[float] = [value for turn in turns for value in turn[key] if value is not None]
+    return statistics.median(values) if values else None
 
 
 def _mean(turns: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    found: list[float] = [turn[key] for turn in turns if turn[key] is not None]
-    return statistics.mean(found) if found else None
+    values: list[float] = [turn[key] for turn in turns if turn[key] is not None]
+    return statistics.mean(values) if values else None
 
 
 def as_json(machine: Mapping[str, Any], plan: TrainPlan, result: Result) -> dict[str, Any]:

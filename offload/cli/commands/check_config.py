@@ -37,19 +37,19 @@ def check_config(
     ranks is checked by the run. Example: offload check-config ds_config.json
     """
     with errors(BAD_INPUT):
-        found = keys_of(config)
+        keys = keys_of(config)
     if json_output:
-        print(json.dumps({"config": str(config), **found}))
+        print(json.dumps({"config": str(config), **keys}))
     else:
         named = {kind: re.split("[,:]", heading)[0] for kind, heading in _KINDS.items()}
-        counts = [f"{len(found[kind])} {name}" for kind, name in named.items() if found[kind]] or ["no keys"]
+        counts = [f"{len(keys[kind])} {name}" for kind, name in named.items() if keys[kind]] or ["no keys"]
         print(f"{config}: {', '.join(counts)}")
         for kind in _KINDS:
-            if found[kind]:
-                why = found["why"]
-                lines = (f"  {name}: {why[name]}" if name in why else f"  {name}" for name in found[kind])
+            if keys[kind]:
+                why = keys["why"]
+                lines = (f"  {name}: {why[name]}" if name in why else f"  {name}" for name in keys[kind])
                 print(f"{_KINDS[kind]}:", *lines, sep="\n")
-    if found["errors"]:
+    if keys["errors"]:
         raise typer.Exit(BAD_INPUT)
 
 

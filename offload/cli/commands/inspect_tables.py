@@ -17,17 +17,18 @@ ONE_SLOT = (
 )
 
 
-def tables(found: Mapping[str, Any]) -> list[Table | str]:
+def tables(content: Mapping[str, Any]) -> list[Table | str]:
     """Returns the tables and lines for a folder, by its kind: nvme path, run, checkpoint, or several checkpoints."""
-    found = printable_in(found)
-    kind = found["kind"]
+    content = printable_in(content)
+    kind = content["kind"]
     if kind == "nvme_path":
-        return [_runs_table(found["runs"])] if found["runs"] else [escape(f"there are no runs in {found['path']}")]
+        none = escape(f"there are no runs in {content['path']}")
+        return [_runs_table(content["runs"]) if content["runs"] else none]
     if kind == "checkpoints":
-        return [_checkpoints_table(found)]
+        return [_checkpoints_table(content)]
     if kind == "checkpoint":
-        return [_checkpoint_table(found)]
-    return [_run_table(found), *(_rank_table(rank) for rank in found["ranks"])]
+        return [_checkpoint_table(content)]
+    return [_run_table(content), *(_rank_table(rank) for rank in content["ranks"])]
 
 
 def printable_in(value: Any) -> Any:
@@ -151,11 +152,11 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _checkpoints_table(found: Mapping[str, Any]) -> Table:
+def _checkpoints_table(content: Mapping[str, Any]) -> Table:
     """Returns one row per checkpoint of a folder, then the leftovers of interrupted saves."""
     table = Table("checkpoint", "step", "model", "mode", "ranks", "size", "saved", "", box=None)
-    for checkpoint in found["checkpoints"]:
-        words = ["latest"] if checkpoint["tag"] == found["latest"] else []
+    for checkpoint in content["checkpoints"]:
+        words = ["latest"] if checkpoint["tag"] == content["latest"] else []
         words += ["damaged"] if checkpoint["damaged"] else []
         table.add_row(
             escape(checkpoint["tag"]),
@@ -169,29 +170,29 @@ def _checkpoints_table(found: Mapping[str, Any]) -> Table:
             "" if checkpoint["age_seconds"] is None else f"{_age(checkpoint['age_seconds'])} ago",
             ", ".join(words),
         )
-    by = found["saved_to_by"]
+    by = content["saved_to_by"]
     for kind, then in (("leftovers", "the next save removes it"), ("set_aside", "the next save gives it its name")):
-        for path in found[kind]:
+        for path in content[kind]:
             said = f"left over; {then}" if by is None else f"of a save that is under way, or left over: {by}"
             table.add_row(escape(Path(path).name), *[""] * 6, escape(said))
     return table
 
 
-def _checkpoint_table(found: Mapping[str, Any]) -> Table:
+def _checkpoint_table(content: Mapping[str, Any]) -> Table:
     table = Table(show_header=False, box=None)
-    rows = [("checkpoint", found["path"])]
-    if found["model"] is not None:
-        frozen = "" if found["frozen_weights"] else ", without those that are frozen"
+    rows = [("checkpoint", content["path"])]
+    if content["model"] is not None:
+        frozen = "" if content["frozen_weights"] else ", without those that are frozen"
         rows += [
-            ("step", str(found["epoch"])),
-            ("saved", f"{found['created']}, {_age(found['age_seconds'])} ago"),
-            ("model", f"{_model(found['model'])}{frozen}"),
-            ("mode", found["mode"]),
-            ("ranks", str(found["world_size"])),
-            ("made by", f"offload {found['made_by']}"),
+            ("step", str(content["epoch"])),
+            ("saved", f"{content['created']}, {_age(content['age_seconds'])} ago"),
+            ("model", f"{_model(content['model'])}{frozen}"),
+            ("mode", content["mode"]),
+            ("ranks", str(content["world_size"])),
+            ("made by", f"offload {content['made_by']}"),
         ]
-    rows.append(("size", format_size(found["bytes"])))
-    rows += [("damaged", f"{wrong['path']}: {wrong['reason']}") for wrong in found["damaged"]]
+    rows.append(("size", format_size(content["bytes"])))
+    rows += [("damaged", f"{wrong['path']}: {wrong['reason']}") for wrong in content["damaged"]]
     return _filled(table, rows)
 
 

@@ -81,13 +81,13 @@ def _program(name: str, places: str) -> str | None:
     path = Path(name)
     if path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK)):
         return None
-    found = shutil.which(name, path=places)
-    if found is None:
+    executable = shutil.which(name, path=places)
+    if executable is None:
         raise UsageError(
             f"{name} is no file and no command: expected a script of Python, a module behind -m, or a launcher such as "
             "torchrun"
         )
-    return found
+    return executable
 
 
 # -- launch --------------------------------------------------------------------------------------------
@@ -274,13 +274,13 @@ def _check_owner(path: Path) -> None:
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables of `.deepspeed_env` in the home and the working folder; the latter takes precedence."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for folder in (Path.home(), Path()):
         path = folder / environ.get("DS_ENV_FILE", _ENVIRONMENT_FILE)
         if path.is_file():
             _check_owner(path)
-            found |= parse_environment_file(_read(path), str(path))
-    return found
+            variables |= parse_environment_file(_read(path), str(path))
+    return variables
 
 
 def _check_programs(commands: list[Command]) -> None:

@@ -34,18 +34,18 @@ def info(
     from offload.hardware import info as about
     from offload.hardware.probe import drive_line, drive_under, kept
 
-    found, before = about.facts([*(paths or ()), *(nvme_path or ())]), kept()
-    folders = [] if before is None else [drive["path"] for drive in found["drives"]]
+    facts, before = about.facts([*(paths or ()), *(nvme_path or ())]), kept()
+    folders = [] if before is None else [drive["path"] for drive in facts["drives"]]
     probed = {path: rates for path in folders if before and (rates := drive_under(before, path))}
     if json_output:
-        for drive in found["drives"]:
+        for drive in facts["drives"]:
             drive["probed"] = probed[drive["path"]]._asdict() if drive["path"] in probed else None
-        print(json.dumps(found))
+        print(json.dumps(facts))
     else:
-        rows = [*about.lines(found), *((path, drive_line(rates)) for path, rates in probed.items())]
+        rows = [*about.lines(facts), *((path, drive_line(rates)) for path, rates in probed.items())]
         Console(highlight=False, markup=False).print(make_table((), rows))
     # The facts are printed in any case: they are meant for bug reports about such a drive.
-    if any("error" in drive for drive in found["drives"]):
+    if any("error" in drive for drive in facts["drives"]):
         raise typer.Exit(BAD_INPUT)
 
 
@@ -119,18 +119,19 @@ def probe(
         if keep:
             probing.check_kept()
     with errors(FAILED), signals(), measuring() as tell:
-        found = probing.probe(paths or ["."], device, nbytes, tell)
+        measured = probing.probe(paths or ["."], device, nbytes, tell)
     if json_output:
-        print(json.dumps(probing.as_json(found)), flush=True)
+        print(json.dumps(probing.as_json(measured)), flush=True)
     else:
-        console.print(make_table((), probing.lines(found)), markup=False)
+        console.print(make_table((), probing.lines(measured)), markup=False)
     # With --json the console is stderr: stdout contains the JSON object only.
-    for doubt in found.doubts:
+    for doubt in measured.doubts:
         console.print(f"warning: {doubt}", soft_wrap=True, markup=False)
     with errors(FAILED):
-        cache = probing.keep(found) if keep else None
+        cache = probing.keep(measured) if keep else None
     if not json_output:
-        console.print(f"measured in {found.seconds:.0f} s" + (f", stored in {cache}" if cache else ""), soft_wrap=True)
+        stored = f", stored in {cache}" if cache else ""
+        console.print(f"measured in {measured.seconds:.0f} s{stored}", soft_wrap=True)
 
 
 def _probe_sustained(paths: list[str], gigabytes: float | None, keep: bool, json_output: bool) -> None:
@@ -196,20 +197,20 @@ def tune(
             # The check precedes a minute of trials, whose result could not be written otherwise.
             tuning.check_writable(config, output or config)
     with errors(FAILED), signals(), status_line(console) as tell:
-        found = tuning.tune(paths, backend, parse_size(size), tell=tell)
+        tuned = tuning.tune(paths, backend, parse_size(size), tell=tell)
     if json_output:
-        print(json.dumps(tuning.as_json(found)), flush=True)
+        print(json.dumps(tuning.as_json(tuned)), flush=True)
     else:
         rows = [
             (format_size(trial.block_bytes), str(trial.depth), *(f"{rate / 1e9:.2f}" for rate in trial.rate))
-            for trial in found.trials
+            for trial in tuned.trials
         ]
         console.print(make_table(("block", "depth", "read GB/s", "write GB/s"), rows))
-        console.print(f"of the settings as fast as the best, the one with the least in flight ({found.backend}):")
-        console.print(json.dumps({"aio": found.aio}, indent=2), markup=False)
+        console.print(f"of the settings as fast as the best, the one with the least in flight ({tuned.backend}):")
+        console.print(json.dumps({"aio": tuned.aio}, indent=2), markup=False)
     with errors(FAILED):
         if config is not None:
-            tuning.write_config(config, output or config, found.aio)
+            tuning.write_config(config, output or config, tuned.aio)
             # A mistyped --config would otherwise go unnoticed.
             alone = "" if there else f": {config} did not exist, so the file contains only this block"
             console.print(f"written to {output or config}{alone}", markup=False)

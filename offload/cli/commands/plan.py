@@ -325,13 +325,13 @@ def _print_longest(typed: PlanOptions, console: Console) -> None:
         if typed.write is not None or typed.measure:
             raise ConfigError("--longest-sequence writes and measures nothing; leave out --write and --measure")
         with _working("searching the longest sequence of each way to keep activations"):
-            found = request.longest(_request(typed))
+            answer = request.longest(_request(typed))
     if typed.json_output:
-        print(json.dumps(output.longest_json(found)), flush=True)
+        print(json.dumps(output.longest_json(answer)), flush=True)
         return
-    console.print(output.longest_heading(found), soft_wrap=True)
-    console.print(make_table(_LONGEST, output.longest_table(found), right=1))
-    for line in output.longest_lines(found):
+    console.print(output.longest_heading(answer), soft_wrap=True)
+    console.print(make_table(_LONGEST, output.longest_table(answer), right=1))
+    for line in output.longest_lines(answer):
         console.print(line, soft_wrap=True)
 
 

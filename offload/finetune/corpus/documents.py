@@ -224,8 +224,8 @@ def _read(files: Iterable[DataFile], make: Callable[[Any, str], _T]) -> Iterator
     """Yields the result of `make` for each parsed line or row and its place, and files of plain text as `Text`."""
     for file in files:
         if isinstance(file, HubData):
-            for found, place in _hub_rows(file):
-                yield make(found, place)
+            for row, place in _hub_rows(file):
+                yield make(row, place)
             continue
         try:
             # A file of an unknown kind is plain text: users name such files explicitly.
@@ -235,8 +235,8 @@ def _read(files: Iterable[DataFile], make: Callable[[Any, str], _T]) -> Iterator
                     data = content.read()
                 yield Text(str(file), _decode(data, str(file)))
             else:
-                for found, place in rows(file):
-                    yield make(found, place)
+                for row, place in rows(file):
+                    yield make(row, place)
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
 
@@ -346,22 +346,22 @@ def _check_surrogates(parsed: Any, place: str) -> None:
         ) from error
 
 
-def _record(found: Any, place: str) -> Record:
-    found = _with_messages(found, place)
-    kind = _kind_of(found, place)
+def _record(row: Any, place: str) -> Record:
+    row = _with_messages(row, place)
+    kind = _kind_of(row, place)
     if kind == "text":
-        return Text(place, _string(found, "text", place))
+        return Text(place, _string(row, "text", place))
     if kind == "messages":
-        return _chat(found, place)
-    return Completion(place, _string(found, "prompt", place), _string(found, "completion", place))
+        return _chat(row, place)
+    return Completion(place, _string(row, "prompt", place), _string(row, "completion", place))
 
 
-def _prompt(found: Any, place: str) -> Prompt | Chat:
-    found = _with_messages(found, place)
-    kind = _kind_of(found, place)
+def _prompt(row: Any, place: str) -> Prompt | Chat:
+    row = _with_messages(row, place)
+    kind = _kind_of(row, place)
     if kind == "messages":
-        return _chat(found, place)
-    return Prompt(place, _string(found, kind, place))
+        return _chat(row, place)
+    return Prompt(place, _string(row, kind, place))
 
 
 _SPEAKERS = {
@@ -376,24 +376,24 @@ _SPEAKERS = {
 """Roles of ShareGPT's speakers."""
 
 
-def _with_messages(found: Any, place: str) -> Any:
+def _with_messages(row: Any, place: str) -> Any:
     """Returns a line in the form of ShareGPT or of Alpaca with its messages, and any other line as it is."""
-    if not isinstance(found, dict) or any(key in found for key in ("text", "messages", "prompt")):
-        return found
-    if isinstance(found.get("conversations"), list):
-        turns = [_turn(turn, f"{place}: message {number}") for number, turn in enumerate(found["conversations"], 1)]
-    elif "instruction" in found and "output" in found:
-        asked = _string(found, "instruction", place)
-        if found.get("input"):
-            asked += f"\n\n{_string(found, 'input', place)}"
+    if not isinstance(row, dict) or any(key in row for key in ("text", "messages", "prompt")):
+        return row
+    if isinstance(row.get("conversations"), list):
+        turns = [_turn(turn, f"{place}: message {number}") for number, turn in enumerate(row["conversations"], 1)]
+    elif "instruction" in row and "output" in row:
+        asked = _string(row, "instruction", place)
+        if row.get("input"):
+            asked += f"\n\n{_string(row, 'input', place)}"
         turns = [{"role": "user", "content": asked}]
-        turns += [{"role": "assistant", "content": _string(found, "output", place)}]
-        if found.get("history"):
+        turns += [{"role": "assistant", "content": _string(row, "output", place)}]
+        if row.get("history"):
             raise ConfigError(f"{place} contains a history, which is not read; write the turns as messages")
     else:
-        return found
-    system = [{"role": "system", "content": _string(found, "system", place)}] if found.get("system") else []
-    return {"messages": [*system, *turns], "tools": found.get("tools")}
+        return row
+    system = [{"role": "system", "content": _string(row, "system", place)}] if row.get("system") else []
+    return {"messages": [*system, *turns], "tools": row.get("tools")}
 
 
 def _turn(turn: Any, where: str) -> Any:
@@ -406,20 +406,20 @@ def _turn(turn: Any, where: str) -> Any:
     return {**kept, "role": _SPEAKERS[speaker], "content": _string(turn, "value", where)}
 
 
-def _kind_of(found: Any, place: str) -> str:
+def _kind_of(row: Any, place: str) -> str:
     """Returns the key that determines the kind of a line or row."""
-    if not isinstance(found, dict):
-        cure = "; a file that is one list is called *.json" if isinstance(found, list) else ""
-        raise ConfigError(f"{place} contains {_kind(found)}, and each line must be one of {_SHAPES}{cure}")
-    kinds = [key for key in ("text", "messages", "prompt") if key in found]
+    if not isinstance(row, dict):
+        cure = "; a file that is one list is called *.json" if isinstance(row, list) else ""
+        raise ConfigError(f"{place} contains {_kind(row)}, and each line must be one of {_SHAPES}{cure}")
+    kinds = [key for key in ("text", "messages", "prompt") if key in row]
     if len(kinds) != 1:
-        keys = ", ".join(found) or "no key"
+        keys = ", ".join(row) or "no key"
         raise ConfigError(f"{place} contains {keys}; each line must be one of {_SHAPES}")
     return kinds[0]
 
 
-def _chat(found: dict[str, Any], place: str) -> Chat:
-    return Chat(place, _messages(found["messages"], place), _tools(found.get("tools"), place))
+def _chat(row: dict[str, Any], place: str) -> Chat:
+    return Chat(place, _messages(row["messages"], place), _tools(row.get("tools"), place))
 
 
 def _tools(value: Any, place: str) -> list[dict[str, Any]] | None:
@@ -452,12 +452,12 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
     return value
 
 
-def _string(found: dict[str, Any], key: str, place: str) -> str:
-    if key not in found:
+def _string(row: dict[str, Any], key: str, place: str) -> str:
+    if key not in row:
         raise ConfigError(f'{place} contains no "{key}"')
-    if not isinstance(found[key], str):
-        raise ConfigError(f"{place}: {key} must be a string, got {_kind(found[key])}")
-    value: str = found[key]
+    if not isinstance(row[key], str):
+        raise ConfigError(f"{place}: {key} must be a string, got {_kind(row[key])}")
+    value: str = row[key]
     return value
 
 
