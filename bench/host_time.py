@@ -95,18 +95,18 @@ def _figures(units: int, rounds: int, folder: Path) -> dict[str, float]:
         )[0],
     }
     try:
-        taken: dict[str, list[Seconds]] = {name: [] for name in ("plain", *engines)}
+        seconds: dict[str, list[Seconds]] = {name: [] for name in ("plain", *engines)}
         for _ in range(rounds + 2):
-            taken["plain"].append(_seconds(plain, torch.Tensor.backward, plain.zero_grad, x))
+            seconds["plain"].append(_seconds(plain, torch.Tensor.backward, plain.zero_grad, x))
             for name, engine in engines.items():
-                taken[name].append(_seconds(engine, engine.backward, engine.step, x))
+                seconds[name].append(_seconds(engine, engine.backward, engine.step, x))
     finally:
         for engine in engines.values():
             engine.destroy(remove=True)
     figures = {}
     for direction in Seconds._fields:
         # The first rounds record the order of uses.
-        each = {name: [getattr(one, direction) / units * 1e6 for one in of[2:]] for name, of in taken.items()}
+        each = {name: [getattr(one, direction) / units * 1e6 for one in of[2:]] for name, of in seconds.items()}
         for name in engines:
             more = [mine - other for mine, other in zip(each[name], each["plain"], strict=True)]
             figures[f"{name}_{direction}_us"] = statistics.median(more)

@@ -133,8 +133,8 @@ def _live_twice(
     model = sum(path.stat().st_size for path in exported.iterdir())
     shutil.rmtree(exported)
     report("larger", {**about, "exported": model, **figures(before, _lines(log), killed["own"])})
-    for name, came in (("killed", killed), ("resumed", again), ("export", exports), ("score", scores)):
-        report(f"larger, {name}", came)
+    for name, command_figures in (("killed", killed), ("resumed", again), ("export", exports), ("score", scores)):
+        report(f"larger, {name}", command_figures)
     subprocess.run([sys.executable, "-m", "offload", "rm", str(options.folder / "larger"), "--yes"], check=True)
 
 
@@ -187,10 +187,10 @@ def _run(limit: MemoryLimit, command: Sequence[str], until: Callable[[], bool] =
     """Runs a command of `offload` below the limit; kills it when `until()` is true. Returns its seconds and peaks."""
     began = time.monotonic()
     returned = limit.run([sys.executable, "-m", "offload", *command], until)
-    came = {"seconds": time.monotonic() - began, **limit.peak._asdict(), "charged": limit.charged}
+    figures = {"seconds": time.monotonic() - began, **limit.peak._asdict(), "charged": limit.charged}
     if returned and not until():
-        raise SystemExit(f"{' '.join(command)} ended with {returned}, after {came}")
-    return came
+        raise SystemExit(f"{' '.join(command)} ended with {returned}, after {figures}")
+    return figures
 
 
 if __name__ == "__main__":

@@ -44,10 +44,10 @@ def options(about: str | None, seq_len: int, rounds: int) -> argparse.ArgumentPa
 def engine_of(model: str, settings: dict[str, Any], chunked_loss: bool = False) -> offload.Engine:
     """Returns an engine over the preset of this name, with the model's own loss or the same in chunks of tokens."""
     with offload.init(settings):
-        made = build(model)
+        module = build(model)
     if chunked_loss:
-        chunk_loss_of(made)
-    return offload.initialize(model=made, config=settings)[0]
+        chunk_loss_of(module)
+    return offload.initialize(model=module, config=settings)[0]
 
 
 def report(name: str, figures: dict[str, Any]) -> None:

@@ -46,30 +46,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--orders", default="micro_batch_major", help="orders to compare, the first one is the base")
     parser.add_argument("--throttle", type=parse_size, help="bytes a second that the drive may read, and may write")
-    given = parser.parse_args(arguments)
-    with throttled(given.folder, given.throttle) if given.throttle else contextlib.nullcontext():
-        _rounds(given)
+    args = parser.parse_args(arguments)
+    with throttled(args.folder, args.throttle) if args.throttle else contextlib.nullcontext():
+        _rounds(args)
 
 
-def _rounds(given: argparse.Namespace) -> None:
-    dtype = DTYPES[given.dtype]
-    shape, load = from_name(given.model, given.seq_len, dtype), Load(given.batch_size, given.accumulation)
-    orders = given.orders.split()
+def _rounds(args: argparse.Namespace) -> None:
+    dtype = DTYPES[args.dtype]
+    shape, load = from_name(args.model, args.seq_len, dtype), Load(args.batch_size, args.accumulation)
+    orders = args.orders.split()
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {
-        (name, order): [] for name in given.placements.split() for order in orders
+        (name, order): [] for name in args.placements.split() for order in orders
     }
-    for _ in range(given.rounds):
+    for _ in range(args.rounds):
         for (name, order), done in runs.items():
             weights, states = name.split("/")
-            rates = probe([str(given.folder)], "cpu")
-            on = probed(rates, free_host_memory(), dtype=given.dtype)
+            rates = probe([str(args.folder)], "cpu")
+            on = probed(rates, free_host_memory(), dtype=args.dtype)
             keys: dict[str, Any] = {"schedule": order.removesuffix(_EARLY), "speculate": order.endswith(_EARLY)}
-            done.append(_run(given, shape, load._replace(**keys), (weights, states), on, keys))
+            done.append(_run(args, shape, load._replace(**keys), (weights, states), on, keys))
             report("predict, one run", {"placement": name, "order": order, **done[-1]})
-    about = {"model": given.model, "dtype": given.dtype, "tokens": load.tokens(shape), "throttle": given.throttle}
+    about = {"model": args.model, "dtype": args.dtype, "tokens": load.tokens(shape), "throttle": args.throttle}
     for (name, order), of in runs.items():
         gains = _gains(runs[name, orders[0]], of)
-        about |= {"placement": name, "order": order, "accumulation": given.accumulation}
+        about |= {"placement": name, "order": order, "accumulation": args.accumulation}
         report("predict", {**about, **_summary(of), **gains})
 
 
@@ -89,7 +89,7 @@ def _gains(base: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, 
 
 
 def _run(
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     shape: Shape,
     load: Load,
     tiers: tuple[str, str],
@@ -97,17 +97,17 @@ def _run(
     keys: dict[str, Any],
 ) -> dict[str, Any]:
     """One placement in one order: predicted twice, and measured."""
-    sizes = {"batch": given.batch_size, "accumulation": given.accumulation}
-    content = memory.settings(*tiers, dtype=given.dtype, paths=[str(given.folder)], **sizes)
-    dtype = DTYPES[given.dtype]
+    sizes = {"batch": args.batch_size, "accumulation": args.accumulation}
+    content = memory.settings(*tiers, dtype=args.dtype, paths=[str(args.folder)], **sizes)
+    dtype = DTYPES[args.dtype]
     content["offload"] |= {"device": "cpu", "run": "bench-predict", "durability": "auto", **keys}
     by_probe = recommend.plan(shape, hardware, load, content)
     before = in_process(measured, hardware, shape, load, dtype)
-    came = in_process(_train, given.model, given.batch_size, given.seq_len, given.steps, content)
+    trained = in_process(_train, args.model, args.batch_size, args.seq_len, args.steps, content)
     after = in_process(measured, hardware, shape, load, dtype)
     by_model = [recommend.plan(shape, model, load, content) for model in (before, after)]
     return {
-        **came,
+        **trained,
         "compute": statistics.fmean(compute_seconds(shape, model, load.batch) for model in (before, after)),
         "probed_compute": compute_seconds(shape, hardware, load.batch),
         "by_probe": by_probe.timing.seconds,
@@ -154,11 +154,11 @@ def _train(name: str, batch: int, length: int, steps: int, content: dict[str, An
     def step() -> None:
         engine.train_batch(itertools.repeat({"input_ids": ids, "labels": ids}))
 
-    taken = [seconds_of(step) for _ in range(_UNCOUNTED + steps)]
+    seconds = [seconds_of(step) for _ in range(_UNCOUNTED + steps)]
     peak = resident("VmHWM")
     budgets = engine.host_memory + engine.device_memory
     engine.destroy(remove=True)
-    return {"seconds": statistics.fmean(taken[_UNCOUNTED:]), "peak": peak - base, "budgets": budgets}
+    return {"seconds": statistics.fmean(seconds[_UNCOUNTED:]), "peak": peak - base, "budgets": budgets}
 
 
 if __name__ == "__main__":

@@ -68,37 +68,37 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps of a turn that count")
     parser.add_argument("--overlap", action="store_true", help='"overlap_comm": true in each stage of ours')
     parser.add_argument("--only", default=",".join(CONTENDERS), help="a list of contenders, with commas")
-    given = parser.parse_args(arguments)
-    rounds: dict[str, list[list[Turn]]] = {name: [] for name in given.only.split(",")}
+    args = parser.parse_args(arguments)
+    rounds: dict[str, list[list[Turn]]] = {name: [] for name in args.only.split(",")}
     errors: dict[str, str] = {}
-    for _ in range(given.rounds):
+    for _ in range(args.rounds):
         for name in rounds:
             if name in errors:
                 continue
             # Processes of one contender at a time: all contenders together may need more than the machine's memory.
-            turns = _turns(given, name)
+            turns = _turns(args, name)
             if isinstance(turns, str):
                 errors[name] = turns
             else:
                 rounds[name].append(turns)
     figures = {
-        "model": given.model,
-        "ranks": given.ranks,
-        "tokens_per_micro_batch": given.batch_size * given.seq_len,
-        "micro_batches": given.micro_batches,
+        "model": args.model,
+        "ranks": args.ranks,
+        "tokens_per_micro_batch": args.batch_size * args.seq_len,
+        "micro_batches": args.micro_batches,
     }
-    report("ranks", figures | _results(rounds, errors, given.steps))
+    report("ranks", figures | _results(rounds, errors, args.steps))
 
 
-def _turns(given: argparse.Namespace, name: str) -> list[Turn] | str:
+def _turns(args: argparse.Namespace, name: str) -> list[Turn] | str:
     """Returns the turn of each rank of a contender. If one fails, ends the others and returns the error."""
     context = multiprocessing.get_context("spawn")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    pipes = [context.Pipe(duplex=False) for _ in range(given.ranks)]
+    pipes = [context.Pipe(duplex=False) for _ in range(args.ranks)]
     processes = [
-        context.Process(target=_take_turn, args=(send, given, name, rank, port), daemon=True)
+        context.Process(target=_take_turn, args=(send, args, name, rank, port), daemon=True)
         for rank, (_, send) in enumerate(pipes)
     ]
     for process, (_, send) in zip(processes, pipes, strict=True):
@@ -148,28 +148,28 @@ def _results(rounds: dict[str, list[list[Turn]]], errors: dict[str, str], steps:
 # -- in a process of its own --------------------------------------------------------------------------
 
 
-def _take_turn(pipe: Connection, given: argparse.Namespace, name: str, rank: int, port: int) -> None:
+def _take_turn(pipe: Connection, args: argparse.Namespace, name: str, rank: int, port: int) -> None:
     """Makes the contestant of this rank, and sends its turn, or its error."""
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": given.ranks, "LOCAL_WORLD_SIZE": given.ranks}
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": args.ranks, "LOCAL_WORLD_SIZE": args.ranks}
     os.environ |= {key: str(value) for key, value in here.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // given.ranks))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
     try:
         dist.init_process_group("gloo")
-        model: Any = model_of(given.model).float()
-        size, numbers = (given.batch_size, given.seq_len), range(given.micro_batches)
-        ids = [random_ids(size, model.config.vocab_size, rank * given.micro_batches + number) for number in numbers]
-        contestant = CONTENDERS[name](given, model, [{"input_ids": one, "labels": one} for one in ids])
+        model: Any = model_of(args.model).float()
+        size, numbers = (args.batch_size, args.seq_len), range(args.micro_batches)
+        ids = [random_ids(size, model.config.vocab_size, rank * args.micro_batches + number) for number in numbers]
+        contestant = CONTENDERS[name](args, model, [{"input_ids": one, "labels": one} for one in ids])
         # The first steps record the order of uses; the update of the last one runs into those that count.
-        for _ in range(given.steps + 2):
+        for _ in range(args.steps + 2):
             contestant.step()
         before, losses = contestant.sent(), list[float]()
-        took = seconds_of(lambda: losses.extend(contestant.step() for _ in range(given.steps)))
+        took = seconds_of(lambda: losses.extend(contestant.step() for _ in range(args.steps)))
         sent = contestant.sent().since(before)
         contestant.finish()
         contestant.end()
         dist.destroy_process_group()
-        pipe.send(Turn(took / given.steps, losses[-1], sent))
+        pipe.send(Turn(took / args.steps, losses[-1], sent))
     except Exception as error:  # the parent reports it
         pipe.send(f"{type(error).__name__}: {error}")
 
@@ -177,18 +177,18 @@ def _take_turn(pipe: Connection, given: argparse.Namespace, name: str, rank: int
 def _engine(stage: int, tier: str, whole: bool = False) -> Callable[..., Contestant]:
     """Returns a function that makes an engine of ours, whose ranks hold all states if `whole`, as DDP's do."""
 
-    def make(given: argparse.Namespace, model: Any, micro_batches: MicroBatches) -> Contestant:
-        settings = settings_for(given.folder, f"bench-ranks-{stage}-{tier}" + "-whole" * whole, tier)
+    def make(args: argparse.Namespace, model: Any, micro_batches: MicroBatches) -> Contestant:
+        settings = settings_for(args.folder, f"bench-ranks-{stage}-{tier}" + "-whole" * whole, tier)
         settings |= {"bf16": {"enabled": False}, "gradient_clipping": 0}
         settings["optimizer"]["params"] = _ADAMW
         # Otherwise states are divided, in stage 0 too.
         settings["zero_optimization"] |= {
             "stage": stage,
             **({} if whole else {"mics_shard_size": -1}),
-            **({"overlap_comm": True} if whole or given.overlap else {}),
+            **({"overlap_comm": True} if whole or args.overlap else {}),
         }
-        settings["gradient_accumulation_steps"] = given.micro_batches
-        settings["train_micro_batch_size_per_gpu"] = given.batch_size
+        settings["gradient_accumulation_steps"] = args.micro_batches
+        settings["train_micro_batch_size_per_gpu"] = args.batch_size
         # Room for all units at once, as the others have it.
         if tier == "none":
             nbytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -224,16 +224,16 @@ def _plain(
     return Contestant(step)
 
 
-def _ddp(given: argparse.Namespace, model: Any, micro_batches: MicroBatches) -> Contestant:
+def _ddp(args: argparse.Namespace, model: Any, micro_batches: MicroBatches) -> Contestant:
     replica = nn.parallel.DistributedDataParallel(model)
     return _plain(replica, micro_batches, replica.no_sync)
 
 
-def _fsdp2(given: argparse.Namespace, model: Any, micro_batches: MicroBatches) -> Contestant:
+def _fsdp2(args: argparse.Namespace, model: Any, micro_batches: MicroBatches) -> Contestant:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (given.ranks,))
+    mesh = init_device_mesh("cpu", (args.ranks,))
     for blocks in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
         for block in blocks:
             fully_shard(block, mesh=mesh)
@@ -249,11 +249,11 @@ def _fsdp2(given: argparse.Namespace, model: Any, micro_batches: MicroBatches) -
 
 
 def _deepspeed(stage: int) -> Callable[..., Contestant]:
-    def make(given: argparse.Namespace, model: Any, micro_batches: MicroBatches) -> Contestant:
+    def make(args: argparse.Namespace, model: Any, micro_batches: MicroBatches) -> Contestant:
         deepspeed = importlib.import_module("deepspeed")
         settings = {
-            "train_micro_batch_size_per_gpu": given.batch_size,
-            "gradient_accumulation_steps": given.micro_batches,
+            "train_micro_batch_size_per_gpu": args.batch_size,
+            "gradient_accumulation_steps": args.micro_batches,
             "gradient_clipping": 0.0,
             "optimizer": {"type": "AdamW", "params": {**_ADAMW, "torch_adam": True}},
             "zero_optimization": {"stage": stage},

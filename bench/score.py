@@ -36,11 +36,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--micro-batches", type=int, default=8, help="batches that share a pass over the weights")
     parser.add_argument("--layers", type=int, help="layers of a Llama that is built in place of --model")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    given = parser.parse_args(arguments)
-    name = given.model if given.layers is None else f"llama-of-{given.layers}"
-    folder = given.folder / f"bench-score-{name}-{given.dtype}"
+    args = parser.parse_args(arguments)
+    name = args.model if args.layers is None else f"llama-of-{args.layers}"
+    folder = args.folder / f"bench-score-{name}-{args.dtype}"
     if not folder.is_dir():
-        in_process(_write, given.model, given.layers, given.dtype, folder)
+        in_process(_write, args.model, args.layers, args.dtype, folder)
     files = sorted(folder.glob("*.safetensors"))
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     base = resident()
@@ -48,8 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
     for one in (plain, model):
         chunk_loss_of(one, evaluation=True, by_row=True)
     engine = offload.inference(model, {"offload": {"device": "cpu"}})
-    shape = (given.batch_size, given.seq_len)
-    batches = [random_ids(shape, model.config.vocab_size, seed) for seed in range(given.micro_batches)]
+    shape = (args.batch_size, args.seq_len)
+    batches = [random_ids(shape, model.config.vocab_size, seed) for seed in range(args.micro_batches)]
 
     def compute() -> list[torch.Tensor]:
         with torch.no_grad():
@@ -59,18 +59,18 @@ def main(arguments: list[str] | None = None) -> None:
         return engine.map(lambda ids: engine(input_ids=ids, labels=ids, use_cache=False).loss, batches)
 
     assert all(map(torch.equal, compute(), score())), "the scores are those of the plain model"
-    read, taken = engine.io_bytes().read, []
-    for _ in range(given.rounds):
-        taken.append((seconds_of(lambda: _read(files)), seconds_of(compute), seconds_of(score)))
-    drive, in_memory, scored = map(list, zip(*taken, strict=True))
+    read, seconds = engine.io_bytes().read, []
+    for _ in range(args.rounds):
+        seconds.append((seconds_of(lambda: _read(files)), seconds_of(compute), seconds_of(score)))
+    drive, in_memory, scored = map(list, zip(*seconds, strict=True))
     bound = [max(pair) for pair in zip(drive, in_memory, strict=True)]
     file_nbytes, budgets = sum(path.stat().st_size for path in files), engine.host_memory + engine.device_memory
-    tokens = given.batch_size * given.seq_len * given.micro_batches
+    tokens = args.batch_size * args.seq_len * args.micro_batches
     report(
         "score",
         {
             "model": name,
-            "dtype": given.dtype,
+            "dtype": args.dtype,
             "tokens": tokens,
             "tokens_per_second": tokens / statistics.median(scored),
             "over_bound": median_ratio(scored, bound),
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
             "drive_seconds": statistics.median(drive),
             "compute_seconds": statistics.median(in_memory),
             "file_bytes": file_nbytes,
-            "read_bytes_a_round": (engine.io_bytes().read - read) // given.rounds,
+            "read_bytes_a_round": (engine.io_bytes().read - read) // args.rounds,
             "budgets": budgets,
             "files_over_budgets": file_nbytes / budgets,
             "rss_beyond_plain_model": resident() - base,

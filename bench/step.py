@@ -37,10 +37,10 @@ class Contender:
 
     def __init__(self, arguments: argparse.Namespace, tiers: str, *order: str) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_take_turns, args=(theirs, arguments, tiers, *order))
+        self._pipe, child_pipe = context.Pipe()
+        self._process = context.Process(target=_take_turns, args=(child_pipe, arguments, tiers, *order))
         self._process.start()
-        theirs.close()
+        child_pipe.close()
         self.facts: dict[str, int] = self._pipe.recv()
         self.turns: list[Turn] = []
 
@@ -78,26 +78,26 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--host-memory", default=None, help="of an engine on disk, as in the config")
     parser.add_argument("--device-memory", default=None, help="of an engine on disk, as in the config")
     parser.add_argument("--no-overlap", action="store_true", help="on disk, step() waits for its updates: to compare")
-    given = parser.parse_args(arguments)
-    memory = Contender(given, "none,none", "micro_batch_major", "false", "none", "auto")
-    lists = (given.schedules, given.speculate, given.durability, given.vocabulary)
+    args = parser.parse_args(arguments)
+    memory = Contender(args, "none,none", "micro_batch_major", "false", "none", "auto")
+    lists = (args.schedules, args.speculate, args.durability, args.vocabulary)
     orders = list(itertools.product(*(choices.split(",") for choices in lists)))
-    disk = [Contender(given, given.tiers, *order) for order in orders]
-    with drive_rates([given.folder / "bench-step.rates"], 256 * MIB) as drive:
+    disk = [Contender(args, args.tiers, *order) for order in orders]
+    with drive_rates([args.folder / "bench-step.rates"], 256 * MIB) as drive:
         rates = [drive()]
-        for number in range(-2, given.rounds):  # the first rounds record the order of uses, and are not counted
+        for number in range(-2, args.rounds):  # the first rounds record the order of uses, and are not counted
             for contender in (memory, *disk):
                 contender.turn(counts=number >= 0)
         rates.append(drive())
     figures: dict[str, Any] = {
-        "model": given.model,
+        "model": args.model,
         "parameters": memory.facts["parameters"],
-        "dtype": given.dtype,
-        "tokens_per_micro_batch": given.batch_size * given.seq_len,
-        "micro_batches": given.micro_batches,
-        "tiers": given.tiers,
-        "activations": given.activations,
-        "overlap": not given.no_overlap,
+        "dtype": args.dtype,
+        "tokens_per_micro_batch": args.batch_size * args.seq_len,
+        "micro_batches": args.micro_batches,
+        "tiers": args.tiers,
+        "activations": args.activations,
+        "overlap": not args.no_overlap,
         "drive": median_rates(rates)._asdict(),
         "seconds_in_memory": memory.median("seconds"),
     }
@@ -127,42 +127,42 @@ def _ratio(contender: Contender, base: Contender, field: str) -> float:
 # -- in a process of its own --------------------------------------------------------------------------
 
 
-def _take_turns(pipe: Connection, given: argparse.Namespace, *order: str) -> None:
+def _take_turns(pipe: Connection, args: argparse.Namespace, *order: str) -> None:
     """Builds an engine, reports its facts, and takes a turn for each True that comes."""
-    engine = engine_of(given.model, _settings(given, *order), given.chunked_loss)
+    engine = engine_of(args.model, _settings(args, *order), args.chunked_loss)
     facts = {"parameters": engine.parameter_count, "host_memory": engine.host_memory}
     pipe.send({**facts, "device_memory": engine.device_memory})
     model: Any = engine.module
-    ids = random_ids((given.batch_size, given.seq_len), model.config.vocab_size)
-    micro_batches = [{"input_ids": ids, "labels": ids}] * given.micro_batches
+    ids = random_ids((args.batch_size, args.seq_len), model.config.vocab_size)
+    micro_batches = [{"input_ids": ids, "labels": ids}] * args.micro_batches
     while pipe.recv():
         start, busy = sum(engine.io_bytes()), time.process_time()
         engine.train_batch(iter(micro_batches))  # its update runs into the first step that counts, as the last one out
-        took = seconds_of(lambda: [engine.train_batch(iter(micro_batches)) for _ in range(given.steps)])
+        took = seconds_of(lambda: [engine.train_batch(iter(micro_batches)) for _ in range(args.steps)])
         engine.synchronize()
-        steps = given.steps + 1
+        steps = args.steps + 1
         busy = time.process_time() - busy
-        pipe.send(Turn(took / given.steps, busy / steps, (sum(engine.io_bytes()) - start) / steps))
+        pipe.send(Turn(took / args.steps, busy / steps, (sum(engine.io_bytes()) - start) / steps))
     engine.destroy(remove=True)
 
 
 def _settings(
-    given: argparse.Namespace, tiers: str, schedule: str, speculate: str, durability: str, vocabulary: str
+    args: argparse.Namespace, tiers: str, schedule: str, speculate: str, durability: str, vocabulary: str
 ) -> dict[str, Any]:
     weights, states = tiers.split(",")
     more: dict[str, Any] = {"schedule": schedule, "vocabulary": vocabulary}
     if weights == "nvme" or states == "nvme":
         more["durability"] = {"every": int(durability)} if durability.isdecimal() else durability
-        more["debug"] = {"overlap": not given.no_overlap}
+        more["debug"] = {"overlap": not args.no_overlap}
         more["speculate"] = {"true": True, "false": False}.get(speculate, speculate)
-        optional = {name: getattr(given, name) for name in ("host_memory", "device_memory", "activations")}
+        optional = {name: getattr(args, name) for name in ("host_memory", "device_memory", "activations")}
         more |= {name: value for name, value in optional.items() if value}
     run = "-".join(("bench", weights, states, schedule, speculate, durability, vocabulary))
-    settings = settings_for(given.folder, run, weights, **more)
+    settings = settings_for(args.folder, run, weights, **more)
     settings["zero_optimization"]["offload_optimizer"]["device"] = states
-    settings["bf16"] = {"enabled": given.dtype == "bf16"}
-    settings |= {"gradient_clipping": given.clip, "gradient_accumulation_steps": given.micro_batches}
-    settings["train_micro_batch_size_per_gpu"] = given.batch_size
+    settings["bf16"] = {"enabled": args.dtype == "bf16"}
+    settings |= {"gradient_clipping": args.clip, "gradient_accumulation_steps": args.micro_batches}
+    settings["train_micro_batch_size_per_gpu"] = args.batch_size
     return settings
 
 

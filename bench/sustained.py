@@ -44,52 +44,52 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--bytes", type=parse_size, default=10**9, help="that are written before the fall")
     parser.add_argument("--after", type=parse_size, default=40 * 10**6, help="bytes a second that are written after it")
     parser.add_argument("--dtype", default="fp32", choices=tuple(DTYPES), help="of the weights")
-    given = parser.parse_args(arguments)
-    drive: dict[str, Any] = {"folder": given.folder, "rate": given.rate, "nbytes": given.bytes, "after": given.after}
+    args = parser.parse_args(arguments)
+    drive: dict[str, Any] = {"folder": args.folder, "rate": args.rate, "nbytes": args.bytes, "after": args.after}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache  # the curve of this drive is nobody else's
-        for _ in range(given.rounds):
+        for _ in range(args.rounds):
             with falling(**drive):
-                curve = sustained.probe(str(given.folder), int(_LONGER * given.bytes), idle_seconds=0)
+                curve = sustained.probe(str(args.folder), int(_LONGER * args.bytes), idle_seconds=0)
             sustained.keep(curve)
-            figures = {"burst_bytes": curve.burst_bytes, "of": given.bytes, "after_rate": curve.after}
-            report("sustained, the probe", {**figures, "ratio": (curve.burst_bytes or 0) / given.bytes})
-            report("sustained, the run", _run(given, drive))
+            figures = {"burst_bytes": curve.burst_bytes, "of": args.bytes, "after_rate": curve.after}
+            report("sustained, the probe", {**figures, "ratio": (curve.burst_bytes or 0) / args.bytes})
+            report("sustained, the run", _run(args, drive))
 
 
-def _run(given: Any, drive: dict[str, Any]) -> dict[str, Any]:
-    dtype, load = DTYPES[given.dtype], Load(given.batch_size, 1)
-    shape = from_name(given.model, given.seq_len, dtype)
-    with throttled(given.folder, given.rate):
-        on = probed(probe([str(given.folder)], "cpu", _PROBED), free_host_memory(), dtype=given.dtype)
-    content = memory.settings("nvme", "nvme", dtype=given.dtype, paths=[str(given.folder)], batch=given.batch_size)
+def _run(args: Any, drive: dict[str, Any]) -> dict[str, Any]:
+    dtype, load = DTYPES[args.dtype], Load(args.batch_size, 1)
+    shape = from_name(args.model, args.seq_len, dtype)
+    with throttled(args.folder, args.rate):
+        on = probed(probe([str(args.folder)], "cpu", _PROBED), free_host_memory(), dtype=args.dtype)
+    content = memory.settings("nvme", "nvme", dtype=args.dtype, paths=[str(args.folder)], batch=args.batch_size)
     content["offload"] |= {"device": "cpu", "run": "bench-sustained", "durability": "step"}
     on = in_process(measured, on, shape, load, dtype)
     planned = recommend.plan(shape, on, load, content)
     steps = sustained_steps(planned)
     assert steps is not None and steps.measured, "the plan writes, and its drive has a curve"
     with falling(**drive):
-        taken = in_process(_train, given, int(_LONGER * given.bytes), content)
+        taken = in_process(_train, args, int(_LONGER * args.bytes), content)
     # A step during which the rate falls is neither before nor after it.
-    counted = [row for row in taken[_UNCOUNTED:] if not row[0] < given.bytes <= row[1]]
+    counted = [row for row in taken[_UNCOUNTED:] if not row[0] < args.bytes <= row[1]]
     figures: dict[str, Any] = {"moved": planned.timing.moved.read + planned.timing.moved.written}
     for name, rows in (
-        ("before", [row for row in counted if row[1] < given.bytes]),
-        ("after", [row for row in counted if row[0] >= given.bytes]),
+        ("before", [row for row in counted if row[1] < args.bytes]),
+        ("after", [row for row in counted if row[0] >= args.bytes]),
     ):
         seconds = statistics.median(row[2] for row in rows)
         expected = step_seconds(steps.by_written, rows[0][0])
         figures |= {f"steps_{name}": len(rows), f"seconds_{name}": seconds, f"predicted_{name}": expected}
         figures[f"ratio_{name}"] = expected / seconds
-    return {**figures, "model": given.model, "drive_read_write": [on.read, on.written], "load": os.getloadavg()[0]}
+    return {**figures, "model": args.model, "drive_read_write": [on.read, on.written], "load": os.getloadavg()[0]}
 
 
-def _train(given: Any, nbytes: int, content: dict[str, Any]) -> list[tuple[int, int, float]]:
+def _train(args: Any, nbytes: int, content: dict[str, Any]) -> list[tuple[int, int, float]]:
     """Returns for each step the bytes that the run has written before and after it, and its seconds."""
     with offload.init(content):
-        model: Any = build(given.model)
+        model: Any = build(args.model)
     engine = offload.initialize(model=model, config=content)[0]
-    ids = random_ids((given.batch_size, given.seq_len), model.config.vocab_size)
+    ids = random_ids((args.batch_size, args.seq_len), model.config.vocab_size)
 
     def step() -> None:
         engine.train_batch(itertools.repeat({"input_ids": ids, "labels": ids}))

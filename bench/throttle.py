@@ -49,7 +49,7 @@ def throttled(folder: Path, rate: int) -> Iterator[tuple[Path, str]]:
     number = os.stat(folder).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     group = _BLKIO / f"offload-bench-{os.getpid()}"
-    mine = next(line.rpartition(":")[2] for line in _lines("/proc/self/cgroup") if line.split(":")[1] == "blkio")
+    own_cgroup = next(line.rpartition(":")[2] for line in _lines("/proc/self/cgroup") if line.split(":")[1] == "blkio")
     group.mkdir()
     try:
         for way in ("read", "write"):
@@ -58,7 +58,7 @@ def throttled(folder: Path, rate: int) -> Iterator[tuple[Path, str]]:
         yield group, device
     finally:
         for process in (group / "cgroup.procs").read_text().split():
-            (_BLKIO / mine.lstrip("/") / "cgroup.procs").write_text(process)
+            (_BLKIO / own_cgroup.lstrip("/") / "cgroup.procs").write_text(process)
         group.rmdir()
 
 

@@ -59,8 +59,8 @@ def markdown(plan: TrainPlan, rates: DriveSpeeds, rows: Sequence[figures.TrainRo
     table = [figures.TITLES, ["---"] * len(figures.TITLES), *(figures.cells(row) for row in rows if row.turns)]
     lines = [*(f"{line}.  " for line in figures.heading(plan, rates)), ""]
     lines += ["| " + " | ".join(row) + " |" for row in table]
-    said = figures.remarks(rows, plan.dtype)
-    return "\n".join([*lines, *([""] if said else []), *(f"* {line}" for line in said)])
+    remarks = figures.remarks(rows, plan.dtype)
+    return "\n".join([*lines, *([""] if remarks else []), *(f"* {line}" for line in remarks)])
 
 
 def between(page: str, dtype: str, content: str) -> str:

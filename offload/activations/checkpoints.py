@@ -380,11 +380,11 @@ def notices(config: Config, blocks: int, host_addressable: bool) -> tuple[str, .
     }[tier or "device"]
     if host_addressable and tier in ("cpu", "auto"):
         where = "where they are, in host memory" + (", and in files where that ends" if config.drives else "")
-    wanted = checkpointing_config.number_checkpoints
+    most_blocks = checkpointing_config.number_checkpoints
     lines = (
         (
-            wanted is not None and wanted > blocks,
-            f"number_checkpoints is {wanted}, and the model has {blocks} blocks, all of which are computed again",
+            most_blocks is not None and most_blocks > blocks,
+            f"number_checkpoints is {most_blocks}, and the model has {blocks} blocks, all of which are computed again",
         ),
         (
             checkpointing_config.cpu_checkpointing and tier != "cpu",

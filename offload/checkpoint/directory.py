@@ -384,10 +384,10 @@ def end_folder(checkpoint: Path, latest: bool) -> None:
         sync_folder(folder)
         if latest:
             replace_durably(new, folder / LATEST)
-    for left in (going, old):  # the save is complete by now; the next save removes what cannot be deleted here
+    for leftover in (going, old):  # the save is complete by now; the next save removes what cannot be deleted here
         with contextlib.suppress(OSError):
-            if left is not None and left.exists():
-                delete(left)
+            if leftover is not None and leftover.exists():
+                delete(leftover)
 
 
 def drop_partial(checkpoint: Path) -> None:

@@ -288,8 +288,8 @@ class Checkpoints:
         # A checkpoint has all weights itself.
         layouts = [layout._replace(in_files=False) for layout in self._components.layouts]
         layout = describe(layouts, self._components.shards.mode, mesh.shards, mesh.replicas)
-        said = about_saved(self._module, self._components.divides_parameters)
-        return TrainingPosition(self._state.global_steps, contents, layout, said)
+        facts = about_saved(self._module, self._components.divides_parameters)
+        return TrainingPosition(self._state.global_steps, contents, layout, facts)
 
     def _inspect(self, folder: Path, options: LoadOptions) -> FoundCheckpoint:
         """Reads all but the states and checks that the checkpoint fits. Changes nothing."""

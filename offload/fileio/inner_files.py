@@ -138,9 +138,9 @@ def check_holes(descriptor: int, path: Path) -> None:
     """Raises `OSError` for a file that is almost all holes, which would be read for hours."""
     status = os.fstat(descriptor)
     if status.st_size > max(_SMALL, status.st_blocks * 512 * _HOLES):
-        taken = format_size(status.st_blocks * 512)
+        stored = format_size(status.st_blocks * 512)
         raise OSError(
-            errno.EFBIG, f"the file has {format_size(status.st_size)}, all but {taken} of which are holes", str(path)
+            errno.EFBIG, f"the file has {format_size(status.st_size)}, all but {stored} of which are holes", str(path)
         )
 
 
@@ -280,12 +280,12 @@ def _owner_of_new(folder: int) -> int | None:
     """
     name = f".owner-{os.urandom(8).hex()}"
     with contextlib.suppress(OSError):
-        made = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=folder)
         try:
             os.unlink(name, dir_fd=folder)
-            return os.fstat(made).st_uid
+            return os.fstat(descriptor).st_uid
         finally:
-            os.close(made)
+            os.close(descriptor)
     return None
 
 

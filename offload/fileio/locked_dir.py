@@ -130,7 +130,7 @@ def lock_folder(descriptor: int, tries: int = 11) -> bool:
     Raises:
         LockHeldError: If another process holds the lock.
     """
-    for left in reversed(range(tries)):
+    for tries_left in reversed(range(tries)):
         try:
             _flock(descriptor, fcntl.LOCK_EX)
             return True
@@ -138,7 +138,7 @@ def lock_folder(descriptor: int, tries: int = 11) -> bool:
             # NFS locks only files that are open for writing, and never a folder. The lock of the file remains.
             if error.errno not in _CONTENDED:
                 break
-            if not left:
+            if not tries_left:
                 raise LockHeldError("another process") from None
         time.sleep(_PAUSE)
     return False

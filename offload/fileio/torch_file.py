@@ -562,11 +562,11 @@ def _check_size(content: Any, most: int) -> None:
     A container counts as often as other containers contain it, as a reader would visit it so often. A record is no
     container, and is visited once.
     """
-    left: list[tuple[Any, int]] = [(content, 0)]
+    pending: list[tuple[Any, int]] = [(content, 0)]
     records: dict[int, Record] = {}
     count = 0
-    while left:
-        value, depth = left.pop()
+    while pending:
+        value, depth = pending.pop()
         count += 1
         inner: Any = ()
         if isinstance(value, Record):
@@ -579,7 +579,7 @@ def _check_size(content: Any, most: int) -> None:
             inner = value
         if count + len(inner) > most or depth > _DEEPEST:
             raise ValueError("containers that contain one another too often")
-        left.extend((child, depth + 1) for child in inner)
+        pending.extend((child, depth + 1) for child in inner)
 
 
 # -- torch file writer ---------------------------------------------------------------------------------

@@ -156,14 +156,15 @@ class Accelerator(accelerate.Accelerator):
         """Returns `config` with `device_memory` reduced by the device memory of the reference engines."""
         content = content_of(config)
         budget = value_of(content, "offload.device_memory")
-        taken = sum(engine.device_memory for engine in self.references)
-        if budget is None or not taken or parse_percent(budget) is not None:  # a percentage is of this model's weights
+        reference_bytes = sum(engine.device_memory for engine in self.references)
+        # A percentage is of this model's weights.
+        if budget is None or not reference_bytes or parse_percent(budget) is not None:
             return content
-        left_bytes = parse_size(budget) - taken
+        left_bytes = parse_size(budget) - reference_bytes
         if left_bytes <= 0:
             raise BudgetError(
                 f'"device_memory" is {format_size(parse_size(budget))}, of which the models that do not train take '
-                f'{format_size(taken)}; raise it, or move "offload_param" from the device to cpu or nvme'
+                f'{format_size(reference_bytes)}; raise it, or move "offload_param" from the device to cpu or nvme'
             )
         content["offload"] = {**content["offload"], "device_memory": left_bytes}
         return content

@@ -75,9 +75,9 @@ def check_kinds(content: Mapping[str, Any], args: Any) -> None:
         ("optimizer", "optim", _ADAMW, _OPTIMIZER_KINDS),
         ("scheduler", "lr_scheduler_type", ("linear",), _SCHEDULE_KINDS),
     ):
-        asked = getattr(args, argument)
+        requested = getattr(args, argument)
         # The arguments hold an enum or a string, depending on how they were set.
-        name = str(getattr(asked, "value", asked))
+        name = str(getattr(requested, "value", requested))
         if not isinstance(content.get(block), Mapping) or name in defaults:
             continue
         kind, remark = value_of(content, f"{block}.type"), ""

@@ -383,10 +383,10 @@ def _with_messages(row: Any, place: str) -> Any:
     if isinstance(row.get("conversations"), list):
         turns = [_turn(turn, f"{place}: message {number}") for number, turn in enumerate(row["conversations"], 1)]
     elif "instruction" in row and "output" in row:
-        asked = _string(row, "instruction", place)
+        question = _string(row, "instruction", place)
         if row.get("input"):
-            asked += f"\n\n{_string(row, 'input', place)}"
-        turns = [{"role": "user", "content": asked}]
+            question += f"\n\n{_string(row, 'input', place)}"
+        turns = [{"role": "user", "content": question}]
         turns += [{"role": "assistant", "content": _string(row, "output", place)}]
         if row.get("history"):
             raise ConfigError(f"{place} contains a history, which is not read; write the turns as messages")

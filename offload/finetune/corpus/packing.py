@@ -192,8 +192,8 @@ def _only(packed: Packed, rows: np.ndarray) -> Packed:
 
 def inputs_of(packed: Packed, with_positions: bool) -> dict[str, np.ndarray]:
     """Returns the keyword arguments of the model for all rows, (rows, length) int32 each."""
-    taken = {"input_ids": packed.ids, "labels": packed.labels}
-    return taken | ({"position_ids": packed.positions} if with_positions else {})
+    inputs = {"input_ids": packed.ids, "labels": packed.labels}
+    return inputs | ({"position_ids": packed.positions} if with_positions else {})
 
 
 def _first(document: Document, length: int) -> Document:

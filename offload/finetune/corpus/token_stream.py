@@ -172,10 +172,10 @@ def make_array(shape: tuple[int, ...], dtype: Any, fill: int = 0) -> np.ndarray:
 
 def take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Returns a copy of `array[rows]` in memory of `make_array`, copied about 16 MiB at a time."""
-    taken = make_array((len(rows), *array.shape[1:]), array.dtype)
-    for some in pieces_of(taken):
-        taken[some] = array[rows[some]]
-    return taken
+    rows_taken = make_array((len(rows), *array.shape[1:]), array.dtype)
+    for some in pieces_of(rows_taken):
+        rows_taken[some] = array[rows[some]]
+    return rows_taken
 
 
 def join(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:

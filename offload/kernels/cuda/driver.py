@@ -273,10 +273,10 @@ def load_nvrtc(cuda: str) -> Compiler:
 
 def target(capability: tuple[int, int], architectures: Sequence[int]) -> str:
     """Returns the architecture to compile for: the device's own, or the nearest lower one."""
-    wanted = capability[0] * 10 + capability[1]
-    if wanted in architectures:
-        return f"sm_{wanted}"
-    below = [architecture for architecture in architectures if architecture <= wanted]
+    version = capability[0] * 10 + capability[1]
+    if version in architectures:
+        return f"sm_{version}"
+    below = [architecture for architecture in architectures if architecture <= version]
     if not below:
         raise ConfigError(
             f"the GPU has compute capability {capability[0]}.{capability[1]}, and torch's NVRTC compiles for "
