@@ -174,8 +174,9 @@ def test_units_in_files_come_in_chunks(folder: Path, tmp_path: Path, monkeypatch
 
 def least(folder: Path, swap: Path, budget: str, **options: Any) -> int:
     """Returns the least bytes of a budget that a start accepts, as its error names them."""
+    options[budget] = 1
     with pytest.raises(BudgetError, match="the least that works") as refused:
-        start(folder, swap, **options, **{budget: 1})
+        start(folder, swap, **options)
     named = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(refused.value))
     assert named is not None
     return int(named[1])

@@ -129,7 +129,7 @@ class Run:
             HostArena(HostBudget(0, host_nbytes, 0, 0), cpu),
             DeviceArena(device_nbytes, cpu),
             cpu,
-            Late(chance),  # type: ignore[arg-type]
+            Late(chance),
             Limits(),
         )
         self.modules: dict[str, list[int]] = {}
